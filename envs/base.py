@@ -1,0 +1,73 @@
+"""The contract between the agent and every environment: four small records and one protocol.
+
+An environment is text first (`Observation.text`), may show a picture (`Observation.image`) and may enumerate the
+commands that are possible now (`Observation.admissible`). Nothing here knows about models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class EnvironmentFailure(RuntimeError):
+    """The environment itself broke (crash, time-out, corrupt game). It fails the episode, never the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do in one scene. `id` is unique in its environment and split, and stable from run to run."""
+
+    id: str
+    goal: str
+    scene: str  # label of the place whose layout persists over episodes, e.g. "home 17" or "FloorPlan405"; "" if none
+    split: str
+    kind: str  # task type, e.g. "pick_heat_then_place_in_recep"
+    family: str = (
+        ""  # which fact decides the task: "text" (memory holds it), "visual" (only the picture), "" (real data)
+    )
+    data: Mapping[str, str] = field(default_factory=dict)  # what the environment needs to build it (path, seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    text: str
+    image: Image | None = None
+    admissible: tuple[str, ...] | None = None  # None where the benchmark does not enumerate commands
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    observation: Observation
+    progress: float  # share of goal conditions met, in [0, 1]
+    success: bool
+    done: bool
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One live episode at a time. Stateless between episodes: `reset` starts afresh."""
+
+    name: str
+
+    def tasks(self, split: str) -> list[Task]:
+        """All tasks of a split, in an order that does not depend on the file system.
+
+        Raises:
+            ValueError: for a split that does not exist (the message names those that do).
+        """
+        ...
+
+    def reset(self, task: Task) -> Observation: ...
+
+    def step(self, action: str) -> Transition: ...
+
+    def expert(self) -> list[str] | None:
+        """Commands from the current state to success, near-shortest; None when there is no way or no expert."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,333 @@
+"""The rules and the voice of the household: which commands are possible, what they do and what the game then says.
+
+The rules are those of ALFWorld's PDDL domain and the sentences those of its grammar, written down as plain code
+instead of being planned and derived: a step takes tens of microseconds. Where the original has quirks (a lamp that
+never says it is off, "Next to it, you see ..." for things whose record of place is out of step), they are kept.
+"""
+
+from __future__ import annotations
+
+from envs.household.world import (
+    APPLIANCES,
+    LOOK,
+    NOWHERE,
+    TREATMENTS,
+    TWO,
+    Game,
+    State,
+    bits,
+)
+
+Command = tuple[str, int, int]  # verb, item (or NOWHERE), receptacle (for "slice": the sliced item)
+NOTHING_HAPPENS = "Nothing happens."
+
+
+class Engine:
+    """Plays one `Game`. It holds tables only: every state is passed in, so one engine serves many branches."""
+
+    def __init__(self, game: Game) -> None:
+        self.game = game
+        self._names = [item.name for item in game.items]
+        self._listed = [f"a {item.name}" for item in game.items]
+        self._here: dict[int, tuple[int, ...]] = {}
+        for index, receptacle in enumerate(game.receptacles):
+            if receptacle.location != NOWHERE:
+                self._here[receptacle.location] = (*self._here.get(receptacle.location, ()), index)
+        self._pickupable = _mask(item.pickupable for item in game.items)
+        self._toggleable = _mask(item.toggleable for item in game.items)
+        self._sliceable = _mask(item.sliceable for item in game.items)
+        self._fits = self._fitting_masks()
+        self._treatable = {
+            "clean": _mask(item.cleanable for item in game.items),
+            "heat": _mask(item.heatable for item in game.items),
+            "cool": _mask(item.coolable for item in game.items),
+        }
+        self._of_type: dict[str, int] = {}
+        for index, item in enumerate(game.items):
+            self._of_type[item.type] = self._of_type.get(item.type, 0) | 1 << index
+        # Commands that depend on the place alone, made the first time the agent stands there.
+        self._common: dict[int, dict[str, Command]] = {}
+
+    def _fitting_masks(self) -> list[int]:
+        """For every receptacle, the mask of items that may be put there."""
+        by_type: dict[str, int] = {}
+        for kind in {receptacle.type for receptacle in self.game.receptacles}:
+            by_type[kind] = _mask((kind, item.type) in self.game.can_contain for item in self.game.items)
+        return [by_type[receptacle.type] for receptacle in self.game.receptacles]
+
+    # What can be done ------------------------------------------------------------------------------------------
+
+    def reset(self) -> State:
+        """A fresh state at the start of the game."""
+        return self.game.start.copy()
+
+    def intro(self) -> str:
+        """The room as first seen, in ALFWorld's words."""
+        return f"You are in the middle of a room. Looking quickly around you, you see {self._all_receptacles()}."
+
+    def here(self, state: State) -> tuple[int, ...]:
+        """The receptacles at the agent's place."""
+        return self._here.get(state.location, ())
+
+    def is_open(self, state: State, receptacle: int) -> bool:
+        """Whether things can be seen, taken and put there: it needs no opening, or is open."""
+        return not self.game.receptacles[receptacle].openable or bool(state.opened >> receptacle & 1)
+
+    def fits(self, item: int, receptacle: int) -> bool:
+        """Whether a receptacle of this type may hold an item of this type."""
+        return bool(self._fits[receptacle] >> item & 1)
+
+    def commands(self, state: State) -> dict[str, Command]:
+        """Every command that is possible now, with what it means."""
+        common = self._common.get(state.location)
+        if common is None:
+            common = self._common[state.location] = self._common_commands(state.location)
+        possible = common.copy()
+        for receptacle in self.here(state):
+            self._add_at_receptacle(possible, state, receptacle)
+        if state.held != NOWHERE:
+            self._add_in_hand(possible, state)
+        return possible
+
+    def _common_commands(self, location: int) -> dict[str, Command]:
+        possible: dict[str, Command] = {verb: (verb, NOWHERE, NOWHERE) for verb in ("help", "inventory", "look")}
+        for index, receptacle in enumerate(self.game.receptacles):
+            if receptacle.location == location:
+                possible[f"examine {receptacle.name}"] = ("examine receptacle", NOWHERE, index)
+            elif receptacle.location != NOWHERE:
+                possible[f"go to {receptacle.name}"] = ("go to", NOWHERE, index)
+        return possible
+
+    def _add_at_receptacle(self, possible: dict[str, Command], state: State, index: int) -> None:
+        receptacle, names = self.game.receptacles[index], self._names
+        name, held, contents = receptacle.name, state.held, state.contents[index]
+        accessible = True
+        if receptacle.openable:
+            accessible = bool(state.opened >> index & 1)
+            verb = "close" if accessible else "open"
+            possible[f"{verb} {name}"] = (verb, NOWHERE, index)
+        if accessible:
+            for item in bits(contents):
+                possible[f"examine {names[item]}"] = ("examine item", item, NOWHERE)
+            if held == NOWHERE:
+                for item in bits(contents & self._pickupable):
+                    possible[f"take {names[item]} from {name}"] = ("take", item, index)
+            elif self._fits[index] >> held & 1:
+                possible[self.game.wording.put.format(o=names[held], r=name)] = ("put", held, index)
+        # A lamp can be switched even in a closed receptacle: the domain does not ask.
+        for item in bits(contents & self._toggleable):
+            possible[f"use {names[item]}"] = ("use", item, index)
+        if held != NOWHERE:
+            for verb, types in APPLIANCES.items():
+                if receptacle.type in types and self._treatable[verb] >> held & 1:
+                    possible[f"{verb} {names[held]} with {name}"] = (verb, held, index)
+
+    def _add_in_hand(self, possible: dict[str, Command], state: State) -> None:
+        held = self.game.items[state.held]
+        possible[f"examine {held.name}"] = ("examine item", state.held, NOWHERE)
+        if held.type in ("knife", "butterknife"):
+            for item in bits(state.standing[state.location] & self._sliceable):
+                possible[f"slice {self._names[item]} with {held.name}"] = ("slice", state.held, item)
+
+    # What happens ----------------------------------------------------------------------------------------------
+
+    def step(self, state: State, text: str, possible: dict[str, Command] | None = None) -> str:
+        """Carry out a command in `state` (changed in place) and return what the game says.
+
+        `possible` may pass in `commands(state)` where the caller has it already.
+        """
+        command = (self.commands(state) if possible is None else possible).get(text.strip())
+        if command is None:
+            return NOTHING_HAPPENS
+        verb, item, target = command
+        match verb:
+            case "go to":
+                return self._go_to(state, target)
+            case "take":
+                return self._take(state, item, target)
+            case "put":
+                return self._put(state, item, target)
+            case "open" | "close":
+                return self._open_or_close(state, verb, target)
+            case "heat" | "cool" | "clean":
+                return self._treat(state, verb, item, target)
+            case "use":
+                state.toggled |= 1 << item
+                return f"You turn on the {self._names[item]}."
+            case "slice":
+                state.sliced |= 1 << target
+                return f"You sliced the {self._names[target]} with the {self._names[item]}."
+            case _:
+                return self._tell(state, verb, item, target)
+
+    def _go_to(self, state: State, target: int) -> str:
+        receptacle = self.game.receptacles[target]
+        state.location = receptacle.location
+        return f"{self.game.wording.arrive.format(r=receptacle.name)} {self._view(state, target)}"
+
+    def _take(self, state: State, item: int, source: int) -> str:
+        bit = 1 << item
+        state.held = item
+        state.contents[source] &= ~bit
+        state.taken[source] |= bit
+        state.standing[state.location] &= ~bit
+        return f"You pick up the {self._names[item]} from the {self.game.receptacles[source].name}."
+
+    def _put(self, state: State, item: int, target: int) -> str:
+        bit = 1 << item
+        state.held = NOWHERE
+        state.contents[target] |= bit
+        state.taken[target] &= ~bit
+        state.standing[state.location] |= bit
+        return self.game.wording.put_feedback.format(o=self._names[item], r=self.game.receptacles[target].name)
+
+    def _open_or_close(self, state: State, verb: str, target: int) -> str:
+        name = self.game.receptacles[target].name
+        state.opened ^= 1 << target
+        return f"You close the {name}." if verb == "close" else f"You open the {name}. {self._view(state, target)}"
+
+    def _treat(self, state: State, verb: str, item: int, target: int) -> str:
+        bit = 1 << item
+        if verb == "clean":
+            state.clean |= bit
+        elif verb == "heat":
+            state.hot |= bit
+            state.cool &= ~bit
+        else:
+            state.cool |= bit
+            state.hot &= ~bit
+        return f"You {verb} the {self._names[item]} using the {self.game.receptacles[target].name}."
+
+    # What is said ----------------------------------------------------------------------------------------------
+
+    def _tell(self, state: State, verb: str, item: int, target: int) -> str:
+        """Answer to the commands that change nothing."""
+        match verb:
+            case "look":
+                return self._look(state)
+            case "inventory":
+                held = state.held
+                return (
+                    "You are not carrying anything." if held == NOWHERE else f"You are carrying: {self._listed[held]}."
+                )
+            case "examine receptacle":
+                return self._view(state, target)
+            case "examine item":
+                return self._describe(state, item)
+            case _:
+                return self.game.wording.help
+
+    def _view(self, state: State, index: int) -> str:
+        receptacle = self.game.receptacles[index]
+        if receptacle.openable and not state.opened >> index & 1:
+            return f"The {receptacle.name} is closed."
+        seen = self._list(state.contents[index])
+        if receptacle.openable:
+            return f"The {receptacle.name} is open. In it, you see {seen}."
+        return f"On the {receptacle.name}, you see {seen}."
+
+    def _look(self, state: State) -> str:
+        here = self.here(state)
+        if not here:
+            return "You are in the middle of a room. Looking quickly around you, you see nothing."
+        facing = _enumerate([self.game.receptacles[r].name for r in here])
+        # "On the floor" are, for TextWorld, things recorded at this place that were once taken out of a receptacle
+        # here; such a thing is listed once for every receptacle it was taken from.
+        standing = state.standing[state.location]
+        beside = sorted((item, r) for r in here for item in bits(standing & state.taken[r]))
+        return f"You are facing the {facing}. Next to it, you see {_enumerate([self._listed[i] for i, _ in beside])}."
+
+    def _describe(self, state: State, index: int) -> str:
+        item, bit = self.game.items[index], 1 << index
+        if item.inside is not None:
+            return f"This is a normal {item.name}. In it, you see {_enumerate([self._listed[i] for i in item.inside])}."
+        clean, hot, cool, sliced = (bool(mask & bit) for mask in (state.clean, state.hot, state.cool, state.sliced))
+        warmth = "hot" if hot else "cool" if cool else ""
+        if sliced and (warmth or clean):
+            return f"This is a {' and '.join(filter(None, (warmth, 'clean' if clean else '')))} sliced {item.name}."
+        if clean and warmth:
+            return f"This is a {warmth} and clean {item.name}."
+        if hot or clean or cool:
+            return f"This is a {'hot' if hot else 'clean' if clean else 'cold'} {item.name}."
+        if item.toggleable and state.toggled & bit:
+            return f"This {item.name} is on."
+        if item.sliceable and sliced:
+            return f"This is a sliced {item.name}."
+        return f"There's nothing special about {item.name}."
+
+    def _list(self, mask: int) -> str:
+        listed = self._listed
+        return _enumerate([listed[item] for item in bits(mask)])
+
+    def _all_receptacles(self) -> str:
+        return _enumerate([f"a {r.name}" for r in self.game.receptacles if r.location != NOWHERE])
+
+    # What is wanted --------------------------------------------------------------------------------------------
+
+    def candidates(self) -> int:
+        """Mask of the items that can fulfil the goal (of its type and, where it must be treated, treatable)."""
+        goal = self.game.goal
+        mask = self._of_type.get(goal.item_type, 0)
+        if goal.kind in TREATMENTS:
+            mask &= self._treatable[TREATMENTS[goal.kind]]
+        return mask
+
+    def lamps(self) -> int:
+        """Mask of the lamps that fulfil the goal when switched on."""
+        return self._of_type.get(self.game.goal.lamp_type, 0) & self._toggleable
+
+    def treated(self, state: State) -> int:
+        """Mask of the items in the condition the goal asks for (all items where it asks for none)."""
+        match TREATMENTS.get(self.game.goal.kind):
+            case "clean":
+                return state.clean
+            case "heat":
+                return state.hot
+            case "cool":
+                return state.cool
+            case _:
+                return -1
+
+    def progress(self, state: State) -> float:
+        """Share of the goal's conditions that hold, for the item (or receptacle) that is furthest along."""
+        kind = self.game.goal.kind
+        if kind == LOOK:
+            return (self._lamp_is_on_here(state) + self._holds_wanted(state)) / 2
+        if kind == TWO:
+            wanted = self.candidates()
+            return max((min(2, (mask & wanted).bit_count()) for mask in self._destinations(state)), default=0) / 2
+        wanted, treated, placed = self.candidates(), self.treated(state), 0
+        for mask in self._destinations(state):
+            placed |= mask
+        if kind not in TREATMENTS:
+            return 1.0 if wanted & placed else 0.0
+        if wanted & placed & treated:
+            return 1.0
+        return 0.5 if wanted & (placed | treated) else 0.0
+
+    def won(self, state: State) -> bool:
+        """Whether the goal holds now."""
+        return self.progress(state) == 1.0
+
+    def _destinations(self, state: State) -> list[int]:
+        wanted = self.game.goal.receptacle_type
+        return [mask for mask, r in zip(state.contents, self.game.receptacles, strict=True) if r.type == wanted]
+
+    def _lamp_is_on_here(self, state: State) -> bool:
+        lit = self.lamps() & state.toggled
+        return any(state.contents[r] & lit for r in self.here(state))
+
+    def _holds_wanted(self, state: State) -> bool:
+        return state.held != NOWHERE and bool(self._of_type.get(self.game.goal.item_type, 0) >> state.held & 1)
+
+
+def _mask(flags: object) -> int:
+    """Bit mask of an iterable of booleans."""
+    return sum(1 << index for index, flag in enumerate(flags) if flag)  # type: ignore[arg-type]
+
+
+def _enumerate(words: list[str]) -> str:
+    """A list as ALFWorld writes it: "nothing", "a", "a, and b", "a, b, and c"."""
+    if len(words) < 2:
+        return words[0] if words else "nothing"
+    return f"{', '.join(words[:-1])}, and {words[-1]}"

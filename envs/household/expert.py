@@ -1,0 +1,160 @@
+"""The household's own planner: from any reachable state, a near-shortest list of commands to the goal.
+
+It knows the whole state, so nothing is searched for: it tries every item that can fulfil the goal with every place it
+can be taken from and every destination, writes each plan down on a copy of the state, and keeps the shortest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from envs.household.engine import Engine
+from envs.household.world import APPLIANCES, LOOK, NOWHERE, TREATMENTS, TWO, State, bits
+
+
+class _NoWay(Exception):
+    """This particular way to the goal does not work; another may."""
+
+
+def plan(engine: Engine, state: State) -> list[str] | None:
+    """Commands that lead from `state` to the goal; [] when it holds already, None when there is no way."""
+    if engine.won(state):
+        return []
+    kind = engine.game.goal.kind
+    attempts = {LOOK: _look_plans, TWO: _two_plans}.get(kind, _place_plans)
+    return min(attempts(engine, state), key=len, default=None)
+
+
+class _Draft:
+    """A plan being written: a copy of the state that follows along, and the commands so far."""
+
+    def __init__(self, engine: Engine, state: State) -> None:
+        self.engine, self.game, self.state = engine, engine.game, state.copy()
+        self.commands: list[str] = []
+
+    def do(self, command: str) -> None:
+        self.engine.step(self.state, command)
+        self.commands.append(command)
+
+    def go_to(self, receptacle: int) -> None:
+        place = self.game.receptacles[receptacle]
+        if place.location == NOWHERE:
+            raise _NoWay
+        if place.location != self.state.location:
+            self.do(f"go to {place.name}")
+
+    def reach(self, receptacle: int) -> None:
+        """Stand there with it open."""
+        self.go_to(receptacle)
+        if not self.engine.is_open(self.state, receptacle):
+            self.do(f"open {self.game.receptacles[receptacle].name}")
+
+    def put(self, receptacle: int) -> None:
+        self.reach(receptacle)
+        held, place = self.game.items[self.state.held], self.game.receptacles[receptacle]
+        self.do(self.game.wording.put.format(o=held.name, r=place.name))
+
+    def fetch(self, item: int, source: int) -> None:
+        """Hold `item`, taken from `source` unless it is in hand; what else is in hand is laid aside first."""
+        if self.state.held == item:
+            return
+        self.free_hand(on_the_way_to=source)
+        self.reach(source)
+        self.do(f"take {self.game.items[item].name} from {self.game.receptacles[source].name}")
+
+    def free_hand(self, on_the_way_to: int) -> None:
+        """Put down what is held at the place that costs the fewest commands: here, where we go next, or anywhere."""
+        if self.state.held == NOWHERE:
+            return
+        state, places = self.state, self.game.receptacles
+        fitting = [r for r, place in enumerate(places)
+                   if self.engine.fits(state.held, r) and place.location != NOWHERE]  # fmt: skip
+        if not fitting:
+            raise _NoWay
+
+        def cost(r: int) -> int:
+            detour = places[r].location not in (state.location, places[on_the_way_to].location)
+            # Opening the very receptacle that is to be emptied next is no extra cost.
+            return detour + (r != on_the_way_to and not self.engine.is_open(state, r))
+
+        self.put(min(fitting, key=cost))
+
+    def treat(self, verb: str) -> None:
+        """Heat, cool or clean what is held, at an appliance here if there is one."""
+        places, types = self.game.receptacles, APPLIANCES[verb]
+        appliances = [r for r, place in enumerate(places) if place.type in types and place.location != NOWHERE]
+        if not appliances:
+            raise _NoWay
+        appliance = min(appliances, key=lambda r: places[r].location != self.state.location)
+        self.go_to(appliance)
+        self.do(f"{verb} {self.game.items[self.state.held].name} with {places[appliance].name}")
+
+
+def _sources(engine: Engine, state: State, items: int) -> Iterator[tuple[int, int]]:
+    """(item, receptacle it can be taken from) for every wanted item; (held, NOWHERE) for the one in hand."""
+    for item in bits(items):
+        if item == state.held:
+            yield item, NOWHERE
+        elif engine.game.items[item].pickupable:
+            for receptacle in engine.game.places(item, state):
+                yield item, receptacle
+
+
+def _destinations(engine: Engine, item: int) -> list[int]:
+    wanted = engine.game.goal.receptacle_type
+    places = engine.game.receptacles
+    return [r for r, place in enumerate(places) if place.type == wanted and engine.fits(item, r)]
+
+
+def _attempt(draft: _Draft, steps: list[tuple[str, tuple[object, ...]]]) -> Iterator[list[str]]:
+    """Carry out the steps on the draft and yield its commands if they lead to the goal."""
+    try:
+        for method, arguments in steps:
+            getattr(draft, method)(*arguments)
+    except _NoWay:
+        return
+    if draft.engine.won(draft.state):
+        yield draft.commands
+
+
+def _place_plans(engine: Engine, state: State) -> Iterator[list[str]]:
+    """Fetch one item, treat it if the goal says so and it is not yet, and put it where it belongs."""
+    verb = TREATMENTS.get(engine.game.goal.kind)
+    treated = engine.treated(state)
+    for item, source in _sources(engine, state, engine.candidates()):
+        treatment = [("treat", (verb,))] if verb and not treated >> item & 1 else []
+        for destination in _destinations(engine, item):
+            steps = [("fetch", (item, source)), *treatment, ("put", (destination,))]
+            yield from _attempt(_Draft(engine, state), steps)
+
+
+def _two_plans(engine: Engine, state: State) -> Iterator[list[str]]:
+    """Bring two items together in one receptacle, counting those that lie there already."""
+    sources = list(_sources(engine, state, engine.candidates()))
+    first_item = next(bits(engine.candidates()), NOWHERE)
+    if first_item == NOWHERE:
+        return
+    for destination in _destinations(engine, first_item):  # items of one type fit the same receptacles
+        inside = state.contents[destination]
+        outside = [(item, source) for item, source in sources if not inside >> item & 1]
+        if inside & engine.candidates():
+            pairs = [(one,) for one in outside]
+        else:
+            pairs = [(one, other) for one in outside for other in outside if one[0] != other[0]]
+        for pair in pairs:
+            steps = [step for item, source in pair
+                     for step in (("fetch", (item, source)), ("put", (destination,)))]  # fmt: skip
+            # What is in hand comes first: fetched second, it would have to be laid aside.
+            if len(pair) == 2 and pair[1][0] == state.held:
+                continue
+            yield from _attempt(_Draft(engine, state), steps)
+
+
+def _look_plans(engine: Engine, state: State) -> Iterator[list[str]]:
+    """Hold the item and stand at a lamp that has been switched on."""
+    for lamp in bits(engine.lamps()):
+        for place in engine.game.places(lamp, state):
+            switch = [] if state.toggled >> lamp & 1 else [("do", (f"use {engine.game.items[lamp].name}",))]
+            for item, source in _sources(engine, state, engine.candidates()):
+                steps = [("fetch", (item, source)), ("go_to", (place,)), *switch]
+                yield from _attempt(_Draft(engine, state), steps)

@@ -1,0 +1,103 @@
+"""The current view as a small picture: a schematic floor plan of 8x8 cells, one receptacle per cell.
+
+A receptacle name has one cell for good, so the same cupboard is in the same corner of every picture. A cell shows the
+receptacle's type (colour), whether it is open (a dark inside) or shut, the agent (a white dot), the things visible at
+the agent's place (small coloured dots) and, in tasks of the visual family, a mark that nothing else resembles.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from envs.household.engine import Engine
+from envs.household.world import State, bits
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+GRID, CELL = 8, 8  # the plan has GRID x GRID cells of CELL x CELL pixels
+_NUMBERED = {"cabinet": 6, "drawer": 6, "shelf": 4, "countertop": 3, "sidetable": 2}
+_SINGLE = (
+    "microwave", "fridge", "sinkbasin", "diningtable", "desk", "dresser", "coffeetable", "bed", "sofa", "armchair",
+    "safe", "garbagecan", "cart", "ottoman", "tvstand", "coffeemachine", "toaster",
+)  # fmt: skip
+RECEPTACLE_NAMES: tuple[str, ...] = (
+    *(f"{kind} {number}" for kind, count in _NUMBERED.items() for number in range(1, count + 1)),
+    *(f"{kind} 1" for kind in _SINGLE),
+)
+"""The receptacle names that generated scenes use, in the order of their cells."""
+
+BACKGROUND = (24, 24, 28)
+MARK = (255, 0, 255)  # kept out of every other colour: see `_colour`
+AGENT = (255, 255, 255)
+_INSIDE = (8, 8, 8)
+
+
+class Renderer:
+    """Draws the states of one game."""
+
+    def __init__(self, engine: Engine, size: int = GRID * CELL) -> None:
+        self._engine, self._size = engine, size
+        game = engine.game
+        self.cells = cells_of([receptacle.name for receptacle in game.receptacles])
+        self._item_colours = [_colour(f"item {item.type}", 0.9, 1.0) for item in game.items]
+        self._plan = np.full((GRID * CELL, GRID * CELL, 3), BACKGROUND, dtype=np.uint8)
+        for index, cell in self.cells.items():
+            top, left = _corner(cell)
+            self._plan[top + 1 : top + 7, left + 1 : left + 7] = _colour(game.receptacles[index].type, 0.65, 0.6)
+
+    def draw(self, state: State, marked: int | None = None) -> Image:
+        """The view in `state`; `marked` is the receptacle that wears the mark, if any."""
+        from PIL import Image
+
+        pixels = self._plan.copy()
+        for index in bits(state.opened):
+            if index in self.cells:
+                top, left = _corner(self.cells[index])
+                pixels[top + 2 : top + 6, left + 2 : left + 6] = _INSIDE
+        for index in self._engine.here(state):
+            if index in self.cells:
+                self._draw_agents_place(pixels, state, index)
+        if marked is not None and marked in self.cells:
+            top, left = _corner(self.cells[marked])
+            pixels[top, left : left + CELL] = pixels[top + CELL - 1, left : left + CELL] = MARK
+            pixels[top : top + CELL, left] = pixels[top : top + CELL, left + CELL - 1] = MARK
+        image = Image.fromarray(pixels)
+        if self._size != GRID * CELL:
+            image = image.resize((self._size, self._size), Image.Resampling.NEAREST)
+        return image
+
+    def _draw_agents_place(self, pixels: np.ndarray, state: State, index: int) -> None:
+        top, left = _corner(self.cells[index])
+        if self._engine.is_open(state, index):
+            # Up to six things along the upper two rows; more would not be told apart at this size.
+            for slot, item in zip(range(6), bits(state.contents[index]), strict=False):
+                row, column = top + 2 + slot // 3, left + 1 + 2 * (slot % 3)
+                pixels[row, column : column + 2] = self._item_colours[item]
+        pixels[top + 4 : top + 7, left + 3 : left + 5] = AGENT
+
+
+def cells_of(names: list[str]) -> dict[int, int]:
+    """Cell of each receptacle (by its position in `names`); those for which the plan has no room are left out."""
+    canonical = {name: cell for cell, name in enumerate(RECEPTACLE_NAMES)}
+    cells = {index: canonical[name] for index, name in enumerate(names) if name in canonical}
+    free = iter(sorted(set(range(GRID * GRID)) - set(canonical.values())))
+    for index, name in enumerate(names):
+        if name not in canonical and (cell := next(free, None)) is not None:
+            cells[index] = cell
+    return cells
+
+
+def _corner(cell: int) -> tuple[int, int]:
+    return cell // GRID * CELL, cell % GRID * CELL
+
+
+def _colour(name: str, saturation: float, value: float) -> tuple[int, int, int]:
+    """A colour that belongs to a name for good. The hues around the mark's magenta are left out."""
+    share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32
+    red, green, blue = colorsys.hsv_to_rgb(share * 0.72, saturation, value)
+    return round(red * 255), round(green * 255), round(blue * 255)

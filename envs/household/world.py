@@ -1,0 +1,161 @@
+"""What a household game is: the facts that never change (`Game`) and the few that do (`State`).
+
+Both the reader of real ALFWorld games (`pddl.py`) and the scene generator (`generate.py`) build a `Game`; the engine,
+the expert and the renderer read nothing else. Items and receptacles are numbered in the order in which ALFWorld lists
+them, and sets of items are Python integers used as bit masks (bit i = item i), so that a state is copied in about a
+microsecond and a list "in order" is simply the bits from low to high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+# Task types, as ALFWorld names them.
+SIMPLE = "pick_and_place_simple"
+CLEAN = "pick_clean_then_place_in_recep"
+HEAT = "pick_heat_then_place_in_recep"
+COOL = "pick_cool_then_place_in_recep"
+LOOK = "look_at_obj_in_light"
+TWO = "pick_two_obj_and_place"
+KINDS = (SIMPLE, LOOK, CLEAN, HEAT, COOL, TWO)
+
+# What has to be done to an object before it is placed, by task type: the verb, and the receptacle types that do it.
+TREATMENTS = {CLEAN: "clean", HEAT: "heat", COOL: "cool"}
+APPLIANCES = {"clean": ("sinkbasin", "sink"), "heat": ("microwave",), "cool": ("fridge",)}
+
+NOWHERE = -1  # location of a receptacle that nobody can walk to; "no item" where an item is expected
+
+
+@dataclass(frozen=True, slots=True)
+class Receptacle:
+    """A place things lie in or on. `location` is where the agent stands to use it (several may share one)."""
+
+    name: str  # "cabinet 3"
+    type: str  # "cabinet"
+    openable: bool
+    location: int
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An object. `inside` names the items a receptacle object holds; None for an object that holds nothing ever."""
+
+    name: str  # "mug 1"
+    type: str  # "mug"
+    pickupable: bool = True
+    cleanable: bool = False
+    heatable: bool = False
+    coolable: bool = False
+    sliceable: bool = False
+    toggleable: bool = False
+    inside: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What makes the task done; `kind` says how the other fields read (see `engine.Engine.conditions`)."""
+
+    kind: str
+    item_type: str
+    receptacle_type: str = ""  # where to; "" for look_at_obj_in_light
+    lamp_type: str = ""  # only for look_at_obj_in_light
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown task type {self.kind!r}; known are {', '.join(KINDS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """The phrases in which released games differ. The defaults are those of ALFWorld 0.4."""
+
+    put: str = "move {o} to {r}"
+    put_feedback: str = "You move the {o} to the {r}."
+    arrive: str = "You arrive at {r}."
+    help: str = (
+        "Available commands:\n"
+        "  look:                             look around your current location\n"
+        "  inventory:                        check your current inventory\n"
+        "  go to (receptacle):               move to a receptacle\n"
+        "  open (receptacle):                open a receptacle\n"
+        "  close (receptacle):               close a receptacle\n"
+        "  take (object) from (receptacle):  take an object from a receptacle\n"
+        "  move (object) to (receptacle):  place an object in or on a receptacle\n"
+        "  examine (something):              examine a receptacle or an object\n"
+        "  use (object):                     use an object\n"
+        "  heat (object) with (receptacle):  heat an object using a receptacle\n"
+        "  clean (object) with (receptacle): clean an object using a receptacle\n"
+        "  cool (object) with (receptacle):  cool an object using a receptacle\n"
+        "  slice (object) with (object):     slice an object using a sharp object\n"
+    )
+
+
+class State:
+    """Everything that changes in a game. Mutable and small; `copy` is how a planner or a test branches.
+
+    `contents[r]` is the mask of items in receptacle r. An item can be in two receptacles at once, and its recorded
+    location need not be its receptacle's: real games hold such contradictions and TextWorld shows them, so we keep
+    them too (`standing` is TextWorld's objectAtLocation, `taken` its remembered "not in receptacle").
+    """
+
+    __slots__ = ("clean", "contents", "cool", "held", "hot", "location", "opened", "sliced", "standing", "taken",
+                 "toggled")  # fmt: skip
+
+    def __init__(self, location: int, receptacles: int, locations: int) -> None:
+        self.location = location
+        self.held = NOWHERE
+        self.contents = [0] * receptacles
+        self.taken = [0] * receptacles
+        self.standing = [0] * locations
+        self.opened = 0  # mask over receptacles; all masks below are over items
+        self.hot = 0
+        self.cool = 0
+        self.clean = 0
+        self.sliced = 0
+        self.toggled = 0
+
+    def copy(self) -> State:
+        """An independent copy."""
+        twin = State.__new__(State)
+        twin.location, twin.held, twin.opened = self.location, self.held, self.opened
+        twin.hot, twin.cool, twin.clean = self.hot, self.cool, self.clean
+        twin.sliced, twin.toggled = self.sliced, self.toggled
+        twin.contents, twin.taken, twin.standing = self.contents[:], self.taken[:], self.standing[:]
+        return twin
+
+    def key(self) -> tuple[object, ...]:
+        """A hashable value, equal for equal states."""
+        masks = (self.opened, self.hot, self.cool, self.clean, self.sliced, self.toggled)
+        return (self.location, self.held, *masks, tuple(self.contents), tuple(self.taken), tuple(self.standing))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and self.key() == other.key()
+
+    __hash__ = None  # type: ignore[assignment]  # mutable: hash `key()` instead
+
+
+@dataclass(frozen=True)
+class Game:
+    """One game: its places and things, how it starts, what is asked and how it speaks. Never changed once built."""
+
+    receptacles: tuple[Receptacle, ...]
+    items: tuple[Item, ...]
+    start: State
+    goal: Goal
+    task: str  # the task sentence without its full stop, e.g. "put a hot mug in cabinet"
+    can_contain: frozenset[tuple[str, str]]  # (receptacle type, item type)
+    wording: Wording = field(default_factory=Wording)
+
+    def places(self, item: int, state: State) -> list[int]:
+        """The receptacles an item is in (usually one, none while it is held)."""
+        bit = 1 << item
+        return [r for r, mask in enumerate(state.contents) if mask & bit]
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Positions of the set bits, from low to high."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

@@ -1,0 +1,294 @@
+"""From episodes to numbers: what happened under each delivery, with intervals, and how two deliveries differ.
+
+`summarise` describes one delivery, `results` puts all of them into the dict that is written as `results.json`.
+An episode that broke (environment, executor or compiler failure) counts as an episode without success and stays
+visible in `stop_reasons`: leaving it out would reward the delivery that breaks more often.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import NormalDist, fmean
+from typing import Any
+
+import numpy as np
+
+from agent.records import Episode, StepRecord, StopReason
+
+DELIVERY_NAMES: Mapping[str, str] = {  # in the order of every table and plot; names not listed come last, as they are
+    "none": "no memory",
+    "static": "static memory",
+    "compiled_text": "compiled, text only",
+    "compiled": "compiled, text + soft",
+    "compiled_no_brief": "compiled, no brief",
+    "expert_compiler": "expert as compiler",
+    "expert_random_entry": "expert, random entry",
+    "compiled_shuffled_soft": "shuffled soft tokens",
+}
+CONTROLS = ("expert_compiler", "expert_random_entry", "compiled_shuffled_soft")
+DIFFERENCES = (("compiled", "none"), ("compiled", "static"), ("compiled", "compiled_text"))
+EMISSION_KINDS = ("EXPERIENCE", "BRIEF", "HYBRID", "NOACTION")
+GROUNDINGS = ("choice", "exact", "fuzzy", "failed")
+CLOCKS = ("compiler", "executor", "environment")
+FAILURES = (StopReason.ENVIRONMENT_FAILURE, StopReason.EXECUTOR_FAILURE, StopReason.COMPILER_FAILURE)
+REQUIRED_META = ("environment", "split", "seed")
+
+RESAMPLES = 10_000
+_BLOCK_CELLS = 2**22  # the bootstrap draws in blocks of this many numbers (32 MiB), however many values there are
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean with the ends of its confidence interval, over `n` independent things."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairedDifference:
+    """Mean of a - b over `n` tasks that both played; `wins` and `losses` count the tasks where a or b did better."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+    wins: int
+    losses: int
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Intervals
+
+
+def wilson(successes: int, n: int, level: float = 0.95) -> Interval:
+    """Wilson score interval of a proportion. Unlike mean +- z s.e. it stays in [0, 1] and is honest at 0 and n of n.
+
+    Raises:
+        ValueError: for n = 0, for successes outside 0..n, or for a level outside (0, 1).
+    """
+    if n <= 0:
+        raise ValueError("an interval over zero episodes says nothing: check the split and `limit`")
+    if not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes in {n} episodes")
+    z = NormalDist().inv_cdf(0.5 + _checked(level) / 2)
+    p, shrink = successes / n, 1 + z * z / n
+    centre = (p + z * z / (2 * n)) / shrink
+    half = z / shrink * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
+    # At 0 and n of n one end is p itself; rounding must not push it past p.
+    return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)), n)
+
+
+def bootstrap_mean(values: Sequence[float], seed: int = 0, level: float = 0.95) -> Interval:
+    """Mean with its percentile bootstrap interval. The order of the values does not matter, the seed does.
+
+    Note that values that are all equal give an interval of width zero: a bootstrap knows only what it has seen.
+
+    Raises:
+        ValueError: for no values.
+    """
+    if not values:
+        raise ValueError("a bootstrap over zero values says nothing")
+    low, high = np.quantile(_resampled_means(values, seed), _tails(level))
+    return Interval(fmean(values), float(low), float(high), len(values))
+
+
+def paired_bootstrap_difference(
+    a: Sequence[Episode],
+    b: Sequence[Episode],
+    seed: int = 0,
+    level: float = 0.95,
+    value: Callable[[Episode], float] | None = None,
+) -> PairedDifference:
+    """a - b in success (or in `value`), task by task, with a bootstrap over the tasks that both played.
+
+    Pairing takes out how hard each task is, so the interval is narrower than the two deliveries' own suggest.
+    Episodes of one task (several seeds) are averaged first: they are not independent of each other.
+
+    Raises:
+        ValueError: when no task was played under both.
+    """
+    of_a, of_b = _by_task(a, value or _success), _by_task(b, value or _success)
+    tasks = sorted(of_a.keys() & of_b.keys())
+    if not tasks:
+        raise ValueError("no task was played under both deliveries: nothing to pair")
+    differences = [of_a[task] - of_b[task] for task in tasks]
+    interval = bootstrap_mean(differences, seed, level)
+    wins, losses = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    return PairedDifference(**asdict(interval), wins=wins, losses=losses)
+
+
+def _resampled_means(values: Sequence[float], seed: int) -> np.ndarray:
+    """[RESAMPLES] means of resamples with replacement.
+
+    Success, progress and their differences take few distinct values, so we draw how often each one occurs instead of
+    drawing n indices: the same distribution, and fast for any n.
+    """
+    distinct, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
+    rng, block = np.random.default_rng(seed), max(1, _BLOCK_CELLS // len(distinct))
+    sizes = [min(block, RESAMPLES - start) for start in range(0, RESAMPLES, block)]
+    draws = [rng.multinomial(len(values), counts / counts.sum(), size=size) @ distinct for size in sizes]
+    return np.concatenate(draws) / len(values)
+
+
+def _tails(level: float) -> tuple[float, float]:
+    return (1 - _checked(level)) / 2, (1 + level) / 2
+
+
+def _checked(level: float) -> float:
+    if not 0 < level < 1:
+        raise ValueError(f"a confidence level lies between 0 and 1, not at {level}")
+    return level
+
+
+def _by_task(episodes: Sequence[Episode], value: Callable[[Episode], float]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for episode in episodes:
+        values[episode.task_id].append(value(episode))
+    return {task: fmean(of_task) for task, of_task in values.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One delivery
+
+
+def succeeded(episode: Episode) -> bool:
+    """Success as every table counts it: an episode that broke has none, whatever was recorded before it broke."""
+    return episode.success and episode.stop_reason not in FAILURES
+
+
+def summarise(episodes: Sequence[Episode], seed: int = 0) -> dict[str, Any]:
+    """What a delivery did, ready for JSON. `seed` is the bootstrap's, not the run's.
+
+    Tokens are what a role read and wrote (prompt + generated). Rates and times per step are over all steps of all
+    episodes; shares are over the steps that have the thing at all (an emission, a grounded action).
+    `emission_mix` is {} and `parse_error_rate` None where no compiler spoke.
+
+    Raises:
+        ValueError: for zero episodes.
+    """
+    if not episodes:
+        raise ValueError("zero episodes: nothing to summarise (check the split, the filters and `limit`)")
+    steps = [step for episode in episodes for step in episode.steps]
+    emissions = [step for step in steps if step.emission_kind]
+    stops = Counter(episode.stop_reason for episode in episodes)
+    return {
+        "success": _success_interval(episodes),
+        "progress": _progress_interval(episodes, seed),
+        "executor_tokens_per_step": _tokens_per_step(steps, "executor"),
+        "compiler_tokens_per_step": _tokens_per_step(steps, "compiler"),
+        "emission_mix": _shares((step.emission_kind for step in emissions), EMISSION_KINDS),
+        "parse_error_rate": _mean([float(s.parse_error is not None) for s in emissions]) if emissions else None,
+        "grounding": _shares((step.grounding for step in steps if step.grounding), GROUNDINGS),
+        "seconds_per_step": {clock: _mean([s.seconds.get(clock, 0.0) for s in steps]) for clock in CLOCKS},
+        "steps": fmean(len(episode.steps) for episode in episodes),
+        "stop_reasons": {str(reason): stops[reason] for reason in StopReason if stops[reason]},
+        "by_family": {
+            family: {"success": _success_interval(members), "progress": _progress_interval(members, seed)}
+            for family, members in _groups(episodes, lambda e: e.family).items()
+        },
+        "by_kind": {
+            kind: {"success": _success_interval(members)}
+            for kind, members in _groups(episodes, lambda e: e.kind).items()
+        },
+    }
+
+
+def _success(episode: Episode) -> float:
+    return float(succeeded(episode))
+
+
+def _success_interval(episodes: Sequence[Episode]) -> dict[str, Any]:
+    return asdict(wilson(sum(map(succeeded, episodes)), len(episodes)))
+
+
+def _progress_interval(episodes: Sequence[Episode], seed: int) -> dict[str, Any]:
+    return asdict(bootstrap_mean([episode.progress for episode in episodes], seed))
+
+
+def _tokens_per_step(steps: Sequence[StepRecord], role: str) -> float:
+    return _mean([step.tokens.get(f"{role}_in", 0) + step.tokens.get(f"{role}_out", 0) for step in steps])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0  # an episode may break before its first step
+
+
+def _shares(names: Iterable[str], expected: Sequence[str]) -> dict[str, float]:
+    """Share of each name; every expected one is there, so that readers need no defaults. {} when there are none."""
+    counts = Counter(names)
+    unexpected = sorted(counts.keys() - set(expected))
+    return {name: counts[name] / counts.total() for name in (*expected, *unexpected)} if counts else {}
+
+
+def _groups(episodes: Sequence[Episode], label: Callable[[Episode], str]) -> dict[str, list[Episode]]:
+    """Episodes by label, in the labels' alphabetical order; those without one ("") belong to no group."""
+    groups: dict[str, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        if label(episode):
+            groups[label(episode)].append(episode)
+    return dict(sorted(groups.items()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All deliveries of a run
+
+
+def results(per_delivery: Mapping[str, Sequence[Episode]], meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of `results.json`: a summary per delivery, the run's meta data, and the paired differences.
+
+    Args:
+        per_delivery: episodes by delivery name (see DELIVERY_NAMES).
+        meta: at least "environment", "split" and "seed"; anything else that is JSON goes in beside them.
+
+    Raises:
+        ValueError: for no delivery, a delivery without episodes, or incomplete or clashing meta data.
+    """
+    if not per_delivery:
+        raise ValueError("no delivery was evaluated")
+    if empty := [name for name, episodes in per_delivery.items() if not episodes]:
+        raise ValueError(f"zero episodes under {', '.join(empty)}: a run over nothing has no result")
+    if missing := [key for key in REQUIRED_META if key not in meta]:
+        raise ValueError(f"results need to say their {', '.join(missing)}")
+    if clash := {"results", "paired_difference"} & meta.keys():
+        raise ValueError(f"meta data cannot be called {', '.join(sorted(clash))}")
+    return {
+        "results": {name: summarise(per_delivery[name]) for name in ordered(per_delivery)},
+        **meta,
+        "paired_difference": {
+            f"{a} - {b}": _difference(per_delivery[a], per_delivery[b])
+            for a, b in DIFFERENCES
+            if a in per_delivery and b in per_delivery and _share_tasks(per_delivery[a], per_delivery[b])
+        },
+    }
+
+
+def ordered(deliveries: Iterable[str]) -> list[str]:
+    """Delivery names in the order of every table: the deliveries, the controls, then unknown names by alphabet."""
+    known = list(DELIVERY_NAMES)
+    return sorted(deliveries, key=lambda name: (known.index(name) if name in known else len(known), name))
+
+
+def display_name(delivery: str) -> str:
+    return DELIVERY_NAMES.get(delivery, delivery)
+
+
+def families(results: Mapping[str, Any]) -> list[str]:
+    """The task families that occur in a results dict, by alphabet ("text" before "visual")."""
+    return sorted({family for summary in results["results"].values() for family in summary["by_family"]})
+
+
+def _difference(a: Sequence[Episode], b: Sequence[Episode]) -> dict[str, Any]:
+    """The difference over all tasks and within each family: where soft tokens matter is a question about a family."""
+    of_a, of_b = _groups(a, lambda e: e.family), _groups(b, lambda e: e.family)
+    shared = [family for family in of_a if family in of_b and _share_tasks(of_a[family], of_b[family])]
+    within = {family: asdict(paired_bootstrap_difference(of_a[family], of_b[family])) for family in shared}
+    return {**asdict(paired_bootstrap_difference(a, b)), "by_family": within}
+
+
+def _share_tasks(a: Sequence[Episode], b: Sequence[Episode]) -> bool:
+    return bool({episode.task_id for episode in a} & {episode.task_id for episode in b})

@@ -1,0 +1,161 @@
+"""Two figures: success by delivery with intervals, and the training losses. Drawn off screen, written as PNG."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from eval.metrics import display_name, families, ordered
+from eval.table import is_control
+
+LOSSES: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order of the paper's equation
+    "loss": "total loss",
+    "loss_text": "text: emission",
+    "loss_action": "action through the executor",
+    "loss_entropy": "entropy of the latent",
+    "loss_latent": "latent alignment",
+    "loss_orth": "orthogonality",
+}
+INK, MUTED, GRID, ACCENT, CONTROL = "#1f2933", "#6b7785", "#e3e7eb", "#2f6f8f", "#9aa5b1"
+DPI = 160
+LABEL_CHARACTERS = 36
+
+
+def deliveries_plot(results: Mapping[str, Any], path: Path) -> Path:
+    """Success rate with its 95 % interval by delivery: one panel over all tasks and one per family."""
+    deliveries = ordered(results["results"])
+    groups = ["", *families(results)]
+    figure = Figure(figsize=(3.0 + 2.4 * len(groups), 1.25 + 0.34 * len(deliveries)), dpi=DPI, layout="constrained")
+    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    heights = _heights(deliveries)
+    for panel, family in zip(panels, groups, strict=True):
+        summaries = [_success(results["results"][delivery], family) for delivery in deliveries]
+        _success_panel(panel, deliveries, heights, summaries)
+        panel.set_title(_plain(family_title(family)), loc="left", fontsize=10, color=INK, fontweight="bold", pad=10)
+    panels[0].set_yticks(heights, [_plain(display_name(delivery)) for delivery in deliveries], fontsize=9)
+    panels[0].set_ylim(max(heights) + 0.7, min(heights) - 0.7)
+    figure.supxlabel("success, % of episodes (bar: 95 % interval)", fontsize=8.5, color=MUTED)
+    return _save(figure, path)
+
+
+def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
+    """Loss terms over optimiser steps, one small panel each: raw values faint, their moving average on top.
+
+    Raises:
+        ValueError: when the file holds no loss.
+    """
+    rows = read_losses(metrics_jsonl_path)
+    present = [key for key in LOSSES if any(key in row for row in rows.values())]
+    if not present:
+        raise ValueError(f"{metrics_jsonl_path} holds none of {', '.join(LOSSES)}")
+    columns = min(3, len(present))
+    lines = -(-len(present) // columns)
+    figure = Figure(figsize=(0.6 + 3.0 * columns, 0.5 + 2.1 * lines), dpi=DPI, layout="constrained")
+    panels = figure.subplots(lines, columns, sharex=True, squeeze=False).ravel()
+    for panel, key in zip(panels, present, strict=False):
+        points = [(step, row[key]) for step, row in rows.items() if key in row]
+        _loss_panel(panel, LOSSES[key], [step for step, _ in points], [value for _, value in points])
+    for panel in panels[len(present) :]:
+        panel.set_axis_off()
+    figure.supxlabel("optimiser step (dark line: moving average)", fontsize=8.5, color=MUTED)
+    return _save(figure, path)
+
+
+def read_losses(path: Path) -> dict[int, dict[str, float]]:
+    """Loss rows by step. A resumed run repeats steps: the last row of a step counts. Torn lines are skipped."""
+    rows: dict[int, dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and any(key in row for key in LOSSES):
+            numbers = {key: float(value) for key, value in row.items() if isinstance(value, int | float)}
+            rows[int(row.get("step", len(rows)))] = numbers
+    return dict(sorted(rows.items()))
+
+
+def family_title(family: str) -> str:
+    """What a family asks for, in words; an unknown one by its own name."""
+    known = {"": "all tasks", "text": "fact in the text", "visual": "fact in the picture"}
+    return known.get(family, family)
+
+
+def _plain(name: str) -> str:
+    """A name from data as matplotlib can draw it: no formula mode, no characters that fonts refuse, not too long."""
+    printable = "".join(c if c.isprintable() else "?" for c in name)
+    short = printable if len(printable) <= LABEL_CHARACTERS else printable[: LABEL_CHARACTERS - 1] + "…"
+    return short.replace("$", r"\$")
+
+
+def _success(summary: Mapping[str, Any], family: str) -> Mapping[str, Any] | None:
+    entry = summary["by_family"].get(family) if family else summary
+    return entry["success"] if entry else None
+
+
+def _heights(deliveries: Sequence[str]) -> list[float]:
+    """Vertical places, with a gap between the deliveries and their controls."""
+    gap = 0.6 if any(not is_control(delivery) for delivery in deliveries) else 0.0
+    return [i + (gap if is_control(delivery) else 0.0) for i, delivery in enumerate(deliveries)]
+
+
+def _success_panel(
+    panel: Axes, deliveries: Sequence[str], heights: Sequence[float], summaries: Sequence[Mapping[str, Any] | None]
+) -> None:
+    for delivery, y, success in zip(deliveries, heights, summaries, strict=True):
+        if success is None:
+            continue
+        mean, low, high = (100 * success[key] for key in ("mean", "low", "high"))
+        color = CONTROL if is_control(delivery) else ACCENT
+        panel.plot([low, high], [y, y], color=color, linewidth=5, alpha=0.32, solid_capstyle="butt", zorder=2)
+        panel.plot(mean, y, "o", color=color, markersize=6.5, markeredgecolor="white", markeredgewidth=1, zorder=3)
+        panel.annotate(f"{mean:.1f}", (high, y), (5, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
+    baseline = summaries[deliveries.index("none")] if "none" in deliveries else None
+    if baseline is not None:
+        panel.axvline(100 * baseline["mean"], color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
+    panel.set_xlim(0, 116)
+    panel.set_xticks([0, 25, 50, 75, 100])
+    _quiet(panel, grid="x")
+    panel.spines["left"].set_visible(False)
+    panel.tick_params(axis="y", length=0)
+
+
+def _loss_panel(panel: Axes, title: str, steps: Sequence[int], values: Sequence[float]) -> None:
+    panel.plot(steps, values, color=ACCENT, linewidth=0.8, alpha=0.3)
+    panel.plot(steps, _smooth(values), color=ACCENT, linewidth=1.6)
+    panel.set_title(title, loc="left", fontsize=9.5, color=INK, fontweight="bold")
+    panel.margins(x=0.02)
+    panel.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    _quiet(panel, grid="y")
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Centred moving average over a tenth of the run: it does not lag behind a falling loss as a trailing one does."""
+    reach = len(values) // 20
+    return [fmean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
+
+
+def _quiet(panel: Axes, grid: str) -> None:
+    panel.grid(axis="x" if grid == "x" else "y", color=GRID, linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.tick_params(colors=MUTED, labelsize=8, length=3, color=GRID)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[["left", "bottom"]].set_color(GRID)
+    for label in panel.get_yticklabels():
+        label.set_color(INK)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    """PNG without dates or versions inside: the same numbers give the same bytes. No global pyplot state is used."""
+    FigureCanvasAgg(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", facecolor="white", metadata={"Software": None})
+    return path

@@ -1,0 +1,241 @@
+"""The frozen executor, Hugging Face backend: acts on text and soft tokens; its parameters never get a gradient."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from executor.grounding import Grounding, ground
+from executor.prompt import ExecutorRequest, executor_text
+from soft_mem.inject import inject
+from soft_mem.tokens import reserved_token_id
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    action: str
+    how: Grounding
+    text: str  # what the executor produced
+    prompt_ids: tuple[int, ...]
+    tokens_in: int
+    tokens_out: int
+
+
+class Executor(Protocol):
+    """A backend. `accepts_soft` is False where only text can be delivered (closed models)."""
+
+    accepts_soft: bool
+
+    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorPrompt:
+    ids: tuple[int, ...]
+    soft: Tensor | None  # (N, d)
+
+
+class FrozenExecutor:
+    """Any causal LM. `mode` is how it acts where commands are enumerated: `choice` by likelihood, or `generate`."""
+
+    accepts_soft = True
+
+    def __init__(
+        self, model: Any, tokenizer: Any, mode: Literal["choice", "generate"] = "choice", instructions: str = "",
+        max_new_tokens: int = 64, batch_size: int = 64, memory_token: str = "auto",
+    ) -> None:  # fmt: skip
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer, self.mode, self.instructions = tokenizer, mode, instructions
+        self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
+        self.placeholder = reserved_token_id(tokenizer, memory_token)
+        self.placeholder_text = tokenizer.convert_ids_to_tokens(self.placeholder)
+        self.end_id = tokenizer.eos_token_id
+
+    @classmethod
+    def load(cls, name: str | Path, dtype: torch.dtype, device: str, **kwargs: Any) -> FrozenExecutor:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+        return cls(model, AutoTokenizer.from_pretrained(name), **kwargs)
+
+    @property
+    def embedding_table(self) -> Tensor:
+        """(V, d)."""
+        return self.model.get_input_embeddings().weight
+
+    def hash(self) -> str:
+        """SHA-256 over names and bytes of all parameters: equal before and after training, because frozen means frozen."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
+
+    def encode(self, request: ExecutorRequest) -> ExecutorPrompt:
+        user = executor_text(request, self.placeholder_text)
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        chat = [*system, {"role": "user", "content": user}]
+        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        soft = request.delivered.soft
+        if ids.count(self.placeholder) != request.delivered.n_soft:
+            raise ValueError("the executor's prompt contains the reserved memory token outside the soft block")
+        return ExecutorPrompt(ids, soft if isinstance(soft, Tensor) else None)
+
+    def action_ids(self, action: str) -> tuple[int, ...]:
+        return (*self.tokenizer(action, add_special_tokens=False)["input_ids"], self.end_id)
+
+    # -- acting -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+        """One action per request, in order."""
+        actions: list[Action] = []
+        for i in range(0, len(requests), self.batch_size):
+            actions += self._act(requests[i : i + self.batch_size])
+        return actions
+
+    def _act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+        prompts = [self.encode(request) for request in requests]
+        choosing = self.mode == "choice" and all(request.admissible for request in requests)
+        if not choosing:
+            texts = self._generate(prompts)
+            return [self._grounded(*row) for row in zip(requests, prompts, texts, strict=True)]
+        scores = self.likelihoods(prompts, [request.admissible or () for request in requests])
+        best = [(request.admissible or ())[int(s.argmax())] for request, s in zip(requests, scores, strict=True)]
+        return [
+            Action(text, Grounding.CHOICE, text, p.ids, len(p.ids), len(self.action_ids(text)))
+            for text, p in zip(best, prompts, strict=True)
+        ]
+
+    def _grounded(self, request: ExecutorRequest, prompt: ExecutorPrompt, ids: list[int]) -> Action:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        grounded = ground(text, request.admissible)
+        return Action(grounded.action, grounded.how, text, prompt.ids, len(prompt.ids), len(ids))
+
+    def _generate(self, prompts: Sequence[ExecutorPrompt]) -> list[list[int]]:
+        """Greedy answers (ids without the end token)."""
+        tokens, mask = self._pad([p.ids for p in prompts], left=True)
+        out = self.model.generate(
+            inputs_embeds=self._embed(tokens, prompts), attention_mask=mask, max_new_tokens=self.max_new_tokens,
+            do_sample=False, eos_token_id=self.end_id, pad_token_id=self.end_id,
+        )  # fmt: skip
+        return [row[: row.index(self.end_id)] if self.end_id in row else row for row in out.tolist()]
+
+    # -- likelihoods --------------------------------------------------------------------------------------------------
+
+    def likelihoods(self, prompts: Sequence[ExecutorPrompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
+        """log p(candidate, end of turn | prompt) for every candidate of every prompt, in ONE forward pass.
+
+        The candidates of a prompt share prefixes ("go to ..."): they are laid out as a tree behind the prompt, and a
+        tree attention mask lets each node see the prompt and its own ancestors only. Exact, not an approximation.
+        """
+        trees = [_Tree.of([self.action_ids(c) for c in names]) for names in candidates]
+        rows = [p.ids + tuple(tree.tokens) for p, tree in zip(prompts, trees, strict=True)]
+        tokens, _ = self._pad(rows, left=False)
+        mask, positions = _tree_attention([len(p.ids) for p in prompts], trees, tokens.shape[1])
+        dtype = self.embedding_table.dtype
+        bias = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min).to(tokens.device)
+        hidden = getattr(self.model, self.model.base_model_prefix)(
+            inputs_embeds=self._embed(tokens, prompts), attention_mask=bias.unsqueeze(1),
+            position_ids=positions.to(tokens.device), use_cache=False,
+        ).last_hidden_state  # fmt: skip
+        results = []
+        for i, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
+            start = len(prompt.ids) - 1
+            at = torch.tensor([start + parent + 1 for parent in tree.parents], device=hidden.device)
+            logprobs = self._head(hidden[i, at]).float().log_softmax(-1)
+            node = logprobs.gather(1, torch.tensor(tree.tokens, device=hidden.device)[:, None]).squeeze(1)
+            results.append(torch.stack([node[path].sum() for path in tree.paths]))
+        return results
+
+    def action_nll(
+        self, prompts: Sequence[ExecutorPrompt], soft_BNd: Tensor | None, actions: Sequence[Sequence[int]],
+        smoothing: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """L_action (paper C.3.1): per-row summed NLL (B,) of the action's tokens, and their counts (B,).
+
+        Gradient flows through the frozen model into `soft_BNd`; only the action positions get logits.
+        """
+        rows = [p.ids + tuple(a) for p, a in zip(prompts, actions, strict=True)]
+        tokens, mask = self._pad(rows, left=False)
+        embeddings = self.model.get_input_embeddings()(tokens)
+        if soft_BNd is not None:
+            embeddings = inject(embeddings, tokens, self.placeholder, soft_BNd)
+        hidden = getattr(self.model, self.model.base_model_prefix)(
+            inputs_embeds=embeddings, attention_mask=mask, use_cache=False
+        ).last_hidden_state
+        row = torch.cat([torch.full((len(a),), i) for i, a in enumerate(actions)]).to(hidden.device)
+        at = torch.cat([torch.arange(len(a)) + len(p.ids) - 1 for p, a in zip(prompts, actions, strict=True)])
+        target = torch.tensor([t for a in actions for t in a], device=hidden.device)
+        logits = self._head(hidden[row, at.to(hidden.device)]).float()
+        nll = torch.nn.functional.cross_entropy(logits, target, label_smoothing=smoothing, reduction="none")
+        zeros = torch.zeros(len(rows), device=hidden.device)
+        return zeros.index_add(0, row, nll), zeros.index_add(0, row, torch.ones_like(nll))
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.model.get_output_embeddings()(hidden)
+
+    def _embed(self, tokens: Tensor, prompts: Sequence[ExecutorPrompt]) -> Tensor:
+        """Input embeddings with each row's own soft tokens (rows may have none)."""
+        embeddings = self.model.get_input_embeddings()(tokens)
+        for i, prompt in enumerate(prompts):
+            if prompt.soft is not None:
+                soft = prompt.soft.to(embeddings.device)[None]
+                embeddings[i : i + 1] = inject(embeddings[i : i + 1], tokens[i : i + 1], self.placeholder, soft)
+        return embeddings
+
+    def _pad(self, rows: Sequence[tuple[int, ...]], left: bool) -> tuple[Tensor, Tensor]:
+        width = max(map(len, rows))
+        tokens = torch.full((len(rows), width), self.end_id, dtype=torch.long)
+        mask = torch.zeros((len(rows), width), dtype=torch.long)
+        for i, ids in enumerate(rows):
+            where = slice(width - len(ids), width) if left else slice(0, len(ids))
+            tokens[i, where], mask[i, where] = torch.tensor(ids), 1
+        return tokens.to(self.model.device), mask.to(self.model.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """Candidates as a prefix tree: node i holds `tokens[i]` and follows node `parents[i]` (-1: the prompt's end)."""
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    paths: list[list[int]]  # node indices of each candidate
+
+    @classmethod
+    def of(cls, candidates: Sequence[Sequence[int]]) -> _Tree:
+        tree, children = cls([], [], [], []), {}
+        for ids in candidates:
+            path, parent = [], -1
+            for token in ids:
+                node = children.setdefault((parent, token), len(tree.tokens))
+                if node == len(tree.tokens):
+                    tree.tokens.append(token)
+                    tree.parents.append(parent)
+                    tree.depths.append(len(path))
+                path.append(node)
+                parent = node
+            tree.paths.append(path)
+        return tree
+
+
+def _tree_attention(lengths: Sequence[int], trees: Sequence[_Tree], width: int) -> tuple[Tensor, Tensor]:
+    """Attention mask (B, T, T), True where a position may look, and position ids (B, T)."""
+    mask = torch.tril(torch.ones(width, width, dtype=torch.bool)).repeat(len(trees), 1, 1)
+    positions = torch.arange(width).repeat(len(trees), 1)
+    for i, (length, tree) in enumerate(zip(lengths, trees, strict=True)):
+        for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True)):
+            row = mask[i, length + parent].clone() if parent >= 0 else torch.arange(width) < length
+            row[length + node] = True
+            mask[i, length + node] = row
+            positions[i, length + node] = length + depth
+    return mask, positions

@@ -1,0 +1,74 @@
+"""The executor's prompt: the same for every delivery but for the block that the delivery adds.
+
+goal: in home 17: put a hot mug in cabinet
+memory: ...                                        static: all of M, pasted
+now: find mug                                      compiled: the Brief State's lines
+guide: in home 17 the mug was in cabinet 2 | go to cabinet 2   compiled: text guidance
+soft: <mem><mem><mem><mem>                         compiled: placeholders of the soft tokens
+did: go to shelf 1 ; open shelf 1
+see: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+RULES = """You are an agent in a household. Each turn you see where you are and what is there. Answer with exactly one \
+command and nothing else, for example: go to shelf 1, open drawer 2, take mug 1 from shelf 1, move mug 1 to desk 1, \
+heat mug 1 with microwave 1, clean mug 1 with sinkbasin 1, cool mug 1 with fridge 1, use desklamp 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What a delivery hands to the executor at one step. All empty is the `none` delivery.
+
+    Attributes:
+        memory: text of the whole task memory (static delivery).
+        state: the Brief State's rendered lines without the goal.
+        guidance, reason: compiled text.
+        soft: (N, d) soft tokens at the executor's scale (a torch tensor), or None.
+    """
+
+    memory: str = ""
+    state: str = ""
+    guidance: str = ""
+    reason: str = ""
+    soft: object | None = None
+
+    @property
+    def n_soft(self) -> int:
+        return 0 if self.soft is None else len(self.soft)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorRequest:
+    goal: str
+    delivered: Delivered
+    history: tuple[str, ...]
+    observation: str
+    admissible: tuple[str, ...] | None = None
+    expert: Callable[[], list[str] | None] | None = None  # for expert executors only, models never ask it
+
+
+def executor_text(request: ExecutorRequest, placeholder: str, history: int = 20) -> str:
+    """The user turn. `placeholder` is the memory token, repeated N times where soft tokens go."""
+    d = request.delivered
+    lines = [f"goal: {request.goal}"]
+    if d.memory:
+        lines.append(f"memory:\n{d.memory}\n")
+    if d.state:
+        lines.append(d.state)
+    if d.guidance:
+        lines.append(f"guide: {d.reason + ' | ' if d.reason else ''}{d.guidance}")
+    if d.n_soft:
+        lines.append(f"soft: {placeholder * d.n_soft}")
+    if request.history:
+        lines.append(f"did: {' ; '.join(request.history[-history:])}")
+    lines.append(f"see: {request.observation}")
+    return "\n".join(lines)
+
+
+def memory_text(texts: Sequence[str]) -> str:
+    """How static delivery pastes the task memory: the entries' texts, as the compiler reads them too."""
+    return "\n\n".join(texts)

@@ -1,0 +1,108 @@
+"""From settings to objects: environments, bank, compiler, executor. The one place that knows them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from configs.schema import CompilerConfig, EnvConfig, ExecutorConfig, MemoryConfig
+
+if TYPE_CHECKING:
+    import torch
+    from memory.bank import MemoryBank
+
+    from compiler.model import MemoryCompiler
+    from envs.base import Environment
+    from executor.frozen import FrozenExecutor
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def model_path(name: str) -> str:
+    """A shipped model's folder for `assets/...` from anywhere; any other name or path as it is."""
+    shipped = REPOSITORY / name
+    return str(shipped) if name.startswith("assets/") and not Path(name).exists() else name
+
+
+def make_env(config: EnvConfig) -> Environment:
+    from envs.household import HouseholdEnvironment
+
+    if config.name == "alfworld":
+        return HouseholdEnvironment(source="alfworld", data_root=config.data_root, images=config.images)
+    return HouseholdEnvironment(
+        source="generated", seed=config.seed, scenes=dict(config.scenes), images=config.images,
+        visual_share=config.visual_share,
+    )  # fmt: skip
+
+
+def default_split(config: EnvConfig) -> str:
+    return "test" if config.name == "household" else "valid_seen"
+
+
+def experience_split(config: EnvConfig, memory: MemoryConfig, split: str) -> str:
+    """The split whose episodes fill the bank: other tasks in the same scenes, never the tasks themselves."""
+    return memory.experience_split or (f"{split}_experience" if config.name == "household" else "train")
+
+
+def open_bank(config: MemoryConfig) -> MemoryBank:
+    from memory.bank import MemoryBank
+
+    assert config.bank is not None
+    bank = MemoryBank(config.bank)
+    return bank.at(config.version) if config.version is not None else bank
+
+
+def load_executor(config: ExecutorConfig) -> FrozenExecutor:
+    from executor.frozen import FrozenExecutor
+    from executor.prompt import RULES
+
+    return FrozenExecutor.load(
+        model_path(config.model), dtype_of(config.dtype), device_of(config.device), mode=config.mode,
+        instructions=RULES if config.instructions == "full" else "", max_new_tokens=config.max_new_tokens,
+        batch_size=config.batch_size, memory_token=config.memory_token,
+    )  # fmt: skip
+
+
+def load_compiler(config: CompilerConfig, executor: FrozenExecutor, seed: int = 0) -> MemoryCompiler:
+    """Base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones."""
+    import torch
+
+    from compiler.backbone import Backbone
+    from compiler.model import Decoding, LoraSettings, MemoryCompiler
+    from compiler.prompt import INSTRUCTIONS
+    from soft_mem.projector import Projector, ProjectorConfig
+    from training import checkpoint
+
+    torch.manual_seed(seed)  # the initialisation of LoRA and projector
+    backbone = Backbone.load(
+        model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token
+    )
+    table = executor.embedding_table
+    emb_std = float(table.float().std()) if config.soft.emb_std == "auto" else config.soft.emb_std
+    found = checkpoint.find(Path(config.checkpoint)) if config.checkpoint else None
+    projector = checkpoint.load_projector(found) if found else Projector(
+        ProjectorConfig(
+            backbone.hidden_size, table.shape[1], config.soft.n_tokens, config.soft.projector, emb_std,
+            config.soft.init_log_sigma,
+        )
+    )  # fmt: skip
+    compiler = MemoryCompiler(
+        backbone, projector, Decoding(config.temperature, config.max_new_tokens, config.batch_size),
+        INSTRUCTIONS if config.instructions == "full" else "",
+        LoraSettings(config.lora.rank, config.lora.alpha, config.lora.dropout, config.lora.targets), seed,
+    )  # fmt: skip
+    if found:
+        checkpoint.load(found, compiler)
+    return compiler
+
+
+def dtype_of(name: str) -> torch.dtype:
+    import torch
+
+    return getattr(torch, name)
+
+
+def device_of(name: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

@@ -1,0 +1,184 @@
+"""The `memcompiler` command. Heavy imports happen inside the commands, so that --help answers at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Compile memory for embodied agents, don't inject it."
+)
+train_app = typer.Typer(no_args_is_help=True, help="Train the compiler and the soft-token projector.")
+bank_app = typer.Typer(no_args_is_help=True, help="Look at a memory bank, import or export it.")
+tiny_app = typer.Typer(no_args_is_help=True, help="Reproduce and test the tiny models that the repository ships.")
+app.add_typer(train_app, name="train")
+app.add_typer(bank_app, name="bank")
+app.add_typer(tiny_app, name="tiny")
+
+Config = Annotated[str | None, typer.Option("--config", "-c", help="YAML file, or a name in configs/.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Run folder.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as a.b=c, over the file's.")]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved settings and stop.")]
+OnExists = Annotated[str, typer.Option(help="What to do when the run folder exists: resume, overwrite, raise or ask.")]
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: the core, and what each missing extra needs."""
+    from memcompiler.doctor import run_doctor
+
+    raise typer.Exit(run_doctor())
+
+
+@app.command()
+def quickstart(
+    overrides: Overrides = None,
+    config: Config = "quickstart",
+    out: Out = Path("out/quickstart"),
+    print_config: PrintConfig = False,
+    on_exists: OnExists = "overwrite",
+) -> None:
+    """The whole system once, on two CPU cores: collect, train, roll out, evaluate, report."""
+    from configs.schema import QuickstartConfig
+
+    settings = _load(QuickstartConfig, config, overrides, print_config)
+    from memcompiler.commands import run_quickstart
+
+    _guard(run_quickstart, settings, out, on_exists)
+
+
+@app.command()
+def collect(
+    overrides: Overrides = None, config: Config = None, out: Out = Path("out/collect"),
+    print_config: PrintConfig = False, on_exists: OnExists = "resume",
+) -> None:  # fmt: skip
+    """Play the training tasks with the expert: a memory bank (OUT/bank) and SFT rows (OUT/rows)."""
+    from configs.schema import CollectConfig
+
+    settings = _load(CollectConfig, config, overrides, print_config)
+    from memcompiler.commands import run_collect
+
+    _guard(run_collect, settings, out, on_exists)
+
+
+@train_app.command("sft")
+def train_sft(
+    overrides: Overrides = None, config: Config = None, out: Out = Path("out/sft"),
+    print_config: PrintConfig = False, on_exists: OnExists = "resume",
+) -> None:  # fmt: skip
+    """Stage 1: LoRA and projector on SFT rows, against the frozen executor. Resumes after a kill."""
+    from configs.schema import SftConfig
+
+    settings = _load(SftConfig, config, overrides, print_config)
+    from memcompiler.commands import run_train_sft
+
+    _guard(run_train_sft, settings, out, on_exists)
+
+
+@app.command("eval")
+def evaluate(
+    overrides: Overrides = None, config: Config = None, out: Out = Path("out/eval"),
+    print_config: PrintConfig = False, on_exists: OnExists = "overwrite",
+) -> None:  # fmt: skip
+    """Evaluate deliveries side by side on the same tasks; writes results.json, episodes.jsonl and report.html."""
+    from configs.schema import EvalConfig
+
+    settings = _load(EvalConfig, config, overrides, print_config)
+    from memcompiler.commands import run_eval
+
+    _guard(run_eval, settings, out, on_exists)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="A run folder with results.json and episodes.jsonl.")]) -> None:
+    """Write RUN/report.html again."""
+    from eval.report import write_run_report
+
+    typer.echo(str(write_run_report(run)))
+
+
+@bank_app.command("inspect")
+def bank_inspect(bank: Path) -> None:
+    """What a bank holds: entries by split, scene and source, versions."""
+    import json
+
+    from memory.bank import MemoryBank
+
+    typer.echo(json.dumps(MemoryBank(bank).inspect(), indent=1))
+
+
+@bank_app.command("export")
+def bank_export(bank: Path, jsonl: Path) -> None:
+    """Bank to JSON lines (pictures as base64)."""
+    from memory.bank import MemoryBank
+
+    MemoryBank(bank).export_jsonl(jsonl)
+
+
+@bank_app.command("import")
+def bank_import(bank: Path, jsonl: Path) -> None:
+    """JSON lines into a bank; entries that are there already are left alone."""
+    from memory.bank import MemoryBank
+
+    MemoryBank(bank).import_jsonl(jsonl)
+
+
+@tiny_app.command("gate")
+def tiny_gate(
+    model: Annotated[str, typer.Option(help="Compiler base to test.")] = "assets/compiler-tiny",
+    scenes: Annotated[int, typer.Option(help="Held-out scenes.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the scenes.")] = 1,
+) -> None:
+    """The look-up gate: does the base name the place that the right memory entry holds? Exits 1 at 95 % or below."""
+    from training.tiny.gate import run_gate
+
+    raise typer.Exit(run_gate(model, scenes, seed))
+
+
+@tiny_app.command("compiler")
+def tiny_compiler(out: Out = Path("assets/compiler-tiny"), seed: int = 0) -> None:
+    """Pretrain the tiny compiler base from nothing (CPU, about an hour); writes the model and its RECORD.json."""
+    from training.tiny.pretrain import pretrain_compiler
+
+    pretrain_compiler(out, seed)
+
+
+@tiny_app.command("executor")
+def tiny_executor(out: Out = Path("assets/executor-tiny"), seed: int = 0) -> None:
+    """Train the tiny executor from nothing (CPU, about an hour); writes the model and its RECORD.json."""
+    from training.tiny.pretrain import pretrain_executor
+
+    pretrain_executor(out, seed)
+
+
+def _load(schema, config: str | None, overrides: list[str] | None, print_config: bool):  # noqa: ANN001, ANN202
+    """Settings, or a clear message and exit 2."""
+    from configs.load import ConfigError, load_config, to_yaml
+
+    try:
+        settings = load_config(schema, config, overrides or [])
+    except ConfigError as error:
+        typer.secho(str(error), err=True, fg="red")
+        raise typer.Exit(2) from error
+    if print_config:
+        typer.echo(to_yaml(settings))
+        raise typer.Exit
+    return settings
+
+
+def _guard(command, *arguments: object) -> None:  # noqa: ANN001
+    """Known failures end in one clear line; anything else keeps its traceback."""
+    from configs.load import ConfigError
+    from training.checkpoint import CheckpointError
+
+    try:
+        command(*arguments)
+    except (ConfigError, CheckpointError, FileNotFoundError, ValueError) as error:
+        typer.secho(f"error: {error}", err=True, fg="red")
+        raise typer.Exit(1) from error
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,34 @@
+"""One progress bar: live on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+EVERY = 20.0  # seconds between plain lines
+
+
+@contextmanager
+def progress(name: str, total: int, done: int = 0) -> Iterator[Callable[[object], None]]:
+    """Yields `advance(note)`: one unit is done. A note that is a string is shown."""
+    if sys.stdout.isatty():
+        columns = (TextColumn("  {task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[note]}")) as bar:
+            task = bar.add_task(name, total=total, completed=done, note="")
+            yield lambda note=None: bar.update(task, advance=1, note=note if isinstance(note, str) else "")
+        return
+    state = {"done": done, "next": time.monotonic() + EVERY}
+    started = time.monotonic()
+
+    def advance(note: object = None) -> None:
+        state["done"] += 1
+        if time.monotonic() >= state["next"]:
+            state["next"] = time.monotonic() + EVERY
+            print(f"  {name}: {state['done']}/{total}  {note if isinstance(note, str) else ''}", flush=True)
+
+    yield advance
+    print(f"  {name}: {state['done']}/{total} in {time.monotonic() - started:.1f} s", flush=True)

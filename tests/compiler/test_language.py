@@ -1,0 +1,109 @@
+"""The emission language and the Brief State: round trips, totality, and the four operations as the paper defines them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiler.brief_state import (
+    Belief,
+    BriefState,
+    Create,
+    Delete,
+    Fold,
+    Update,
+    apply_ops,
+    one_line,
+    parse_brief_state,
+    render_brief_state,
+)
+from compiler.language import Emission, Kind, ParseError, parse, render
+
+text = st.text(min_size=0, max_size=30).map(one_line)
+words = text.filter(bool)
+ops = st.one_of(
+    st.builds(Create, words, words), st.builds(Update, words, words), st.builds(Delete, words), st.builds(Fold, words)
+)
+emissions = st.builds(lambda g, r, o: Emission(g, r if g else "", tuple(o)), text, text, st.lists(ops, max_size=4))
+states = st.builds(
+    BriefState,
+    words,
+    st.lists(words, max_size=3).map(tuple),
+    text,
+    st.lists(words, max_size=3).map(tuple),
+    st.lists(st.tuples(words, words), max_size=4, unique_by=lambda kv: kv[0]).flatmap(
+        lambda kvs: st.integers(0, len(kvs)).map(
+            lambda n: tuple(Belief(k, v, local=i >= n) for i, (k, v) in enumerate(kvs))
+        )
+    ),
+)
+
+
+@given(emissions)
+def test_parse_inverts_render(emission):
+    parsed = parse(render(emission))
+    assert parsed.error is None
+    assert parsed.emission == emission
+
+
+@given(st.text(max_size=80) | st.text(alphabet=">+~-^.|:\\ ab\n", max_size=40))
+def test_parser_is_total(garbage):
+    parsed = parse(garbage)
+    assert parsed.error is None or (parsed.emission == Emission() and parsed.error in ParseError)
+
+
+@given(states)
+def test_brief_state_round_trips(state):
+    assert parse_brief_state(render_brief_state(state)) == state
+
+
+@given(states, st.lists(ops, max_size=6))
+def test_apply_never_raises_and_counts_failures(state, operations):
+    after, errors = apply_ops(operations, state)
+    assert len(errors) <= len(operations)
+    assert after.goal == state.goal
+    if len(errors) == len(operations):
+        assert after == state
+
+
+@given(states, words, words)
+def test_create_then_delete_restores(state, key, value):
+    if key == "plan" or state.belief(key) is not None:
+        return
+    assert state.apply(Create(key, value)).apply(Delete(key)) == state
+
+
+def test_kinds():
+    assert Emission("go to cabinet 2", "it was there").kind is Kind.EXPERIENCE
+    assert Emission(ops=(Fold("done"),)).kind is Kind.BRIEF
+    assert Emission("go", ops=(Delete("k"),)).kind is Kind.HYBRID
+    assert Emission().kind is Kind.NOACTION
+    assert render(Emission()) == "."
+
+
+def test_named_parse_errors():
+    cases = {
+        "": ParseError.EMPTY,
+        "go to shelf 1": ParseError.UNKNOWN_LINE,
+        "> a\n> b": ParseError.TWO_GUIDANCES,
+        "+ k: v\n> a": ParseError.GUIDANCE_NOT_FIRST,
+        ">": ParseError.EMPTY_FIELD,
+        "+ key": ParseError.MISSING_VALUE,
+        ".\n> a": ParseError.NOTHING_AND_MORE,
+    }
+    assert {raw: parse(raw).error for raw in cases} == cases
+
+
+def test_operations_follow_the_paper():
+    b0 = BriefState(goal="put a hot mug in cabinet")
+    b1 = b0.apply(Create("plan", "find mug; heat mug; put mug in cabinet"))
+    assert (b1.current, b1.pending) == ("find mug", ("heat mug", "put mug in cabinet"))
+    b2, errors = apply_ops([Create("shelf 1", "no mug"), Create("shelf 1", "again"), Update("shelf 9", "x")], b1)
+    assert len(errors) == 2 and b2.belief("shelf 1") == "no mug"
+    b3 = b2.apply(Fold("took mug 1"))
+    assert (b3.completed, b3.current, b3.beliefs) == (("took mug 1",), "heat mug", ())  # the subgoal's belief went too
+    b4, errors = apply_ops([Fold("a"), Fold("b"), Fold("c")], b3)
+    assert b4.current == "" and errors == ("fold: no current subgoal",)
+
+
+def test_lasting_beliefs_survive_a_fold():
+    state = BriefState("g").apply(Create("door", "locked")).apply(Create("plan", "a; b")).apply(Fold("did a"))
+    assert state.belief("door") == "locked"

@@ -1,0 +1,41 @@
+"""What every test may rely on: one thread, no network, no display, and where things are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before anything imports torch or a hub client. One thread: the same sums on every machine, and tiny models gain
+# nothing from more. Offline: a test that needs the network is wrong, and should fail here as it would elsewhere.
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MPLBACKEND": "Agg",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# No deadline: the machine may be busy. The same examples on every run: a red test must stay red until it is mended.
+settings.register_profile("shared", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The folder that holds pyproject.toml."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Data that is not part of the repository (`shared/data` beside it); the test is skipped where it is absent."""
+    folder = REPOSITORY.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("needs ../shared/data (real games and benchmark files), which is not in the repository")
+    return folder

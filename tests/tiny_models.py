@@ -1,0 +1,53 @@
+"""Tiny random models that tests make for themselves, at fixed seeds."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from PIL import Image
+
+from compiler.backbone import Backbone
+from compiler.brief_state import BriefState, Create
+from compiler.model import Decoding, LoraSettings, MemoryCompiler
+from compiler.records import CompileRequest
+from memory.entry import MemoryEntry, Provenance
+from soft_mem.projector import Projector, ProjectorConfig
+from training.tiny.models import make_compiler, make_executor, make_processor, make_tokenizer
+
+
+@functools.cache
+def tokenizer():
+    return make_tokenizer()
+
+
+def vlm_backbone(seed: int = 0) -> Backbone:
+    torch.manual_seed(seed)
+    return Backbone(make_compiler(tokenizer(), hidden=64, layers=2), make_processor(tokenizer()))
+
+
+def lm_backbone(seed: int = 0) -> Backbone:
+    torch.manual_seed(seed)
+    return Backbone(make_executor(tokenizer(), hidden=64, layers=2), tokenizer())
+
+
+def memory_compiler(
+    vlm: bool = True, n_tokens: int = 4, d_executor: int = 64, seed: int = 0, **kwargs
+) -> MemoryCompiler:
+    backbone = vlm_backbone(seed) if vlm else lm_backbone(seed)
+    projector = Projector(ProjectorConfig(backbone.hidden_size, d_executor, n_tokens, **kwargs.pop("projector", {})))
+    kwargs.setdefault("decoding", Decoding(max_new_tokens=12))
+    kwargs.setdefault("lora", LoraSettings(rank=4))
+    return MemoryCompiler(backbone, projector, **kwargs)
+
+
+def entry(i: int, text: str, scene: str = "home 1") -> MemoryEntry:
+    return MemoryEntry(f"e{i}", text, Provenance(f"task-{i}", scene, "goal", "train", True))
+
+
+def request(i: int = 0, image: bool = True) -> CompileRequest:
+    state = BriefState("in home 1: put a mug in cabinet").apply(Create("plan", "find mug; put mug in cabinet"))
+    memory = tuple(entry(k, f"in home {k}: put a mug in shelf\ngo to shelf {k}") for k in range(1, 2 + i % 3))
+    color = (40 * (i + 1) % 255, 90, 10)
+    picture = Image.new("RGB", (64, 64), color) if image else None
+    return CompileRequest("put a mug in cabinet", memory, state, "You see a cabinet 1. " * (1 + i % 2), picture)

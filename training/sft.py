@@ -1,0 +1,231 @@
+"""Stage 1, supervised fine-tuning of compiler LoRA and projector against a frozen executor (paper C.3.1, Eq. 9).
+
+    L = L_text + L_action + 0.1 L_entropy + 1.0 L_latent + 0.1 L_orth
+
+    memcompiler train sft --config configs/sft/quickstart.yaml rows=out/rows --out out/sft
+    torchrun --nproc_per_node 8 -m training.sft --config configs/sft/paper.yaml --out runs/sft      (data parallel)
+
+One optimiser step: a global batch of rows, split over ranks and micro-batches; every loss is a sum over rows with
+weights that are computed from the global batch, so the result does not depend on the split. All randomness of a step
+(order, dropout, noise of the soft tokens) is a function of (seed, step): resuming needs no generator state.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiler.backbone import Encoded
+from compiler.model import MemoryCompiler
+from configs.schema import SftConfig
+from data_gen.rows import SftRow
+from executor.frozen import ExecutorPrompt, FrozenExecutor
+from soft_mem.inject import memory_targets
+from soft_mem.losses import gauss_nll, negative_entropy, orthogonality, soft_mse
+from training import checkpoint, distributed
+from training.losses import cosine_with_warmup, token_nll
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A row as token ids: compiler prompt -> emission, executor prompt (with N placeholders) -> action."""
+
+    prompt: Encoded
+    emission: tuple[int, ...]
+    executor_prompt: ExecutorPrompt
+    action: tuple[int, ...]
+    memory_ids: tuple[int, ...]  # the memory's text, in the executor's tokens
+
+
+class SftTrainer:
+    """Owns optimiser and cursor; `steps()` yields the metrics of each step."""
+
+    def __init__(
+        self, config: SftConfig, compiler: MemoryCompiler, executor: FrozenExecutor, rows: Sequence[SftRow], out: Path,
+        facts: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        if not rows:
+            raise ValueError("no SFT rows: run `memcompiler collect` first")
+        self.config, self.compiler, self.executor, self.rows, self.out = config, compiler, executor, rows, out
+        self.facts = facts or {}  # what the checkpoint records besides: bank version, hashes
+        self.executor_hash = executor.hash()
+        self.per_epoch = math.ceil(len(rows) / config.batch_size)
+        self.total = config.max_steps or math.ceil(config.epochs * self.per_epoch)
+        self.optimizer = make_optimizer(config, compiler)
+        self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.step = 0
+        self._examples: dict[int, Example] = {}
+
+    def resume(self) -> bool:
+        """Continue from the newest whole checkpoint of the run, if there is one."""
+        found = checkpoint.latest(self.out / "checkpoints")
+        if found is None:
+            return False
+        state = checkpoint.load(found, self.compiler, self.optimizer)
+        if (state["rows"], state["seed"]) != (len(self.rows), self.config.seed):
+            raise checkpoint.CheckpointError(f"{found} was made from {state['rows']} rows with seed {state['seed']}")
+        self.step = state["step"]
+        return True
+
+    def steps(self) -> Iterator[dict[str, float]]:
+        self.compiler.train()
+        while self.step < self.total:
+            started = time.perf_counter()
+            metrics = self._step(self.step)
+            self.step += 1
+            metrics |= {"step": self.step, "seconds": time.perf_counter() - started}
+            if self.step % self.config.save_every == 0 or self.step == self.total:
+                self.save()
+            yield metrics
+        if self.executor.hash() != self.executor_hash:
+            raise RuntimeError("the executor's parameters changed during training: it is not frozen")
+
+    def save(self) -> None:
+        if distributed.rank() == 0:
+            state = {
+                "stage": "sft", "step": self.step, "total": self.total, "rows": len(self.rows), "seed": self.config.seed,
+                "executor_hash": self.executor_hash, **self.facts,
+            }  # fmt: skip
+            checkpoint.save(self.out / "checkpoints", self.compiler, self.optimizer, state, self.config.keep)
+        distributed.barrier()
+
+    def batch_indices(self, step: int) -> list[int]:
+        """Rows of a global batch: each epoch is a fresh permutation, seeded by (seed, epoch)."""
+        epoch, i = divmod(step, self.per_epoch)
+        generator = torch.Generator().manual_seed(self.config.seed * 100_003 + epoch)
+        order = torch.randperm(len(self.rows), generator=generator).tolist()
+        return order[i * self.config.batch_size : (i + 1) * self.config.batch_size]
+
+    def _step(self, step: int) -> dict[str, float]:
+        config = self.config
+        indices = self.batch_indices(step)
+        examples = [self.example(i) for i in indices]
+        tokens = {"text": sum(len(e.emission) for e in examples), "action": sum(len(e.action) for e in examples)}
+        counts = {"text": tokens["text"], "action": tokens["action"], "rows": len(examples)}
+        factor = cosine_with_warmup(step, self.total, config.warmup)
+        for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = rate * factor
+        self.optimizer.zero_grad(set_to_none=True)
+        totals: dict[str, Tensor] = {}
+        torch.manual_seed((config.seed * 1_000_003 + step) * 64 + distributed.rank())
+        for micro in distributed.micro_batches(examples, config.micro_batch_size):
+            losses = sft_losses(self.compiler, self.executor, micro, config)
+            shares = {name: value.sum() / counts[_DENOMINATOR[name]] for name, value in losses.items()}
+            loss = sum((getattr(config.weights, name) * value for name, value in shares.items()), torch.tensor(0.0))
+            loss.backward()
+            for name, value in shares.items():
+                totals[name] = totals.get(name, torch.zeros(())) + value.detach().cpu()
+        parameters = [p for p in self.compiler.parameters() if p.requires_grad]
+        distributed.sum_gradients(parameters)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip)
+        if not torch.isfinite(norm):
+            raise RuntimeError(
+                f"the gradient norm is {norm.item()} at step {step}: lower the learning rate, or use float32"
+            )
+        self.optimizer.step()
+        totals = distributed.sum_values(totals)
+        weighted = {f"loss_{name}": value.item() for name, value in totals.items()}
+        loss = sum(getattr(config.weights, name) * value.item() for name, value in totals.items())
+        return {
+            "loss": loss,
+            **weighted,
+            "lr": self.base_rates[0] * factor,
+            "grad_norm": norm.item(),
+            "tokens": self._size(examples),
+        }
+
+    def example(self, index: int) -> Example:
+        """Row `index` as token ids (made once, then kept)."""
+        if index not in self._examples:
+            self._examples[index] = encode_row(self.rows[index], self.compiler, self.executor, self.config.soft)
+        return self._examples[index]
+
+    def _size(self, examples: Sequence[Example]) -> int:
+        """Tokens that compiler and executor read in this step."""
+        return sum(
+            len(e.prompt.ids) + len(e.emission) + self.compiler.n_tokens + len(e.executor_prompt.ids) + len(e.action)
+            for e in examples
+        )
+
+
+_DENOMINATOR = {"text": "text", "action": "action", "entropy": "rows", "latent": "rows", "orth": "rows"}
+
+
+def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, soft: bool) -> Example:
+    request = row.executor_request(compiler.n_tokens if soft else 0)
+    prompt = executor.encode(request)
+    memory = executor.tokenizer(row.memory_text, add_special_tokens=False)["input_ids"]
+    return Example(
+        compiler.encode(row.compile_request()), compiler.emission_ids(row.emission), ExecutorPrompt(prompt.ids, None),
+        executor.action_ids(row.action), tuple(memory),
+    )  # fmt: skip
+
+
+def sft_losses(
+    compiler: MemoryCompiler, executor: FrozenExecutor, examples: Sequence[Example], config: SftConfig
+) -> dict[str, Tensor]:
+    """Per-row loss terms of Eq. 9, each (B,); `text` and `action` are sums over tokens, the others means over the row."""
+    scored = compiler.score([e.prompt for e in examples], [e.emission for e in examples])
+    text, _ = token_nll(scored.logits, scored.targets, scored.text_mask, config.label_smoothing)
+    if not config.soft:
+        return {"text": text}
+    z = compiler.projector.draw(scored.gaussian)
+    soft = compiler.projector.to_embeddings(z)
+    prompts = [e.executor_prompt for e in examples]
+    action, _ = executor.action_nll(prompts, soft, [e.action for e in examples], config.label_smoothing)
+    losses = {
+        "text": text,
+        "action": action,
+        "entropy": negative_entropy(scored.gaussian),
+        "orth": orthogonality(scored.h_soft, scored.h_text, scored.text_mask),
+    }
+    if compiler.projector.config.kind == "linear":
+        del losses["entropy"]  # there is no sigma to keep open
+    if config.latent != "none":
+        losses["latent"] = _latent(compiler, executor, examples, scored.gaussian, z, soft, config)
+    return losses
+
+
+def _latent(
+    compiler: MemoryCompiler, executor: FrozenExecutor, examples: Sequence[Example], gaussian: Any, z: Tensor,
+    soft: Tensor, config: SftConfig,
+) -> Tensor:  # fmt: skip
+    """L_latent, the semantic alignment of Eq. 6: the soft tokens should hold the memory's content."""
+    settings = compiler.projector.config
+    if config.latent == "lm_head":  # the executor reads the memory back out of the soft tokens
+        prompts = [ExecutorPrompt((executor.placeholder,) * settings.n_tokens, None)] * len(examples)
+        nll, count = executor.action_nll(prompts, soft, [e.memory_ids for e in examples])
+        return nll / count.clamp(min=1)
+    table = executor.embedding_table
+    targets = [memory_targets(table, list(e.memory_ids), settings.n_tokens, settings.emb_std) for e in examples]
+    target = torch.stack(targets).to(z.device)
+    if config.latent == "soft_mse" or settings.kind == "linear":
+        return soft_mse(z, target)
+    return gauss_nll(gaussian, target)
+
+
+def make_optimizer(config: SftConfig, compiler: MemoryCompiler) -> torch.optim.AdamW:
+    """AdamW over LoRA and projector, each at its own rate; nothing else is trainable."""
+    projector = list(compiler.projector.parameters())
+    lora = [p for n, p in compiler.named_parameters() if p.requires_grad and not n.startswith("projector.")]
+    groups: list[dict[str, Any]] = [{"params": lora, "lr": config.lr}]
+    if config.soft:
+        groups.append({"params": projector, "lr": config.projector_lr})
+    else:
+        for parameter in projector:
+            parameter.requires_grad_(False)
+    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+
+
+def run_sft(trainer: SftTrainer, on_step: Callable[[dict[str, float]], None]) -> None:
+    """All remaining steps; `on_step` gets the metrics (rank 0 logs them)."""
+    for metrics in trainer.steps():
+        if distributed.rank() == 0:
+            on_step(metrics)
