@@ -88,7 +88,7 @@ if [ -z "$$version" ] || ! printf '%s\n' $(UV_MINIMUM) "$$version" | sort -V -C;
 	if ! "$$uv" --version >/dev/null 2>&1; then \
 		echo "fetching uv into .uv"; \
 		"$$python" -m venv --clear .uv || { echo "$$python lacks venv: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }; \
-		.uv/bin/python -m pip install -q 'uv>=$(UV_MINIMUM)'; \
+		.uv/bin/python -m pip install -q --disable-pip-version-check 'uv>=$(UV_MINIMUM)'; \
 	fi; \
 fi
 endef

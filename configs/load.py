@@ -192,10 +192,12 @@ def _refuse_resolvers(node: Any, path: str, problems: Problems) -> Any:
 def _calls_resolver(text: str) -> bool:
     """Whether a `:` stands inside a `${...}` (a plain reference holds none) that is not escaped as `\\${`."""
     for match in _INTERPOLATION.finditer(text):
-        depth = 1 - len(match.group(1)) % 2  # an odd number of backslashes escapes
+        if len(match.group(1)) % 2:  # an odd number of backslashes escapes
+            continue
+        depth = 1
         for character in text[match.end() :]:
             depth += (character == "{") - (character == "}")
-            if depth <= 0:
+            if depth == 0:
                 break
             if character == ":":
                 return True
@@ -278,7 +280,13 @@ def _explain(error: ErrorDetails, schema: type[BaseModel], path: str) -> str:
         return str(error.get("ctx", {}).get("error", error["msg"]))
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"expected a mapping, received {_show(error['input'])}"
-    message = error["msg"].partition(", unable")[0].replace("Input should be", "expected").replace("a valid ", "a ")
+    message = (
+        error["msg"]
+        .partition(", unable")[0]
+        .replace("Input should be", "expected")
+        .replace("a valid integer", "an integer")
+        .replace("a valid ", "a ")
+    )
     return f"{message}, received {_show(error['input'])}"
 
 
@@ -338,7 +346,8 @@ def _yaml_error(error: Exception) -> str:
         mark = error.problem_mark
         reason = " ".join(part for part in (error.context, error.problem) if part)
         return f", line {mark.line + 1}, column {mark.column + 1}: {reason}"
-    return f": {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    where = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
+    return f": {where}{str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
 
 def _did_you_mean(name: str, known: Sequence[str]) -> str:

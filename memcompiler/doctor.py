@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -95,7 +95,7 @@ def checks() -> list[Check]:
     return list(iter_checks())
 
 
-def iter_checks(probes: Sequence[Probe] | None = None) -> Iterator[Check]:
+def iter_checks(probes: Sequence[Probe] | None = None) -> Generator[Check, None, None]:
     """The checks one by one, each as soon as it is done."""
     waiting = list(all_probes() if probes is None else probes)
     while waiting:
@@ -202,11 +202,12 @@ def full_text_search() -> str:
     """Write a table, index it, find one row: what the memory bank does by default."""
     version = imports("lancedb")
     import lancedb
+    from lancedb.index import FTS
 
     with tempfile.TemporaryDirectory() as folder:
         rows = [{"text": "the mug is in shelf 2"}, {"text": "the pan is in sink 1"}]
         table = lancedb.connect(folder).create_table("check", rows)
-        table.create_fts_index("text")
+        table.create_index("text", config=FTS())
         found = table.search("mug", query_type="fts").limit(1).to_list()
     if [row["text"] for row in found] != [rows[0]["text"]]:
         raise RuntimeError("full-text search did not find the row that it should")

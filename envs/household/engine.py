@@ -90,7 +90,9 @@ class Engine:
         return possible
 
     def _common_commands(self, location: int) -> dict[str, Command]:
-        possible: dict[str, Command] = {verb: (verb, NOWHERE, NOWHERE) for verb in ("help", "inventory", "look")}
+        possible: dict[str, Command] = {verb: (verb, NOWHERE, NOWHERE) for verb in ("inventory", "look")}
+        if self.game.wording.help:
+            possible["help"] = ("help", NOWHERE, NOWHERE)
         for index, receptacle in enumerate(self.game.receptacles):
             if receptacle.location == location:
                 possible[f"examine {receptacle.name}"] = ("examine receptacle", NOWHERE, index)
@@ -107,8 +109,6 @@ class Engine:
             verb = "close" if accessible else "open"
             possible[f"{verb} {name}"] = (verb, NOWHERE, index)
         if accessible:
-            for item in bits(contents):
-                possible[f"examine {names[item]}"] = ("examine item", item, NOWHERE)
             if held == NOWHERE:
                 for item in bits(contents & self._pickupable):
                     possible[f"take {names[item]} from {name}"] = ("take", item, index)
@@ -124,6 +124,8 @@ class Engine:
 
     def _add_in_hand(self, possible: dict[str, Command], state: State) -> None:
         held = self.game.items[state.held]
+        # Only what is in hand can be examined: the domain means to allow what lies in the open too, but a stray comma
+        # in it ("?l - location, ?r - receptacle") makes that rule void, in every release.
         possible[f"examine {held.name}"] = ("examine item", state.held, NOWHERE)
         if held.type in ("knife", "butterknife"):
             for item in bits(state.standing[state.location] & self._sliceable):
@@ -163,7 +165,8 @@ class Engine:
     def _go_to(self, state: State, target: int) -> str:
         receptacle = self.game.receptacles[target]
         state.location = receptacle.location
-        return f"{self.game.wording.arrive.format(r=receptacle.name)} {self._view(state, target)}"
+        location = self.game.locations[receptacle.location] if self.game.locations else ""
+        return f"{self.game.wording.arrive.format(r=receptacle.name, l=location)} {self._view(state, target)}"
 
     def _take(self, state: State, item: int, source: int) -> str:
         bit = 1 << item

@@ -31,10 +31,15 @@ class _Draft:
     def __init__(self, engine: Engine, state: State) -> None:
         self.engine, self.game, self.state = engine, engine.game, state.copy()
         self.commands: list[str] = []
+        self.won = False
 
     def do(self, command: str) -> None:
-        self.engine.step(self.state, command)
-        self.commands.append(command)
+        """Add a command. Once the goal holds the rest is left out: real games have things in two places at once, and
+        cleaning one copy can then be the last thing to do."""
+        if not self.won:
+            self.engine.step(self.state, command)
+            self.commands.append(command)
+            self.won = self.engine.won(self.state)
 
     def go_to(self, receptacle: int) -> None:
         place = self.game.receptacles[receptacle]
@@ -113,7 +118,7 @@ def _attempt(draft: _Draft, steps: list[tuple[str, tuple[object, ...]]]) -> Iter
             getattr(draft, method)(*arguments)
     except _NoWay:
         return
-    if draft.engine.won(draft.state):
+    if draft.won:
         yield draft.commands
 
 

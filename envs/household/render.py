@@ -23,13 +23,14 @@ GRID, CELL = 8, 8  # the plan has GRID x GRID cells of CELL x CELL pixels
 _NUMBERED = {"cabinet": 6, "drawer": 6, "shelf": 4, "countertop": 3, "sidetable": 2}
 _SINGLE = (
     "microwave", "fridge", "sinkbasin", "diningtable", "desk", "dresser", "coffeetable", "bed", "sofa", "armchair",
-    "safe", "garbagecan", "cart", "ottoman", "tvstand", "coffeemachine", "toaster",
+    "safe", "garbagecan", "cart", "ottoman", "tvstand", "coffeemachine",
 )  # fmt: skip
 RECEPTACLE_NAMES: tuple[str, ...] = (
     *(f"{kind} {number}" for kind, count in _NUMBERED.items() for number in range(1, count + 1)),
     *(f"{kind} 1" for kind in _SINGLE),
 )
 """The receptacle names that generated scenes use, in the order of their cells."""
+_TYPES = (*_NUMBERED, *_SINGLE)
 
 BACKGROUND = (24, 24, 28)
 MARK = (255, 0, 255)  # kept out of every other colour: see `_colour`
@@ -44,11 +45,11 @@ class Renderer:
         self._engine, self._size = engine, size
         game = engine.game
         self.cells = cells_of([receptacle.name for receptacle in game.receptacles])
-        self._item_colours = [_colour(f"item {item.type}", 0.9, 1.0) for item in game.items]
+        self._item_colours = [_colour(_share(item.type), 0.9, 1.0) for item in game.items]
         self._plan = np.full((GRID * CELL, GRID * CELL, 3), BACKGROUND, dtype=np.uint8)
         for index, cell in self.cells.items():
             top, left = _corner(cell)
-            self._plan[top + 1 : top + 7, left + 1 : left + 7] = _colour(game.receptacles[index].type, 0.65, 0.6)
+            self._plan[top + 1 : top + 7, left + 1 : left + 7] = _receptacle_colour(game.receptacles[index].type)
 
     def draw(self, state: State, marked: int | None = None) -> Image:
         """The view in `state`; `marked` is the receptacle that wears the mark, if any."""
@@ -96,8 +97,20 @@ def _corner(cell: int) -> tuple[int, int]:
     return cell // GRID * CELL, cell % GRID * CELL
 
 
-def _colour(name: str, saturation: float, value: float) -> tuple[int, int, int]:
-    """A colour that belongs to a name for good. The hues around the mark's magenta are left out."""
-    share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32
-    red, green, blue = colorsys.hsv_to_rgb(share * 0.72, saturation, value)
+def _receptacle_colour(kind: str) -> tuple[int, int, int]:
+    """The types of generated homes are spread evenly over the hues and two brightnesses; others fall between."""
+    if kind not in _TYPES:
+        return _colour(_share(kind), 0.3, 0.5)
+    position = _TYPES.index(kind)
+    return _colour(position / len(_TYPES), 0.65, 0.45 if position % 2 else 0.75)
+
+
+def _share(name: str) -> float:
+    """A number in [0, 1) that belongs to a name for good."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32
+
+
+def _colour(share: float, saturation: float, value: float) -> tuple[int, int, int]:
+    """A colour on the scale from red over green to blue. The hues around the mark's magenta are left out."""
+    red, green, blue = colorsys.hsv_to_rgb(share * 0.7, saturation, value)
     return round(red * 255), round(green * 255), round(blue * 255)

@@ -72,8 +72,8 @@ class Wording:
 
     put: str = "move {o} to {r}"
     put_feedback: str = "You move the {o} to the {r}."
-    arrive: str = "You arrive at {r}."
-    help: str = (
+    arrive: str = "You arrive at {r}."  # {l} is the name of the location
+    help: str = (  # "" in games that have no such command
         "Available commands:\n"
         "  look:                             look around your current location\n"
         "  inventory:                        check your current inventory\n"
@@ -146,6 +146,7 @@ class Game:
     task: str  # the task sentence without its full stop, e.g. "put a hot mug in cabinet"
     can_contain: frozenset[tuple[str, str]]  # (receptacle type, item type)
     wording: Wording = field(default_factory=Wording)
+    locations: tuple[str, ...] = ()  # names of the agent's places ("loc 3"), where the wording needs them
 
     def places(self, item: int, state: State) -> list[int]:
         """The receptacles an item is in (usually one, none while it is held)."""

@@ -199,39 +199,38 @@ def _accuracy(forward: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor])
     return (forward(tokens[:, :-1]).argmax(-1) == labels[:, 1:])[known].float().mean().item()
 
 
+Situation = tuple[SftRow, str]  # a teacher's row, and what its picture marks
+
+
 def train_lessons(
-    backbone: Backbone,
-    lessons: Sequence[Lesson],
-    held_out: Sequence[Lesson],
-    steps: int,
-    batch: int,
-    seed: int,
-    log: Log,
-) -> None:
-    """`steps` updates over random batches of lessons, warm-up and cosine; longest batches are of similar length."""
-    model, draw = backbone.model, random.Random(seed)
-    optimizer = _adamw(model, RATE / 2)
+    backbone: Backbone, situations: Sequence[Situation], held_out: Sequence[Situation], steps: int, batch: int,
+    seed: int, log: Log,
+) -> None:  # fmt: skip
+    """`steps` updates over random situations, each with fresh questions; warm-up and cosine."""
+    draw = random.Random(seed)
+    optimizer = _adamw(backbone.model, RATE / 2)
+    exam = [lesson(backbone, row, marked, draw) for row, marked in held_out]
     for step in range(1, steps + 1):
-        factor = cosine_with_warmup(step, steps, 0.02, floor=0.02)
         for group in optimizer.param_groups:
-            group["lr"] = RATE / 2 * factor
-        loss, accuracy = lesson_loss(backbone, draw.sample(lessons, batch))
-        _update(model, optimizer, loss)
+            group["lr"] = RATE / 2 * cosine_with_warmup(step, steps, 0.02, floor=0.02)
+        lessons = [lesson(backbone, row, marked, draw) for row, marked in draw.sample(situations, batch)]
+        loss, accuracy = lesson_loss(backbone, lessons)
+        _update(backbone.model, optimizer, loss)
         if step % LOG_EVERY == 0:
             with torch.no_grad():
-                _, held = lesson_loss(backbone, held_out)
+                _, held = lesson_loss(backbone, exam)
             log.add(stage="lessons", step=step, loss=loss.item(), answers=accuracy, held_out_answers=held)
 
 
-def household_lessons(backbone: Backbone, scenes: int, seed: int) -> list[Lesson]:
-    """Lessons from teacher episodes in `scenes` pretraining scenes."""
+def household_situations(scenes: int, seed: int) -> list[Situation]:
+    """What a compiler meets in teacher episodes in `scenes` pretraining scenes."""
     rng = random.Random(seed)
     env = episodes.make_env(scenes, seed)
     pool = episodes.EntryPool.collect(env, env.tasks(f"{episodes.SPLIT}_experience"))
     jobs = episodes.jobs(env, env.tasks(episodes.SPLIT), pool, rng)
     marked = {job.task.id: _marked(env, job.task) for job in jobs}
     rows = episodes.teacher_rows(env, jobs, seed)
-    return [lesson(backbone, row, marked[row.task_id], rng) for row in rows]
+    return [(row, marked[row.task_id]) for row in rows]
 
 
 def _marked(env: Any, task: Any) -> str:
@@ -268,9 +267,9 @@ def pretrain_compiler(out: Path, seed: int = 0, scenes: int = 1500, steps: int =
     model = make_compiler(tokenizer)
     start_from_text(model, text_model)
     backbone = Backbone(model, make_processor(tokenizer))
-    lessons = household_lessons(backbone, scenes, seed)
-    held_out = household_lessons(backbone, 12, seed + 1)[:64]
-    train_lessons(backbone, lessons, held_out, steps, batch, seed, log)
+    situations = household_situations(scenes, seed)
+    held_out = random.Random(seed).sample(household_situations(12, seed + 1), 64)
+    train_lessons(backbone, situations, held_out, steps, batch, seed, log)
     finish(
         out,
         model,

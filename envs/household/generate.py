@@ -1,0 +1,289 @@
+"""Scenes of our own: homes whose layout persists, and the tasks to do in them.
+
+A home is fixed by (seed, split, index): which receptacles it has and where its *fixed* items lie in every episode, so
+that a memory of earlier episodes says where to look. Its *wandering* items lie somewhere else each time; a task on one
+of those (family "visual") can only be shortened by the picture, which marks the receptacle that holds the item.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from envs.base import Task
+from envs.household.render import RECEPTACLE_NAMES
+from envs.household.vocabulary import CAN_CONTAIN, ITEM_TYPES, LAMP, LAMP_PLACES, OPENABLE, PHRASES, ItemType
+from envs.household.world import CLEAN, COOL, HEAT, KINDS, LOOK, SIMPLE, TWO, Game, Goal, Item, Receptacle, State
+
+DEFAULT_KINDS = (SIMPLE, CLEAN, HEAT, COOL)
+EXPERIENCE = "_experience"
+SCENE_LABELS = 64  # "home 1" to "home 64"
+
+_ALWAYS = ("microwave", "fridge", "sinkbasin")
+_TREATED_AT = {CLEAN: "sinkbasin", HEAT: "microwave", COOL: "fridge"}
+# Fewer item types can be heated than placed: the weights even the kinds out.
+_KIND_WEIGHT = {SIMPLE: 1.0, CLEAN: 1.5, HEAT: 3.0, COOL: 2.0, LOOK: 1.5, TWO: 1.5}
+_FEWEST_PLACES = 4  # receptacles an item may lie in: with fewer, there would be nothing to remember
+_MOST: dict[str, int] = {}  # how many of each receptacle type the plan has cells for
+for _name in RECEPTACLE_NAMES:
+    _MOST[_name.split()[0]] = _MOST.get(_name.split()[0], 0) + 1
+
+Errand = tuple[str, str]  # (task type, receptacle type to bring the item to, "" for look_at_obj_in_light)
+
+
+@dataclass(frozen=True)
+class Home:
+    """The part of a scene that persists: its receptacles, and where the fixed items are."""
+
+    receptacles: tuple[Receptacle, ...]
+    fixed: Mapping[str, tuple[int, ...]]  # item type -> receptacles (two where the home has two of that type)
+    wandering: tuple[str, ...]
+    lamp: int | None  # receptacle the lamp stands on
+
+
+class Generator:
+    """Makes the homes, tasks and games of all generated splits. Lazy: nothing is made before it is asked for."""
+
+    def __init__(
+        self,
+        seed: int,
+        scenes: Mapping[str, int],
+        visual_share: float,
+        fixed_objects: int,
+        wandering_objects: int,
+        kinds: tuple[str, ...] = DEFAULT_KINDS,
+    ) -> None:
+        _check(scenes, visual_share, fixed_objects, wandering_objects, kinds)
+        self._seed, self._scenes, self._visual_share = seed, dict(scenes), visual_share
+        self._fixed, self._wandering, self._kinds = fixed_objects, wandering_objects, tuple(kinds)
+        self._wandering_kinds = tuple(kind for kind in kinds if kind != TWO)  # a mark shows one thing, not two
+        self._home = lru_cache(maxsize=4096)(self._make_home)
+
+    # Tasks -----------------------------------------------------------------------------------------------------
+
+    def splits(self) -> list[str]:
+        """Every name that `tasks` takes."""
+        return [name for scene in self._scenes for name in (scene, scene + EXPERIENCE)]
+
+    def tasks(self, split: str) -> list[Task]:
+        """The tasks of a split; see the module's docstring."""
+        layout = split.removesuffix(EXPERIENCE)
+        if split not in self.splits():
+            raise ValueError(f"no split {split!r}; there are {', '.join(self.splits())}")
+        per_scene = [self.scene_tasks(layout, index) for index in range(self._scenes[layout])]
+        if split != layout:
+            return [task for experience, _ in per_scene for task in experience]
+        tasks = [task for _, evaluation in per_scene for task in evaluation]
+        self._rng(layout, "order").shuffle(tasks)
+        return tasks
+
+    def scene_tasks(self, layout: str, index: int) -> tuple[list[Task], list[Task]]:
+        """(tasks that fill the memory, tasks to train or evaluate on) of one home."""
+        home, rng = self._home(layout, index), self._rng(layout, index, "tasks")
+        experience: list[Task] = []
+        evaluation: list[Task] = []
+        for item, places in home.fixed.items():
+            errands = self._errands(home, item, places)
+            first = _draw(rng, errands)
+            second = _draw(rng, [errand for errand in errands if errand != first])
+            experience.append(_task(rng, layout + EXPERIENCE, index, len(experience), item, first, "text"))
+            if self._visual_share < 1:
+                evaluation.append(_task(rng, layout, index, len(evaluation), item, second, "text"))
+        for turn in range(self._visual_count()):
+            item = home.wandering[turn % len(home.wandering)]
+            errand = _draw(rng, self._errands(home, item, ()))
+            evaluation.append(_task(rng, layout, index, len(evaluation), item, errand, "visual"))
+        return experience, evaluation
+
+    def _visual_count(self) -> int:
+        """Visual tasks per home, so that they make up `visual_share` of its tasks."""
+        share = self._visual_share
+        return self._fixed if share == 1 else round(self._fixed * share / (1 - share))
+
+    def _errands(self, home: Home, item: str, places: tuple[int, ...]) -> tuple[Errand, ...]:
+        """What can be asked for an item that lies in `places` (() for a wandering one)."""
+        if len(places) == 2:
+            kinds: tuple[str, ...] = (TWO,)
+        else:
+            kinds = tuple(kind for kind in self._wandering_kinds if kind != LOOK or home.lamp is not None)
+        sources = tuple(sorted({home.receptacles[place].type for place in places}))
+        return _possible_errands(item, kinds, sources, frozenset(r.type for r in home.receptacles))
+
+    # Homes -----------------------------------------------------------------------------------------------------
+
+    def _rng(self, *name: object) -> random.Random:
+        digest = hashlib.sha256("/".join(map(str, (self._seed, *name))).encode()).digest()
+        return random.Random(int.from_bytes(digest[:8], "big"))
+
+    def _make_home(self, layout: str, index: int) -> Home:
+        # A draw that leaves some item without enough errands is thrown away; the next attempt has its own seed.
+        for attempt in range(200):
+            home = self._try_home(self._rng(layout, index, "home", attempt))
+            if home is not None:
+                return home
+        raise ValueError(
+            f"no home has {self._fixed} fixed and {self._wandering} wandering items for the task types "
+            f"{', '.join(self._kinds)}: ask for fewer items or more task types"
+        )
+
+    def _try_home(self, rng: random.Random) -> Home | None:
+        receptacles = _draw_receptacles(rng)
+        lamp = None
+        if LOOK in self._kinds:
+            lamp = rng.choice([i for i, r in enumerate(receptacles) if r.type in LAMP_PLACES] or [None])
+        home = Home(receptacles, {}, (), lamp)
+        twins = max(1, round(self._fixed / len(self._kinds))) if TWO in self._kinds else 0
+        if self._kinds == (TWO,):
+            twins = self._fixed
+        # Every home has the appliances and most food fits them: counted as used once, they do not rule the sources.
+        used = dict.fromkeys(_ALWAYS, 1)
+        fixed: dict[str, tuple[int, ...]] = {}
+        wandering: list[str] = []
+        for item in self._shuffled_items(rng):
+            fitting = [i for i, r in enumerate(receptacles) if r.type in ITEM_TYPES[item].places]
+            if len(fitting) < _FEWEST_PLACES:
+                continue
+            if len(fixed) < self._fixed:
+                # The least used kind of receptacle first, so that things are not all in cabinets.
+                fitting.sort(key=lambda i: (used.get(receptacles[i].type, 0), rng.random()))
+                places = tuple(fitting[: 2 if len(fixed) < twins else 1])
+                if len(places) < (2 if len(fixed) < twins else 1) or len(self._errands(home, item, places)) < 2:
+                    continue
+                fixed[item] = places
+                for place in places:
+                    used[receptacles[place].type] = used.get(receptacles[place].type, 0) + 1
+            elif len(wandering) < self._wandering:
+                if len({receptacles[i].type for i in fitting}) > 1 and self._errands(home, item, ()):
+                    wandering.append(item)
+            else:
+                break
+        if len(fixed) < self._fixed or len(wandering) < self._wandering:
+            return None
+        return Home(receptacles, fixed, tuple(wandering), lamp)
+
+    def _shuffled_items(self, rng: random.Random) -> list[str]:
+        """Every item type in a random order in which those that suit many task types tend to come first.
+
+        Left to itself the draw would be two thirds things that can only be carried from place to place.
+        """
+
+        def rank(item: str) -> float:
+            suited = sum(_can_be(ITEM_TYPES[item], kind) for kind in self._kinds)
+            return rng.random() ** (1 / max(1, suited) ** 2)
+
+        return sorted(ITEM_TYPES, key=rank, reverse=True)
+
+    # Games -----------------------------------------------------------------------------------------------------
+
+    def game(self, task: Task) -> tuple[Game, int | None]:
+        """The game of a task, and (in the visual family) the item whose receptacle the picture marks."""
+        home = self._home(task.data["layout"], int(task.data["scene"]))
+        rng = self._rng(task.id, "episode")
+        target, destination = task.data["item"], task.data["receptacle"]
+        placed: list[tuple[str, int, int]] = [  # (type, number, receptacle)
+            (item, number, place) for item, places in home.fixed.items() for number, place in enumerate(places, 1)
+        ]
+        for item in home.wandering:
+            fitting = [i for i, r in enumerate(home.receptacles) if r.type in ITEM_TYPES[item].places]
+            if item == target:
+                fitting = [i for i in fitting if home.receptacles[i].type != destination]
+            placed.append((item, 1, rng.choice(fitting)))
+        if home.lamp is not None:
+            placed.append((LAMP, 1, home.lamp))
+        placed.sort(key=lambda entry: (entry[0], -entry[1]))  # ALFWorld's order: by type, highest number first
+        items = tuple(_item(kind, number) for kind, number, _ in placed)
+        goal = Goal(task.kind, target, destination, LAMP if task.kind == LOOK else "")
+        start = _start(home, [place for *_, place in placed])
+        game = Game(home.receptacles, items, start, goal, task.goal, CAN_CONTAIN)
+        marked = next(i for i, item in enumerate(items) if item.type == target) if task.family == "visual" else None
+        return game, marked
+
+
+def _check(scenes: Mapping[str, int], visual_share: float, fixed: int, wandering: int, kinds: tuple[str, ...]) -> None:
+    """Refuse settings that have no meaning, saying which."""
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        raise ValueError(f"unknown task types {', '.join(unknown)}; known are {', '.join(KINDS)}")
+    if not kinds:
+        raise ValueError("kinds is empty: give at least one task type")
+    if not 0 <= visual_share <= 1:
+        raise ValueError(f"visual_share is a share, from 0 to 1, not {visual_share}")
+    if fixed < 1 or wandering < 0:
+        raise ValueError("fixed_objects must be at least 1 and wandering_objects at least 0")
+    if visual_share > 0 and (wandering < 1 or set(kinds) == {TWO}):
+        raise ValueError("visual tasks need wandering_objects of at least 1 and a task type other than "
+                         f"{TWO}; or set visual_share to 0")  # fmt: skip
+    if clash := [name for name in scenes if name.endswith(EXPERIENCE)]:
+        raise ValueError(f"a scene split may not end in {EXPERIENCE!r}: {', '.join(clash)}")
+
+
+def _draw_receptacles(rng: random.Random) -> tuple[Receptacle, ...]:
+    """11 to 14 receptacles, numbered from 1 within their type, in the order in which ALFWorld would list them."""
+    counts = dict.fromkeys(_ALWAYS, 1)
+    pool = [kind for kind, most in _MOST.items() for _ in range(most) if kind not in _ALWAYS]
+    for kind in rng.sample(pool, rng.randint(11, 14) - len(_ALWAYS)):
+        counts[kind] = counts.get(kind, 0) + 1
+    names = [(kind, number) for kind in sorted(counts) for number in range(counts[kind], 0, -1)]
+    return tuple(Receptacle(f"{kind} {number}", kind, kind in OPENABLE, at) for at, (kind, number) in enumerate(names))
+
+
+@lru_cache(maxsize=65536)
+def _possible_errands(
+    item: str, kinds: tuple[str, ...], sources: tuple[str, ...], types: frozenset[str]
+) -> tuple[Errand, ...]:
+    """Errands for an item type in a home with these receptacle types: never to the kind of place it lies in."""
+    kind_of_item = ITEM_TYPES[item]
+    errands: list[Errand] = []
+    for kind in kinds:
+        if kind == LOOK:
+            errands.append((LOOK, ""))
+        elif _can_be(kind_of_item, kind):
+            excluded = {*sources, _TREATED_AT.get(kind)}
+            errands += [(kind, place) for place in sorted(kind_of_item.places & types) if place not in excluded]
+    if not sources:  # a wandering item needs somewhere else to be
+        errands = [errand for errand in errands if kind_of_item.places & types - {errand[1]}]
+    return tuple(errands)
+
+
+def _can_be(item: ItemType, kind: str) -> bool:
+    return {CLEAN: item.cleanable, HEAT: item.heatable, COOL: item.coolable}.get(kind, True)
+
+
+def _draw(rng: random.Random, errands: Sequence[Errand]) -> Errand:
+    """One errand: first the task type (by weight), then the destination, so that many destinations do not rule."""
+    kinds = sorted({kind for kind, _ in errands})
+    kind = rng.choices(kinds, [_KIND_WEIGHT[kind] for kind in kinds])[0]
+    return rng.choice([errand for errand in errands if errand[0] == kind])
+
+
+def _task(rng: random.Random, split: str, index: int, number: int, item: str, errand: Errand, family: str) -> Task:
+    kind, place = errand
+    return Task(
+        id=f"{split}/home-{index + 1}/{number}",
+        goal=rng.choice(PHRASES[kind]).format(item=item, place=place),
+        scene=f"home {index % SCENE_LABELS + 1}",
+        split=split,
+        kind=kind,
+        family=family,
+        data={"layout": split.removesuffix(EXPERIENCE), "scene": str(index), "item": item, "receptacle": place},
+    )
+
+
+def _item(kind: str, number: int) -> Item:
+    name = f"{kind} {number}"
+    if kind == LAMP:
+        return Item(name, kind, pickupable=False, toggleable=True)
+    of = ITEM_TYPES[kind]
+    return Item(name, kind, True, of.cleanable, of.heatable, of.coolable, of.sliceable)
+
+
+def _start(home: Home, places: list[int]) -> State:
+    """Everything shut, the agent in the middle of the room, item i in receptacle places[i]."""
+    count = len(home.receptacles)
+    state = State(location=count, receptacles=count, locations=count + 1)
+    for item, place in enumerate(places):
+        state.contents[place] |= 1 << item
+        state.standing[home.receptacles[place].location] |= 1 << item
+    return state

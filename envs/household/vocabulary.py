@@ -1,0 +1,104 @@
+"""What is found in a home: item types with what can be done to them, and the places where each may lie.
+
+The flags and places are those of ALFWorld's own rooms, restricted to the receptacle types that generated scenes use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OPENABLE = frozenset({"cabinet", "drawer", "fridge", "microwave", "safe"})
+
+
+@dataclass(frozen=True, slots=True)
+class ItemType:
+    """A pickupable kind of thing."""
+
+    name: str
+    cleanable: bool
+    heatable: bool
+    coolable: bool
+    sliceable: bool
+    places: frozenset[str]  # receptacle types that can contain it
+
+
+_KITCHEN = "cabinet countertop diningtable fridge microwave shelf sidetable sinkbasin"
+_FOOD = "countertop diningtable fridge garbagecan microwave sidetable sinkbasin"
+_CUTLERY = "countertop diningtable drawer sidetable sinkbasin"
+_SPICE = "cabinet countertop diningtable drawer shelf sidetable"
+_POCKET = "armchair coffeetable countertop desk diningtable drawer dresser ottoman safe shelf sidetable sofa"
+_PAPER = "coffeetable countertop desk diningtable drawer dresser garbagecan shelf sidetable"
+_BATH = "cabinet cart countertop diningtable drawer garbagecan shelf sidetable"
+_ORNAMENT = "coffeetable countertop desk diningtable dresser safe shelf sidetable"
+_LOUNGE = "armchair coffeetable diningtable drawer dresser ottoman shelf sidetable sofa"
+_SEAT = "armchair bed coffeetable countertop desk diningtable dresser ottoman sidetable sofa"
+
+# name: (flags, places); flags are c(leanable), h(eatable), f (coolable: it may go into the fridge), s(liceable)
+_TABLE = {
+    "alarmclock": ("", "countertop desk diningtable dresser shelf sidetable"),
+    "apple": ("chfs", _FOOD),
+    "book": ("", f"{_SEAT} cabinet drawer shelf"),
+    "bowl": ("cf", f"{_KITCHEN} coffeetable desk dresser"),
+    "box": ("", "armchair cabinet coffeetable desk diningtable dresser ottoman shelf sidetable sofa"),
+    "bread": ("hfs", "countertop diningtable fridge garbagecan microwave sidetable"),
+    "butterknife": ("c", _CUTLERY),
+    "candle": ("", "cabinet cart coffeetable countertop diningtable drawer dresser shelf sidetable"),
+    "cd": ("", "cabinet countertop desk diningtable drawer dresser garbagecan safe shelf sidetable"),
+    "cellphone": ("", f"{_POCKET} bed"),
+    "cloth": ("c", f"{_BATH} armchair desk dresser sinkbasin"),
+    "creditcard": ("", _POCKET),
+    "cup": ("chf", _KITCHEN),
+    "dishsponge": ("c", f"{_BATH} sinkbasin"),
+    "egg": ("chfs", _FOOD),
+    "fork": ("c", _CUTLERY),
+    "glassbottle": ("", "cabinet countertop diningtable fridge microwave shelf sinkbasin"),
+    "kettle": ("c", "cabinet countertop diningtable shelf sidetable sinkbasin"),
+    "keychain": ("", _POCKET),
+    "knife": ("c", _CUTLERY),
+    "ladle": ("c", "cabinet countertop diningtable drawer sinkbasin"),
+    "laptop": ("", _SEAT),
+    "lettuce": ("cfs", "countertop diningtable fridge garbagecan sidetable sinkbasin"),
+    "mug": ("chf", f"{_KITCHEN} coffeemachine desk dresser"),
+    "newspaper": ("", f"{_LOUNGE} cabinet garbagecan"),
+    "pan": ("cf", "cabinet countertop diningtable fridge sidetable sinkbasin"),
+    "pen": ("", _PAPER),
+    "pencil": ("", _PAPER),
+    "peppershaker": ("", _SPICE),
+    "pillow": ("", "armchair bed ottoman sofa"),
+    "plate": ("chf", f"{_KITCHEN} coffeetable dresser"),
+    "pot": ("cf", "cabinet countertop diningtable fridge shelf sidetable sinkbasin"),
+    "potato": ("chfs", _FOOD),
+    "remotecontrol": ("", f"{_LOUNGE} countertop desk"),
+    "saltshaker": ("", _SPICE),
+    "soapbar": ("c", "cabinet cart countertop drawer garbagecan shelf sidetable sinkbasin"),
+    "soapbottle": ("", _BATH),
+    "spatula": ("c", _CUTLERY),
+    "spoon": ("c", _CUTLERY),
+    "spraybottle": ("", f"{_BATH} dresser"),
+    "statue": ("", _ORNAMENT),
+    "tissuebox": ("", f"{_BATH} coffeetable desk dresser tvstand"),
+    "tomato": ("chfs", _FOOD),
+    "vase": ("", f"{_ORNAMENT} cabinet"),
+    "watch": ("", "coffeetable desk diningtable drawer dresser shelf sidetable"),
+    "winebottle": ("f", "cabinet countertop diningtable fridge garbagecan shelf sidetable"),
+}
+
+ITEM_TYPES: dict[str, ItemType] = {
+    name: ItemType(name, "c" in flags, "h" in flags, "f" in flags, "s" in flags, frozenset(places.split()))
+    for name, (flags, places) in _TABLE.items()
+}
+
+LAMP = "desklamp"
+LAMP_PLACES = frozenset({"desk", "dresser", "shelf", "sidetable", "diningtable", "countertop", "coffeetable"})
+
+CAN_CONTAIN = frozenset((place, kind.name) for kind in ITEM_TYPES.values() for place in kind.places)
+
+# Two ways to word each task, as in ALFWorld.
+PHRASES = {
+    "pick_and_place_simple": ("put a {item} in {place}", "put some {item} on {place}"),
+    "pick_clean_then_place_in_recep": ("put a clean {item} in {place}", "clean some {item} and put it in {place}"),
+    "pick_heat_then_place_in_recep": ("put a hot {item} in {place}", "heat some {item} and put it in {place}"),
+    "pick_cool_then_place_in_recep": ("put a cool {item} in {place}", "cool some {item} and put it in {place}"),
+    "pick_two_obj_and_place": ("put two {item} in {place}", "find two {item} and put them in {place}"),
+    "look_at_obj_in_light": (f"look at {{item}} under the {LAMP}", f"examine the {{item}} with the {LAMP}"),
+}

@@ -1,0 +1,73 @@
+"""The paper's minimal bank: one entry per episode, its raw trajectory and why it succeeded (or failed)."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from envs.base import Task
+from memory.entry import MemoryEntry, Provenance
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_NEWLINE = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # whatever str.splitlines takes for the end of a line
+
+
+def entry_from_trajectory(
+    task: Task, actions: Sequence[str], observations: Sequence[str], success: bool, rationale: str = "",
+    images: Iterable[bytes | Image] = (), id: str | None = None, split: str | None = None,
+) -> MemoryEntry:  # fmt: skip
+    """The memory entry of one episode.
+
+    Args:
+        actions: the commands as executed.
+        observations: what they answered. Not part of the minimal text; memory systems that summarise them share this
+            signature.
+        rationale: why the episode succeeded, or how it failed.
+        images: PNG bytes or PIL pictures, in the order in which they were seen.
+        id: default `trajectory_id`, so that the same episode collected twice is one entry.
+        split: default the task's own.
+    """
+    provenance = Provenance(
+        task.id, task.scene, task.goal, task.split if split is None else split, success, tuple(actions)
+    )
+    return MemoryEntry(
+        trajectory_id(task.id, actions, success) if id is None else id,
+        trajectory_text(task.scene, task.goal, actions, success, rationale),
+        provenance,
+        tuple(image if isinstance(image, bytes) else png_bytes(image) for image in images),
+    )
+
+
+def trajectory_text(scene: str, goal: str, actions: Sequence[str], success: bool, rationale: str = "") -> str:
+    """`in <scene>: <goal>`, the actions joined by ` ; `, and `because ...` or `failed: ...` where there is a rationale."""
+    lines = [f"in {scene}: {goal}" if scene else goal, " ; ".join(actions)]
+    if rationale.strip():
+        lines.append(f"because {rationale}" if success else f"failed: {rationale}")
+    return "\n".join(one_line(line) for line in lines)
+
+
+def trajectory_id(task_id: str, actions: Sequence[str], success: bool) -> str:
+    """16 hex digits that depend on these three only: the same on every machine and in every run."""
+    return hashlib.sha256(json.dumps([task_id, list(actions), success]).encode()).hexdigest()[:16]
+
+
+def split_of(entry: MemoryEntry) -> str:
+    """The split whose episode wrote the entry: what a leakage audit compares with the split under evaluation."""
+    return entry.provenance.split
+
+
+def one_line(text: str) -> str:
+    """Every newline becomes one space: a line of the format stays a line."""
+    return _NEWLINE.sub(" ", text)
+
+
+def png_bytes(image: Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()

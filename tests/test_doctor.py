@@ -1,0 +1,226 @@
+"""The doctor: each way in which a part can fail is one line with a remedy, and none of them stops the doctor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from memcompiler import doctor
+from memcompiler.doctor import Check, Missing, Probe, all_probes, iter_checks, run_doctor, run_probe
+
+# Functions of this module, not closures: they travel to the doctor's worker process.
+
+
+def fine() -> str:
+    print("a greeting that must not reach the table")
+    return "1.0"
+
+
+def absent() -> str:
+    raise Missing("not installed")
+
+
+def failing() -> str:
+    raise ImportError("libsomething.so: cannot open\nlong trace")
+
+
+def hang() -> str:
+    time.sleep(600)
+    return "never"
+
+
+def crash(number: int) -> str:
+    os.kill(os.getpid(), number)
+    return "never"
+
+
+def leave() -> str:
+    sys.exit(3)
+
+
+# --- the mechanism ---
+
+
+def test_every_kind_of_failure_is_one_check_and_the_rest_goes_on(capfd):
+    probes = [
+        Probe("fine", fine),
+        Probe("absent", absent, "install it", core=False),
+        Probe("hanging", hang, "reboot", seconds=3.0),
+        Probe("failing", failing, "reinstall it"),
+        Probe("crashing", partial(crash, signal.SIGSEGV), "other wheel"),
+        Probe("leaving", leave),
+        Probe("last", fine, core=False),
+    ]
+    start = time.monotonic()
+    assert list(iter_checks(probes)) == [
+        Check("fine", "ok", "1.0"),
+        Check("absent", "missing", "not installed", "install it", core=False),
+        Check("hanging", "broken", "no answer within 3 s", "reboot"),
+        Check("failing", "broken", "ImportError: libsomething.so: cannot open", "reinstall it"),
+        Check("crashing", "broken", "the check crashed (SIGSEGV)", "other wheel"),
+        Check("leaving", "broken", "the check crashed (exit status 3)"),
+        Check("last", "ok", "1.0", core=False),
+    ]
+    assert time.monotonic() - start < 60
+    assert capfd.readouterr().out == ""
+
+
+def test_a_worker_that_is_not_waited_for_is_ended():
+    first = next(checks := iter_checks([Probe("fine", fine), Probe("hanging", hang)]))
+    assert first.status == "ok"
+    start = time.monotonic()
+    checks.close()
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        ([Check("torch", "ok", "2"), Check("vllm", "missing", "not installed", "uv sync --extra vllm", core=False)], 0),
+        ([Check("torch", "ok", "2"), Check("vllm", "broken", "crashed", "uv sync --extra vllm", core=False)], 0),
+        (
+            [Check("torch", "missing", "not installed", "uv sync --inexact"), Check("gpu", "ok", "[H200]", core=False)],
+            1,
+        ),
+        ([Check("torch", "broken", "[bold]odd[/] text", "uv sync --inexact")], 1),
+    ],
+)
+def test_exit_code_and_remedies(found, code, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "iter_checks", lambda: iter(found))
+    assert run_doctor() == code
+    printed = capsys.readouterr().out
+    for check in found:
+        assert check.name in printed and check.detail.split()[0] in printed
+        assert (f"{check.name}: {check.fix}\n" in printed) == (check.status != "ok")
+    assert ("The core works." in printed) == (code == 0)
+
+
+# --- single checks ---
+
+
+def test_missing_module_and_version_without_import():
+    assert run_probe(Probe("x", partial(doctor.imports, "no_such_module_here"))).status == "missing"
+    sys.modules.pop("deepspeed", None)
+    assert doctor.is_installed("deepspeed").count(".") >= 1
+    assert "deepspeed" not in sys.modules
+
+
+def test_wrong_python_is_broken(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
+    check = run_probe(Probe("python", doctor.python_version))
+    assert check.status == "broken" and "this is 3.10.4" in check.detail
+
+
+def test_full_text_search_works():
+    assert "full-text search works" in doctor.full_text_search()
+
+
+def test_full_text_search_that_finds_the_wrong_row_is_broken(monkeypatch):
+    import lancedb.table
+
+    monkeypatch.setattr(lancedb.table.LanceTable, "search", lambda self, *_, **__: _Nothing())
+    assert run_probe(Probe("lancedb", doctor.full_text_search)).status == "broken"
+
+
+class _Nothing:
+    def limit(self, _: int) -> _Nothing:
+        return self
+
+    def to_list(self) -> list:
+        return []
+
+
+def test_shipped_model(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "REPOSITORY", tmp_path)
+    probe = Probe("tiny", partial(doctor.shipped_model, "tiny"), "git checkout -- assets/tiny")
+    assert run_probe(probe) == Check("tiny", "missing", "no weights in assets/tiny", probe.fix)
+    folder = tmp_path / "assets" / "tiny"
+    folder.mkdir(parents=True)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"weights")
+    assert run_probe(probe).status == "ok"
+    digests = {"model.safetensors": hashlib.sha256(b"weights").hexdigest()}
+    (folder / "RECORD.json").write_text(json.dumps({"sha256": digests}))
+    assert run_probe(probe) == Check("tiny", "ok", "1 files verified")
+    weights.write_bytes(b"version https://git-lfs")
+    assert "is not the file that RECORD.json describes" in run_probe(probe).detail
+    (folder / "RECORD.json").write_text(json.dumps({"sha256": {**digests, "tokenizer.json": "0"}}))
+    weights.write_bytes(b"weights")
+    assert run_probe(probe).detail == "assets/tiny/tokenizer.json is not there"
+
+
+def test_alfworld_games(monkeypatch, tmp_path):
+    probe = Probe("ALFWorld games", doctor.alfworld_games)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    assert run_probe(probe).detail == "ALFWORLD_DATA is not set"
+    assert "--extra alfworld && .venv/bin/alfworld-download" in doctor._fetch_games("uv sync --inexact")
+    game = tmp_path / "home" / ".cache" / "alfworld" / "json_2.1.1" / "train" / "task" / "trial" / "game.tw-pddl"
+    game.parent.mkdir(parents=True)
+    game.touch()
+    assert run_probe(probe).detail == "ALFWORLD_DATA is not set (games are in the default folder)"
+    assert doctor._fetch_games("uv sync") == 'export ALFWORLD_DATA="$HOME/.cache/alfworld"'
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "nowhere"))
+    assert "does not exist" in run_probe(probe).detail
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
+    assert run_probe(probe).status == "missing" and "no game.tw-pddl" in run_probe(probe).detail
+    monkeypatch.setenv("ALFWORLD_DATA", str(game.parents[3]))
+    assert run_probe(probe).status == "missing"
+    monkeypatch.setenv("ALFWORLD_DATA", str(game.parents[4]))
+    assert run_probe(probe) == Check("ALFWorld games", "ok", "splits: train")
+
+
+def test_without_a_gpu(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert run_probe(Probe("gpu", doctor.gpus)).status == "missing"
+
+
+def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch):
+    import torch
+
+    listed = subprocess.CompletedProcess([], 0, stdout="GPU 0: NVIDIA H200\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: listed)
+    assert "torch cannot use" in run_probe(Probe("gpu", doctor.gpus)).detail
+
+
+def test_remedies_use_the_private_uv_where_there_is_no_other(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert {probe.fix.split()[0] for probe in all_probes() if "sync --inexact" in probe.fix} == {".uv/bin/uv"}
+    assert all(probe.fix for probe in all_probes() if probe.name != "gpu")
+
+
+def test_shipped_models_are_restored_from_git_where_they_are_committed(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "REPOSITORY", tmp_path)
+    assert doctor._restore("compiler-tiny", "compiler") == ".venv/bin/memcompiler tiny compiler"
+    record = tmp_path / "assets" / "compiler-tiny" / "RECORD.json"
+    record.parent.mkdir(parents=True)
+    record.touch()
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    assert doctor._restore("compiler-tiny", "compiler") == "git checkout -- assets/compiler-tiny"
+
+
+# --- this machine ---
+
+
+def test_the_core_works_here(repository: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "memcompiler", "doctor"], cwd=repository, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The core works." in done.stdout

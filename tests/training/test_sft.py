@@ -1,0 +1,166 @@
+"""SFT: gradients reach LoRA and projector and never the executor; the split of a batch changes nothing; resume is exact."""
+
+import io
+
+import pytest
+import torch
+from PIL import Image
+
+from configs.schema import SftConfig
+from data_gen.rows import SftRow, load_rows, save_rows
+from executor.frozen import FrozenExecutor
+from tests import tiny_models
+from training import checkpoint
+from training.losses import cosine_with_warmup, token_nll
+from training.sft import SftTrainer, encode_row, run_sft, sft_losses
+
+
+def png(color: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), (color, 10, 200)).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def row(i: int) -> SftRow:
+    return SftRow(
+        task_id=f"t{i}", split="train", family="text", t=0, goal=f"in home {i + 1}: put a mug in cabinet",
+        memory_ids=("a", "b")[: 1 + i % 2], memory_texts=(f"in home {i + 1}: put a mug in shelf", "in home 9: heat an egg")[: 1 + i % 2],
+        state=f"goal: in home {i + 1}: put a mug in cabinet", observation="You see a cabinet 1.",
+        image=png(40 * i) if i != 1 else None, history=("look",) * i,
+        emission=f"> in home {i + 1} the mug was in shelf {i + 1} | go to shelf {i + 1}" if i % 2 else ".",
+        action=f"go to shelf {i + 1}",
+    )  # fmt: skip
+
+
+ROWS = [row(i) for i in range(5)]
+
+
+def executor() -> FrozenExecutor:
+    backbone = tiny_models.lm_backbone(seed=1)
+    return FrozenExecutor(backbone.model, backbone.tokenizer)
+
+
+def trainer(tmp_path, rows=ROWS, **settings) -> SftTrainer:
+    defaults = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 6, "lr": 1e-3, "save_every": 2}
+    config = SftConfig(**(defaults | settings))
+    return SftTrainer(config, tiny_models.memory_compiler(True), executor(), rows, tmp_path)
+
+
+def trainable(trainer: SftTrainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in trainer.compiler.named_parameters() if p.requires_grad}
+
+
+def test_token_nll_by_hand():
+    # two classes, logits (0, log 3): p = (1/4, 3/4). Target 1, smoothing 0.2:
+    # 0.8 * -log(3/4) + 0.2 * mean(-log(1/4), -log(3/4)) = 0.9 * 0.287682 + 0.1 * 1.386294
+    logits = torch.tensor([0.0, 3.0]).clamp(min=1).log().expand(2, 1, 2)
+    total, count = token_nll(logits, torch.tensor([[1], [1]]), torch.tensor([[1], [0]]), smoothing=0.2)
+    assert total[0].item() == pytest.approx(0.9 * 0.2876821 + 0.1 * 1.3862944, abs=1e-5)
+    assert total[1].item() == 0 and count.tolist() == [1, 0]
+
+
+def test_schedule_by_hand():
+    rates = [cosine_with_warmup(s, 12, warmup=2 / 12) for s in (0, 1, 2, 7, 12)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize("latent", ["gauss_nll", "soft_mse", "lm_head", "none"])
+def test_gradients_reach_lora_and_projector_never_the_executor(tmp_path, latent):
+    t = trainer(tmp_path, latent=latent)
+    torch.manual_seed(0)
+    losses = sft_losses(t.compiler, t.executor, [t.example(i) for i in range(3)], t.config)
+    assert set(losses) == {"text", "action", "entropy", "orth"} | ({"latent"} if latent != "none" else set())
+    losses["action"].sum().backward()  # the action loss alone must reach both, through the frozen executor
+    assert all(p.grad is None for p in t.executor.model.parameters())
+    names = {n for n, p in t.compiler.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert "projector.linear.weight" in names
+    assert any("lora_B" in n for n in names)
+    assert all("lora_" in n or n.startswith("projector") for n in names)
+
+
+def test_training_lowers_the_loss_and_leaves_the_executor_alone(tmp_path):
+    t = trainer(tmp_path, max_steps=12, lr=5e-3)
+    before = t.executor.hash()
+    history = []
+    run_sft(t, history.append)
+    assert history[-1]["loss"] < history[0]["loss"] - 1
+    assert t.executor.hash() == before
+    for key in ("loss_text", "loss_action", "loss_entropy", "loss_latent", "loss_orth", "lr", "grad_norm", "tokens"):
+        assert key in history[0]
+
+
+def test_micro_batches_do_not_change_the_step(tmp_path):
+    def gradients(size: int) -> dict[str, torch.Tensor]:
+        t = trainer(tmp_path / str(size), micro_batch_size=size, label_smoothing=0.0)
+        t.compiler.eval()  # no dropout
+        t.compiler.projector.draw = lambda g, *a: g.mu  # no noise: it would be drawn in another order
+        losses = [sft_losses(t.compiler, t.executor, [t.example(i) for i in part], t.config)
+                  for part in ([range(4)] if size == 4 else [[i] for i in range(4)])]  # fmt: skip
+        tokens = {"text": sum(len(t.example(i).emission) for i in range(4)), "action": sum(len(t.example(i).action) for i in range(4))}
+        sum(v.sum() / tokens.get(k, 4) for part in losses for k, v in part.items()).backward()
+        return {n: p.grad for n, p in t.compiler.named_parameters() if p.grad is not None}
+
+    one, four = gradients(1), gradients(4)
+    for name in four:
+        torch.testing.assert_close(one[name], four[name], atol=1e-5, rtol=1e-3)
+
+
+def test_resume_continues_to_the_same_weights(tmp_path):
+    whole = trainer(tmp_path / "whole")
+    run_sft(whole, lambda m: None)
+    part = trainer(tmp_path / "part")
+    steps = part.steps()
+    for _ in range(3):  # killed after step 3: the checkpoint is that of step 2
+        next(steps)
+    again = trainer(tmp_path / "part")
+    assert again.resume() and again.step == 2
+    run_sft(again, lambda m: None)
+    for name, value in trainable(whole).items():
+        assert torch.equal(value, trainable(again)[name]), name
+
+
+def test_a_checkpoint_of_other_rows_is_refused(tmp_path):
+    run_sft(trainer(tmp_path, max_steps=2), lambda m: None)
+    with pytest.raises(checkpoint.CheckpointError, match="rows"):
+        trainer(tmp_path, rows=ROWS[:3]).resume()
+
+
+def test_corrupt_checkpoints_give_clear_errors(tmp_path):
+    t = trainer(tmp_path, max_steps=2)
+    run_sft(t, lambda m: None)
+    found = checkpoint.find(tmp_path)
+    (found / "projector.safetensors").write_bytes(b"not a tensor file")
+    with pytest.raises(checkpoint.CheckpointError, match="projector"):
+        checkpoint.load(found, t.compiler)
+    with pytest.raises(checkpoint.CheckpointError, match="no checkpoint"):
+        checkpoint.find(tmp_path / "nowhere")
+
+
+def test_a_checkpoint_for_another_model_is_refused(tmp_path):
+    run_sft(trainer(tmp_path, max_steps=2), lambda m: None)
+    other = tiny_models.memory_compiler(False)
+    with pytest.raises(checkpoint.CheckpointError):
+        checkpoint.load(checkpoint.find(tmp_path), other)
+
+
+def test_only_the_newest_checkpoints_are_kept_and_nothing_is_pickled(tmp_path):
+    run_sft(trainer(tmp_path, keep=1), lambda m: None)
+    kept = checkpoint.checkpoints(tmp_path / "checkpoints")
+    assert [p.name for p in kept] == ["step-000006"]
+    assert {p.suffix for p in kept[0].rglob("*") if p.is_file()} <= {".safetensors", ".json", ".md"}
+
+
+def test_executor_prompt_of_a_row_holds_n_placeholders():
+    compiler, model = tiny_models.memory_compiler(True), executor()
+    example = encode_row(ROWS[1], compiler, model, soft=True)
+    assert example.executor_prompt.ids.count(model.placeholder) == compiler.n_tokens
+    assert "go to shelf 2" in model.tokenizer.decode(example.executor_prompt.ids)
+
+
+def test_rows_round_trip(tmp_path):
+    save_rows(ROWS, tmp_path / "rows")
+    assert load_rows(tmp_path / "rows") == ROWS
+    with pytest.raises(FileNotFoundError, match="collect"):
+        load_rows(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="no rows"):
+        save_rows([], tmp_path / "none")
