@@ -18,7 +18,9 @@ unexport VIRTUAL_ENV
 # A stamp per set of extras: what was synced once is not synced again until pyproject.toml or uv.lock changes.
 stamp = $(STAMPS)/$(subst $(SPACE),+,$(strip $(1) $(sort $(2))))
 CORE_EXTRAS := $(UV_EXTRAS)
-TEST_EXTRAS := alfworld $(UV_EXTRAS)
+# alfworld and what it needs come as C and C++ source. Without compilers the tests that need it are skipped.
+COMPILERS := $(and $(shell command -v gcc 2>/dev/null),$(shell command -v g++ 2>/dev/null))
+TEST_EXTRAS := $(if $(COMPILERS),alfworld) $(UV_EXTRAS)
 CORE := $(call stamp,core,$(CORE_EXTRAS))
 TEST := $(call stamp,test,$(TEST_EXTRAS))
 
@@ -52,6 +54,7 @@ $(CORE): pyproject.toml uv.lock $(if $(wildcard .venv/bin/memcompiler),,FORCE)
 	$(call sync,--no-dev,$(CORE_EXTRAS))
 
 $(TEST): pyproject.toml uv.lock $(if $(wildcard .venv/bin/pytest),,FORCE)
+	$(if $(COMPILERS),,@echo "no gcc and g++: the extra alfworld is left out, and tests that need it are skipped")
 	$(call sync,--group dev,$(TEST_EXTRAS))
 
 FORCE:
@@ -73,7 +76,7 @@ for candidate in .venv/bin/python $(or $(PYTHON),python3.11 python3.12 python3 p
 	if [ -n "$$python" ]; then break; fi; \
 done; \
 if [ -z "$$python" ]; then \
-	echo "MemCompiler needs Python 3.11 or 3.12; found: $$($(or $(PYTHON),python3) --version 2>&1 || true)" >&2; \
+	echo "MemCompiler needs Python 3.11 or 3.12; found: $$($(or $(PYTHON),python3) --version 2>&1 | sed '/./!d;q')" >&2; \
 	echo "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
 	exit 1; \
 fi

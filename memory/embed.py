@@ -24,13 +24,11 @@ class SentenceEmbedder:
         """(n, d) float32. Raises ImportError, naming the step to take, where sentence-transformers is missing."""
         if self._model is None:
             self._model = self._load()
-        return self._model.encode(
-            texts, batch_size=self._batch_size, convert_to_numpy=True, show_progress_bar=False
-        )  # fmt: skip
+        return self._model.encode(texts, batch_size=self._batch_size, convert_to_numpy=True, show_progress_bar=False)
 
     def _load(self) -> Any:
         try:
-            from sentence_transformers import SentenceTransformer
+            from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]  # optional
         except ImportError as e:
             raise ImportError("embeddings need sentence-transformers: uv sync --inexact --extra embed") from e
         return SentenceTransformer(self._source, device=self._device)

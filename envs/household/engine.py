@@ -62,7 +62,9 @@ class Engine:
         return self.game.start.copy()
 
     def intro(self) -> str:
-        """The room as first seen, in ALFWorld's words."""
+        """The room as first seen, in ALFWorld's words: all of it, unless the agent starts facing something."""
+        if self.here(self.game.start):
+            return self._look(self.game.start)
         return f"You are in the middle of a room. Looking quickly around you, you see {self._all_receptacles()}."
 
     def here(self, state: State) -> tuple[int, ...]:

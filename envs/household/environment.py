@@ -49,8 +49,8 @@ class HouseholdEnvironment:
     ) -> None:
         if source not in ("generated", "alfworld"):
             raise ValueError(f"unknown source {source!r}: use 'generated' or 'alfworld'")
-        if image_size < 8:
-            raise ValueError(f"image_size must be at least 8 pixels, not {image_size}")
+        if image_size < 64:
+            raise ValueError(f"image_size must be at least 64 pixels for the plan to be readable, not {image_size}")
         self.source = source
         self._images, self._image_size = images, image_size
         self._games: Generator | AlfworldGames

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from envs.base import Task
+from envs.base import EnvironmentFailure, Task
 from envs.household.render import RECEPTACLE_NAMES
 from envs.household.vocabulary import CAN_CONTAIN, ITEM_TYPES, LAMP, LAMP_PLACES, OPENABLE, PHRASES, ItemType
 from envs.household.world import CLEAN, COOL, HEAT, KINDS, LOOK, SIMPLE, TWO, Game, Goal, Item, Receptacle, State
@@ -27,9 +28,8 @@ _TREATED_AT = {CLEAN: "sinkbasin", HEAT: "microwave", COOL: "fridge"}
 # Fewer item types can be heated than placed: the weights even the kinds out.
 _KIND_WEIGHT = {SIMPLE: 1.0, CLEAN: 1.5, HEAT: 3.0, COOL: 2.0, LOOK: 1.5, TWO: 1.5}
 _FEWEST_PLACES = 4  # receptacles an item may lie in: with fewer, there would be nothing to remember
-_MOST: dict[str, int] = {}  # how many of each receptacle type the plan has cells for
-for _name in RECEPTACLE_NAMES:
-    _MOST[_name.split()[0]] = _MOST.get(_name.split()[0], 0) + 1
+_HOMES_KEPT = 4096
+_MOST = Counter(name.split()[0] for name in RECEPTACLE_NAMES)  # receptacles of each type that the plan has cells for
 
 Errand = tuple[str, str]  # (task type, receptacle type to bring the item to, "" for look_at_obj_in_light)
 
@@ -60,7 +60,7 @@ class Generator:
         self._seed, self._scenes, self._visual_share = seed, dict(scenes), visual_share
         self._fixed, self._wandering, self._kinds = fixed_objects, wandering_objects, tuple(kinds)
         self._wandering_kinds = tuple(kind for kind in kinds if kind != TWO)  # a mark shows one thing, not two
-        self._home = lru_cache(maxsize=4096)(self._make_home)
+        self._homes: dict[tuple[int, str, int], Home] = {}
 
     # Tasks -----------------------------------------------------------------------------------------------------
 
@@ -77,26 +77,46 @@ class Generator:
         if split != layout:
             return [task for experience, _ in per_scene for task in experience]
         tasks = [task for _, evaluation in per_scene for task in evaluation]
-        self._rng(layout, "order").shuffle(tasks)
+        _rng(self._seed, layout, "order").shuffle(tasks)
         return tasks
 
     def scene_tasks(self, layout: str, index: int) -> tuple[list[Task], list[Task]]:
         """(tasks that fill the memory, tasks to train or evaluate on) of one home."""
-        home, rng = self._home(layout, index), self._rng(layout, index, "tasks")
+        home, rng = self._home(self._seed, layout, index), _rng(self._seed, layout, index, "tasks")
         experience: list[Task] = []
         evaluation: list[Task] = []
         for item, places in home.fixed.items():
             errands = self._errands(home, item, places)
             first = _draw(rng, errands)
-            second = _draw(rng, [errand for errand in errands if errand != first])
-            experience.append(_task(rng, layout + EXPERIENCE, index, len(experience), item, first, "text"))
+            second = _draw(rng, [errand for errand in errands if errand != first] or errands)
+            experience.append(self._task(rng, layout + EXPERIENCE, index, len(experience), item, first, "text"))
             if self._visual_share < 1:
-                evaluation.append(_task(rng, layout, index, len(evaluation), item, second, "text"))
+                evaluation.append(self._task(rng, layout, index, len(evaluation), item, second, "text"))
         for turn in range(self._visual_count()):
             item = home.wandering[turn % len(home.wandering)]
             errand = _draw(rng, self._errands(home, item, ()))
-            evaluation.append(_task(rng, layout, index, len(evaluation), item, errand, "visual"))
+            evaluation.append(self._task(rng, layout, index, len(evaluation), item, errand, "visual"))
         return experience, evaluation
+
+    def _task(
+        self, rng: random.Random, split: str, index: int, number: int, item: str, errand: Errand, family: str
+    ) -> Task:
+        kind, place = errand
+        return Task(
+            id=f"{split}/home-{index + 1}/{number}",
+            goal=rng.choice(PHRASES[kind]).format(item=item, place=place),
+            scene=f"home {index % SCENE_LABELS + 1}",
+            split=split,
+            kind=kind,
+            family=family,
+            data={
+                "seed": str(self._seed),
+                "layout": split.removesuffix(EXPERIENCE),
+                "scene": str(index),
+                "item": item,
+                "receptacle": place,
+            },
+        )
 
     def _visual_count(self) -> int:
         """Visual tasks per home, so that they make up `visual_share` of its tasks."""
@@ -114,14 +134,18 @@ class Generator:
 
     # Homes -----------------------------------------------------------------------------------------------------
 
-    def _rng(self, *name: object) -> random.Random:
-        digest = hashlib.sha256("/".join(map(str, (self._seed, *name))).encode()).digest()
-        return random.Random(int.from_bytes(digest[:8], "big"))
+    def _home(self, seed: int, layout: str, index: int) -> Home:
+        home = self._homes.get((seed, layout, index))
+        if home is None:
+            if len(self._homes) >= _HOMES_KEPT:
+                self._homes.clear()
+            home = self._homes[seed, layout, index] = self._make_home(seed, layout, index)
+        return home
 
-    def _make_home(self, layout: str, index: int) -> Home:
-        # A draw that leaves some item without enough errands is thrown away; the next attempt has its own seed.
+    def _make_home(self, seed: int, layout: str, index: int) -> Home:
+        # A draw that leaves too few items with enough errands is thrown away; the next attempt has its own seed.
         for attempt in range(200):
-            home = self._try_home(self._rng(layout, index, "home", attempt))
+            home = self._try_home(_rng(seed, layout, index, "home", attempt))
             if home is not None:
                 return home
         raise ValueError(
@@ -134,35 +158,38 @@ class Generator:
         lamp = None
         if LOOK in self._kinds:
             lamp = rng.choice([i for i, r in enumerate(receptacles) if r.type in LAMP_PLACES] or [None])
-        home = Home(receptacles, {}, (), lamp)
-        twins = max(1, round(self._fixed / len(self._kinds))) if TWO in self._kinds else 0
-        if self._kinds == (TWO,):
-            twins = self._fixed
-        # Every home has the appliances and most food fits them: counted as used once, they do not rule the sources.
-        used = dict.fromkeys(_ALWAYS, 1)
-        fixed: dict[str, tuple[int, ...]] = {}
-        wandering: list[str] = []
-        for item in self._shuffled_items(rng):
-            fitting = [i for i, r in enumerate(receptacles) if r.type in ITEM_TYPES[item].places]
-            if len(fitting) < _FEWEST_PLACES:
-                continue
-            if len(fixed) < self._fixed:
-                # The least used kind of receptacle first, so that things are not all in cabinets.
-                fitting.sort(key=lambda i: (used.get(receptacles[i].type, 0), rng.random()))
-                places = tuple(fitting[: 2 if len(fixed) < twins else 1])
-                if len(places) < (2 if len(fixed) < twins else 1) or len(self._errands(home, item, places)) < 2:
-                    continue
-                fixed[item] = places
-                for place in places:
-                    used[receptacles[place].type] = used.get(receptacles[place].type, 0) + 1
-            elif len(wandering) < self._wandering:
-                if len({receptacles[i].type for i in fitting}) > 1 and self._errands(home, item, ()):
-                    wandering.append(item)
-            else:
-                break
+        bare = Home(receptacles, {}, (), lamp)
+        items = [item for item in self._shuffled_items(rng) if len(_fitting(receptacles, item)) >= _FEWEST_PLACES]
+        fixed = self._place_fixed(rng, bare, items)
+        # Where no task asks for a wandering item, any will do.
+        wandering = [item for item in items if item not in fixed
+                     and (self._visual_share == 0 or self._errands(bare, item, ()))][: self._wandering]  # fmt: skip
         if len(fixed) < self._fixed or len(wandering) < self._wandering:
             return None
         return Home(receptacles, fixed, tuple(wandering), lamp)
+
+    def _place_fixed(self, rng: random.Random, home: Home, items: list[str]) -> dict[str, tuple[int, ...]]:
+        """Places for the first of `items` that have enough errands; the very first come in pairs where TWO is asked."""
+        pairs = 0
+        if TWO in self._kinds:
+            pairs = self._fixed if self._kinds == (TWO,) else max(1, round(self._fixed / len(self._kinds)))
+        # Where single things can only be looked at, under the one lamp, there is no second errand to ask for.
+        only_looked_at = set(self._kinds) <= {LOOK, TWO}
+        # Every home has the appliances and most food fits them: counted as used once, they do not rule the sources.
+        used = Counter(_ALWAYS)
+        fixed: dict[str, tuple[int, ...]] = {}
+        for item in items:
+            if len(fixed) == self._fixed:
+                break
+            # The least used kind of receptacle first, so that things are not all in cabinets.
+            fitting = _fitting(home.receptacles, item)
+            rng.shuffle(fitting)
+            fitting.sort(key=lambda place: used[home.receptacles[place].type])
+            places = tuple(fitting[: 2 if len(fixed) < pairs else 1])
+            if len(self._errands(home, item, places)) >= (1 if only_looked_at and len(places) == 1 else 2):
+                fixed[item] = places
+                used.update(home.receptacles[place].type for place in places)
+        return fixed
 
     def _shuffled_items(self, rng: random.Random) -> list[str]:
         """Every item type in a random order in which those that suit many task types tend to come first.
@@ -180,14 +207,21 @@ class Generator:
 
     def game(self, task: Task) -> tuple[Game, int | None]:
         """The game of a task, and (in the visual family) the item whose receptacle the picture marks."""
-        home = self._home(task.data["layout"], int(task.data["scene"]))
-        rng = self._rng(task.id, "episode")
-        target, destination = task.data["item"], task.data["receptacle"]
+        try:
+            seed, layout, index = int(task.data["seed"]), task.data["layout"], int(task.data["scene"])
+            target, destination = task.data["item"], task.data["receptacle"]
+        except KeyError as missing:
+            raise EnvironmentFailure(f"task {task.id} is not of a generated home: its data has no {missing}") from None
+        home = self._home(seed, layout, index)
+        if target not in home.fixed and target not in home.wandering:
+            raise EnvironmentFailure(f"task {task.id} asks for a {target}, which that home does not have: the task was "
+                                     "made with another number of items or other task types")  # fmt: skip
+        rng = _rng(seed, task.id, "episode")
         placed: list[tuple[str, int, int]] = [  # (type, number, receptacle)
             (item, number, place) for item, places in home.fixed.items() for number, place in enumerate(places, 1)
         ]
         for item in home.wandering:
-            fitting = [i for i, r in enumerate(home.receptacles) if r.type in ITEM_TYPES[item].places]
+            fitting = _fitting(home.receptacles, item)
             if item == target:
                 fitting = [i for i in fitting if home.receptacles[i].type != destination]
             placed.append((item, 1, rng.choice(fitting)))
@@ -200,6 +234,12 @@ class Generator:
         game = Game(home.receptacles, items, start, goal, task.goal, CAN_CONTAIN)
         marked = next(i for i, item in enumerate(items) if item.type == target) if task.family == "visual" else None
         return game, marked
+
+
+def _rng(*name: object) -> random.Random:
+    """Randomness that belongs to a name for good."""
+    digest = hashlib.sha256("/".join(map(str, name)).encode()).digest()
+    return random.Random(int.from_bytes(digest[:8], "big"))
 
 
 def _check(scenes: Mapping[str, int], visual_share: float, fixed: int, wandering: int, kinds: tuple[str, ...]) -> None:
@@ -219,10 +259,16 @@ def _check(scenes: Mapping[str, int], visual_share: float, fixed: int, wandering
         raise ValueError(f"a scene split may not end in {EXPERIENCE!r}: {', '.join(clash)}")
 
 
+def _fitting(receptacles: tuple[Receptacle, ...], item: str) -> list[int]:
+    """Receptacles that may hold an item of this type."""
+    places = ITEM_TYPES[item].places
+    return [index for index, receptacle in enumerate(receptacles) if receptacle.type in places]
+
+
 def _draw_receptacles(rng: random.Random) -> tuple[Receptacle, ...]:
     """11 to 14 receptacles, numbered from 1 within their type, in the order in which ALFWorld would list them."""
     counts = dict.fromkeys(_ALWAYS, 1)
-    pool = [kind for kind, most in _MOST.items() for _ in range(most) if kind not in _ALWAYS]
+    pool = [kind for kind in _MOST.elements() if kind not in _ALWAYS]
     for kind in rng.sample(pool, rng.randint(11, 14) - len(_ALWAYS)):
         counts[kind] = counts.get(kind, 0) + 1
     names = [(kind, number) for kind in sorted(counts) for number in range(counts[kind], 0, -1)]
@@ -256,19 +302,6 @@ def _draw(rng: random.Random, errands: Sequence[Errand]) -> Errand:
     kinds = sorted({kind for kind, _ in errands})
     kind = rng.choices(kinds, [_KIND_WEIGHT[kind] for kind in kinds])[0]
     return rng.choice([errand for errand in errands if errand[0] == kind])
-
-
-def _task(rng: random.Random, split: str, index: int, number: int, item: str, errand: Errand, family: str) -> Task:
-    kind, place = errand
-    return Task(
-        id=f"{split}/home-{index + 1}/{number}",
-        goal=rng.choice(PHRASES[kind]).format(item=item, place=place),
-        scene=f"home {index % SCENE_LABELS + 1}",
-        split=split,
-        kind=kind,
-        family=family,
-        data={"layout": split.removesuffix(EXPERIENCE), "scene": str(index), "item": item, "receptacle": place},
-    )
 
 
 def _item(kind: str, number: int) -> Item:

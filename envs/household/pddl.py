@@ -285,7 +285,8 @@ def _kind(id_: str) -> str:
 
 def task_sentence(grammar: str) -> str:
     """The goal in words, e.g. "put a hot mug in cabinet", without its full stop."""
-    return _rule(grammar, "task", default="").removeprefix("Your task is to: ").strip().removesuffix(".")
+    sentence = _rule(grammar, "task", default="").replace('"', "")  # TextWorld loses quotation marks
+    return sentence.removeprefix("Your task is to: ").strip().removesuffix(".")
 
 
 def _read_wording(data: Mapping[str, str]) -> Wording:

@@ -1,0 +1,167 @@
+"""Which entries of a bank answer a task. The storage is `memory.bank`; here is the ranking alone.
+
+Scoring. A task asks with two facts, and each gives one ranked list:
+
+- *here*: the entries whose scene label equals the task's (the whole label: "home 1" is not "home 17"), and
+- *elsewhere*: the entries of all other scenes that share a word with the goal.
+
+Both lists are ordered by how well the entry's text (and its goal) matches the words of the goal: BM25 from LanceDB's
+full-text index, words lower-cased and stemmed, or the cosine between goals where the bank has embeddings. The text of
+an episode names its object in nearly every line, so that the object weighs more than the verb or the receptacle. Equal
+scores are ordered by id. An entry that repeats scene and goal of a better one moves behind all that do not (the
+successful one counts as the original), so that ten attempts at one task do not fill M.
+
+The lists are merged by reciprocal rank, 1/(i+1) here and 1/(j+2) elsewhere, *here* first where equal:
+here 0, here 1, elsewhere 0, here 2, elsewhere 1, here 3, ... For a hot mug in home 17 that is home 17's own mug, then
+home 17's other objects and other scenes' mugs by turns. A shorter list leaves its turns to the other; a task without
+a scene has only *elsewhere*.
+
+The result depends on the set of entries alone, not on the order or the batches in which they were written.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from envs.base import Task
+
+if TYPE_CHECKING:
+    import numpy as np
+    from lancedb.expr import Expr
+    from lancedb.table import Table
+
+WINDOW = 64  # entries of each list that are looked at, at least
+MAX_QUERY = 1000  # characters of a goal that take part: query time grows with its words
+
+COLUMNS = ("id", "goal", "scene", "task_id", "split", "success", "words")  # all that ranking reads
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    row: int  # row id in the bank's table
+    id: str
+    goal: str
+    scene: str
+    task_id: str
+    success: bool
+    score: float
+
+
+class Retriever:
+    """Ranks the entries of one fixed version of a table.
+
+    Without embeddings its full-text indexes (`words`, `scene`) must cover every row: LanceDB finds rows beyond an
+    index, but scores them on another scale. `row_column` holds the bank's row id: LanceDB's own, unless the table is
+    a copy.
+    """
+
+    def __init__(self, table: Table, row_column: str = "_rowid") -> None:
+        self._table, self._row_column = table, row_column
+
+    def rank(
+        self, task: Task, k: int, exclude_own_task: bool = True, splits: Sequence[str] | None = None,
+        vector: np.ndarray | None = None,
+    ) -> list[Found]:  # fmt: skip
+        """At most k entries, best first. With `vector`, the goal's embedding (d,), by cosine instead of by words."""
+        if k <= 0 or (splits is not None and not splits):
+            return []
+        from lancedb.expr import col, lit
+        from lancedb.query import BooleanQuery, Occur
+
+        scene, own = encodable(task.scene), encodable(task.id) if exclude_own_task else None
+        words = _match(query_words(task), "words")
+        allowed = _in_splits(splits)
+        here: list[Found] = []
+        if scene and vector is not None:
+            here = self._best(vector, [*allowed, col("scene") == lit(scene)], k, lambda f: f.task_id != own)
+        elif scene:
+            # The scene's own term adds the same to every row found (all of them must have it): the goal decides.
+            query = BooleanQuery([(Occur.MUST, _match(scene, "scene")), (Occur.SHOULD, words)])
+            here = self._best(query, allowed, k, lambda f: f.task_id != own)
+        # Passing over a few rows here is cheaper than a filter in LanceDB, which reads its column from end to end.
+        elsewhere = self._best(
+            words if vector is None else vector, allowed, k,
+            lambda f: f.task_id != own and not (scene and f.scene == scene),
+        )  # fmt: skip
+        return merge(repeats_last(here), repeats_last(elsewhere), k)
+
+    def _best(self, query: Any, where: Sequence[Expr], k: int, keep: Callable[[Found], bool]) -> list[Found]:
+        """At least the k best rows that `keep` keeps (if there are as many), by (score, id).
+
+        LanceDB breaks ties by row. So rows that tie with the last one found do not count: which of their kind were
+        found depends on the order of writing.
+        """
+        limit = max(WINDOW, 4 * k)
+        while True:
+            found = self._search(query, where, limit)
+            edge = min(f.score for f in found) if len(found) == limit else -math.inf
+            kept = [f for f in found if f.score > edge and keep(f)]
+            if edge == -math.inf or len(kept) >= k:
+                return sorted(kept, key=lambda f: (-f.score, f.id))
+            limit *= 16
+
+    def _search(self, query: Any, where: Sequence[Expr], limit: int) -> list[Found]:
+        """The best `limit` rows. `query`: a unit vector, or a structured query, never a query string."""
+        table: Any = self._table  # the kind of query builder depends on the query
+        if by_vector := hasattr(query, "shape"):
+            search = table.search(query, query_type="vector").distance_type("dot")  # 1 - cosine
+        else:
+            search = table.search(query, query_type="fts")
+        if where:
+            search = search.where(reduce(lambda a, b: a & b, where), prefilter=True)
+        measure, sign = ("_distance", -1.0) if by_vector else ("_score", 1.0)
+        columns = [self._row_column, "id", "goal", "scene", "task_id", "success", measure]
+        rows = search.select(columns).with_row_id(True).limit(limit).to_arrow().select(columns)
+        lists = [column.to_pylist() for column in rows.columns]
+        return [Found(*values[:-1], score=sign * values[-1]) for values in zip(*lists, strict=True)]
+
+
+def goal_text(goal: str, scene: str) -> str:
+    """The goal without its scene's label, which is matched on its own and whose number would match other numbers."""
+    return re.sub(rf"(?<!\w){re.escape(scene)}(?!\w)", " ", goal) if scene else goal
+
+
+def query_words(task: Task) -> str:
+    """Each word of the goal once (a repeated one would only cost time), as many as MAX_QUERY holds."""
+    return encodable(" ".join(dict.fromkeys(goal_text(task.goal, task.scene).split())))[:MAX_QUERY]
+
+
+def repeats_last(found: Sequence[Found]) -> list[Found]:
+    """One entry per (scene, goal) first, in the order of `found`, then the second ones, and so on."""
+    seen: dict[tuple[str, str], int] = {}
+    turn: dict[str, int] = {}
+    for f in sorted(found, key=lambda f: not f.success):  # stable: within success and failure, best first
+        turn[f.id] = seen[f.scene, f.goal] = seen.get((f.scene, f.goal), -1) + 1
+    return sorted(found, key=lambda f: turn[f.id])
+
+
+def merge(here: Sequence[Found], elsewhere: Sequence[Found], k: int) -> list[Found]:
+    """The first k by reciprocal rank: 1/(i+1) here, 1/(j+2) elsewhere, `here` first where equal."""
+    ranked = [(i, 0, f) for i, f in enumerate(here)] + [(j + 1, 1, f) for j, f in enumerate(elsewhere)]
+    return [f for _, _, f in sorted(ranked, key=lambda r: r[:2])[:k]]
+
+
+def encodable(text: str) -> str:
+    """Lone surrogates (undecodable bytes in some environment's output) become "?": the store is UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _match(text: str, column: str) -> Any:
+    """Any word of `text`, which is data: nothing in it is an operator."""
+    from lancedb.query import MatchQuery
+
+    return MatchQuery(text, column)  # type: ignore[call-arg]  # pydantic's defaults escape the type checker
+
+
+def _in_splits(splits: Sequence[str] | None) -> list[Expr]:
+    """Expression objects, never SQL text: the name of a split is data."""
+    from lancedb.expr import col, lit
+
+    if splits is None:
+        return []
+    return [reduce(lambda a, b: a | b, [col("split") == lit(encodable(split)) for split in splits])]

@@ -1,0 +1,142 @@
+"""The loop: order of events, named failures, deliveries, and batching that does not depend on timing."""
+
+import pytest
+
+from agent.delivery import Delivery, ShuffledSoft
+from agent.episode import Job, Limits, run_episodes
+from agent.records import StopReason
+from compiler.brief_state import Create, Fold
+from compiler.language import Emission, render
+from compiler.records import Compilation
+from envs.base import EnvironmentFailure, Observation, Task, Transition
+from executor.frozen import Action
+from executor.grounding import Grounding
+from tests.tiny_models import entry
+
+COMMANDS = ("north", "south")
+
+
+class CountingEnv:
+    """Succeeds after as many steps as its task's id says; breaks where the kind says so."""
+
+    name = "counting"
+
+    def tasks(self, split):
+        return []
+
+    def reset(self, task):
+        if task.kind == "broken":
+            raise EnvironmentFailure("the simulator is gone")
+        self.left, self.total, self.kind = int(task.id), int(task.id), task.kind
+        return Observation("start", None, COMMANDS)
+
+    def step(self, action):
+        if self.kind == "crash" and self.left == 1:
+            raise EnvironmentFailure("crashed")
+        self.left -= 1
+        done = self.left == 0
+        return Transition(Observation(f"after {action}", None, COMMANDS), 1 - self.left / self.total, done, done)
+
+    def expert(self):
+        return ["north"] * self.left
+
+    def close(self):
+        pass
+
+
+class Recorder:
+    """A compiler and an executor that write down what they are asked."""
+
+    accepts_soft = True
+
+    def __init__(self):
+        self.batches, self.seen = [], []
+
+    def compile(self, requests):
+        self.batches.append([r.goal for r in requests])
+        emission = Emission("go north", "it is there", (Create("plan", "a; b"),))
+        later = Emission(ops=(Fold("did a"), Create("x", "1"), Create("x", "2")))
+        made = [emission if not r.history else later for r in requests]
+        return [Compilation(render(e), e, tokens_in=3, tokens_out=2) for e in made]
+
+    def act(self, requests):
+        self.seen += requests
+        return [Action("north", Grounding.CHOICE, "north", (1, 2), 2, 1) for _ in requests]
+
+
+def job(steps: int, kind: str = "") -> Job:
+    return Job(Task(str(steps), f"goal {steps}", "home 1", "test", kind), (entry(1, "the memory"),), 7)
+
+
+def run(jobs, delivery=None, executor=None, **kwargs):
+    recorder = Recorder()
+    delivery = delivery or Delivery("compiled", "compiled", recorder)
+    return run_episodes(CountingEnv, jobs, delivery, executor or recorder, Limits(max_steps=5), **kwargs), recorder
+
+
+def test_the_executor_reads_b_t_and_operations_apply_after_it_acts():
+    [episode], recorder = run([job(3)])
+    assert recorder.seen[0].delivered.state == "" and recorder.seen[0].delivered.guidance == "go north"
+    assert recorder.seen[1].delivered.state == "now: a\nnext: b"
+    assert episode.steps[0].brief_before == "goal: in home 1: goal 3"
+    assert episode.steps[0].brief_after == episode.steps[1].brief_before == "goal: in home 1: goal 3\nnow: a\nnext: b"
+    assert episode.steps[1].op_errors == ("create: key exists: x",)
+    assert [s.emission_kind for s in episode.steps] == ["HYBRID", "BRIEF", "BRIEF"]
+    assert (episode.success, episode.progress, episode.stop_reason) == (True, 1.0, StopReason.SUCCESS)
+    assert (episode.bank_version, episode.memory_ids) == (7, ("e1",))
+    assert episode.steps[1].feedback == episode.steps[2].observation == "after north"
+    assert episode.steps[0].tokens == {"compiler_in": 3, "compiler_out": 2, "executor_in": 2, "executor_out": 1}
+
+
+def test_step_limit():
+    [episode], _ = run([job(9)])
+    assert (episode.success, episode.stop_reason, len(episode.steps)) == (False, StopReason.STEP_LIMIT, 5)
+
+
+def test_failures_end_their_own_episode_only():
+    episodes, _ = run([job(2), job(2, "broken"), job(3, "crash"), job(4)])
+    assert [str(e.stop_reason) for e in episodes] == ["success", "environment_failure", "environment_failure", "success"]
+    assert episodes[1].error == "the simulator is gone" and not episodes[1].steps
+
+    class Broken(Recorder):
+        def act(self, requests):
+            raise TimeoutError("no answer")
+
+    [episode], _ = run([job(2)], executor=Broken())
+    assert episode.stop_reason is StopReason.EXECUTOR_FAILURE and "no answer" in episode.error
+
+
+def test_deliveries_show_what_they_should():
+    for name in ("none", "static"):
+        _, recorder = run([job(2)], Delivery(name, name))
+        assert recorder.seen[0].delivered.memory == ("the memory" if name == "static" else "")
+        assert recorder.seen[0].delivered.guidance == ""
+    recorder = Recorder()
+    run([job(3)], Delivery("compiled_no_brief", "compiled", recorder, brief_state=False), recorder)
+    assert recorder.seen[1].delivered.state == "" and recorder.seen[1].history == ("north",)
+    with pytest.raises(ValueError, match="compiler"):
+        Delivery("compiled", "compiled")
+
+
+def test_batches_depend_on_the_episodes_only():
+    jobs = [job(2), job(4), job(3), job(1), job(2)]
+    episodes, recorder = run(jobs, concurrency=3)
+    again, twin = run(jobs, concurrency=3)
+    assert [e.task_id for e in episodes] == ["2", "4", "3", "1", "2"]
+    assert recorder.batches == twin.batches and max(map(len, recorder.batches)) == 3
+    assert [len(e.steps) for e in episodes] == [len(e.steps) for e in again] == [2, 4, 3, 1, 2]
+
+
+def test_shuffled_soft_keeps_text_and_moves_soft():
+    import torch
+
+    class Soft(Recorder):
+        def compile(self, requests):
+            made = super().compile(requests)
+            for i, c in enumerate(made):
+                c.soft = torch.full((2, 3), float(i))
+            return made
+
+    recorder = Soft()
+    run([job(1), job(2), job(1)], Delivery("s", "compiled", ShuffledSoft(recorder)), recorder)
+    assert [r.delivered.soft[0, 0].item() for r in recorder.seen[:3]] == [1.0, 2.0, 0.0]

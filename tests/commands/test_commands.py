@@ -1,0 +1,151 @@
+"""The commands end to end at reduced size: quickstart, evaluation on real games, kill -9 and resume, README."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from memcompiler.cli import app
+
+ROOT = Path(__file__).parents[2]
+GAMES = ROOT.parent / "shared" / "data" / "alfworld"
+SMALL = ["collect.env.scenes={train: 4, test: 3}", "sft.max_steps=4", "sft.batch_size=4", "eval.limit=6",
+         "eval.max_steps=4", "rollouts=2"]  # fmt: skip
+DELIVERIES = ("none", "static", "compiled_text", "compiled")
+
+
+def memcompiler(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "memcompiler", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("quickstart") / "run"
+    done = memcompiler("quickstart", "--out", str(out), *SMALL)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "executor unchanged: True" in done.stdout
+    return out
+
+
+def check_results(path: Path, deliveries=DELIVERIES) -> dict:
+    results = json.loads(path.read_text())
+    for name in deliveries:
+        row = results["results"][name]
+        assert set(row["success"]) >= {"mean", "low", "high", "n"} and row["success"]["n"] > 0
+        assert 0 <= row["success"]["low"] <= row["success"]["mean"] <= row["success"]["high"] <= 1
+        assert row["executor_tokens_per_step"] > 0
+        assert (row["parse_error_rate"] is None) == (name in ("none", "static"))
+    assert results["environment"] and results["split"] and results["seed"] is not None
+    return results
+
+
+def test_quickstart_writes_results_report_and_plots(quickstart):
+    results = check_results(quickstart / "results.json")
+    assert {"expert_compiler", "expert_random_entry", "compiled_shuffled_soft"} <= set(results["results"])
+    assert set(results["seconds"]) == {"collect", "sft", "rollouts", "eval", "total"}
+    page = (quickstart / "report.html").read_text()
+    assert "<html" in page and not re.search(r'(?:src|href)="https?://', page)
+    assert (quickstart / "plots" / "deliveries.png").stat().st_size > 5_000
+    for run in (quickstart / "sft", quickstart / "eval"):
+        assert (run / "config.resolved.yaml").exists() and (run / "environment.json").exists()
+
+
+def test_the_checkpoint_is_complete_and_small(quickstart):
+    [checkpoint] = sorted((quickstart / "sft" / "checkpoints").iterdir())[-1:]
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert state["step"] == 4 and state["bank_version"] >= 1 and len(state["executor_hash"]) == 64
+    assert sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file()) < 4 * 2**20  # no frozen model in it
+
+
+def test_eval_of_a_checkpoint_on_the_generated_scenes(quickstart, tmp_path):
+    done = memcompiler(
+        "eval", "-c", "eval/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", "limit=4", "max_steps=3",
+        "env.scenes={test: 2}", "--out", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_results(tmp_path / "run" / "results.json")
+
+
+@pytest.mark.alfworld
+@pytest.mark.skipif(not GAMES.exists(), reason="the real ALFWorld games are not at ../shared/data")
+def test_eval_on_real_alfworld_games(quickstart, tmp_path):
+    done = memcompiler(
+        "eval", "-c", "eval/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", "env=alfworld",
+        f"env.data_root={GAMES}", "memory.experience_split=valid_seen", "limit=3", "max_steps=3", "--out", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = check_results(tmp_path / "run" / "results.json")
+    assert (results["environment"], results["split"]) == ("alfworld", "valid_seen")
+
+
+def test_kill_and_resume_give_the_same_weights(quickstart, tmp_path):
+    """kill -9 in the middle of SFT, then the same command again: equal to a run that was never stopped."""
+    common = ["train", "sft", "-c", "sft/quickstart", f"rows={quickstart / 'collect' / 'rows'}", "max_steps=24",
+              "batch_size=4", "save_every=5"]  # fmt: skip
+    whole = memcompiler(*common, "--out", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memcompiler", *common, "--out", str(tmp_path / "killed")], cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 8):
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    resumed = memcompiler(*common, "--out", str(tmp_path / "killed"))
+    assert resumed.returncode == 0 and "resumed at step" in resumed.stdout, resumed.stdout + resumed.stderr[-2000:]
+    for file in ("projector.safetensors", "adapter/adapter_model.safetensors"):
+        a, b = (load_file(tmp_path / run / "checkpoints" / "step-000024" / file) for run in ("whole", "killed"))
+        assert a.keys() == b.keys() and all((a[k] == b[k]).all() for k in a)
+
+
+def test_help_answers_at_once():
+    started = time.perf_counter()
+    assert memcompiler("--help").returncode == 0
+    assert time.perf_counter() - started < 10  # far below a torch import under load; typically 0.3 s
+    heavy = subprocess.run(
+        [sys.executable, "-c", "import sys, memcompiler.cli; print('torch' in sys.modules)"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert heavy.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "sft", "epoch=3"], "did you mean"),
+        (["train", "sft", "rows=/nowhere"], "memcompiler collect"),
+        (["eval", "limit=0"], "no tasks"),
+        (["eval", "split=nope", "limit=1"], "test"),
+        (["eval", "deliveries=[magic]"], "magic"),
+        (["eval", "deliveries=[compiled]", "limit=1", "env.scenes={test: 1}"], "checkpoint"),
+    ],
+)
+def test_bad_input_gives_one_clear_line(arguments, message, tmp_path):
+    small = [] if arguments[0] == "train" else ["executor.dtype=float32", "executor.instructions=none"]
+    result = CliRunner().invoke(app, [*arguments, *small, "--out", str(tmp_path / "run")])
+    assert result.exit_code in (1, 2)
+    assert message in result.output, result.output
+    assert "Traceback" not in result.output
+
+
+def test_readme_commands_are_those_that_are_tested():
+    readme = (ROOT / "README.md").read_text()
+    for command in ("make quickstart", "make test", "memcompiler eval -c eval/quickstart env=alfworld"):
+        assert command in readme
+    for block in re.findall(r"```\n(.*?)```", readme, re.S):
+        for name in re.findall(r"memcompiler ([a-z]+)", block):
+            assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
