@@ -15,19 +15,19 @@ class Settings(BaseModel):
 
 
 class Lora(Settings):
-    rank: int = Field(16, ge=1)
-    alpha: int = Field(32, ge=1)
-    dropout: float = Field(0.1, ge=0, lt=1)
+    rank: int = Field(default=16, ge=1)
+    alpha: int = Field(default=32, ge=1)
+    dropout: float = Field(default=0.1, ge=0, lt=1)
     targets: tuple[str, ...] = ("q_proj", "v_proj")
 
 
 class Soft(Settings):
     """Soft-Mem (paper 3.2.3)."""
 
-    n_tokens: int = Field(16, ge=1)
+    n_tokens: int = Field(default=16, ge=1)
     projector: Literal["gaussian", "linear"] = "gaussian"
     emb_std: float | Literal["auto"] = 0.0261  # auto: measured on the executor's embedding table
-    init_log_sigma: float = Field(-1.0, ge=-5, le=2)
+    init_log_sigma: float = Field(default=-1.0, ge=-5, le=2)
 
 
 class CompilerConfig(Settings):
@@ -39,9 +39,9 @@ class CompilerConfig(Settings):
     instructions: Literal["none", "full"] = "full"  # none: for tiny models that were trained without
     lora: Lora = Lora()
     soft: Soft = Soft()
-    temperature: float = Field(0.0, ge=0)  # 0: greedy text and the mean of the soft tokens
-    max_new_tokens: int = Field(512, ge=1)
-    batch_size: int = Field(64, ge=1)
+    temperature: float = Field(default=0.0, ge=0)  # 0: greedy text and the mean of the soft tokens
+    max_new_tokens: int = Field(default=512, ge=1)
+    batch_size: int = Field(default=64, ge=1)
 
 
 class ExecutorConfig(Settings):
@@ -51,8 +51,8 @@ class ExecutorConfig(Settings):
     memory_token: str = "auto"
     instructions: Literal["none", "full"] = "full"
     mode: Literal["choice", "generate"] = "choice"  # among admissible commands by likelihood, or free text grounded
-    max_new_tokens: int = Field(64, ge=1)
-    batch_size: int = Field(64, ge=1)
+    max_new_tokens: int = Field(default=64, ge=1)
+    batch_size: int = Field(default=64, ge=1)
 
 
 class EnvConfig(Settings):
@@ -63,7 +63,7 @@ class EnvConfig(Settings):
     seed: int = 0  # household: another seed is another set of scenes
     scenes: dict[str, int] = {"train": 64, "valid": 48, "test": 48}  # household: number of scenes by split
     images: bool = True
-    visual_share: float = Field(0.5, ge=0, le=1)
+    visual_share: float = Field(default=0.5, ge=0, le=1)
 
 
 class MemoryConfig(Settings):
@@ -71,7 +71,7 @@ class MemoryConfig(Settings):
 
     bank: str | None = None
     version: int | None = None  # bank version to read (default: the newest)
-    k: int = Field(4, ge=0)  # entries retrieved per task
+    k: int = Field(default=4, ge=0)  # entries retrieved per task
     experience_split: str | None = None  # split played by the expert to fill the bank (default: by environment)
     experience_limit: int | None = None
 
@@ -92,24 +92,24 @@ class SftConfig(Settings):
     compiler: CompilerConfig = CompilerConfig()
     executor: ExecutorConfig = ExecutorConfig()
     rows: str = ""  # folder written by `memcompiler collect`
-    epochs: float = Field(5.0, gt=0)
+    epochs: float = Field(default=5.0, gt=0)
     max_steps: int | None = None  # overrides epochs
-    batch_size: int = Field(2, ge=1)  # global
-    micro_batch_size: int = Field(2, ge=1)
-    lr: float = Field(1e-5, gt=0)
-    projector_lr: float = Field(1e-3, gt=0)  # the projector hardly moves at the LoRA's rate
+    batch_size: int = Field(default=2, ge=1)  # global
+    micro_batch_size: int = Field(default=2, ge=1)
+    lr: float = Field(default=1e-5, gt=0)
+    projector_lr: float = Field(default=1e-3, gt=0)  # the projector hardly moves at the LoRA's rate
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    warmup: float = Field(0.05, ge=0, le=1)
+    warmup: float = Field(default=0.05, ge=0, le=1)
     grad_clip: float = 1.0
-    label_smoothing: float = Field(0.1, ge=0, lt=1)
+    label_smoothing: float = Field(default=0.1, ge=0, lt=1)
     latent: Literal["gauss_nll", "soft_mse", "lm_head", "none"] = "gauss_nll"
     weights: SftWeights = SftWeights()
     soft: bool = True  # False: text channel only (no projector, no action loss)
     seed: int = 0
-    save_every: int = Field(100, ge=1)
-    keep: int = Field(2, ge=1)
+    save_every: int = Field(default=100, ge=1)
+    keep: int = Field(default=2, ge=1)
 
 
 class CollectConfig(Settings):
@@ -119,8 +119,8 @@ class CollectConfig(Settings):
     memory: MemoryConfig = MemoryConfig()
     split: str = "train"
     limit: int | None = None
-    noise: float = Field(0.15, ge=0, le=1)  # share of steps on which the expert wanders off, so rows cover recovery
-    max_steps: int = Field(20, ge=1)
+    noise: float = Field(default=0.15, ge=0, le=1)  # share of steps on which the expert wanders off, so rows cover recovery
+    max_steps: int = Field(default=20, ge=1)
     seed: int = 0
 
     _env = field_validator("env", mode="before")(lambda value: {"name": value} if isinstance(value, str) else value)
@@ -140,8 +140,8 @@ class EvalConfig(Settings):
     deliveries: tuple[str, ...] = DELIVERIES[:4]
     split: str | None = None  # default: test (household), valid_seen (alfworld)
     limit: int | None = None
-    max_steps: int = Field(15, ge=1)
-    concurrency: int = Field(64, ge=1)
+    max_steps: int = Field(default=15, ge=1)
+    concurrency: int = Field(default=64, ge=1)
     seed: int = 0
 
     _env = field_validator("env", mode="before")(lambda value: {"name": value} if isinstance(value, str) else value)
@@ -160,4 +160,4 @@ class QuickstartConfig(Settings):
     collect: CollectConfig
     sft: SftConfig
     eval: EvalConfig
-    rollouts: int = Field(8, ge=0)  # episodes sampled at T = 1.2 to show that the RL loop runs
+    rollouts: int = Field(default=8, ge=0)  # episodes sampled at T = 1.2 to show that the RL loop runs

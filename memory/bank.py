@@ -126,8 +126,13 @@ class MemoryBank:
     def _to_arrow(self, schema: pa.Schema, rows: list[dict[str, Any]]) -> pa.Table:
         import pyarrow as pa
 
-        if self.embed is not None:
+        stored = _embedding(schema)
+        if stored is not None:
+            if self.embed is None:
+                raise BankError(f"{self.path} has embeddings: open it with embed=... ({stored}) to write to it")
             vectors = unit_rows(self.embed, [goal_text(row["goal"], row["scene"]) or row["text"] for row in rows])
+            if vectors.shape[1] != stored["dimension"]:
+                raise ValueError(f"embed gives {vectors.shape[1]} dimensions, {self.path} holds {stored['dimension']}")
             for row, vector in zip(rows, vectors, strict=True):
                 row["vector"] = vector
         return pa.Table.from_pylist(rows, schema=schema)
@@ -372,13 +377,10 @@ def _index(table: Table) -> None:
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            if not (missing := _unindexed(table)):
-                return
-            if _crowded(table):
-                table.optimize(cleanup_older_than=FOREVER)
-                missing = _unindexed(table)
-            for column in missing:
+            for column in _unindexed(table):
                 table.create_index(column, config=_indexes()[column], replace=True)
+            if _crowded(table):  # after indexing: rows that differ in being indexed would not stay in order
+                table.optimize(cleanup_older_than=FOREVER)
             return
         except (RuntimeError, OSError, ValueError):  # another process has just committed the same index
             if attempt == ATTEMPTS:

@@ -7,16 +7,9 @@ never says it is off, "Next to it, you see ..." for things whose record of place
 
 from __future__ import annotations
 
-from envs.household.world import (
-    APPLIANCES,
-    LOOK,
-    NOWHERE,
-    TREATMENTS,
-    TWO,
-    Game,
-    State,
-    bits,
-)
+from collections.abc import Iterable
+
+from envs.household.world import APPLIANCES, LOOK, NOWHERE, TREATMENTS, TWO, Game, State, bits
 
 Command = tuple[str, int, int]  # verb, item (or NOWHERE), receptacle (for "slice": the sliced item)
 NOTHING_HAPPENS = "Nothing happens."
@@ -326,9 +319,9 @@ class Engine:
         return state.held != NOWHERE and bool(self._of_type.get(self.game.goal.item_type, 0) >> state.held & 1)
 
 
-def _mask(flags: object) -> int:
-    """Bit mask of an iterable of booleans."""
-    return sum(1 << index for index, flag in enumerate(flags) if flag)  # type: ignore[arg-type]
+def _mask(flags: Iterable[bool]) -> int:
+    """Bit mask in which bit i is the i-th flag."""
+    return sum(1 << index for index, flag in enumerate(flags) if flag)
 
 
 def _enumerate(words: list[str]) -> str:

@@ -6,7 +6,8 @@ can be taken from and every destination, writes each plan down on a copy of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from envs.household.engine import Engine
 from envs.household.world import APPLIANCES, LOOK, NOWHERE, TREATMENTS, TWO, State, bits
@@ -111,11 +112,23 @@ def _destinations(engine: Engine, item: int) -> list[int]:
     return [r for r, place in enumerate(places) if place.type == wanted and engine.fits(item, r)]
 
 
-def _attempt(draft: _Draft, steps: list[tuple[str, tuple[object, ...]]]) -> Iterator[list[str]]:
-    """Carry out the steps on the draft and yield its commands if they lead to the goal."""
+Step = Callable[[_Draft], None]
+
+
+def _fetch(item: int, source: int) -> Step:
+    return lambda draft: draft.fetch(item, source)
+
+
+def _put(receptacle: int) -> Step:
+    return lambda draft: draft.put(receptacle)
+
+
+def _attempt(engine: Engine, state: State, steps: Iterable[Step]) -> Iterator[list[str]]:
+    """The commands of these steps, if they can be taken and lead to the goal."""
+    draft = _Draft(engine, state)
     try:
-        for method, arguments in steps:
-            getattr(draft, method)(*arguments)
+        for step in steps:
+            step(draft)
     except _NoWay:
         return
     if draft.won:
@@ -127,39 +140,46 @@ def _place_plans(engine: Engine, state: State) -> Iterator[list[str]]:
     verb = TREATMENTS.get(engine.game.goal.kind)
     treated = engine.treated(state)
     for item, source in _sources(engine, state, engine.candidates()):
-        treatment = [("treat", (verb,))] if verb and not treated >> item & 1 else []
+        treatment: list[Step] = []
+        if verb is not None and not treated >> item & 1:
+            treatment = [partial(_Draft.treat, verb=verb)]
         for destination in _destinations(engine, item):
-            steps = [("fetch", (item, source)), *treatment, ("put", (destination,))]
-            yield from _attempt(_Draft(engine, state), steps)
+            yield from _attempt(engine, state, [_fetch(item, source), *treatment, _put(destination)])
 
 
 def _two_plans(engine: Engine, state: State) -> Iterator[list[str]]:
     """Bring two items together in one receptacle, counting those that lie there already."""
-    sources = list(_sources(engine, state, engine.candidates()))
-    first_item = next(bits(engine.candidates()), NOWHERE)
-    if first_item == NOWHERE:
+    wanted = engine.candidates()
+    if not wanted:
         return
-    for destination in _destinations(engine, first_item):  # items of one type fit the same receptacles
+    sources = list(_sources(engine, state, wanted))
+    for destination in _destinations(engine, next(bits(wanted))):  # items of one type fit the same receptacles
         inside = state.contents[destination]
         outside = [(item, source) for item, source in sources if not inside >> item & 1]
-        if inside & engine.candidates():
-            pairs = [(one,) for one in outside]
-        else:
-            pairs = [(one, other) for one in outside for other in outside if one[0] != other[0]]
-        for pair in pairs:
-            steps = [step for item, source in pair
-                     for step in (("fetch", (item, source)), ("put", (destination,)))]  # fmt: skip
+        for trips in _trips(outside, already_there=bool(inside & wanted), held=state.held):
+            steps = [step for item, source in trips for step in (_fetch(item, source), _put(destination))]
+            yield from _attempt(engine, state, steps)
+
+
+def _trips(outside: list[tuple[int, int]], already_there: bool, held: int) -> Iterator[list[tuple[int, int]]]:
+    """Which items to bring, in which order."""
+    for one in outside:
+        if already_there:
+            yield [one]
+            continue
+        for other in outside:
             # What is in hand comes first: fetched second, it would have to be laid aside.
-            if len(pair) == 2 and pair[1][0] == state.held:
-                continue
-            yield from _attempt(_Draft(engine, state), steps)
+            if one[0] != other[0] != held:
+                yield [one, other]
 
 
 def _look_plans(engine: Engine, state: State) -> Iterator[list[str]]:
     """Hold the item and stand at a lamp that has been switched on."""
     for lamp in bits(engine.lamps()):
+        switch: list[Step] = []
+        if not state.toggled >> lamp & 1:
+            switch = [partial(_Draft.do, command=f"use {engine.game.items[lamp].name}")]
         for place in engine.game.places(lamp, state):
-            switch = [] if state.toggled >> lamp & 1 else [("do", (f"use {engine.game.items[lamp].name}",))]
             for item, source in _sources(engine, state, engine.candidates()):
-                steps = [("fetch", (item, source)), ("go_to", (place,)), *switch]
-                yield from _attempt(_Draft(engine, state), steps)
+                there = partial(_Draft.go_to, receptacle=place)
+                yield from _attempt(engine, state, [_fetch(item, source), there, *switch])

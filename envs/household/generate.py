@@ -23,7 +23,7 @@ DEFAULT_KINDS = (SIMPLE, CLEAN, HEAT, COOL)
 EXPERIENCE = "_experience"
 SCENE_LABELS = 64  # "home 1" to "home 64"
 
-_ALWAYS = ("microwave", "fridge", "sinkbasin")
+_ALWAYS: tuple[str, ...] = ("microwave", "fridge", "sinkbasin")
 _TREATED_AT = {CLEAN: "sinkbasin", HEAT: "microwave", COOL: "fridge"}
 # Fewer item types can be heated than placed: the weights even the kinds out.
 _KIND_WEIGHT = {SIMPLE: 1.0, CLEAN: 1.5, HEAT: 3.0, COOL: 2.0, LOOK: 1.5, TWO: 1.5}

@@ -210,4 +210,4 @@ def test_mistakes_are_answered_clearly() -> None:
         with pytest.raises(ValueError, match=message):
             environment(**settings)
     with pytest.raises(ValueError, match="ask for fewer items"):
-        environment(fixed_objects=40).tasks("train")
+        environment(fixed_objects=44).tasks("train")

@@ -1,7 +1,7 @@
 """The tiny models that the repository ships: their tokenizer and their architectures, untrained.
 
-Both are ordinary Hugging Face folders: the compiler base is a Qwen2.5-VL of about 1.2 M parameters, the executor a
-Qwen2 of about 1 M. The tokenizer gives every household entity ("cabinet 2", "mug 1", "home 17") ONE token, because a
+Both are ordinary Hugging Face folders: the compiler base is a Qwen2.5-VL of about 1.3 M parameters, the executor a
+Qwen2 of about 1.1 M, saved as a Llama. The tokenizer gives every household entity ("cabinet 2", "mug 1", "home 17") ONE token, because a
 two-token name doubles the length of every look-up circuit that a model of this size has to learn (measured by the
 prototype: 18 % against 100 % guided success at equal steps); all other text falls back to bytes, so it is total and
 lossless on any input, real ALFWorld games included.
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -117,6 +120,23 @@ def make_compiler(
 def make_executor(tokenizer: PreTrainedTokenizerFast, hidden: int = 128, layers: int = 4) -> Qwen2ForCausalLM:
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     return Qwen2ForCausalLM(Qwen2Config(**_decoder(tokenizer, hidden, layers), rope_parameters=rope))
+
+
+def as_llama(model: Qwen2ForCausalLM) -> LlamaForCausalLM:
+    """The same function under another name: a Llama with attention biases (that of o_proj zero).
+
+    AutoTokenizer replaces whatever tokenizer lies in a `qwen2` folder by Qwen's own pre-tokenizer (transformers 5.17),
+    which would cut every entity into bytes; a `llama` folder keeps its tokenizer.
+    """
+    shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+              "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "rms_norm_eps", "eos_token_id",
+              "pad_token_id", "rope_parameters")  # fmt: skip
+    settings = {name: getattr(model.config, name) for name in shared}
+    llama = LlamaForCausalLM(LlamaConfig(**settings, bos_token_id=None, attention_bias=True))
+    weights = llama.state_dict()
+    llama.load_state_dict({k: torch.zeros_like(v) if k.endswith("o_proj.bias") else v for k, v in weights.items()}
+                          | model.state_dict())  # fmt: skip
+    return llama
 
 
 def save(folder: Path, model, tokenizer, processor=None) -> None:

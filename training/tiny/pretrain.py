@@ -31,7 +31,7 @@ from data_gen.rows import SftRow
 from data_gen.teacher import location, taken
 from training.losses import cosine_with_warmup
 from training.tiny import curriculum, episodes
-from training.tiny.models import make_compiler, make_executor, make_processor, make_tokenizer, save
+from training.tiny.models import as_llama, make_compiler, make_executor, make_processor, make_tokenizer, save
 
 RATE = 2e-3
 LOG_EVERY = 100
@@ -261,7 +261,7 @@ def text_base(seed: int, log: Log) -> tuple[Any, torch.nn.Module]:
     return tokenizer, model
 
 
-def pretrain_compiler(out: Path, seed: int = 0, scenes: int = 1500, steps: int = 2000, batch: int = 24) -> None:
+def pretrain_compiler(out: Path, seed: int = 0, scenes: int = 300, steps: int = 700, batch: int = 24) -> None:
     log = Log([], time.perf_counter())
     tokenizer, text_model = text_base(seed, log)
     model = make_compiler(tokenizer)
@@ -332,11 +332,11 @@ def _clone_loss(model: Any, tokenizer: Any, rows: Sequence[tuple[list[int], int]
     return torch.nn.functional.cross_entropy(logits, target), (logits.argmax(-1) == target).float().mean().item()
 
 
-def pretrain_executor(out: Path, seed: int = 0, scenes: int = 1500, steps: int = 3000, batch: int = 48) -> None:
+def pretrain_executor(out: Path, seed: int = 0, scenes: int = 800, steps: int = 2400, batch: int = 48) -> None:
     log = Log([], time.perf_counter())
     tokenizer, model = text_base(seed, log)
     clone(model, tokenizer, executor_material(scenes, seed), steps, batch, seed, log)
-    finish(out, model, tokenizer, None, log, {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch})
+    finish(out, as_llama(model), tokenizer, None, log, {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch})
 
 
 def finish(out: Path, model: Any, tokenizer: Any, processor: Any, log: Log, settings: dict[str, Any]) -> None:

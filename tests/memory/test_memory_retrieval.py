@@ -1,0 +1,355 @@
+"""Which entries answer a task: scene and object, exclusions, any goal as data, and nothing but the entries decides."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from envs.base import Task
+from memory.bank import BankError, MemoryBank
+from memory.embed import SentenceEmbedder
+from memory.entry import MemoryEntry, Provenance
+from memory.retrieval import Found, merge, repeats_last
+from memory.trajectory import entry_from_trajectory
+
+VERBS = {"hot": "heat", "clean": "clean", "cool": "cool"}
+OBJECTS = ("mug", "apple", "plate", "knife", "egg", "tomato", "bread")
+
+
+def entry(scene: str, kind: str, thing: str, n: int = 0, success: bool = True, **kwargs) -> MemoryEntry:
+    place = ("cabinet 1", "shelf 2", "drawer 3")[(len(scene) + len(thing) + n) % 3]
+    goal, receptacle = f"put a {kind} {thing} in cabinet", "cabinet 4"
+    actions = [f"go to {place}", f"take {thing} 1 from {place}", f"{VERBS[kind]} {thing} 1 with microwave 1",
+               f"go to {receptacle}", f"move {thing} 1 to {receptacle}"]  # fmt: skip
+    task = Task(f"{scene}/{kind}/{thing}/{n}", goal, scene, kwargs.pop("split", "train"), kind)
+    id = f"{scene}|{kind} {thing}|{n}|{'ok' if success else 'no'}"
+    return entry_from_trajectory(task, actions, [], success, f"in {scene} the {thing} was in {place}", id=id, **kwargs)
+
+
+def ask(thing: str = "mug", scene: str = "home 17", id: str = "asked", kind: str = "hot") -> Task:
+    return Task(id, f"put a {kind} {thing} in cabinet", scene, "test", kind)
+
+
+def ids(entries) -> list[str]:
+    return [e.id for e in entries]
+
+
+def made(path, entries, embed=None) -> MemoryBank:
+    bank = MemoryBank(path, embed)
+    bank.write(entries)
+    return bank
+
+
+ENTRIES = [
+    entry(f"home {home}", kind, thing)
+    for home in (1, 2, 7, 11, 17, 71, 117)
+    for kind, thing in (("clean", "mug"), ("cool", "apple"), ("hot", "plate"), ("hot", "egg"))
+    if (home, thing) != (1, "mug")
+]
+
+
+@pytest.fixture(scope="module")
+def bank(tmp_path_factory) -> MemoryBank:
+    bank = made(tmp_path_factory.mktemp("bank") / "bank", ENTRIES)
+    bank.snapshot()
+    return bank
+
+
+# -- ranking ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_own_mug_first_then_own_others_and_other_mugs(tmp_path, indexed):
+    bank = made(tmp_path / "bank", ENTRIES)
+    if indexed:
+        bank.snapshot()
+    found = bank.retrieve(ask())
+    scenes = [e.provenance.scene for e in found]
+    assert (
+        found[0].id == "home 17|clean mug|0|ok"
+    )  # although "hot ... in cabinet" is word for word in others of home 17
+    assert scenes == ["home 17", "home 17", found[2].provenance.scene, "home 17"] and scenes[2] != "home 17"
+    assert "mug" in found[2].text and all("mug" not in found[i].text for i in (1, 3))
+    assert bank.retrieve(ask(), 4) == found and ids(bank.retrieve(ask(), 2)) == ids(found[:2])
+
+
+def test_a_scene_label_is_matched_whole(bank: MemoryBank):
+    first = bank.retrieve(ask(scene="home 1"), 8)
+    assert [e.provenance.scene for e in first].count("home 1") == 3 == len(ENTRIES) - 24
+    assert first[0].provenance.scene == "home 1" and "mug" in first[2].text  # home 1 has no mug: its own, then mugs
+    for scene in ("home", "17", "Home 17", "home  17", "home 17 ", "1"):
+        found = bank.retrieve(ask(scene=scene), 3)
+        assert all("mug" in e.text for e in found), scene  # no such scene: by the goal alone
+
+
+def test_a_scene_named_in_the_goal_does_not_match_numbers(tmp_path):
+    entries = [entry("home 3", "hot", "mug"), *(entry(f"home {n}", "hot", "apple") for n in (17, 170))]
+    entries.append(MemoryEntry("17s", "17 17 17 home 17", Provenance("x", "home 9", "17", "train", True)))
+    bank = made(tmp_path / "bank", entries)
+    task = Task("t", "in home 17: put a hot mug in cabinet", "home 17", "test", "")
+    assert "17s" not in ids(bank.retrieve(task, 9)) and len(bank.retrieve(task, 9)) == 3
+
+
+def test_without_a_scene_the_goal_decides(bank: MemoryBank):
+    assert all("mug" in e.text for e in bank.retrieve(ask(scene=""), 6))
+
+
+def test_either_list_may_run_out(bank: MemoryBank):
+    assert [e.provenance.scene for e in bank.retrieve(Task("t", "zzz", "home 17", "", ""), 9)] == ["home 17"] * 4
+    assert bank.retrieve(Task("t", "zzz", "home 99", "", "")) == []
+    assert len(bank.retrieve(ask(), 1000)) == len(ENTRIES)  # every goal has "cabinet" in it
+    assert bank.retrieve(ask(), 0) == [] and ids(bank.retrieve(ask(), 1)) == ["home 17|clean mug|0|ok"]
+    with pytest.raises(ValueError, match="negative"):
+        bank.retrieve(ask(), -1)
+
+
+def test_ten_attempts_at_one_task_do_not_fill_memory(tmp_path):
+    entries = [entry("home 17", "hot", "mug", n, success=n == 7) for n in range(10)]
+    bank = made(tmp_path / "bank", [*entries, entry("home 17", "cool", "apple"), entry("home 2", "hot", "mug")])
+    found = ids(bank.retrieve(ask()))
+    assert found[:3] == ["home 17|hot mug|7|ok", "home 17|cool apple|0|ok", "home 2|hot mug|0|ok"]
+
+
+def test_an_entry_of_another_memory_system_is_found_by_its_goal(tmp_path):
+    fact = MemoryEntry("fact", "it was behind the toaster", Provenance("t", "home 2", "find the teapot", "train", True))
+    bank = made(tmp_path / "bank", [fact, *ENTRIES])
+    assert ids(bank.retrieve(Task("x", "find teapots", "home 99", "", "")))[0] == "fact"  # words are stemmed
+
+
+def test_other_scripts_are_split_into_words(tmp_path):
+    entries = [
+        MemoryEntry(str(i), t, Provenance("t", "", t, "train", True)) for i, t in enumerate(("加热杯子", "清洗盘子"))
+    ]
+    assert ids(made(tmp_path / "bank", entries).retrieve(Task("x", "把杯子放进柜子", "", "", ""))) == ["0"]
+
+
+def test_merging_and_repeats():
+    def f(i: int, goal: str = "", success: bool = True) -> Found:
+        return Found(i, str(i), goal or str(i), "s", "t", success, 0.0)
+
+    here, elsewhere = [f(i) for i in range(4)], [f(10 + i) for i in range(4)]
+    assert [x.row for x in merge(here, elsewhere, 8)] == [0, 1, 10, 2, 11, 3, 12, 13]
+    assert [x.row for x in merge([], elsewhere, 2)] == [10, 11] and merge(here, [], 0) == []
+    repeats = [f(0, "a", False), f(1, "b"), f(2, "a"), f(3, "a"), f(4, "c")]
+    assert [x.row for x in repeats_last(repeats)] == [1, 2, 4, 3, 0]
+
+
+# -- exclusions -------------------------------------------------------------------------------------------------------
+
+
+def test_own_task_is_excluded(bank: MemoryBank):
+    own = "home 17/clean/mug/0"
+    assert "home 17|clean mug|0|ok" not in ids(bank.retrieve(ask(id=own), 100))
+    assert bank.retrieve(ask(id=own), exclude_own_task=False)[0].id == "home 17|clean mug|0|ok"
+    many = bank.retrieve_many([ask(id=own), ask(), ask(id=own)])
+    assert many == [bank.retrieve(ask(id=own)), bank.retrieve(ask()), many[0]]
+
+
+def test_own_task_is_excluded_however_many_attempts_it_has(tmp_path):
+    own = [entry("home 17", "hot", "mug", 0, split=f"s{i}") for i in range(300)]
+    own = [MemoryEntry(f"own{i}", e.text, e.provenance) for i, e in enumerate(own)]
+    bank = made(tmp_path / "bank", [*own, entry("home 17", "cool", "apple"), entry("home 2", "hot", "mug")])
+    task = ask(id="home 17/hot/mug/0")
+    assert ids(bank.retrieve(task)) == ["home 17|cool apple|0|ok", "home 2|hot mug|0|ok"]
+    assert ids(bank.retrieve(task, 2, exclude_own_task=False, splits=["s250"])) == ["own250"]
+
+
+def test_splits(tmp_path):
+    splits = ("train", "valid_seen", 'o\'brien "x" \\')
+    bank = made(
+        tmp_path / "bank", [entry("home 17", "hot", t, i, split=s) for s in splits for i, t in enumerate(OBJECTS)]
+    )
+    assert {e.provenance.split for e in bank.retrieve(ask(), 100)} == {"train"}  # the same ids: first written wins
+    bank.write([MemoryEntry(f"{s}{i}", e.text, Provenance(f"{s}{i}", "home 17", e.provenance.goal, s, True))
+                for s in splits for i, e in enumerate(bank.entries())])  # fmt: skip
+    for chosen in ([splits[0]], [splits[2]], list(splits[1:]), ["train' OR 1=1 --"], []):
+        found = bank.retrieve(ask(), 100, splits=chosen)
+        assert {e.provenance.split for e in found} == set(chosen) & set(splits)
+    assert bank.retrieve(ask(), 100, splits="train") == bank.retrieve(ask(), 100, splits=("train",))  # type: ignore[arg-type]
+
+
+# -- goals are data ---------------------------------------------------------------------------------------------------
+
+NASTY = (
+    "", " ", "'", '"', '"mug', "mug'", "{}", "{mug}", "(mug", "mug AND NOT apple", "mug OR", "NOT", "+mug -apple",
+    "mug~2", "mu*", "text:mug", "mug^5", "[a TO b]", "x' OR 1=1 --", "'; DROP TABLE entries; --", "\\", "\\'", "%s",
+    "$1", "?", "\0", "a\0b", "\n", "\u2028", "é", "e\u0301", "日本語", "\U0001f600", "\ud800",
+    "mug " * 5000, "x" * 100_000, "-" * 3000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("goal", NASTY, ids=range(len(NASTY)))
+def test_nasty_goals_scenes_and_ids(bank: MemoryBank, goal: str):
+    assert bank.retrieve(Task(goal, goal, goal, goal, goal)) is not None
+    assert [e.provenance.scene for e in bank.retrieve(Task(goal, goal, "home 17", "", ""))][:2] == ["home 17"] * 2
+    assert bank.retrieve(Task("t", goal, "", "", ""), splits=(goal,)) == []
+
+
+def test_nasty_entries_are_found_by_exactly_their_own_scene(tmp_path):
+    names = [n for n in NASTY if n and len(n) < 100 and n != "\ud800"]  # which is stored as another of them, "?"
+    bank = made(tmp_path / "bank", [MemoryEntry(f"e{i}", n, Provenance(n, n, n, n, True)) for i, n in enumerate(names)])
+    for i, name in enumerate(names):
+        elsewhere = Task("t", "zzz", name, "", "")
+        assert ids(bank.retrieve(elsewhere)) == [f"e{i}"], name
+        assert ids(bank.retrieve(elsewhere, splits=(name,))) == [f"e{i}"], name
+        assert bank.retrieve(Task(name, "zzz", name, "", "")) == [], name  # its own task
+
+
+operators = st.sampled_from([*NASTY[:-3], "mug", "cabinet", "home 17", "AND", "OR", '" AND "'])
+queries = st.lists(operators | st.text(max_size=10), max_size=6).map(" ".join)
+
+
+@given(
+    queries, st.sampled_from(["", "home 17", "home 1"]) | queries, queries, st.none() | st.lists(queries, max_size=2)
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_query_is_answered(bank: MemoryBank, goal, scene, id, splits):
+    found = bank.retrieve(Task(id, goal, scene, "", ""), splits=splits)
+    assert len({e.id for e in found}) == len(found) <= 4
+    assert not found or not scene.startswith("home 1") or found[0].provenance.scene == scene
+    assert splits is None or {e.provenance.split for e in found} <= set(splits)
+
+
+# -- nothing but the entries decides ----------------------------------------------------------------------------------
+
+
+MANY = [entry(f"home {h}", k, t, n, n == 0) for h in range(4) for k in VERBS for t in OBJECTS for n in range(2)]
+TASKS = [ask(t, f"home {h}", kind=k) for h, t, k in ((1, "mug", "hot"), (3, "egg", "cool"), (9, "knife", "hot"))]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> list[list[str]]:
+    return [ids(found) for found in made(tmp_path_factory.mktemp("all") / "bank", MANY).retrieve_many(TASKS, 20)]
+
+
+@given(
+    st.randoms(use_true_random=False), st.lists(st.integers(1, 60), min_size=1, max_size=8), st.booleans(),
+    st.sampled_from([3, 64]),
+)  # fmt: skip
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+def test_order_and_batches_of_writing_do_not_matter(
+    tmp_path_factory, monkeypatch, expected, random, sizes, indexed_last, crowded
+):
+    monkeypatch.setattr("memory.bank.CROWDED", crowded)
+    entries = random.sample(MANY, len(MANY))
+    bank = MemoryBank(tmp_path_factory.mktemp("bank") / "bank")
+    start = 0
+    for size in [*sizes, len(MANY)]:
+        bank.write(entries[start : start + size])
+        start += size
+        if random.random() < 0.5:
+            bank.snapshot()
+    if indexed_last:
+        bank.snapshot()
+    assert [ids(found) for found in bank.retrieve_many(TASKS, 20)] == expected
+    assert [ids(found) for found in MemoryBank(bank.path).retrieve_many(TASKS, 20)] == expected
+    assert bank.entries() == entries
+
+
+def test_a_view_ranks_as_the_bank_of_its_time_did(tmp_path):
+    bank, then = MemoryBank(tmp_path / "bank"), {}
+    for i in range(0, 120, 30):
+        bank.write(MANY[i : i + 30])
+        if i == 30:
+            bank.snapshot()
+        then[bank._open().version] = bank.retrieve_many(TASKS, 10)  # most of these versions are not indexed to the end
+    bank.snapshot()
+    for version, found in then.items():
+        assert bank.at(version).retrieve_many(TASKS, 10) == found
+
+
+def test_rows_after_the_index_are_found_and_ranked_on_the_same_scale(tmp_path):
+    bank = made(tmp_path / "bank", [entry("home 1", "hot", "apple")])
+    bank.snapshot()
+    bank.write([entry(f"home {i}", "hot", "mug") for i in range(2, 40)])
+    assert bank.retrieve(ask(scene="home 30"))[0].provenance.scene == "home 30"
+    assert all("mug" in e.text for e in bank.retrieve(ask(scene=""), 38))
+
+
+def test_ties_are_broken_by_id_even_among_hundreds(tmp_path):
+    text = "in {}: put a hot mug in cabinet"
+
+    def tie(i: int) -> MemoryEntry:
+        return MemoryEntry(f"{i:04}", text.format("x"), Provenance(f"t{i}", f"s{i}", "put a hot mug", "train", True))
+
+    order = np.random.default_rng(0).permutation(500).tolist()
+    bank = made(tmp_path / "bank", [tie(i) for i in order])
+    bank.snapshot()
+    assert ids(bank.retrieve(ask())) == ["0000", "0001", "0002", "0003"]
+
+
+# -- embeddings -------------------------------------------------------------------------------------------------------
+
+
+class Bag:
+    """An embedding that knows that a cup is a mug: one axis per word."""
+
+    words = ("mug", "apple", "plate", "egg", "hot", "clean", "cool", "cabinet")
+    name = "bag"
+
+    def __call__(self, texts: list[str]) -> np.ndarray:
+        split = [t.replace("cup", "mug").split() for t in texts]
+        return np.array([[s.count(w) for w in self.words] for s in split], dtype=np.float64)
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_embeddings_rank_by_meaning(tmp_path, snapshot):
+    bank = made(tmp_path / "bank", ENTRIES, Bag())
+    if snapshot:
+        bank.snapshot()
+    found = bank.retrieve(ask("cup", kind="clean"))
+    assert found[0].id == "home 17|clean mug|0|ok"
+    assert [e.provenance.scene == "home 17" for e in found] == [True, True, False, True]
+    assert found[2].id == "home 117|clean mug|0|ok"  # six mugs tie: the first id
+    assert bank.at(bank.snapshot()).retrieve(ask("cup", kind="clean")) == found
+    assert bank.inspect()["embedding"] == {"name": "bag", "dimension": 8}
+    assert "home 17|clean mug|0|ok" not in ids(bank.retrieve(ask("cup", id="home 17/clean/mug/0"), 99))
+    assert bank.retrieve(ask("cup"), splits=("test",)) == [] and bank.retrieve(Task("t", "", "", "", "")) != []
+    assert MemoryBank(bank.path).retrieve(ask())[0] == found[0]  # words still work
+
+
+def test_embeddings_and_banks_that_do_not_go_together(tmp_path):
+    made(tmp_path / "words", ENTRIES[:3])
+    with pytest.raises(BankError, match=r"without embeddings: open it without, or export it"):
+        MemoryBank(tmp_path / "words", Bag()).retrieve(ask())
+    made(tmp_path / "bag", ENTRIES[:3], Bag())
+    other = Bag()
+    other.name = "other"
+    with pytest.raises(BankError, match="with the embedding bag, not other"):
+        len(MemoryBank(tmp_path / "bag", other))
+    with pytest.raises(BankError, match="open it with embed"):
+        MemoryBank(tmp_path / "bag").write(ENTRIES[4])
+    with pytest.raises(ValueError, match="8"):
+        MemoryBank(tmp_path / "bag", lambda texts: np.ones((len(texts), 3))).write(ENTRIES[4])
+    assert len(MemoryBank(tmp_path / "bag")) == 3
+
+
+@pytest.mark.parametrize("bad", [np.zeros(3), np.full((3, 2), np.nan), np.zeros((2, 2))])
+def test_a_bad_embedding_is_refused(tmp_path, bad):
+    with pytest.raises(ValueError, match="embed must return finite values"):
+        made(tmp_path / "bank", ENTRIES[:3], lambda texts: bad)
+
+
+def test_sentence_transformers_are_loaded_at_the_first_call(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    loaded = []
+
+    class SentenceTransformer:
+        def __init__(self, name: str, device: str | None) -> None:
+            loaded.append((name, device))
+
+        def encode(self, texts, batch_size, convert_to_numpy, show_progress_bar):
+            return Bag()(texts)
+
+    fake = types.ModuleType("sentence_transformers")
+    fake.SentenceTransformer = SentenceTransformer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sentence_transformers", fake)
+    embed = SentenceEmbedder("some/model", "cpu")
+    assert loaded == [] and embed.name == "some/model" and SentenceEmbedder(tmp_path).name == tmp_path.name
+    bank = made(tmp_path / "bank", ENTRIES, embed)
+    assert bank.retrieve(ask())[0].id == "home 17|clean mug|0|ok" and loaded == [("some/model", "cpu")]
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ImportError, match="extra embed"):
+        SentenceEmbedder("some/model")(["x"])
