@@ -24,7 +24,7 @@ class Cohort:
         self._waiting: list[tuple[int, Batch, Any, asyncio.Future]] = []
 
     async def run(self, episodes: Sequence[Callable[[int], Awaitable[T]]], concurrency: int) -> list[T]:
-        """Run all coroutines `episodes[i](i)`, at most `concurrency` at once; results in order. An exception ends the run."""
+        """Run all coroutines `episodes[i](i)`, at most `concurrency` at once; results in order."""
         results: dict[int, T] = {}
         queue = iter(enumerate(episodes))
         self._live = min(concurrency, len(episodes))

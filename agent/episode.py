@@ -1,4 +1,4 @@
-"""THE loop (paper Eq. 3 to 5): observe, compile, act, apply, step. Data generation, training and evaluation share it."""
+"""THE loop (paper Eq. 3 to 5): observe, compile, act, apply, step. data_gen, training and eval share it."""
 
 from __future__ import annotations
 

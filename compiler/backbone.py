@@ -43,7 +43,7 @@ class Padded:
 
     @property
     def next_positions(self) -> Tensor:
-        """(B, 1) or (3, B, 1): the position after each row's last real token (text positions agree on all three axes)."""
+        """(B, 1) or (3, B, 1): the position after each row's last real token (in text all axes agree)."""
         last = self.positions.masked_fill(self.mask == 0, -1).amax(-1, keepdim=True)
         return (last if last.dim() == 2 else last.amax(0, keepdim=True).expand_as(last)) + 1
 

@@ -8,9 +8,10 @@
     .                                        nothing (NOACTION)
 
 The reason stands before the guidance, because a small compiler that first states the fact looks it up where looking up
-is easiest: right behind the words that it shares with the memory. At most one guidance line, which comes first; any number of operations. The kind follows from what is there:
-EXPERIENCE (guidance only), BRIEF (operations only), HYBRID (both), NOACTION (neither). Separators inside a field (`|` in
-guidance and reason, `:` in a key) are escaped by a backslash. One table below defines parser, renderer and grammar.
+is easiest: right behind the words that it shares with the memory. At most one guidance line, which comes first; any
+number of operations. The kind follows from what is there: EXPERIENCE (guidance only), BRIEF (operations only), HYBRID
+(both), NOACTION (neither). Separators inside a field (`|` in guidance and reason, `:` in a key) are escaped by a
+backslash. One table below defines parser, renderer and grammar.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def _take(hidden: Tensor, at: Tensor) -> Tensor:
 
 
 def _with_lora(backbone: Backbone, settings: LoraSettings) -> PeftModel:
-    """LoRA on the language model's projections (paper: q_proj, v_proj), not on a vision tower that has the same names."""
+    """LoRA on the language model's projections (paper: q_proj, v_proj), never on the vision tower's."""
     names = [
         name
         for name, module in backbone.model.named_modules()

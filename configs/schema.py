@@ -119,7 +119,10 @@ class CollectConfig(Settings):
     memory: MemoryConfig = MemoryConfig()
     split: str = "train"
     limit: int | None = None
-    noise: float = Field(default=0.15, ge=0, le=1)  # share of steps on which the expert wanders off, so rows cover recovery
+    noise: float = Field(
+        default=0.15, ge=0, le=1
+    )  # share of steps on which the expert wanders off, so rows cover recovery
+    keep_noaction: float = Field(default=1.0, ge=0, le=1)  # share of rows kept in which the compiler says nothing
     max_steps: int = Field(default=20, ge=1)
     seed: int = 0
 
@@ -157,6 +160,7 @@ class EvalConfig(Settings):
 class QuickstartConfig(Settings):
     """The main job: collect, SFT, rollouts, evaluation. One file holds all of it."""
 
+    seed: int = 0  # scenes, SFT and evaluation take it from here (quickstart.yaml refers to it)
     collect: CollectConfig
     sft: SftConfig
     eval: EvalConfig

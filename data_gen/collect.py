@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memory.bank import MemoryBank
-from memory.trajectory import entry_from_trajectory
-
 from agent.delivery import Delivery
 from agent.episode import Job, Limits, run_episodes
 from agent.records import Episode
-from data_gen.rows import SftRow, rows_of
+from data_gen.rows import SftRow, balance, rows_of
 from data_gen.teacher import ExpertExecutor, ExpertTeacher, rationale
 from envs.base import Environment, Task
+from memory.bank import MemoryBank
+from memory.trajectory import entry_from_trajectory
 
 
 def collect_experience(
@@ -47,10 +46,11 @@ def jobs_for(tasks: Sequence[Task], bank: MemoryBank, k: int) -> list[Job]:
 
 def collect_rows(
     make_env: Callable[[], Environment], jobs: Sequence[Job], noise: float, max_steps: int, seed: int,
-    on_episode: Callable[[Episode], None] | None = None,
+    keep_noaction: float = 1.0, on_episode: Callable[[Episode], None] | None = None,
 ) -> tuple[list[SftRow], list[Episode]]:  # fmt: skip
     """The teacher compiles, the expert acts (and strays with probability `noise`); successful episodes become rows."""
     delivery = Delivery("teacher", "compiled", ExpertTeacher(), soft=False)
     executor = ExpertExecutor(noise, seed)
     episodes = run_episodes(make_env, jobs, delivery, executor, Limits(max_steps, seed), 256, on_episode)
-    return [row for episode in episodes if episode.success for row in rows_of(episode)], episodes
+    rows = [row for episode in episodes if episode.success for row in rows_of(episode)]
+    return balance(rows, keep_noaction, seed), episodes

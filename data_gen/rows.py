@@ -7,6 +7,7 @@ executor's requests, so training reads exactly what the loop reads.
 from __future__ import annotations
 
 import io
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from PIL import Image
 
 from agent.records import Episode
 from compiler.brief_state import parse_brief_state, render_brief_state
-from compiler.language import parse
+from compiler.language import Emission, parse, render
 from compiler.records import CompileRequest
 from executor.prompt import Delivered, ExecutorRequest
 from memory.entry import MemoryEntry, Provenance
@@ -60,7 +61,7 @@ class SftRow:
 
 
 def rows_of(episode: Episode) -> list[SftRow]:
-    """One row per step of a teacher's episode. The executor's label is what the expert would do, also where it strayed."""
+    """One row per step of a teacher's episode. The label is what the expert would do, also where it strayed."""
     rows, history = [], ()
     for step in episode.steps:
         assert step.compilation is not None and step.compilation.request is not None
@@ -75,6 +76,13 @@ def rows_of(episode: Episode) -> list[SftRow]:
         )  # fmt: skip
         history = (*history, step.action)
     return rows
+
+
+def balance(rows: Sequence[SftRow], keep_noaction: float, seed: int) -> list[SftRow]:
+    """All rows with something to say, and a seeded share of those with nothing (most steps need nothing)."""
+    draw = random.Random(seed)
+    nothing = render(Emission())
+    return [row for row in rows if row.emission != nothing or draw.random() < keep_noaction]
 
 
 def save_rows(rows: Sequence[SftRow], folder: Path) -> None:

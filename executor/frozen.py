@@ -69,7 +69,7 @@ class FrozenExecutor:
         return self.model.get_input_embeddings().weight
 
     def hash(self) -> str:
-        """SHA-256 over names and bytes of all parameters: equal before and after training, because frozen means frozen."""
+        """SHA-256 over names and bytes of all parameters: frozen means that training leaves it as it was."""
         digest = hashlib.sha256()
         for name, parameter in sorted(self.model.state_dict().items()):
             digest.update(name.encode())

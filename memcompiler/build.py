@@ -9,11 +9,11 @@ from configs.schema import CompilerConfig, EnvConfig, ExecutorConfig, MemoryConf
 
 if TYPE_CHECKING:
     import torch
-    from memory.bank import MemoryBank
 
     from compiler.model import MemoryCompiler
     from envs.base import Environment
     from executor.frozen import FrozenExecutor
+    from memory.bank import MemoryBank
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -22,6 +22,15 @@ def model_path(name: str) -> str:
     """A shipped model's folder for `assets/...` from anywhere; any other name or path as it is."""
     shipped = REPOSITORY / name
     return str(shipped) if name.startswith("assets/") and not Path(name).exists() else name
+
+
+def quiet() -> None:
+    """One progress bar is enough: ours."""
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def make_env(config: EnvConfig) -> Environment:
@@ -56,6 +65,7 @@ def load_executor(config: ExecutorConfig) -> FrozenExecutor:
     from executor.frozen import FrozenExecutor
     from executor.prompt import RULES
 
+    quiet()
     return FrozenExecutor.load(
         model_path(config.model), dtype_of(config.dtype), device_of(config.device), mode=config.mode,
         instructions=RULES if config.instructions == "full" else "", max_new_tokens=config.max_new_tokens,

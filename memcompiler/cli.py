@@ -153,7 +153,7 @@ def tiny_executor(out: Out = Path("assets/executor-tiny"), seed: int = 0) -> Non
     pretrain_executor(out, seed)
 
 
-def _load(schema, config: str | None, overrides: list[str] | None, print_config: bool):  # noqa: ANN001, ANN202
+def _load(schema, config: str | None, overrides: list[str] | None, print_config: bool):
     """Settings, or a clear message and exit 2."""
     from configs.load import ConfigError, load_config, to_yaml
 
@@ -168,7 +168,7 @@ def _load(schema, config: str | None, overrides: list[str] | None, print_config:
     return settings
 
 
-def _guard(command, *arguments: object) -> None:  # noqa: ANN001
+def _guard(command, *arguments: object) -> None:
     """Known failures end in one clear line; anything else keeps its traceback."""
     from configs.load import ConfigError
     from training.checkpoint import CheckpointError

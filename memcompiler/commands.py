@@ -41,8 +41,15 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
     jobs = jobs_for(tasks, bank, config.memory.k)
     with progress("teacher", len(jobs)) as advance:
         rows, episodes = collect_rows(
-            lambda: build.make_env(config.env), jobs, config.noise, config.max_steps, config.seed, advance
+            lambda: build.make_env(config.env),
+            jobs,
+            config.noise,
+            config.max_steps,
+            config.seed,
+            config.keep_noaction,
+            advance,
         )
+    build.quiet()
     save_rows(rows, out / "rows")
     summary = {
         "tasks": len(tasks), "episodes": len(episodes), "successes": sum(e.success for e in episodes),
@@ -71,6 +78,8 @@ def run_train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Me
     compiler = build.load_compiler(config.compiler, executor, config.seed)
     trainer = SftTrainer(config, compiler, executor, rows, out, _bank_facts(Path(config.rows).parent))
     if trainer.resume():
+        if distributed.rank() == 0:
+            run.keep_metrics(lambda row: row["step"] <= trainer.step)
         console.print(f"  resumed at step {trainer.step} of {trainer.total}")
     with progress("sft", trainer.total, trainer.step) as advance:
 
@@ -201,14 +210,14 @@ def _rollouts(config: QuickstartConfig, out: Path, compiler: MemoryCompiler, exe
     )  # fmt: skip
     steps = [s.compilation for e in episodes for s in e.steps if s.compilation is not None][:16]
     compiler.eval()
-    scored = compiler.score([compiler.encode(c.request) for c in steps], [c.emission_ids for c in steps])  # type: ignore[arg-type]
+    with torch.no_grad():
+        scored = compiler.score([compiler.encode(c.request) for c in steps], [c.emission_ids for c in steps])  # type: ignore[arg-type]
     logprobs = (compiler.allowed(scored.logits) / 1.2).log_softmax(-1)
     again = logprobs.gather(2, scored.targets.unsqueeze(-1)).squeeze(-1)
     gap = max(
         float((again[i, : len(c.text_logprobs)] - c.text_logprobs).abs().max())  # type: ignore[arg-type]
         for i, c in enumerate(steps)
     )
-    assert torch.isfinite(again[scored.text_mask]).all()
     rewards = [int(e.success) for e in episodes]
     console.print(
         f"  {len(episodes)} episodes, {sum(len(e.steps) for e in episodes)} (prompt, emission, z) samples, rewards "
@@ -281,7 +290,7 @@ def _copy_report(out: Path, results: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _stage(title: str, seconds: dict[str, float], name: str):  # noqa: ANN202
+def _stage(title: str, seconds: dict[str, float], name: str):
     console.rule(title, align="left")
     started = time.perf_counter()
     yield

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,8 @@ if TYPE_CHECKING:
 TABLE = "entries"
 ENTRY_COLUMNS = ["id", "text", "images", "task_id", "scene", "goal", "split", "success", "actions", "source"]
 FOREVER = timedelta(days=36_500)  # LanceDB's maintenance prunes versions older than a week unless told otherwise
-BATCH = 64  # entries in memory at once while a bank is iterated or imported (each may hold an episode's pictures)
+BATCH = 64  # entries in memory at once while a bank is iterated (each may hold an episode's pictures)
+IMPORT_BATCH, IMPORT_BYTES = 4096, 2**26  # entries, or picture bytes, per commit of an import
 CROWDED = 64  # fragments (there is one per write) from which merging them is considered
 ATTEMPTS = 5  # at indexing, when other processes index the same bank at the same time
 EMBED_NAME = b"memcompiler.embed"
@@ -126,16 +126,21 @@ class MemoryBank:
     def _to_arrow(self, schema: pa.Schema, rows: list[dict[str, Any]]) -> pa.Table:
         import pyarrow as pa
 
-        stored = _embedding(schema)
-        if stored is not None:
+        if stored := _embedding(schema):
             if self.embed is None:
                 raise BankError(f"{self.path} has embeddings: open it with embed=... ({stored}) to write to it")
-            vectors = unit_rows(self.embed, [goal_text(row["goal"], row["scene"]) or row["text"] for row in rows])
-            if vectors.shape[1] != stored["dimension"]:
-                raise ValueError(f"embed gives {vectors.shape[1]} dimensions, {self.path} holds {stored['dimension']}")
-            for row, vector in zip(rows, vectors, strict=True):
+            texts = [goal_text(row["goal"], row["scene"]) or row["text"] for row in rows]
+            for row, vector in zip(rows, self._vectors(texts, schema), strict=True):
                 row["vector"] = vector
         return pa.Table.from_pylist(rows, schema=schema)
+
+    def _vectors(self, texts: list[str], schema: pa.Schema) -> np.ndarray:
+        """(n, d), unit rows. Raises ValueError where d is not the table's."""
+        assert self.embed is not None
+        vectors, d = unit_rows(self.embed, texts), schema.field("vector").type.list_size
+        if vectors.shape[1] != d:
+            raise ValueError(f"embed gives {vectors.shape[1]} dimensions, {self.path} holds {d}")
+        return vectors
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
@@ -159,7 +164,7 @@ class MemoryBank:
             BankError: for a version that does not exist.
         """
         view = MemoryBank(self.path, self.embed)
-        latest = view._open().version
+        latest = view._newest()
         if not 1 <= version <= latest:
             raise BankError(f"{self.path} has no version {version}: choose one from 1 to {latest} (the newest)")
         view._view = version
@@ -189,7 +194,8 @@ class MemoryBank:
         pinned = self._pin()
         vectors: Sequence[np.ndarray | None] = [None] * len(tasks)
         if self.embed is not None and tasks:
-            vectors = list(unit_rows(self.embed, [encodable(goal_text(t.goal, t.scene)) for t in tasks]))
+            texts = [encodable(goal_text(task.goal, task.scene)) for task in tasks]
+            vectors = list(self._vectors(texts, pinned.table.schema))
         ranked: dict[tuple[str, str, str], list[Found]] = {}
         with self._clear_errors():
             retriever = self._retriever(pinned)
@@ -271,8 +277,8 @@ class MemoryBank:
         """
         path, written = Path(path), Written(0)
         with path.open(encoding="utf-8") as file:
-            lines = ((n, line) for n, line in enumerate(file, 1) if line.strip())
-            while batch := [_from_json(line, f"{path}:{n}") for n, line in islice(lines, BATCH)]:
+            entries = (_from_json(line, f"{path}:{n}") for n, line in enumerate(file, 1) if line.strip())
+            for batch in _batches(entries):
                 written += self.write(batch)
         self._open(create=True)
         self.snapshot()
@@ -283,7 +289,9 @@ class MemoryBank:
     def _open(self, create: bool = False) -> Table:
         """The table at its newest version, opened once."""
         if self._table is None:
-            self._table = self._find() or (self._make() if create else None)
+            self._table = self._find()
+            if self._table is None and create:
+                self._table = self._make()
             if self._table is None:
                 raise BankError(
                     f"no memory bank at {self.path}: check the path, collect a bank (memcompiler collect) or import "
@@ -325,8 +333,13 @@ class MemoryBank:
         # Interval 0: every read of the newest version looks for commits of other processes first (0.1 ms).
         return lancedb.connect(self.path, read_consistency_interval=timedelta(0))
 
+    def _newest(self) -> int:
+        table = self._open()
+        with self._clear_errors():
+            return table.version
+
     def _pin(self) -> _Pinned:
-        version = self._open().version if self._view is None else self._view
+        version = self._newest() if self._view is None else self._view
         if self._pinned is None or self._pinned.version != version:
             with self._clear_errors():
                 self._pinned = _Pinned(version, _checked_out(self._connect(), version))
@@ -340,8 +353,9 @@ class MemoryBank:
         except BankError:
             raise
         except (RuntimeError, OSError) as e:
+            problem = (str(e) or repr(e)).splitlines()[0]
             raise BankError(
-                f"{self.path}: {str(e).splitlines()[0]}\nIf the disk is full or not reachable, mend that: what was "
+                f"{self.path}: {problem}\nIf the disk is full or not reachable, mend that: what was "
                 "committed is safe. If files of the bank are missing or damaged, an earlier version may still be whole "
                 "(at(version)); otherwise import an export into a new folder (memcompiler bank import)."
             ) from e
@@ -480,6 +494,19 @@ def _checked_out(db: Any, version: int) -> Table:
     table = db.open_table(TABLE)
     table.checkout(version)
     return table
+
+
+def _batches(entries: Iterable[MemoryEntry]) -> Iterator[list[MemoryEntry]]:
+    """Large enough that commits cost little, small enough for memory."""
+    batch, size = [], 0
+    for entry in entries:
+        batch.append(entry)
+        size += sum(map(len, entry.images))
+        if len(batch) >= IMPORT_BATCH or size >= IMPORT_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _to_json(entry: MemoryEntry) -> dict[str, Any]:

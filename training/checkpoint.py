@@ -1,4 +1,4 @@
-"""One checkpoint = one folder: adapter (PEFT format), projector, optimiser, cursor. safetensors and JSON only, no pickle.
+"""One checkpoint = one folder: adapter (PEFT format), projector, optimiser, cursor. No pickle anywhere.
 
     adapter/                adapter_config.json, adapter_model.safetensors (PEFT)
     projector.safetensors   projector.json holds its configuration

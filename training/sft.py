@@ -90,8 +90,8 @@ class SftTrainer:
     def save(self) -> None:
         if distributed.rank() == 0:
             state = {
-                "stage": "sft", "step": self.step, "total": self.total, "rows": len(self.rows), "seed": self.config.seed,
-                "executor_hash": self.executor_hash, **self.facts,
+                "stage": "sft", "step": self.step, "total": self.total, "rows": len(self.rows),
+                "seed": self.config.seed, "executor_hash": self.executor_hash, **self.facts,
             }  # fmt: skip
             checkpoint.save(self.out / "checkpoints", self.compiler, self.optimizer, state, self.config.keep)
         distributed.barrier()
@@ -171,7 +171,7 @@ def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, 
 def sft_losses(
     compiler: MemoryCompiler, executor: FrozenExecutor, examples: Sequence[Example], config: SftConfig
 ) -> dict[str, Tensor]:
-    """Per-row loss terms of Eq. 9, each (B,); `text` and `action` are sums over tokens, the others means over the row."""
+    """Per-row loss terms of Eq. 9, each (B,); `text` and `action` sum over tokens, the others are means of the row."""
     scored = compiler.score([e.prompt for e in examples], [e.emission for e in examples])
     text, _ = token_nll(scored.logits, scored.targets, scored.text_mask, config.label_smoothing)
     if not config.soft:

@@ -95,7 +95,12 @@ def test_step_limit():
 
 def test_failures_end_their_own_episode_only():
     episodes, _ = run([job(2), job(2, "broken"), job(3, "crash"), job(4)])
-    assert [str(e.stop_reason) for e in episodes] == ["success", "environment_failure", "environment_failure", "success"]
+    assert [str(e.stop_reason) for e in episodes] == [
+        "success",
+        "environment_failure",
+        "environment_failure",
+        "success",
+    ]
     assert episodes[1].error == "the simulator is gone" and not episodes[1].steps
 
     class Broken(Recorder):

@@ -22,10 +22,10 @@ SMALL = ["collect.env.scenes={train: 4, test: 3}", "sft.max_steps=4", "sft.batch
 DELIVERIES = ("none", "static", "compiled_text", "compiled")
 
 
-def memcompiler(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess:
+def memcompiler(*arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "memcompiler", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
     )  # fmt: skip
 
 
@@ -82,7 +82,8 @@ def test_eval_of_a_checkpoint_on_the_generated_scenes(quickstart, tmp_path):
 def test_eval_on_real_alfworld_games(quickstart, tmp_path):
     done = memcompiler(
         "eval", "-c", "eval/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", "env=alfworld",
-        f"env.data_root={GAMES}", "memory.experience_split=valid_seen", "limit=3", "max_steps=3", "--out", str(tmp_path / "run"),
+        "memory.experience_split=valid_seen", "limit=3", "max_steps=3", "--out", str(tmp_path / "run"),
+        ALFWORLD_DATA=str(GAMES),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     results = check_results(tmp_path / "run" / "results.json")
@@ -118,7 +119,10 @@ def test_help_answers_at_once():
     assert memcompiler("--help").returncode == 0
     assert time.perf_counter() - started < 10  # far below a torch import under load; typically 0.3 s
     heavy = subprocess.run(
-        [sys.executable, "-c", "import sys, memcompiler.cli; print('torch' in sys.modules)"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", "import sys, memcompiler.cli; print('torch' in sys.modules)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert heavy.stdout.strip() == "False"
 

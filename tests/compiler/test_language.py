@@ -1,4 +1,4 @@
-"""The emission language and the Brief State: round trips, totality, and the four operations as the paper defines them."""
+"""The emission language and the Brief State: round trips, totality, the four operations as the paper has them."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -256,7 +256,7 @@ def test_an_empty_bank_is_a_bank(tmp_path: Path):
         assert len(bank) == 0 and bank.entries() == [] and bank.snapshot() == bank.snapshot() >= 1
         assert bank.retrieve(TASK) == [] and bank.retrieve_many([TASK, TASK]) == [[], []]
         assert bank.inspect()["entries"] == 0 and bank.export_jsonl(tmp_path / "x.jsonl") == 0
-        assert len(MemoryBank(bank.path, create=True)) == 0
+        assert len(MemoryBank(bank.path, create=True)) == len(MemoryBank(bank.path)) == 0
 
 
 def test_a_process_killed_while_making_the_bank(bank: MemoryBank):
@@ -300,6 +300,10 @@ def test_a_bank_that_disappears(bank: MemoryBank):
     shutil.rmtree(bank.path / "entries.lance" / "data")
     with pytest.raises(BankError):
         bank.entries()
+    shutil.rmtree(bank.path)
+    for use in (len, MemoryBank.snapshot, lambda b: b.retrieve(TASK), lambda b: b.write(entry(9))):
+        with pytest.raises(BankError):
+            use(bank)
 
 
 # -- exchange and inspection ------------------------------------------------------------------------------------------
@@ -319,6 +323,17 @@ def test_export_and_import(bank: MemoryBank, tmp_path: Path):
     other.export_jsonl(again)
     assert again.read_bytes() == file.read_bytes()
     assert ids(other.retrieve(TASK, 10)) == ids(bank.retrieve(TASK, 10))
+
+
+@pytest.mark.parametrize("limit", ["IMPORT_BATCH", "IMPORT_BYTES"])
+def test_an_import_in_several_commits(bank: MemoryBank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str):
+    monkeypatch.setattr(f"memory.bank.{limit}", 20)
+    written = [entry(i, images=2) for i in range(50)]
+    bank.write(written)
+    bank.export_jsonl(tmp_path / "x.jsonl")
+    other = MemoryBank(tmp_path / "other")
+    assert other.import_jsonl(tmp_path / "x.jsonl") == Written(50) and other.entries() == written
+    assert len(other.at(2)) in (20, 2)  # version 1 is the empty table
 
 
 def test_an_empty_export_makes_an_empty_bank(bank: MemoryBank, tmp_path: Path):

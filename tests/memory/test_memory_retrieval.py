@@ -322,7 +322,9 @@ def test_embeddings_and_banks_that_do_not_go_together(tmp_path):
         len(MemoryBank(tmp_path / "bag", other))
     with pytest.raises(BankError, match="open it with embed"):
         MemoryBank(tmp_path / "bag").write(ENTRIES[4])
-    with pytest.raises(ValueError, match="8"):
+    with pytest.raises(ValueError, match="3 dimensions"):
+        MemoryBank(tmp_path / "bag", lambda texts: np.ones((len(texts), 3))).retrieve(ask())
+    with pytest.raises(ValueError, match="3 dimensions"):
         MemoryBank(tmp_path / "bag", lambda texts: np.ones((len(texts), 3))).write(ENTRIES[4])
     assert len(MemoryBank(tmp_path / "bag")) == 3
 

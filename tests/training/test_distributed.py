@@ -31,7 +31,11 @@ def train(tmp_path: Path, processes: int) -> dict:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, "--standalone", str(script), str(out), str(processes)], env=env, timeout=300, capture_output=True, text=True
+        [*command, "--standalone", str(script), str(out), str(processes)],
+        env=env,
+        timeout=300,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     folder = out / "checkpoints" / "step-000003"

@@ -1,4 +1,4 @@
-"""SFT: gradients reach LoRA and projector and never the executor; the split of a batch changes nothing; resume is exact."""
+"""SFT: gradients reach LoRA and projector, never the executor; splitting a batch changes nothing; resume is exact."""
 
 import io
 
@@ -24,7 +24,8 @@ def png(color: int) -> bytes:
 def row(i: int) -> SftRow:
     return SftRow(
         task_id=f"t{i}", split="train", family="text", t=0, goal=f"in home {i + 1}: put a mug in cabinet",
-        memory_ids=("a", "b")[: 1 + i % 2], memory_texts=(f"in home {i + 1}: put a mug in shelf", "in home 9: heat an egg")[: 1 + i % 2],
+        memory_ids=("a", "b")[: 1 + i % 2],
+        memory_texts=(f"in home {i + 1}: put a mug in shelf", "in home 9: heat an egg")[: 1 + i % 2],
         state=f"goal: in home {i + 1}: put a mug in cabinet", observation="You see a cabinet 1.",
         image=png(40 * i) if i != 1 else None, history=("look",) * i,
         emission=f"> in home {i + 1} the mug was in shelf {i + 1} | go to shelf {i + 1}" if i % 2 else ".",
@@ -96,7 +97,10 @@ def test_micro_batches_do_not_change_the_step(tmp_path):
         t.compiler.projector.draw = lambda g, *a: g.mu  # no noise: it would be drawn in another order
         losses = [sft_losses(t.compiler, t.executor, [t.example(i) for i in part], t.config)
                   for part in ([range(4)] if size == 4 else [[i] for i in range(4)])]  # fmt: skip
-        tokens = {"text": sum(len(t.example(i).emission) for i in range(4)), "action": sum(len(t.example(i).action) for i in range(4))}
+        tokens = {
+            "text": sum(len(t.example(i).emission) for i in range(4)),
+            "action": sum(len(t.example(i).action) for i in range(4)),
+        }
         sum(v.sum() / tokens.get(k, 4) for part in losses for k, v in part.items()).backward()
         return {n: p.grad for n, p in t.compiler.named_parameters() if p.grad is not None}
 

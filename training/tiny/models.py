@@ -1,10 +1,10 @@
 """The tiny models that the repository ships: their tokenizer and their architectures, untrained.
 
 Both are ordinary Hugging Face folders: the compiler base is a Qwen2.5-VL of about 1.3 M parameters, the executor a
-Qwen2 of about 1.1 M, saved as a Llama. The tokenizer gives every household entity ("cabinet 2", "mug 1", "home 17") ONE token, because a
-two-token name doubles the length of every look-up circuit that a model of this size has to learn (measured by the
-prototype: 18 % against 100 % guided success at equal steps); all other text falls back to bytes, so it is total and
-lossless on any input, real ALFWorld games included.
+Qwen2 of about 1.1 M, saved as a Llama. The tokenizer gives every household entity ("cabinet 2", "mug 1", "home 17") ONE
+token, because a two-token name doubles the length of every look-up circuit that a model of this size has to learn
+(measured by the prototype: 18 % against 100 % guided success at equal steps); all other text falls back to bytes, so it
+is total and lossless on any input, real ALFWorld games included.
 """
 
 from __future__ import annotations

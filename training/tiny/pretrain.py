@@ -5,9 +5,10 @@
 
 Both start with the same text curriculum (`curriculum.py`): copying, key-value recall, memory documents of growing
 length, until look-up works. The compiler base then learns to answer questions about task memory and picture in the
-compiler's own prompt format ("ask: where is the mug"), as an instruction-tuned VLM would; it never sees an emission:
-that is left to SFT. The executor then clones a scripted executor on prompts without memory, with all of M pasted, with
-right guidance and with wrong guidance. All scenes are of the split `pretrain`; no other split shares a layout.
+compiler's own prompt format ("ask: where is the mug", "ask: emission"), as an instruction-tuned VLM would; to write
+emissions unasked, and soft tokens at all, is left to SFT. The executor then clones a scripted executor on prompts
+without memory, with all of M pasted, with right guidance and with wrong guidance. All scenes are of the split
+`pretrain`; no other split shares a layout.
 """
 
 from __future__ import annotations
@@ -101,11 +102,13 @@ def text_curriculum(
 # Stage 2 of the compiler base: questions about memory and picture, in the compiler's prompt
 
 
-def conversation(row: SftRow, marked: str, rng: random.Random) -> tuple[list[Part], list[tuple[str, str]]]:
-    """A compile request and three or four questions on it with their answers, in random order.
+def conversation(
+    row: SftRow, marked: str, rng: random.Random, emissions: bool
+) -> tuple[list[Part], list[tuple[str, str]]]:
+    """A compile request and three to five questions on it with their answers, in random order.
 
     where: the place that the right memory entry holds, of the goal's object or of any entry's; marked: what the
-    picture marks. Several questions per prompt make the signal dense.
+    picture marks; emission: the teacher's. Several questions per prompt make the signal dense.
     """
     facts = [fact for fact in map(_fact, row.memory_texts) if fact]
     asked = [(f"where in {scene} is the {thing}", location(scene, thing, place)) for scene, thing, place in facts]
@@ -114,6 +117,8 @@ def conversation(row: SftRow, marked: str, rng: random.Random) -> tuple[list[Par
         talk.append((f"where is the {goal[1]}", location(*goal)))
     if row.image is not None and not any(a.startswith("take ") for a in row.history):
         talk.append(("what is marked", marked or "nothing"))
+    if emissions:
+        talk.append(("emission", row.emission))
     rng.shuffle(talk)
     return compiler_parts(row.compile_request()), talk
 
@@ -126,8 +131,8 @@ class Lesson:
     labels: tuple[int, ...]
 
 
-def lesson(backbone: Backbone, row: SftRow, marked: str, rng: random.Random) -> Lesson:
-    parts, talk = conversation(row, marked, rng)
+def lesson(backbone: Backbone, row: SftRow, marked: str, rng: random.Random, emissions: bool) -> Lesson:
+    parts, talk = conversation(row, marked, rng, emissions)
     ask, answer = talk[0]
     encoded = backbone.encode([*parts, Part(text=f"\nask: {ask}")])
     tokenize = lambda text: backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -204,16 +209,16 @@ Situation = tuple[SftRow, str]  # a teacher's row, and what its picture marks
 
 def train_lessons(
     backbone: Backbone, situations: Sequence[Situation], held_out: Sequence[Situation], steps: int, batch: int,
-    seed: int, log: Log,
+    seed: int, log: Log, emissions: bool,
 ) -> None:  # fmt: skip
     """`steps` updates over random situations, each with fresh questions; warm-up and cosine."""
     draw = random.Random(seed)
     optimizer = _adamw(backbone.model, RATE / 2)
-    exam = [lesson(backbone, row, marked, draw) for row, marked in held_out]
+    exam = [lesson(backbone, row, marked, draw, emissions) for row, marked in held_out]
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = RATE / 2 * cosine_with_warmup(step, steps, 0.02, floor=0.02)
-        lessons = [lesson(backbone, row, marked, draw) for row, marked in draw.sample(situations, batch)]
+        lessons = [lesson(backbone, row, marked, draw, emissions) for row, marked in draw.sample(situations, batch)]
         loss, accuracy = lesson_loss(backbone, lessons)
         _update(backbone.model, optimizer, loss)
         if step % LOG_EVERY == 0:
@@ -243,7 +248,7 @@ def _marked(env: Any, task: Any) -> str:
 
 
 def start_from_text(target: torch.nn.Module, text_model: torch.nn.Module) -> None:
-    """Copy a Qwen2 decoder into a Qwen2.5-VL's language model: the same architecture, and for text the same positions."""
+    """Copy a Qwen2 decoder into a Qwen2.5-VL's language model: for text the same function."""
     weights = {k.removeprefix("model."): v for k, v in text_model.state_dict().items() if k.startswith("model.")}
     target.model.language_model.load_state_dict(weights)  # type: ignore[union-attr]
 
@@ -261,7 +266,11 @@ def text_base(seed: int, log: Log) -> tuple[Any, torch.nn.Module]:
     return tokenizer, model
 
 
-def pretrain_compiler(out: Path, seed: int = 0, scenes: int = 300, steps: int = 700, batch: int = 24) -> None:
+def pretrain_compiler(
+    out: Path, seed: int = 0, scenes: int = 300, steps: tuple[int, int] = (700, 400), batch: int = 24
+) -> None:
+    """Text curriculum, then questions, then questions among which is "ask: emission" (a base that, like a large
+    instruction-tuned one, can write the language when asked; writing it unasked, from the state, is SFT's part)."""
     log = Log([], time.perf_counter())
     tokenizer, text_model = text_base(seed, log)
     model = make_compiler(tokenizer)
@@ -269,7 +278,8 @@ def pretrain_compiler(out: Path, seed: int = 0, scenes: int = 300, steps: int = 
     backbone = Backbone(model, make_processor(tokenizer))
     situations = household_situations(scenes, seed)
     held_out = random.Random(seed).sample(household_situations(12, seed + 1), 64)
-    train_lessons(backbone, situations, held_out, steps, batch, seed, log)
+    train_lessons(backbone, situations, held_out, steps[0], batch, seed, log, emissions=False)
+    train_lessons(backbone, situations, held_out, steps[1], batch, seed + 1, log, emissions=True)
     finish(
         out,
         model,

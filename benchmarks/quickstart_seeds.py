@@ -1,0 +1,49 @@
+"""The quickstart over several seeds, pooled.
+
+    python benchmarks/quickstart_seeds.py --out out/seeds 101 102 103 [a.b=c ...]
+
+Each seed is another set of scenes and another SFT run. Episodes of all seeds are pooled per delivery (task ids are made
+unique by seed), so intervals are over episodes; the success of each seed is printed beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from eval.episodes import read_episodes
+from eval.metrics import results
+from eval.table import print_results, to_markdown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("rest", nargs="+", help="seeds, then overrides for `memcompiler quickstart`")
+    arguments = parser.parse_args()
+    seeds = [int(x) for x in arguments.rest if "=" not in x]
+    overrides = [x for x in arguments.rest if "=" in x]
+    pooled: dict[str, list] = {}
+    by_seed: dict[str, dict[int, float]] = {}
+    for seed in seeds:
+        run = arguments.out / str(seed)
+        if not (run / "results.json").exists():
+            command = [sys.executable, "-m", "memcompiler", "quickstart", f"seed={seed}", *overrides, "--out", str(run)]
+            subprocess.run(command, check=True)
+        for episode in read_episodes(run / "eval" / "episodes.jsonl"):
+            episode.task_id = f"{seed}/{episode.task_id}"
+            pooled.setdefault(episode.delivery, []).append(episode)
+        for name, row in json.loads((run / "results.json").read_text())["results"].items():
+            by_seed.setdefault(name, {})[seed] = row["success"]["mean"]
+    summary = results(pooled, {"environment": "household", "split": "test", "seed": seeds, "success_by_seed": by_seed})
+    (arguments.out / "results.json").write_text(json.dumps(summary, indent=1))
+    print_results(summary)
+    print(to_markdown(summary))
+    print(json.dumps(by_seed, indent=1))
+
+
+if __name__ == "__main__":
+    main()
