@@ -115,21 +115,19 @@ def parse(text: str) -> Parsed:
 
 def grammar() -> str:
     """The language as EBNF, in the dialect that vLLM's structured outputs take (guided decoding of the compiler)."""
-    op_rules = {"create": (CREATE, True), "update": (UPDATE, True), "delete": (DELETE, False), "fold": (FOLD, False)}
+    shapes = {CREATE: 'key ": " value', UPDATE: 'key ": " value', DELETE: "key", FOLD: "value"}
+    ops = dict(zip(("create", "update", "delete", "fold"), shapes.items(), strict=True))
     rules = [
         f'root ::= "{NOTHING}" | guidance ("\\n" op)* | op ("\\n" op)*',
         f'guidance ::= "{GUIDE} " field (" | " field)?',
-        f"op ::= {' | '.join(op_rules)}",
-    ]
-    for name, (sigil, has_value) in op_rules.items():
-        rules.append(
-            f'{name} ::= "{sigil} " ' + ('key ": " field' if has_value else ("key" if name == "delete" else "field"))
-        )
-    rules += [
+        f"op ::= {' | '.join(ops)}",
+        *(f'{name} ::= "{sigil} " {shape}' for name, (sigil, shape) in ops.items()),
         r'field ::= plain (" "? plain)*',
-        r'plain ::= [^ \t\r\n\\|] | "\\" [\\|:]',
+        r'plain ::= [^ \t\r\n\\|] | "\\" [\\|]',
         r'key ::= keychar (" "? keychar)*',
-        r'keychar ::= [^ \t\r\n\\:|] | "\\" [\\|:]',
+        r'keychar ::= [^ \t\r\n\\:] | "\\" [\\:]',
+        r'value ::= valuechar (" "? valuechar)*',
+        r"valuechar ::= [^ \t\r\n]",
     ]
     return "\n".join(rules) + "\n"
 

@@ -368,7 +368,7 @@ def _indexes() -> dict[str, FTS]:
     from lancedb.index import FTS
 
     return {
-        "words": FTS(base_tokenizer="icu/split"),  # words in any script, stemmed where they are English
+        "words": FTS(base_tokenizer="icu/split", remove_stop_words=False),  # words in any script, stemmed where they are English
         "scene": FTS(  # the whole label is one word
             base_tokenizer="raw", lower_case=False, stem=False, remove_stop_words=False, ascii_folding=False,
             max_token_length=None,

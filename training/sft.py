@@ -148,11 +148,10 @@ class SftTrainer:
         return self._examples[index]
 
     def _size(self, examples: Sequence[Example]) -> int:
-        """Tokens that compiler and executor read in this step."""
-        return sum(
-            len(e.prompt.ids) + len(e.emission) + self.compiler.n_tokens + len(e.executor_prompt.ids) + len(e.action)
-            for e in examples
-        )
+        """Tokens that compiler and (with the soft channel) executor read in this step."""
+        compiler = sum(len(e.prompt.ids) + len(e.emission) + self.compiler.n_tokens for e in examples)
+        executor = sum(len(e.executor_prompt.ids) + len(e.action) for e in examples)
+        return compiler + (executor if self.config.soft else 0)
 
 
 _DENOMINATOR = {"text": "text", "action": "action", "entropy": "rows", "latent": "rows", "orth": "rows"}

@@ -1,5 +1,7 @@
 """The emission language and the Brief State: round trips, totality, the four operations as the paper has them."""
 
+import re
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +17,7 @@ from compiler.brief_state import (
     parse_brief_state,
     render_brief_state,
 )
-from compiler.language import Emission, Kind, ParseError, parse, render
+from compiler.language import Emission, Kind, ParseError, grammar, parse, render
 
 text = st.text(min_size=0, max_size=30).map(one_line)
 words = text.filter(bool)
@@ -107,3 +109,33 @@ def test_operations_follow_the_paper():
 def test_lasting_beliefs_survive_a_fold():
     state = BriefState("g").apply(Create("door", "locked")).apply(Create("plan", "a; b")).apply(Fold("did a"))
     assert state.belief("door") == "locked"
+
+
+def test_grammar_defines_every_rule_that_it_uses():
+    rules = dict(line.split(" ::= ", 1) for line in grammar().strip().split("\n"))
+    for body in rules.values():
+        bare = re.sub(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', " ", body)
+        assert set(re.findall(r"[a-z]+", bare)) <= set(rules)
+    assert "root" in rules
+
+
+@given(emissions)
+def test_the_grammar_as_a_regular_expression_accepts_what_is_rendered(emission):
+    assert re.fullmatch(_as_regex(), render(emission))
+
+
+def _as_regex() -> str:
+    """The grammar is not recursive: each rule expands into a regular expression."""
+    rules = dict(line.split(" ::= ", 1) for line in grammar().strip().split("\n"))
+
+    def expand(name: str) -> str:
+        tokens = re.findall(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|[a-z]+|[()|*?]', rules[name])
+        parts = []
+        for token in tokens:
+            if token.startswith('"'):
+                parts.append(f"(?:{re.escape(token[1:-1].encode().decode('unicode_escape'))})")
+            else:
+                parts.append(expand(token) if token.isalpha() else token.replace("(", "(?:") if token == "(" else token)
+        return f"(?:{''.join(parts)})"
+
+    return expand("root")

@@ -1,0 +1,49 @@
+"""SFT tokens per second with the soft channel against without, side by side in one run.
+
+    python benchmarks/sft_throughput.py ROWS [--steps 20]      (ROWS: a folder of `memcompiler collect`)
+
+Steps of the two trainers alternate, so that whatever else the machine does falls on both; medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from configs.load import load_config
+from configs.schema import SftConfig
+from data_gen.rows import load_rows
+from memcompiler import build
+from training.sft import SftTrainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--steps", type=int, default=20)
+    arguments = parser.parse_args()
+    rows, rates = load_rows(arguments.rows), {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder:
+        running = {}
+        for soft in (True, False):
+            config = load_config(SftConfig, "sft/quickstart", [f"soft={soft}", "save_every=100000", "max_steps=100000"])
+            executor = build.load_executor(config.executor)
+            compiler = build.load_compiler(config.compiler, executor)
+            running[soft] = SftTrainer(config, compiler, executor, rows, Path(folder) / str(soft)).steps()
+        for step in range(arguments.steps + 2):
+            for soft, steps in running.items():
+                started = time.perf_counter()
+                metrics = next(steps)
+                if step >= 2:  # the first steps warm up caches and allocators
+                    rates[soft].append(metrics["tokens"] / (time.perf_counter() - started))
+    with_soft, without = statistics.median(rates[True]), statistics.median(rates[False])
+    print(f"with the soft channel:    {with_soft:8.0f} tokens/s (compiler and executor tokens)")
+    print(f"without the soft channel: {without:8.0f} tokens/s (compiler tokens)")
+    print(f"ratio: {with_soft / without:.2f}")
+
+
+if __name__ == "__main__":
+    main()
