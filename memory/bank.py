@@ -368,7 +368,9 @@ def _indexes() -> dict[str, FTS]:
     from lancedb.index import FTS
 
     return {
-        "words": FTS(base_tokenizer="icu/split", remove_stop_words=False),  # words in any script, stemmed where they are English
+        # Words in any script, stemmed where they are English. No stop words: with this tokenizer LanceDB drops those of
+        # other languages too (among them "pot"), and a word that every entry has weighs next to nothing anyway.
+        "words": FTS(base_tokenizer="icu/split", remove_stop_words=False),
         "scene": FTS(  # the whole label is one word
             base_tokenizer="raw", lower_case=False, stem=False, remove_stop_words=False, ascii_folding=False,
             max_token_length=None,

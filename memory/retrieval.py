@@ -5,11 +5,16 @@ Scoring. A task asks with two facts, and each gives one ranked list:
 - *here*: the entries whose scene label equals the task's (the whole label: "home 1" is not "home 17"), and
 - *elsewhere*: the entries of all other scenes that share a word with the goal.
 
-Both lists are ordered by how well the entry's text (and its goal) matches the words of the goal: BM25 from LanceDB's
-full-text index, words lower-cased and stemmed, or the cosine between goals where the bank has embeddings. The text of
-an episode names its object in nearly every line, so that the object weighs more than the verb or the receptacle. Equal
-scores are ordered by id. An entry that repeats scene and goal of a better one moves behind all that do not (the
-successful one counts as the original), so that ten attempts at one task do not fill M.
+Both lists are ordered by how well an entry's text (and its goal) matches the words of the goal:
+
+    score(entry) = sum over the goal's words of  top(word) * BM25(word, entry),  top(word) = its best BM25 in the bank
+
+from LanceDB's full-text index, words lower-cased and stemmed. BM25 weighs a word by its rarity and by how often the
+entry says it; multiplying by the word's best makes that a square. The square is what puts the object first: plain BM25
+takes "clean a pot, fridge" for closer to "clean a mug, fridge" (two words) than to "cool a pot, sink" (one), but only
+the last knows where the pot is. Where the bank has embeddings, the cosine between the two goals takes the place of the
+sum. Equal scores are ordered by id. An entry that repeats scene and goal of a better one moves behind all that do not
+(the successful one counts as the original), so that ten attempts at one task do not fill M.
 
 The lists are merged by reciprocal rank, 1/(i+1) here and 1/(j+2) elsewhere, *here* first where equal:
 here 0, here 1, elsewhere 0, here 2, elsewhere 1, here 3, ... For a hot mug in home 17 that is home 17's own mug, then
@@ -36,7 +41,8 @@ if TYPE_CHECKING:
     from lancedb.table import Table
 
 WINDOW = 64  # entries of each list that are looked at, at least
-MAX_QUERY = 1000  # characters of a goal that take part: query time grows with its words
+MAX_QUERY = 1000  # characters of a goal that take part, and
+MAX_WORDS = 50  # words: query time grows with both
 
 COLUMNS = ("id", "goal", "scene", "task_id", "split", "success", "words")  # all that ranking reads
 
@@ -62,6 +68,7 @@ class Retriever:
 
     def __init__(self, table: Table, row_column: str = "_rowid") -> None:
         self._table, self._row_column = table, row_column
+        self._top: dict[str, float] = {}  # goals of one benchmark share their words
 
     def rank(
         self, task: Task, k: int, exclude_own_task: bool = True, splits: Sequence[str] | None = None,
@@ -74,21 +81,31 @@ class Retriever:
         from lancedb.query import BooleanQuery, Occur
 
         scene, own = encodable(task.scene), encodable(task.id) if exclude_own_task else None
-        words = _match(query_words(task), "words")
+        words = [] if vector is not None else self._weighted(query_words(task))
         allowed = _in_splits(splits)
         here: list[Found] = []
         if scene and vector is not None:
             here = self._best(vector, [*allowed, col("scene") == lit(scene)], k, lambda f: f.task_id != own)
         elif scene:
             # The scene's own term adds the same to every row found (all of them must have it): the goal decides.
-            query = BooleanQuery([(Occur.MUST, _match(scene, "scene")), (Occur.SHOULD, words)])
+            query = BooleanQuery([(Occur.MUST, _match(scene, "scene")), *words])
             here = self._best(query, allowed, k, lambda f: f.task_id != own)
-        # Passing over a few rows here is cheaper than a filter in LanceDB, which reads its column from end to end.
-        elsewhere = self._best(
-            words if vector is None else vector, allowed, k,
-            lambda f: f.task_id != own and not (scene and f.scene == scene),
-        )  # fmt: skip
+        elsewhere: list[Found] = []
+        if words or vector is not None:
+            # Passing over a few rows here is cheaper than a filter in LanceDB, which reads its column from end to end.
+            query = BooleanQuery(words) if vector is None else vector
+            elsewhere = self._best(query, allowed, k, lambda f: f.task_id != own and not (scene and f.scene == scene))
         return merge(repeats_last(here), repeats_last(elsewhere), k)
+
+    def _weighted(self, words: Sequence[str]) -> list[tuple[Any, Any]]:
+        """A clause for every word that any entry says."""
+        from lancedb.query import Occur
+
+        for word in words:
+            if word not in self._top:
+                best = self._search(_match(word, "words"), [], 1)
+                self._top[word] = best[0].score if best else 0.0
+        return [(Occur.SHOULD, _match(word, "words", self._top[word])) for word in words if self._top[word]]
 
     def _best(self, query: Any, where: Sequence[Expr], k: int, keep: Callable[[Found], bool]) -> list[Found]:
         """At least the k best rows that `keep` keeps (if there are as many), by (score, id).
@@ -126,9 +143,10 @@ def goal_text(goal: str, scene: str) -> str:
     return re.sub(rf"(?<!\w){re.escape(scene)}(?!\w)", " ", goal) if scene else goal
 
 
-def query_words(task: Task) -> str:
-    """Each word of the goal once (a repeated one would only cost time), as many as MAX_QUERY holds."""
-    return encodable(" ".join(dict.fromkeys(goal_text(task.goal, task.scene).split())))[:MAX_QUERY]
+def query_words(task: Task) -> list[str]:
+    """Each word of the goal once."""
+    words = " ".join(dict.fromkeys(encodable(goal_text(task.goal, task.scene)).lower().split()))
+    return words[:MAX_QUERY].split()[:MAX_WORDS]
 
 
 def repeats_last(found: Sequence[Found]) -> list[Found]:
@@ -151,11 +169,11 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _match(text: str, column: str) -> Any:
+def _match(text: str, column: str, boost: float = 1.0) -> Any:
     """Any word of `text`, which is data: nothing in it is an operator."""
     from lancedb.query import MatchQuery
 
-    return MatchQuery(text, column)  # type: ignore[call-arg]  # pydantic's defaults escape the type checker
+    return MatchQuery(text, column, boost=boost)  # type: ignore[call-arg]  # pydantic's defaults escape the checker
 
 
 def _in_splits(splits: Sequence[str] | None) -> list[Expr]:
