@@ -171,11 +171,12 @@ def _load(schema, config: str | None, overrides: list[str] | None, print_config:
 def _guard(command, *arguments: object) -> None:
     """Known failures end in one clear line; anything else keeps its traceback."""
     from configs.load import ConfigError
+    from memory.bank import BankError
     from training.checkpoint import CheckpointError
 
     try:
         command(*arguments)
-    except (ConfigError, CheckpointError, FileNotFoundError, ValueError) as error:
+    except (BankError, CheckpointError, ConfigError, FileNotFoundError, ValueError) as error:
         typer.secho(f"error: {error}", err=True, fg="red")
         raise typer.Exit(1) from error
 
