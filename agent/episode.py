@@ -16,6 +16,7 @@ from envs.base import Environment, EnvironmentFailure, Observation, Task
 from executor.frozen import Executor
 from executor.prompt import ExecutorRequest, executor_text
 from memory.entry import MemoryEntry
+from memory.trajectory import stated_goal
 
 SOFT_MARK = "▪"  # how records show a soft token's place
 
@@ -36,8 +37,8 @@ class Job:
 
 
 def goal_text(task: Task) -> str:
-    """The goal as agent and memory state it: with the scene, whose layout persists, where there is one."""
-    return f"in {task.scene}: {task.goal}" if task.scene else task.goal
+    """The goal as the agent states it, in the words of its memory."""
+    return stated_goal(task.goal, task.scene)
 
 
 class ExecutorFailure(RuntimeError):

@@ -46,10 +46,15 @@ def entry_from_trajectory(
 
 def trajectory_text(scene: str, goal: str, actions: Sequence[str], success: bool, rationale: str = "") -> str:
     """`in <scene>: <goal>`, the actions joined by ` ; `, and (with a rationale) `because ...` or `failed: ...`."""
-    lines = [f"in {scene}: {goal}" if scene else goal, " ; ".join(actions)]
+    lines = [stated_goal(goal, scene), " ; ".join(actions)]
     if rationale.strip():
         lines.append(f"because {rationale}" if success else f"failed: {rationale}")
     return "\n".join(one_line(line) for line in lines)
+
+
+def stated_goal(goal: str, scene: str) -> str:
+    """A goal as memory, compiler and executor all state it: with the scene (whose layout persists), if any."""
+    return f"in {scene}: {goal}" if scene else goal
 
 
 def trajectory_id(task_id: str, actions: Sequence[str], success: bool) -> str:

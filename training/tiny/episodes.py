@@ -9,10 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memory.trajectory import entry_from_trajectory
-
 from agent.delivery import Delivery
-from agent.episode import Job, Limits, goal_text, run_episodes
+from agent.episode import Job, Limits, run_episodes
 from agent.records import Episode
 from data_gen.rows import SftRow, rows_of
 from data_gen.teacher import ExpertExecutor, ExpertTeacher, rationale, subgoals, taken
@@ -22,6 +20,7 @@ from executor.frozen import Action
 from executor.grounding import Grounding
 from executor.prompt import ExecutorRequest
 from memory.entry import MemoryEntry
+from memory.trajectory import entry_from_trajectory
 
 SPLIT = "pretrain"
 
@@ -187,6 +186,3 @@ def executor_examples(
 def _scene_key(task_id: str) -> str:
     """Split and scene number without the task's own number, the same for a scene's tasks and its experience."""
     return re.sub(r"_experience", "", task_id.rsplit("/", 1)[0])
-
-
-__all__ = ["EntryPool", "ExecutorExample", "ScriptedExecutor", "executor_examples", "goal_text", "jobs", "teacher_rows"]
