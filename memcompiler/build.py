@@ -53,11 +53,12 @@ def experience_split(config: EnvConfig, memory: MemoryConfig, split: str) -> str
     return memory.experience_split or (f"{split}_experience" if config.name == "household" else "train")
 
 
-def open_bank(config: MemoryConfig) -> MemoryBank:
+def open_bank(config: MemoryConfig, default: Path) -> MemoryBank:
+    """The bank that the settings name (at its version), or the one at `default`."""
     from memory.bank import MemoryBank
+    from memory.embed import SentenceEmbedder
 
-    assert config.bank is not None
-    bank = MemoryBank(config.bank)
+    bank = MemoryBank(config.bank or default, SentenceEmbedder(config.embed) if config.embed else None)
     return bank.at(config.version) if config.version is not None else bank
 
 

@@ -99,6 +99,18 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder with results.j
     typer.echo(str(write_run_report(run)))
 
 
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="A run or checkpoint folder.")],
+    repo: Annotated[str, typer.Argument(help="Hub repository, owner/name.")],
+    public: Annotated[bool, typer.Option(help="Make a new repository public.")] = False,
+) -> None:
+    """Upload a checkpoint (adapter, projector, model card) to the Hugging Face hub."""
+    from training.publish import push as upload
+
+    _guard(lambda: typer.echo(upload(run, repo, private=not public)))
+
+
 @bank_app.command("inspect")
 def bank_inspect(bank: Path) -> None:
     """What a bank holds: entries by split, scene and source, versions."""

@@ -174,13 +174,12 @@ def _tasks_and_bank(
 ) -> tuple[MemoryBank, list[Task]]:
     """Tasks of the split, and the bank that serves them: a given one, or experience collected now into OUT/bank."""
     from data_gen.collect import collect_experience
-    from memory.bank import MemoryBank
 
     env = build.make_env(config.env)
     tasks = env.tasks(split)[:limit]
+    bank = build.open_bank(config.memory, out / "bank")
     if config.memory.bank is not None:
-        return build.open_bank(config.memory), tasks
-    bank = MemoryBank(out / "bank")
+        return bank, tasks
     scenes = {task.scene for task in tasks}
     source = build.experience_split(config.env, config.memory, split)
     experience = [task for task in env.tasks(source) if task.scene in scenes][: config.memory.experience_limit]
@@ -197,11 +196,10 @@ def _rollouts(config: QuickstartConfig, out: Path, compiler: MemoryCompiler, exe
     from agent.episode import Limits, run_episodes
     from compiler.model import Decoding
     from data_gen.collect import jobs_for
-    from memory.bank import MemoryBank
 
     settings = config.collect
     tasks = build.make_env(settings.env).tasks(settings.split)[: max(1, config.rollouts // 4)]
-    bank = MemoryBank(out / "collect" / "bank")
+    bank = build.open_bank(settings.memory, out / "collect" / "bank")
     jobs = [job for job in jobs_for(tasks, bank, settings.memory.k) for _ in range(4)][: config.rollouts]
     compiler.decoding = Decoding(1.2, config.sft.compiler.max_new_tokens)
     episodes = run_episodes(
