@@ -7,11 +7,12 @@ Tensors (soft tokens, their Gaussian, log-probabilities) live on the step while 
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+
+from memory.trajectory import png_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -94,6 +95,4 @@ def _step_json(step: StepRecord, images: bool) -> dict[str, Any]:
 
 
 def png_base64(image: Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+    return base64.b64encode(png_bytes(image)).decode("ascii")

@@ -21,6 +21,7 @@ from compiler.language import Emission, parse, render
 from compiler.records import CompileRequest
 from executor.prompt import Delivered, ExecutorRequest
 from memory.entry import MemoryEntry, Provenance
+from memory.trajectory import png_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def rows_of(episode: Episode) -> list[SftRow]:
             SftRow(
                 task_id=episode.task_id, split=episode.split, family=episode.family, t=step.t, goal=request.goal,
                 memory_ids=tuple(e.id for e in request.memory), memory_texts=tuple(e.text for e in request.memory),
-                state=step.brief_before, observation=step.observation, image=_png(step.image), history=history,
+                state=step.brief_before, observation=step.observation, image=None if step.image is None else png_bytes(step.image), history=history,
                 emission=step.emission_text, action=step.executor_text,
             )
         )  # fmt: skip
@@ -104,11 +105,3 @@ def load_rows(folder: Path) -> list[SftRow]:
     return [
         SftRow(**{k: tuple(v) if k in tuples else v for k, v in row.items()}) for row in load_from_disk(str(folder))
     ]
-
-
-def _png(image: Image.Image | None) -> bytes | None:
-    if image is None:
-        return None
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
