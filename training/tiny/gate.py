@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from memory.bank import MemoryBank
 
 from agent.episode import Job, goal_text
 from compiler.backbone import Backbone
@@ -24,6 +23,7 @@ from compiler.records import CompileRequest
 from data_gen.collect import collect_experience, jobs_for
 from data_gen.teacher import entry_for_goal, taken
 from envs.household import HouseholdEnvironment
+from memory.bank import MemoryBank
 from soft_mem.projector import Projector, ProjectorConfig
 
 THRESHOLD = 0.95
