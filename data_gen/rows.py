@@ -67,11 +67,12 @@ def rows_of(episode: Episode) -> list[SftRow]:
     for step in episode.steps:
         assert step.compilation is not None and step.compilation.request is not None
         request = step.compilation.request
+        image = None if step.image is None else png_bytes(step.image)
         rows.append(
             SftRow(
                 task_id=episode.task_id, split=episode.split, family=episode.family, t=step.t, goal=request.goal,
                 memory_ids=tuple(e.id for e in request.memory), memory_texts=tuple(e.text for e in request.memory),
-                state=step.brief_before, observation=step.observation, image=None if step.image is None else png_bytes(step.image), history=history,
+                state=step.brief_before, observation=step.observation, image=image, history=history,
                 emission=step.emission_text, action=step.executor_text,
             )
         )  # fmt: skip

@@ -31,6 +31,8 @@ class Task:
         ""  # which fact decides the task: "text" (memory holds it), "visual" (only the picture), "" (real data)
     )
     data: Mapping[str, str] = field(default_factory=dict)  # what the environment needs to build it (path, seeds)
+    # What training and evaluation must not share, by dimension (paper C.1), e.g. {"scene": ("FloorPlan10",)}
+    isolation: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
