@@ -12,9 +12,11 @@ app = typer.Typer(
 )
 train_app = typer.Typer(no_args_is_help=True, help="Train the compiler and the soft-token projector.")
 bank_app = typer.Typer(no_args_is_help=True, help="Look at a memory bank, import or export it.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure side by side; the last line is the ratio.")
 tiny_app = typer.Typer(no_args_is_help=True, help="Reproduce and test the tiny models that the repository ships.")
 app.add_typer(train_app, name="train")
 app.add_typer(bank_app, name="bank")
+app.add_typer(bench_app, name="bench")
 app.add_typer(tiny_app, name="tiny")
 
 Config = Annotated[str | None, typer.Option("--config", "-c", help="YAML file, or a name in configs/.")]
@@ -137,6 +139,34 @@ def bank_import(bank: Path, jsonl: Path) -> None:
     MemoryBank(bank).import_jsonl(jsonl)
 
 
+@app.command()
+def parity(
+    games: Annotated[Path, typer.Option(help="Folder with game.tw-pddl files, e.g. $ALFWORLD_DATA.")],
+    steps: Annotated[int, typer.Option(min=1, help="Commands to compare, over all games.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Seed of the games' order and of the walks.")] = 0,
+    per_game: Annotated[int, typer.Option(min=1, help="Commands in each game.")] = 400,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    plain: Annotated[bool, typer.Option(help="TextWorld untouched, its parsers not memoised.")] = False,
+) -> None:  # fmt: skip
+    """Play the same commands in TextWorld and in the native engine; exit 1 if any answer differs."""
+    from memcompiler.engines import run_parity
+
+    _guard(run_parity, games, steps, seed, per_game, jobs, plain)
+
+
+@bench_app.command("env")
+def bench_env(
+    games: Annotated[Path, typer.Option(help="Folder with game.tw-pddl files, e.g. $ALFWORLD_DATA.")],
+    number: Annotated[int, typer.Option(min=1, help="Games, one of each split and task type in turn.")] = 6,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in each game.")] = 40,
+    seed: Annotated[int, typer.Option(help="Seed of the games and of the walks.")] = 0,
+) -> None:
+    """Resets and steps per second of TextWorld and of the native engine, on the same games and commands."""
+    from memcompiler.engines import run_bench
+
+    _guard(run_bench, games, number, steps, seed)
+
+
 @tiny_app.command("gate")
 def tiny_gate(
     model: Annotated[str, typer.Option(help="Compiler base to test.")] = "assets/compiler-tiny",
@@ -183,12 +213,13 @@ def _load(schema, config: str | None, overrides: list[str] | None, print_config:
 def _guard(command, *arguments: object) -> None:
     """Known failures end in one clear line; anything else keeps its traceback."""
     from configs.load import ConfigError
+    from envs.base import EnvironmentFailure
     from memory.bank import BankError
     from training.checkpoint import CheckpointError
 
     try:
         command(*arguments)
-    except (BankError, CheckpointError, ConfigError, FileNotFoundError, ValueError) as error:
+    except (BankError, CheckpointError, ConfigError, EnvironmentFailure, FileNotFoundError, ValueError) as error:
         typer.secho(f"error: {error}", err=True, fg="red")
         raise typer.Exit(1) from error
 

@@ -1,0 +1,334 @@
+"""Both engines side by side: the same games and commands, every answer compared, and both timed.
+
+A walk is a game's stored walkthrough (or the expert's plan), then random commands from wherever that ends: possible
+ones, with the verb drawn first so that heating or slicing are not drowned by the many ways to walk, and impossible or
+nonsensical ones. After every command the text, the list of admissible commands, `won` and all changing
+facts (where things are, what is open, hot, cool, clean, sliced or on) must be equal.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+from envs.base import Task
+from envs.household.engine import Command, Engine
+from envs.household.environment import HouseholdEnvironment
+from envs.household.expert import plan
+from envs.household.pddl import load_game
+from envs.household.reference import Fact, Seen, TextWorldGame, quickened
+from envs.household.world import APPLIANCES, NOWHERE, Game, bits
+
+BANNER = "-= Welcome to TextWorld, ALFRED! =-"
+_APPLIANCES = frozenset(kind for kinds in APPLIANCES.values() for kind in kinds)
+# How often a verb is drawn, against 2 for those that change something (all but walking and looking).
+_WEIGHT = {"go": 2.5, "look": 0.7, "examine": 0.7, "inventory": 0.2, "help": 0.05, "close": 1.0}
+IMPOSSIBLE = 0.15  # share of a random walk's commands that are not in the list
+GARBAGE = (
+    "", "   ", "look around", "LOOK", "take", "go to", "go to nowhere 1", "help me", "open door 1", "examine", "use",
+    "inventory 1", "put {o} in/on {r}", "%s", "наверх", "take a from b", "slice", "move", "x" * 300,
+)  # fmt: skip
+
+
+class NativeGame:
+    """One game in the native engine, showing what `TextWorldGame` shows."""
+
+    def __init__(self, game: Game) -> None:
+        self.game = game
+        self._engine = Engine(game)
+        self._state = self._engine.reset()
+        self._commands: dict[str, Command] = {}
+
+    def reset(self) -> Seen:
+        self._state = self._engine.reset()
+        return self._seen(f"{BANNER}\n\n{self._engine.intro()}\n\nYour task is to: {self.game.task}.")
+
+    def look(self) -> tuple[str, list[str]]:
+        """The first text and the commands that are possible: what a reset owes an agent."""
+        return self._engine.intro(), sorted(self._engine.commands(self._state))
+
+    def step(self, command: str) -> Seen:
+        return self._seen(self._engine.step(self._state, command, self._commands))
+
+    def plan(self) -> list[str] | None:
+        return plan(self._engine, self._state)
+
+    def _seen(self, text: str) -> Seen:
+        self._commands = self._engine.commands(self._state)
+        return Seen(text, tuple(sorted(self._commands)), self._engine.won(self._state), self._facts())
+
+    def _facts(self) -> frozenset[Fact]:
+        state, items, places = self._state, self.game.items, self.game.receptacles
+        facts = {
+            ("in", items[i].name, place.name)
+            for place, mask in zip(places, state.contents, strict=True)
+            for i in bits(mask)
+        }
+        for name in ("hot", "cool", "clean", "sliced"):
+            facts |= {(name, items[i].name) for i in bits(getattr(state, name))}
+        facts |= {("on", items[i].name) for i in bits(state.toggled)}
+        facts |= {("open", places[r].name) for r in bits(state.opened)}
+        if state.held != NOWHERE:
+            facts.add(("holds", items[state.held].name))
+        return frozenset(facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One answer in which the engines differ."""
+
+    game: str
+    step: int
+    command: str
+    what: str  # text, admissible, won or facts
+    textworld: str
+    native: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.game}, step {self.step}, {self.command!r}: {self.what}\n"
+            f"  textworld: {self.textworld}\n  native:    {self.native}"
+        )
+
+
+@dataclass
+class Compared:
+    """What was compared, over one game or many. `different` counts steps, of which one may show several differences."""
+
+    steps: int = 0
+    different: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    games: Counter[str] = field(default_factory=Counter)  # by "split/task type"
+    verbs: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Compared) -> None:
+        self.steps += other.steps
+        self.different += other.different
+        self.differences += other.differences
+        self.games += other.games
+        self.verbs += other.verbs
+
+
+def find_games(root: Path) -> list[Path]:
+    """All `game.tw-pddl` below a folder, sorted by path.
+
+    Raises:
+        FileNotFoundError: when there is none.
+    """
+    games = sorted(root.rglob("game.tw-pddl"), key=lambda path: path.as_posix())
+    if not games:
+        raise FileNotFoundError(f"no game.tw-pddl below {root}: give an ALFWORLD_DATA folder, or one that "
+                                "`memcompiler env export` has written")  # fmt: skip
+    return games
+
+
+def kind_of(path: Path) -> str:
+    """ "train/pick_heat_then_place_in_recep": split and task type of a game, from its folders."""
+    folders = path.parts
+    return f"{folders[-4] if len(folders) > 3 else '.'}/{path.parent.parent.name.split('-')[0]}"
+
+
+def choose_games(games: Sequence[Path], number: int, seed: int) -> list[Path]:
+    """`number` games in a seeded order in which every split and task type comes up in turn; repeated when too few."""
+    groups: dict[str, list[Path]] = {}
+    for path in games:
+        groups.setdefault(kind_of(path), []).append(path)
+    for name, group in sorted(groups.items()):
+        random.Random(f"{seed} {name}").shuffle(group)
+    chosen: list[Path] = []
+    for turn in range(max(map(len, groups.values()))):
+        chosen += [group[turn] for _, group in sorted(groups.items()) if turn < len(group)]
+    return [chosen[i % len(chosen)] for i in range(number)]
+
+
+def compare(
+    games: Sequence[Path], steps: int, seed: int, per_game: int = 400, jobs: int = 1, plain: bool = False
+) -> Iterator[Compared]:
+    """Compare about `steps` steps (never fewer), `per_game` in each game; yields game by game, in order.
+
+    Args:
+        jobs: processes.
+        plain: TextWorld untouched instead of `quickened`, ten times slower.
+    """
+    number = -(-steps // per_game)
+    walks = [(path, seed + turn) for turn, path in enumerate(choose_games(games, number, seed))]
+    play = partial(_compare_game, steps=per_game, plain=plain)
+    if jobs == 1:
+        yield from map(play, walks)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(play, walks)
+
+
+def _compare_game(walk: tuple[Path, int], steps: int, plain: bool) -> Compared:
+    path, seed = walk
+    if plain:
+        return compare_game(path, seed, steps)
+    with quickened():
+        return compare_game(path, seed, steps)
+
+
+def compare_game(path: Path, seed: int, steps: int) -> Compared:
+    """One walk of `steps` commands through both engines."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    theirs, ours = TextWorldGame(path), NativeGame(load_game(content))
+    name, draw = "/".join(path.parts[-4:-1]), random.Random(f"{seed} {path.name}")
+    compared = Compared(games=Counter([kind_of(path)]))
+    compared.differences += _differences(name, 0, "(reset)", theirs.reset(), seen := ours.reset())
+    compared.different += bool(compared.differences)
+    commands = _walk(ours.game, content.get("walkthrough") or ours.plan() or [], draw)
+    command = next(commands)
+    for step in range(1, steps + 1):
+        possible = command.strip() in seen.admissible
+        expected, seen = theirs.step(command), ours.step(command)
+        found = _differences(name, step, command, expected, seen)
+        compared.different += bool(found)
+        compared.differences += found
+        compared.verbs[command.split()[0] if possible else "(refused)"] += 1
+        command = commands.send(expected.admissible)
+    theirs.close()
+    compared.steps = steps
+    return compared
+
+
+def _walk(game: Game, walkthrough: Sequence[str], draw: random.Random) -> Iterator[str]:
+    """Commands of one walk; `send` it the commands that are admissible after each."""
+    admissible: tuple[str, ...] = ("look",)
+    for command in walkthrough:
+        admissible = yield command
+    while True:
+        admissible = yield (_impossible(game, draw) if draw.random() < IMPOSSIBLE else _possible(admissible, draw))
+
+
+def _possible(admissible: Sequence[str], draw: random.Random) -> str:
+    by_verb: dict[str, list[str]] = {}
+    for command in admissible:
+        by_verb.setdefault(command.split()[0], []).append(command)
+    verbs = sorted(by_verb)
+    verb = draw.choices(verbs, [_WEIGHT.get(verb, 2.0) for verb in verbs])[0]
+    commands = by_verb[verb]
+    if verb == "go" and draw.random() < 0.4:  # where something can be done to what is in hand
+        commands = [command for command in commands if command.split()[2] in _APPLIANCES] or commands
+    command = draw.choice(commands)
+    return f"  {command}\n" if draw.random() < 0.02 else command
+
+
+def _impossible(game: Game, draw: random.Random) -> str:
+    """A command that is rarely in the list: well formed about random things, misspelt, or nonsense."""
+    item, other = draw.choice(game.items).name, draw.choice(game.items).name
+    place = draw.choice(game.receptacles).name
+    formed = (
+        f"take {item} from {place}", game.wording.put.format(o=item, r=place), f"open {place}", f"close {place}",
+        f"go to {place}", f"heat {item} with {place}", f"cool {item} with {place}", f"clean {item} with {place}",
+        f"slice {item} with {other}", f"use {item}", f"examine {item}", f"examine {place}", f"Go to {place}",
+        f"go  to {place}", f"put {item} in {place}", f"take {item}",
+    )  # fmt: skip
+    return draw.choice(GARBAGE) if draw.random() < 0.2 else draw.choice(formed)
+
+
+def _differences(game: str, step: int, command: str, theirs: Seen, ours: Seen) -> list[Difference]:
+    found = []
+    for what in ("text", "admissible", "won", "facts"):
+        expected, got = getattr(theirs, what), getattr(ours, what)
+        if expected != got:
+            if what in ("admissible", "facts"):  # only what one of them lacks
+                only = (set(expected) - set(got), set(got) - set(expected))
+                expected, got = (sorted(some) for some in only)
+            found.append(Difference(game, step, command, what, repr(expected), repr(got)))
+    return found
+
+
+# Time ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of one engine. Seconds."""
+
+    load: float  # reading a game's file, per game
+    reset: float  # once the file is read
+    step: float  # with the list of admissible commands
+
+
+def measure(paths: Sequence[Path], steps: int, seed: int) -> tuple[Timing, Timing]:
+    """TextWorld as it is, and the native engine, on the same games with the same commands, game by game in turn.
+
+    The native engine repeats every walk until it has run for a while: a single pass is too short to time.
+    """
+    theirs, ours = [], []
+    for turn, path in enumerate(paths):
+        commands, timing = _time_textworld(path, steps, random.Random(f"{seed} {turn}"))
+        theirs.append(timing)
+        ours.append(_time_native(path, commands))
+    return _mean(theirs), _mean(ours)
+
+
+def _time_textworld(path: Path, steps: int, draw: random.Random) -> tuple[list[str], Timing]:
+    started = perf_counter()
+    game = TextWorldGame(path)
+    loaded = perf_counter()
+    state = game._env.reset()
+    reset = perf_counter()
+    commands, spent = [], 0.0
+    for _ in range(steps):
+        command = _possible(state["admissible_commands"], draw)
+        commands.append(command)
+        before = perf_counter()
+        state, _, _ = game._env.step(command)
+        spent += perf_counter() - before
+    game.close()
+    return commands, Timing(loaded - started, reset - loaded, spent / steps)
+
+
+def _time_native(path: Path, commands: Sequence[str], least: float = 0.2) -> Timing:
+    """Steps through the very class that agents use; resets without its reading of the file."""
+    started = perf_counter()
+    game = load_game(json.loads(path.read_text(encoding="utf-8")))
+    loaded = perf_counter() - started
+    env = HouseholdEnvironment(source="alfworld", data_root=path.parent, images=False)
+    task = Task(path.parent.name, game.task, "", "", game.goal.kind, data={"path": str(path.resolve())})
+    resets = steps = 0
+    resetting = stepping = 0.0
+    while stepping < least:
+        before = perf_counter()
+        NativeGame(game).look()
+        resetting += perf_counter() - before
+        env.reset(task)
+        before = perf_counter()
+        for command in commands:
+            env.step(command)
+        stepping += perf_counter() - before
+        resets, steps = resets + 1, steps + len(commands)
+    return Timing(loaded, resetting / resets, stepping / steps)
+
+
+def _mean(timings: Sequence[Timing]) -> Timing:
+    number = len(timings)
+    return Timing(*(sum(getattr(t, name) for t in timings) / number for name in Timing.__slots__))
+
+
+def live_memory(paths: Sequence[Path]) -> float:
+    """MiB that these games take while all of them are being played natively (allocations, as Python counts them)."""
+    import tracemalloc
+
+    tracemalloc.start()
+    try:
+        games = [NativeGame(load_game(json.loads(path.read_text(encoding="utf-8")))) for path in paths]
+        for game in games:
+            for command in game.reset().admissible:
+                game.step(command)
+        return tracemalloc.get_traced_memory()[0] / 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def by_kind(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {number:,}" for name, number in sorted(counts.items()))
