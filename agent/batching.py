@@ -50,10 +50,16 @@ class Cohort:
             self._flush_if_all_wait()
 
     def _flush_if_all_wait(self) -> None:
+        self._forget_the_cancelled()
         if self._live and len(self._waiting) == self._live:
             asyncio.get_running_loop().call_soon(self._flush)
 
+    def _forget_the_cancelled(self) -> None:
+        """After Ctrl-C nobody waits for these any more."""
+        self._waiting = [waiting for waiting in self._waiting if not waiting[3].done()]
+
     def _flush(self) -> None:
+        self._forget_the_cancelled()
         if len(self._waiting) != self._live:
             return
         waiting, self._waiting = sorted(self._waiting, key=lambda w: w[0]), []

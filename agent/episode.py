@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from agent.batching import Cohort
 from agent.delivery import Delivery
@@ -18,6 +20,7 @@ from executor.prompt import ExecutorRequest, executor_text
 from memory.entry import MemoryEntry
 from memory.trajectory import stated_goal
 
+T = TypeVar("T")
 SOFT_MARK = "▪"  # how records show a soft token's place
 
 
@@ -49,6 +52,35 @@ class CompilerFailure(RuntimeError):
     """The compiler's backend failed for this step."""
 
 
+async def ask(env: Environment, call: Callable[..., T], *arguments: object) -> T:
+    """A call of the environment. One that waits for another process (`in_process = False`) leaves the event loop to the
+    other episodes; for the others a change of thread would cost more than the call."""
+    if getattr(env, "in_process", True):
+        return call(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(None, call, *arguments)
+
+
+class EpisodeExpert:
+    """The environment's expert, for teachers. They ask in the middle of a batch: a failure is kept for the episode that
+    it belongs to, instead of failing the whole batch."""
+
+    def __init__(self, env: Environment) -> None:
+        self._env = env
+        self._failure: EnvironmentFailure | None = None
+
+    def __call__(self) -> list[str] | None:
+        try:
+            return self._env.expert()
+        except EnvironmentFailure as failure:
+            self._failure = failure
+            return None
+
+    def check(self) -> None:
+        """Raise what the environment raised when it was asked."""
+        if self._failure is not None:
+            raise self._failure
+
+
 async def run_episode(
     env: Environment, job: Job, delivery: Delivery, executor: Executor, limits: Limits, cohort: Cohort, index: int
 ) -> Episode:
@@ -60,17 +92,18 @@ async def run_episode(
         memory_text="\n\n".join(entry.text for entry in job.memory),
     )  # fmt: skip
     try:
-        observation, state, history = env.reset(task), BriefState(goal_text(task)), []
+        expert, state, history = EpisodeExpert(env), BriefState(goal_text(task)), []
+        observation = await ask(env, env.reset, task)
         for t in range(limits.max_steps):
             step = StepRecord(t, observation.text, observation.image, observation.admissible, render_brief_state(state))
             episode.steps.append(step)
-            compiled = await _compile(env, job, delivery, state, observation, history, cohort, index, step)
-            await _act(env, job, delivery, executor, state, compiled, observation, history, cohort, index, step)
+            compiled = await _compile(expert, job, delivery, state, observation, history, cohort, index, step)
+            await _act(expert, job, delivery, executor, state, compiled, observation, history, cohort, index, step)
             if compiled is not None:
                 state, step.op_errors = apply_ops(compiled.emission.ops, state)
             step.brief_after = render_brief_state(state)
             started = time.perf_counter()
-            transition = env.step(step.action)
+            transition = await ask(env, env.step, step.action)
             step.seconds["environment"] = time.perf_counter() - started
             step.feedback, step.progress = transition.observation.text, transition.progress
             episode.progress = transition.progress
@@ -90,7 +123,7 @@ async def run_episode(
 
 
 async def _compile(
-    env: Environment, job: Job, delivery: Delivery, state: BriefState, observation: Observation,
+    expert: EpisodeExpert, job: Job, delivery: Delivery, state: BriefState, observation: Observation,
     history: Sequence[str], cohort: Cohort, index: int, step: StepRecord,
 ) -> Compilation | None:  # fmt: skip
     """(M, b_t, o_t) -> emission and soft tokens."""
@@ -98,15 +131,14 @@ async def _compile(
         return None
     request = CompileRequest(
         goal_text(job.task), job.memory, state if delivery.brief_state else None, observation.text, observation.image,
-        tuple(history), env.expert,
+        tuple(history), expert,
     )  # fmt: skip
     try:
         compiled: Compilation
         compiled, step.seconds["compiler"] = await cohort.call(index, delivery.compiler.compile, request)
-    except EnvironmentFailure:
-        raise
     except Exception as error:
         raise CompilerFailure(f"{type(error).__name__}: {error}") from error
+    expert.check()
     step.emission_text, step.emission_kind = compiled.text, str(compiled.emission.kind)
     step.parse_error = str(compiled.parse_error) if compiled.parse_error else None
     step.guidance, step.reason = compiled.emission.guidance, compiled.emission.reason
@@ -121,18 +153,20 @@ async def _compile(
 
 
 async def _act(
-    env: Environment, job: Job, delivery: Delivery, executor: Executor, state: BriefState, compiled: Compilation | None,
-    observation: Observation, history: Sequence[str], cohort: Cohort, index: int, step: StepRecord,
+    expert: EpisodeExpert, job: Job, delivery: Delivery, executor: Executor, state: BriefState,
+    compiled: Compilation | None, observation: Observation, history: Sequence[str], cohort: Cohort, index: int,
+    step: StepRecord,
 ) -> None:  # fmt: skip
     """The executor reads goal, delivery, history and o_t, and decides on one action."""
     delivered = delivery.deliver(job.memory, state, compiled)
     request = ExecutorRequest(
-        goal_text(job.task), delivered, tuple(history), observation.text, observation.admissible, env.expert
+        goal_text(job.task), delivered, tuple(history), observation.text, observation.admissible, expert
     )
     try:
         action, step.seconds["executor"] = await cohort.call(index, executor.act, request)
     except Exception as error:
         raise ExecutorFailure(f"{type(error).__name__}: {error}") from error
+    expert.check()
     step.action, step.grounding, step.executor_text = action.action, str(action.how), action.text
     step.executor_prompt, step.executor_prompt_ids = executor_text(request, SOFT_MARK), action.prompt_ids
     step.tokens |= {"executor_in": action.tokens_in, "executor_out": action.tokens_out}
@@ -142,7 +176,12 @@ def run_episodes(
     make_env: Callable[[], Environment], jobs: Sequence[Job], delivery: Delivery, executor: Executor,
     limits: Limits, concurrency: int = 64, on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:  # fmt: skip
-    """All jobs, at most `concurrency` at a time, each with an environment of its own; results in the order of jobs."""
+    """All jobs, at most `concurrency` at a time, each with an environment of its own; results in the order of jobs.
+
+    Where `make_env` is a pool's `lease` (or anything whose owner has a `capacity`), no more than that run at a time: an
+    episode that waits for a worker would wait for those that wait for it in the cohort.
+    """
+    concurrency = min(concurrency, getattr(getattr(make_env, "__self__", make_env), "capacity", concurrency))
     cohort = Cohort()
 
     def episode_of(job: Job) -> Callable[[int], Awaitable[Episode]]:
@@ -151,11 +190,37 @@ def run_episodes(
             try:
                 episode = await run_episode(env, job, delivery, executor, limits, cohort, index)
             finally:
-                env.close()
+                trouble = await _close(env)
+            episode.error = episode.error or trouble
             if on_episode:
                 on_episode(episode)
             return episode
 
         return run
 
-    return asyncio.run(cohort.run([episode_of(job) for job in jobs], concurrency))
+    async def run_all() -> list[Episode]:
+        # Twice: where the run is interrupted, each call in flight is cut short by a `close` beside it.
+        threads = ThreadPoolExecutor(2 * max(1, concurrency), thread_name_prefix="environment")
+        asyncio.get_running_loop().set_default_executor(threads)
+        awake = asyncio.create_task(_stay_awake())
+        try:
+            return await cohort.run([episode_of(job) for job in jobs], concurrency)
+        finally:
+            awake.cancel()
+
+    return asyncio.run(run_all())
+
+
+async def _stay_awake() -> None:
+    """Ctrl-C is heard only by a loop that turns: one that has just gone to sleep would hear it after the next step."""
+    while True:
+        await asyncio.sleep(0.5)
+
+
+async def _close(env: Environment) -> str:
+    """What went wrong, if anything: the episode is over and stays as it is."""
+    try:
+        await ask(env, env.close)
+    except Exception as error:
+        return f"closing the environment failed: {type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,58 @@
+"""What a worker costs: its start, and a step through it against a direct one.
+
+    python benchmarks/environment_pool.py [--steps 2000] [--images]
+
+Times are medians of single calls on this machine, one worker, nothing else at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+from envs.base import Environment
+from envs.household import HouseholdEnvironment
+from envs.pool import EnvironmentPool, WorkerSpec
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--images", action="store_true")
+    given = parser.parse_args()
+    arguments = {"scenes": {"train": 2, "test": 2}, "images": given.images}
+    direct = HouseholdEnvironment(**arguments)  # type: ignore[arg-type]
+    task = direct.tasks("test")[0]
+    starts = []
+    for _ in range(5):
+        with EnvironmentPool(WorkerSpec("envs.household:HouseholdEnvironment", arguments), 1) as pool:
+            starts.append(seconds(lambda pool=pool: pool.lease().reset(task)))
+    print(f"start of a worker, with its first reset: {statistics.median(starts):.2f} s")
+    with EnvironmentPool(WorkerSpec("envs.household:HouseholdEnvironment", arguments), 1) as pool:
+        remote = pool.lease()
+        for name, measure in (("reset", resets), ("step", steps)):
+            here, there = measure(direct, task, given.steps), measure(remote, task, given.steps)
+            print(
+                f"{name}: {here * 1e6:.0f} us direct, {there * 1e6:.0f} us in a worker: +{(there - here) * 1e6:.0f} us"
+            )
+
+
+def resets(env: Environment, task, n: int) -> float:
+    return statistics.median(seconds(lambda: env.reset(task)) for _ in range(max(1, n // 10)))
+
+
+def steps(env: Environment, task, n: int) -> float:
+    commands = env.reset(task).admissible or ("look",)
+    return statistics.median(seconds(lambda i=i: env.step(commands[i % len(commands)])) for i in range(n))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""Environments in worker processes: started when needed, reused between episodes, replaced when they break.
+
+    with EnvironmentPool(WorkerSpec("envs.household:HouseholdEnvironment", {"images": False}), size=4) as pool:
+        env = pool.lease()  # an `Environment`; run_episodes(pool.lease, jobs, ...) respects the pool's capacity
+
+Every worker leads a process group of its own. One that times out, dies, falls silent or answers garbage is killed with
+its whole group (simulators start processes too), and the episode gets an `EnvironmentFailure` that says what happened;
+the next lease gets a fresh worker, until the restart budget is spent. However the parent ends, its workers end with it:
+by `close`, by garbage collection, at exit, and for every violent end by the kernel (see `worker.die_with_parent`).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from envs.base import EnvironmentFailure, Observation, Task, Transition
+from envs.worker import task_to_json
+from envs.worker_process import HostedError, PoolLimits, Worker, WorkerFailure, WorkerSpec, end_workers
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["EnvironmentPool", "HostedError", "Lease", "PoolCounters", "PoolLimits", "WorkerFailure", "WorkerSpec"]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class PoolCounters:
+    started: int = 0
+    restarted: int = 0  # started in place of a lost one
+    lost: int = 0  # died by themselves or were killed
+    killed: int = 0  # of these, killed by the pool
+    failures: Counter[str] = field(default_factory=Counter)  # by WorkerFailure.name or the hosted exception's name
+
+
+def _end_all(workers: set[Worker], patience_s: float, owner: int) -> None:
+    if os.getpid() == owner:  # a forked copy of the parent must not end the parent's workers
+        end_workers(workers, patience_s)
+        workers.clear()
+
+
+class EnvironmentPool:
+    """At most `capacity` live environments, each in a worker. Thread-safe.
+
+    Attributes:
+        capacity: how many leases may be in an episode at once; `run_episodes` never asks for more.
+        counters: what happened so far.
+    """
+
+    def __init__(self, spec: WorkerSpec, size: int, limits: PoolLimits | None = None) -> None:
+        """No process is started yet.
+
+        Raises:
+            ValueError: a pool of no workers.
+        """
+        if size < 1:
+            raise ValueError(f"a pool needs at least one worker, not {size}")
+        self.spec, self.capacity, self.limits = spec, size, limits or PoolLimits()
+        self.name = spec.factory.rpartition(":")[2]  # until the first worker says its environment's name
+        self.counters = PoolCounters()
+        self._changed = threading.Condition()
+        self._workers: set[Worker] = set()
+        self._idle: list[Worker] = []
+        self._taken = 0
+        self._last_failure = ""
+        self._closed = False
+        self._end = weakref.finalize(self, _end_all, self._workers, self.limits.close_s, os.getpid())
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def lease(self) -> Lease:
+        """An `Environment`. It holds a worker from its first `reset` to `close`."""
+        return Lease(self)
+
+    def tasks(self, split: str) -> list[Task]:
+        """All tasks of a split, as the hosted environment lists them.
+
+        Raises:
+            ValueError, FileNotFoundError: as the hosted environment raises them.
+            EnvironmentFailure: its worker broke.
+        """
+        with self.lease() as lease:
+            return lease.tasks(split)
+
+    def close(self) -> None:
+        """End all workers: idle ones close their environment first, those in the middle of a call are killed."""
+        with self._changed:
+            self._closed = True
+            self._idle.clear()
+            self._changed.notify_all()
+        self._end()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids (and group ids) of the live workers."""
+        with self._changed:
+            return sorted(worker.pid for worker in self._workers)
+
+    def take(self) -> Worker:
+        """A worker at rest or just started (its `name` is None then: say hello first). For `Lease`, which must bring
+        it back by `give_back` or `lose`.
+
+        Raises:
+            EnvironmentFailure: none can be had.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or self._taken < self.capacity, self.limits.lease_s):
+                raise EnvironmentFailure(
+                    f"no worker came free in {self.limits.lease_s:g} s: at most {self.capacity} environments of this "
+                    "pool can be in an episode at once; close some, or make the pool larger"
+                )
+            if self._closed:
+                raise EnvironmentFailure("the environment pool is closed")
+            worker = self._idle.pop() if self._idle else self._start()
+            while worker.name is not None and worker.exited():
+                self._remove(worker, WorkerFailure("died", f"worker {worker.pid} died between two episodes"))
+                worker = self._idle.pop() if self._idle else self._start()
+            self._taken += 1
+            return worker
+
+    def give_back(self, worker: Worker) -> None:
+        """The lease is over. A worker in the middle of a call, or whose environment keeps failing, is ended."""
+        if worker.mid_call:
+            self.lose(worker, WorkerFailure("abandoned", f"worker {worker.pid} was given up in the middle of a call"))
+        elif worker.strikes > 1:
+            self.lose(worker, WorkerFailure("faulty", f"the environment of worker {worker.pid} failed again and again"))
+        else:
+            with self._changed:
+                self._taken -= 1
+                self._idle += [] if self._closed else [worker]
+                self._changed.notify()
+
+    def lose(self, worker: Worker, failure: WorkerFailure) -> None:
+        """The worker failed its lease: kill it."""
+        self._remove(worker, failure)
+        with self._changed:
+            self._taken -= 1
+            self._changed.notify()
+
+    def count(self, failure: str) -> None:
+        """Count a failure that its worker survived."""
+        with self._changed:
+            self.counters.failures[failure] += 1
+
+    def _remove(self, worker: Worker, failure: WorkerFailure) -> None:
+        with self._changed:
+            if worker not in self._workers:  # the pool was closed meanwhile
+                return
+            self._workers.remove(worker)
+            self.counters.killed += not worker.exited()
+            self._count_lost(failure)
+        end_workers([worker], 0.0)
+
+    def _count_lost(self, failure: WorkerFailure) -> None:
+        self.counters.lost += 1
+        self.counters.failures[failure.name] += 1
+        self._last_failure = str(failure)
+
+    def _start(self) -> Worker:
+        counters = self.counters
+        replacing = counters.lost > counters.restarted
+        if replacing and counters.restarted >= self.limits.restarts:
+            raise EnvironmentFailure(
+                f"the pool's restart budget is spent ({self.limits.restarts}): {counters.lost} workers were lost, "
+                f"failures {dict(counters.failures)}; raise PoolLimits.restarts only if that many are expected. "
+                f"The last one: {self._last_failure}"
+            )
+        counters.started += 1
+        counters.restarted += replacing
+        try:
+            worker = Worker(self.spec, self.limits)
+        except WorkerFailure as failure:
+            self._count_lost(failure)
+            raise
+        self._workers.add(worker)
+        return worker
+
+
+class Lease:
+    """An `Environment` whose worker lives in another process, taken at the first call and given back by `close`."""
+
+    in_process = False
+
+    def __init__(self, pool: EnvironmentPool) -> None:
+        self._pool = pool
+        self._worker: Worker | None = None
+        self._closed = False
+        self._lock = threading.Lock()  # `close` may come from another thread than the call it cuts short
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        return self._pool.name
+
+    def tasks(self, split: str) -> list[Task]:
+        """As `Environment.tasks`."""
+        try:
+            value, _ = self._call("tasks", self._pool.limits.tasks_s, split=split)
+        except HostedError as error:
+            known = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
+            if error.type in known:
+                raise known[error.type](error.plain_message) from error
+            raise
+        return self._decoded("tasks", lambda: [_task(fields) for fields in value])
+
+    def reset(self, task: Task) -> Observation:
+        """As `Environment.reset`; takes a worker first if this lease has none.
+
+        Raises:
+            EnvironmentFailure: as every call; after one that cost the worker, `reset` starts with a fresh one.
+        """
+        value, blobs = self._call("reset", self._pool.limits.reset_s, task=task_to_json(task))
+        return self._decoded("reset", lambda: _observation(value, blobs))
+
+    def step(self, action: str) -> Transition:
+        """As `Environment.step`."""
+        value, blobs = self._call("step", self._pool.limits.step_s, action=action)
+        return self._decoded("step", lambda: _transition(value, blobs))
+
+    def expert(self) -> list[str] | None:
+        """As `Environment.expert`."""
+        value, _ = self._call("expert", self._pool.limits.expert_s)
+        return self._decoded("expert", lambda: None if value is None else [str(command) for command in value])
+
+    def close(self) -> None:
+        """Give the worker back. One in the middle of a call (of another thread, or interrupted) is killed."""
+        with self._lock:
+            self._closed = True
+        worker = self._detach()
+        if worker is not None:
+            self._pool.give_back(worker)
+
+    def _call(self, name: str, limit_s: float, **arguments: Any) -> tuple[Any, list[bytes]]:
+        worker = self._hold(name)
+        try:
+            if worker.name is None:
+                worker.hello()
+                self._pool.name = worker.name or ""
+            answer = worker.call(name, limit_s, **arguments)
+        except WorkerFailure as failure:
+            self._lose(failure)
+            raise
+        except HostedError as error:
+            worker.strikes += name in ("reset", "step")
+            self._pool.count(error.type)
+            raise
+        if name == "step":
+            worker.strikes = 0
+        return answer
+
+    def _hold(self, name: str) -> Worker:
+        """The worker, marked as being in a call: a `close` from now on kills it, an earlier one forbids the call."""
+        if self._worker is None and name in ("reset", "tasks") and not self._closed:
+            self._adopt(self._pool.take())
+        with self._lock:
+            if self._closed:
+                raise EnvironmentFailure(f"{name}: this environment is closed; lease another one")
+            if self._worker is None:
+                raise EnvironmentFailure(f"{name}: no live episode: call reset(task) first")
+            self._worker.mid_call = True
+            return self._worker
+
+    def _adopt(self, worker: Worker) -> None:
+        with self._lock:
+            if not self._closed:
+                self._worker = worker
+                return
+        self._pool.give_back(worker)
+
+    def _decoded(self, name: str, decode: Callable[[], T]) -> T:
+        worker = self._worker
+        try:
+            return decode()
+        except Exception as error:  # whatever a picture or record may hold: garbage is garbage
+            if worker is None:
+                raise
+            failure = worker.garbled(name, error)
+            self._lose(failure)
+            raise failure from error
+
+    def _lose(self, failure: WorkerFailure) -> None:
+        worker = self._detach()
+        if worker is not None:
+            self._pool.lose(worker, failure)
+
+    def _detach(self) -> Worker | None:
+        """The worker, for whoever is first to part with it."""
+        with self._lock:
+            worker, self._worker = self._worker, None
+        return worker
+
+
+def _task(fields: Mapping[str, Any]) -> Task:
+    return Task(**{**fields, "isolation": {key: tuple(labels) for key, labels in fields["isolation"].items()}})
+
+
+def _observation(value: Mapping[str, Any], blobs: list[bytes]) -> Observation:
+    commands = value["admissible"]
+    image = _image(blobs[0]) if value["image"] else None
+    return Observation(value["text"], image, None if commands is None else tuple(commands))
+
+
+def _transition(value: Mapping[str, Any], blobs: list[bytes]) -> Transition:
+    observation = _observation(value["observation"], blobs)
+    return Transition(observation, value["progress"], value["success"], value["done"])
+
+
+def _image(data: bytes) -> Image:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+        return image.copy()

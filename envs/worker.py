@@ -1,0 +1,302 @@
+"""One environment in a process, and if need be an interpreter, of its own.
+
+    PYTHON envs/worker.py --factory module:Class --arguments '{"seed": 0}' --socket FD
+
+`envs.pool` starts it so; nobody else needs to. Only the standard library is imported here, and Python 3.9 is enough, so
+that a simulator pinned to an old interpreter can be hosted there. The hosted object is one of
+
+- an environment of ours (`envs.base.Environment`), or
+- a plain object, where `envs.base` cannot be imported: tasks(split) -> list of dicts (fields of `envs.base.Task`),
+  reset(task dict) -> {"text": str, "image": PNG bytes, PIL image or None, "admissible": list or None},
+  step(action) -> {"observation": as above, "progress": float, "success": bool, "done": bool}, and if it has them
+  expert() -> list or None and close(). Its attribute `plain = True` says so where `envs.base` happens to be imported.
+
+Frames on the socket, in both directions: the mark, the length of a JSON object, the object, and the blobs (PNG
+pictures) whose lengths the object lists. A request is {"call": name, ...}, its answer {"ok": value} or {"error":
+{"type", "message"}}; the first answer is for the start. While a call runs {"beat": true} comes every few moments, which
+tells a slow worker from a stopped one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import io
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+MARK = b"MCW1"
+HEAD = struct.Struct("!4sI")
+FRAME_LIMIT = 64 * 2**20  # bytes; a 4k picture as PNG stays far below
+TASK_FIELDS = ("id", "goal", "scene", "split", "kind", "family", "data", "isolation")
+PNG_MARK = b"\x89PNG\r\n\x1a\n"
+
+Value = tuple[Any, list[bytes]]  # a JSON-ready answer and the pictures that it refers to by position
+
+
+class FrameError(RuntimeError):
+    """What came is no frame, or is one over the limit."""
+
+
+class Channel:
+    """Frames over a socket; both ends use it. Not thread-safe: each end has one reader and guards its writers."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+
+    def send(self, header: Mapping[str, Any], blobs: Sequence[bytes] = (), until: float | None = None) -> None:
+        """Send one frame, before the moment `until` (of `time.monotonic`, seconds).
+
+        Raises:
+            FrameError: over the limit; nothing was sent.
+            OSError: a time-out, or the other end is gone.
+        """
+        body = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
+        _check_size(len(body) + sum(map(len, blobs)))
+        self._wait_until(until)
+        self._sock.sendall(b"".join([HEAD.pack(MARK, len(body)), body, *blobs]))
+
+    def receive(self, until: float | None = None) -> tuple[dict[str, Any], list[bytes]]:
+        """The next frame, whole before the moment `until`.
+
+        Raises:
+            EOFError: the other end is gone.
+            FrameError: what came is no frame, or is over the limit.
+            OSError: a time-out, or the connection broke.
+        """
+        mark, length = HEAD.unpack(self._read(HEAD.size, until))
+        if mark != MARK:
+            raise FrameError(f"expected a frame, got {mark!r}")
+        _check_size(length)
+        try:
+            header = json.loads(self._read(length, until))
+            sizes = [int(size) for size in header.pop("blobs")]
+            assert min(sizes, default=0) >= 0
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+            raise FrameError(f"a frame's head is not as agreed: {error!r}") from error
+        _check_size(length + sum(sizes))
+        return header, [self._read(size, until) for size in sizes]
+
+    def _read(self, size: int, until: float | None) -> bytes:
+        while len(self._buffer) < size:
+            self._wait_until(until)
+            chunk = self._sock.recv(max(65536, size - len(self._buffer)))
+            if not chunk:
+                raise EOFError
+            self._buffer += chunk
+        data = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return data
+
+    def _wait_until(self, until: float | None) -> None:
+        if until is not None:
+            self._sock.settimeout(max(1e-3, until - time.monotonic()))
+
+
+def _check_size(size: int) -> None:
+    if size > FRAME_LIMIT:
+        raise FrameError(f"a frame of {size} bytes is over the limit of {FRAME_LIMIT}: send less at once")
+
+
+def field(record: Any, name: str, *default: Any) -> Any:
+    """A field of a dict or an attribute of a record; without a default it must exist."""
+    if isinstance(record, Mapping):
+        return record.get(name, *default) if default else record[name]
+    return getattr(record, name, *default)
+
+
+def task_to_json(task: Any) -> dict[str, Any]:
+    """A task, ours or a dict, as a JSON-ready dict."""
+    made = {name: field(task, name, "") for name in TASK_FIELDS[:6]}
+    data, isolation = field(task, "data", {}), field(task, "isolation", {})
+    return {**made, "data": dict(data), "isolation": {key: list(labels) for key, labels in isolation.items()}}
+
+
+def png(image: Any) -> bytes:
+    """A picture as PNG, as it is where it already is one."""
+    if isinstance(image, (bytes, bytearray)):
+        if not image.startswith(PNG_MARK):
+            raise TypeError("image bytes must be PNG")
+        return bytes(image)
+    if not callable(getattr(image, "save", None)):
+        raise TypeError(f"image must be PNG bytes, a PIL image or None, not {type(image).__name__}")
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", compress_level=1)  # loopback is faster than zlib's best
+    return buffer.getvalue()
+
+
+class Hosted:
+    """The hosted object, with answers as JSON and pictures."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.plain = getattr(inner, "plain", "envs.base" not in sys.modules)
+
+    def ping(self) -> Value:
+        name = getattr(self.inner, "name", type(self.inner).__name__)
+        return {"name": str(name), "python": sys.version.split()[0], "pid": os.getpid()}, []
+
+    def tasks(self, split: str) -> Value:
+        return [task_to_json(task) for task in self.inner.tasks(split)], []
+
+    def reset(self, task: dict[str, Any]) -> Value:
+        return self._observation(self.inner.reset(task if self.plain else self._our_task(task)))
+
+    def step(self, action: str) -> Value:
+        made = self.inner.step(action)
+        observation, blobs = self._observation(field(made, "observation"))
+        return {
+            "observation": observation, "progress": float(field(made, "progress")),
+            "success": bool(field(made, "success")), "done": bool(field(made, "done")),
+        }, blobs  # fmt: skip
+
+    def expert(self) -> Value:
+        plan = self.inner.expert() if hasattr(self.inner, "expert") else None
+        return (None if plan is None else [str(command) for command in plan]), []
+
+    def close(self) -> Value:
+        if hasattr(self.inner, "close"):
+            self.inner.close()
+        return None, []
+
+    @staticmethod
+    def _our_task(task: dict[str, Any]) -> Any:
+        from envs.base import Task
+
+        return Task(**{**task, "isolation": {key: tuple(labels) for key, labels in task["isolation"].items()}})
+
+    @staticmethod
+    def _observation(observation: Any) -> Value:
+        image, admissible = field(observation, "image", None), field(observation, "admissible", None)
+        blobs = [] if image is None else [png(image)]
+        commands = None if admissible is None else [str(command) for command in admissible]
+        return {"text": str(field(observation, "text")), "admissible": commands, "image": bool(blobs)}, blobs
+
+
+class Line:
+    """The worker's end of the channel: answers calls, and beats while one runs."""
+
+    def __init__(self, channel: Channel, beat_s: float) -> None:
+        self._channel, self._beat_s = channel, beat_s
+        self._lock = threading.Lock()
+        self._busy = False
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def answer(self, call: Callable[[], Value]) -> bool:
+        """Run a call and send its answer. An exception is an answer too: False is returned for it.
+
+        Raises:
+            OSError: the parent is gone.
+        """
+        self._busy = True
+        try:
+            value, blobs = call()
+            self._reply({"ok": value}, blobs)
+            return True
+        except Exception as error:  # the environment's, or an answer that is no JSON or too large
+            traceback.print_exc()  # the whole story goes to stderr, whose last words the pool keeps
+            self._reply({"error": {"type": type(error).__name__, "message": str(error)[:4000]}})
+            return False
+
+    def _reply(self, header: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        with self._lock:
+            self._channel.send(header, blobs)
+            self._busy = False  # under the lock: no beat may follow the answer
+
+    def _beat(self) -> None:
+        parent = os.getppid()
+        while os.getppid() == parent:
+            with self._lock:
+                if self._busy:
+                    try:
+                        self._channel.send({"beat": True})
+                    except OSError:
+                        break
+            time.sleep(self._beat_s)
+        end_group()
+
+
+def end_group() -> None:
+    """End this process and all that the hosted environment has started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill the whole group when the parent is gone, however it went and whatever we do then.
+
+    Standard input is a pipe that the parent holds open and never writes to. Its end raises a signal that the kernel
+    sends (Linux); a group that is stopped or holds the interpreter's lock dies too. A parent-death signal
+    (PR_SET_PDEATHSIG) would spare the grandchildren, and strike when the *thread* that started us ends. Elsewhere the
+    end of the socket and the parent's id are what tells us.
+    """
+    import fcntl
+
+    lifeline = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nothing that the environment starts reads from, or keeps, the line
+    if hasattr(fcntl, "F_SETSIG") and os.getpgrp() == os.getpid():
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def make(factory: str, arguments: Mapping[str, Any]) -> Any:
+    """The hosted object: module:Class called with the arguments."""
+    module, colon, name = factory.partition(":")
+    if not colon:
+        raise ValueError(f"a factory is written module:Class, not {factory!r}")
+    return getattr(importlib.import_module(module), name)(**arguments)
+
+
+def serve(channel: Channel, line: Line, factory: str, arguments: str) -> int:
+    """Build the environment, then answer calls until `close`; the exit status."""
+    calls: dict[str, Callable[..., Value]] = {}
+
+    def start() -> Value:
+        hosted = Hosted(make(factory, json.loads(arguments)))
+        calls.update({name: getattr(hosted, name) for name in ("tasks", "reset", "step", "expert", "close", "ping")})
+        return hosted.ping()
+
+    if not line.answer(start):
+        return 1
+    while True:
+        request, _ = channel.receive()
+        name = request.pop("call")
+        line.answer(functools.partial(calls[name], **request))
+        if name == "close":
+            return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Host one environment for envs.pool.")
+    parser.add_argument("--factory", required=True, help="module:Class")
+    parser.add_argument("--arguments", default="{}", help="keyword arguments as a JSON object")
+    parser.add_argument("--socket", type=int, required=True, help="inherited file descriptor of the pool's socket")
+    parser.add_argument("--beat", type=float, default=1.0, help="seconds between signs of life while a call runs")
+    options = parser.parse_args()
+    here = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]  # "base" is no top-level module
+    die_with_parent()
+    os.set_inheritable(options.socket, False)
+    channel = Channel(socket.socket(fileno=options.socket))
+    try:
+        return serve(channel, Line(channel, options.beat), options.factory, options.arguments)
+    except (EOFError, OSError):  # the parent is gone
+        end_group()
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

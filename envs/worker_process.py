@@ -1,0 +1,257 @@
+"""One worker process as its parent sees it: start, call, tell how it failed, end. `envs.pool` is what to use."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from envs.base import EnvironmentFailure
+from envs.worker import Channel, FrameError
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = Path(__file__).resolve().with_name("worker.py")
+TAIL = 2000  # bytes of a worker's last words that failures quote
+GRACE_S = 1.0  # between SIGTERM and SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker hosts and in which Python.
+
+    Attributes:
+        factory: "module:Class". The repository is put on the worker's PYTHONPATH only if the module is in it.
+        arguments: keyword arguments of the factory, JSON-ready.
+        python: interpreter (3.9 or newer) to start; None for this one.
+        env: environment variables to add.
+    """
+
+    factory: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    python: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """How long each call may take, in seconds, and how many workers may be replaced before the pool gives up."""
+
+    start_s: float = 180.0
+    tasks_s: float = 180.0
+    reset_s: float = 120.0
+    step_s: float = 60.0
+    expert_s: float = 120.0
+    close_s: float = 5.0
+    lease_s: float = 600.0  # how long a lease waits for a worker to come free
+    beat_s: float = 1.0  # between signs of life while a call runs
+    silence_s: float = 30.0  # without any sign of life: stopped. Above what a C call may hold the interpreter's lock
+    restarts: int = 100
+
+
+class WorkerFailure(EnvironmentFailure):
+    """A worker broke and was killed. `name`: start | timeout | died | silent | garbled | abandoned | faulty."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class HostedError(EnvironmentFailure):
+    """The hosted environment raised; its worker lives on. `type`: the exception's name there."""
+
+    def __init__(self, type: str, call: str, message: str) -> None:
+        super().__init__(message if type == "EnvironmentFailure" else f"{type} in {call}: {message}")
+        self.type, self.plain_message = type, message
+
+
+class Worker:
+    """The parent's side of one worker process. One call at a time."""
+
+    def __init__(self, spec: WorkerSpec, limits: PoolLimits) -> None:
+        self.limits = limits
+        self.name: str | None = None  # the environment's, once it is built
+        self.mid_call = True  # True also after a call was interrupted: the stream is out of step then
+        self.strikes = 0  # errors of the hosted environment since it last made a step
+        ours, theirs = socket.socketpair()
+        command = [
+            spec.python or sys.executable, str(SCRIPT), "--factory", spec.factory,
+            "--arguments", json.dumps(dict(spec.arguments)), "--socket", str(theirs.fileno()),
+            "--beat", str(limits.beat_s),
+        ]  # fmt: skip
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0,
+                env=_variables(spec), pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            raise WorkerFailure("start", f"cannot start {command[0]}: {error}; set WorkerSpec.python") from error
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        self._sock, self._channel = ours, Channel(ours)
+        self._burial = threading.Lock()
+        self._buried = False
+        self._tail = bytearray()
+        self._drain = threading.Thread(target=self._read_output, daemon=True)
+        self._drain.start()
+
+    def hello(self) -> None:
+        """Wait until the environment is built.
+
+        Raises:
+            WorkerFailure: "start" if the factory raised; else as `call`.
+        """
+        try:
+            value, _ = self._answer("start", time.monotonic() + self.limits.start_s, self.limits.start_s)
+            self.name = str(value["name"])
+        except HostedError as error:
+            raise self._failure("start", f"could not build its environment: {error}") from error
+
+    def call(self, name: str, limit_s: float, **arguments: Any) -> tuple[Any, list[bytes]]:
+        """One call and its answer.
+
+        Raises:
+            HostedError: the environment raised; the worker lives on.
+            WorkerFailure: the worker is of no more use and must be ended.
+        """
+        deadline = time.monotonic() + limit_s
+        self.mid_call = True
+        try:
+            self._channel.send({"call": name, **arguments}, until=deadline)
+        except (FrameError, TypeError, ValueError) as error:  # nothing was sent
+            self.mid_call = False
+            raise HostedError(type(error).__name__, name, f"the request cannot be sent: {error}") from error
+        except TimeoutError as error:
+            raise self._failure("silent", f"takes no request for {limit_s:g} s", name) from error
+        except OSError as error:
+            raise self._failure("died", f"died ({self._exit()})", name) from error
+        return self._answer(name, deadline, limit_s)
+
+    def _answer(self, name: str, deadline: float, limit_s: float) -> tuple[Any, list[bytes]]:
+        while True:
+            silence = time.monotonic() + self.limits.silence_s
+            try:
+                header, blobs = self._channel.receive(min(deadline, silence))
+            except TimeoutError as error:
+                if time.monotonic() < deadline:
+                    what = f"gave no sign of life for {self.limits.silence_s:g} s"
+                    raise self._failure("silent", what, name) from error
+                raise self._failure(
+                    "timeout", f"timed out after {limit_s:g} s", name, f"raise PoolLimits.{name}_s if it is only slow"
+                ) from error
+            except (EOFError, OSError) as error:
+                raise self._failure("died", f"died ({self._exit()})", name) from error
+            except FrameError as error:
+                raise self._failure("garbled", f"sent garbage ({error})", name) from error
+            if "ok" in header:
+                self.mid_call = False
+                return header["ok"], blobs
+            if "error" in header:
+                self.mid_call = False
+                raise HostedError(str(header["error"]["type"]), name, str(header["error"]["message"]))
+
+    def garbled(self, name: str, error: Exception) -> WorkerFailure:
+        """The failure for an answer that came whole but is not what `name` should answer."""
+        return self._failure("garbled", f"sent an answer that is not as agreed ({error!r})", name)
+
+    def exited(self) -> bool:
+        """Whether the process is gone. It is not reaped, so that its number stays its own until its group is killed."""
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        except ChildProcessError:
+            return True
+
+    def signal(self, *numbers: int) -> None:
+        """Send signals to the whole group."""
+        with self._burial, contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: nobody left
+            for number in numbers if not self._buried else ():
+                os.killpg(self.pid, number)
+
+    def ask_to_close(self) -> None:
+        """Let an idle environment clean up and leave, without waiting for it."""
+        try:
+            if not self.mid_call:
+                self._channel.send({"call": "close"}, until=time.monotonic() + 0.1)
+                return
+        except OSError:
+            pass
+        self.terminate()
+
+    def terminate(self) -> None:
+        """Ask the whole group to end. A stopped process hears it only once it is continued."""
+        self.signal(signal.SIGTERM, signal.SIGCONT)
+
+    def bury(self) -> None:
+        """Kill what is left of the group, reap the leader and free what it held here."""
+        self.signal(signal.SIGKILL)
+        with self._burial:
+            self._process.wait()
+            self._buried = True  # the number may belong to somebody else from now on
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that still waits for an answer
+            self._sock.close()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def _failure(self, name: str, what: str, call: str = "", advice: str = "") -> WorkerFailure:
+        self._drain.join(0.2 if self.exited() else 0.0)
+        tail = self._tail.decode(errors="replace").strip()
+        where = f" in {call}" if call else ""
+        words = f"; its last words:\n{tail}" if tail else ""
+        return WorkerFailure(name, f"worker {self.pid} {what}{where}{'; ' + advice if advice else ''}{words}")
+
+    def _exit(self) -> str:
+        """How the process ended. Its socket closes a moment before that is known."""
+        end = time.monotonic() + 1.0
+        while not self.exited() and time.monotonic() < end:
+            time.sleep(0.005)
+        with self._burial, contextlib.suppress(ChildProcessError):
+            result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) if not self._buried else None
+            if result is not None and result.si_code == os.CLD_EXITED:
+                return f"exit {result.si_status}"
+            if result is not None:
+                return f"killed by {signal.Signals(result.si_status).name}"
+        return "ended by the pool" if self._buried else "closed its socket"
+
+    def _read_output(self) -> None:
+        stream = self._process.stdout
+        assert stream is not None
+        with stream:
+            while chunk := stream.read(4096):
+                self._tail += chunk
+                del self._tail[:-TAIL]
+
+
+def _variables(spec: WorkerSpec) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or spec.python is None}
+    variables = {**inherited, **spec.env}
+    module = ROOT.joinpath(*spec.factory.partition(":")[0].split("."))
+    if module.with_suffix(".py").is_file() or module.is_dir():
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))
+    return variables
+
+
+def end_workers(workers: Iterable[Worker], patience_s: float) -> None:
+    """End workers together: politely for `patience_s`, then SIGTERM, then SIGKILL; all their groups are gone after."""
+    everyone = list(workers)
+    waiting = everyone
+    for seconds, act in ((patience_s, Worker.ask_to_close), (GRACE_S, Worker.terminate)):
+        until = time.monotonic() + seconds
+        if seconds:
+            for worker in waiting:
+                act(worker)
+        while (waiting := [worker for worker in waiting if not worker.exited()]) and time.monotonic() < until:
+            time.sleep(0.002)
+    for worker in everyone:
+        worker.bury()
