@@ -1,0 +1,382 @@
+"""What runs inside EmbodiedBench's own Python: its four environment classes behind the worker's plain contract.
+
+    reset(task) -> {"text", "image", "admissible"}
+    step(action) -> {"observation", "progress", "success", "done"}
+
+`image` is a PNG as bytes. Python 3.9; nothing but the standard library, EmbodiedBench, and the numpy and Pillow that
+it depends on. Written against EmbodiedBench at commit fc59f55; `_Benchmark` and its children hold what differs.
+
+An action is the text of a skill (or its number). One that is no skill never reaches the simulator: as in
+EmbodiedBench's own evaluators it counts as an invalid action, costs no environment step, and ends the episode at the
+invalid-action limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from envs.embodiedbench import tasks as task_files
+
+START = "The episode begins. The picture shows what the robot sees."
+MAX_UNKNOWN_ACTIONS = 10  # in a row, where the environment class counts none itself (EB-Navigation's evaluator: 10)
+VOXELS, ANGLES = 100, 120  # EB-Manipulation: places are voxels of the table's space, angles steps of three degrees
+
+
+class HostedEmbodiedBench:
+    """One simulator of one benchmark, started at the first reset and again only when the next task needs another.
+
+    Args:
+        benchmark: "eb_alfred", "eb_habitat", "eb_navigation" or "eb_manipulation".
+        home: the checkout of EmbodiedBench; "" where the package `embodiedbench` is installed from one.
+        data_root: where `tasks` looks for task files; "" for the checkout.
+        resolution: side of the square picture, in pixels.
+    """
+
+    plain = True  # dicts in and out, also where `envs.base` could be imported
+
+    def __init__(self, benchmark: str, home: str = "", data_root: str = "", resolution: int = 500) -> None:
+        if benchmark not in BENCHMARKS:
+            raise ValueError(f"no benchmark {benchmark!r}; there are: {', '.join(BENCHMARKS)}")
+        self.name = benchmark
+        self.home = _checkout(home)
+        self.data_root = str(Path(data_root).resolve()) if data_root else self.home
+        self.benchmark: _Benchmark = BENCHMARKS[benchmark](resolution)
+        self.env: Any = None
+        self._eval_set = ""
+        self._unknown, self._success, self._progress, self._done = 0, 0.0, 0.0, True
+        self._image: bytes | None = None
+        self._extra = ""
+
+    def tasks(self, split: str) -> list[dict[str, Any]]:
+        """A split's tasks: from files where there are any, else from the simulator (a start of it, or minutes)."""
+        try:
+            return task_files.list_tasks(self.name, split, self.data_root)
+        except task_files.NoTaskFile as missing:
+            if not self.benchmark.lists_its_tasks:
+                raise FileNotFoundError(str(missing)) from missing  # by a name that the pool knows
+            self._start(split)
+            self._done = True  # listing may have moved the simulator away from a running episode
+            return self.benchmark.list_tasks(self.env, split)
+
+    def reset(self, task: dict[str, Any]) -> dict[str, Any]:
+        self._start(task["data"].get("eval_set", self.benchmark.any_eval_set))
+        self.benchmark.select(self.env, task)
+        pixels = self.env.reset()
+        said = self.env.episode_language_instruction
+        if said.strip() != task["goal"]:
+            raise RuntimeError(
+                f"asked for the episode {task['goal']!r}, the simulator started {said!r}: the task files and"
+                " EmbodiedBench's data are not of one version; list the tasks again"
+            )
+        self._unknown, self._success, self._progress, self._done = 0, 0.0, 0.0, False
+        return self._observation(START, pixels)
+
+    def step(self, action: str) -> dict[str, Any]:
+        if self._done:
+            raise RuntimeError("no episode is running: call reset first")
+        skill = self.benchmark.skill(self.env, action)
+        if skill is None:
+            return self._refuse(action)
+        self._unknown = 0
+        pixels, _, done, info = self.env.step(skill)
+        self._success = float(info["task_success"])
+        self._progress = max(float(info.get("task_progress", 0.0)), self._success)
+        self._done = bool(done) or self._success > 0
+        return self._transition(str(info["env_feedback"]), pixels)
+
+    def expert(self) -> list[str] | None:
+        """None: EmbodiedBench ships no planner."""
+        return None
+
+    def close(self) -> None:
+        if self.env is not None:
+            env, self.env, self._eval_set, self._done = self.env, None, "", True
+            env.close()
+
+    def _start(self, eval_set: str) -> None:
+        if self.env is None or (eval_set != self._eval_set and not self.benchmark.one_for_all_sets):
+            self.close()
+            os.chdir(self.home)  # EmbodiedBench finds its scenes relative to its checkout
+            self.env = self.benchmark.make(eval_set)
+            self._eval_set = eval_set
+
+    def _refuse(self, action: str) -> dict[str, Any]:
+        """An action that is no skill: EmbodiedBench's evaluators count it and do not step."""
+        self._unknown += 1
+        used, limit = self._unknown, MAX_UNKNOWN_ACTIONS
+        if hasattr(self.env, "_cur_invalid_actions"):
+            self.env._cur_invalid_actions += 1
+            used, limit = self.env._cur_invalid_actions, self.env._max_invalid_actions
+        self._done = used >= limit
+        return self._transition(f"Last action is invalid. {self.benchmark.why_not(action)}", None)
+
+    def _transition(self, text: str, pixels: Any) -> dict[str, Any]:
+        return {
+            "observation": self._observation(text, pixels),
+            "progress": min(max(self._progress, 0.0), 1.0),
+            "success": self._success > 0,
+            "done": self._done,
+        }
+
+    def _observation(self, text: str, pixels: Any) -> dict[str, Any]:
+        """`pixels` as the environment returned them; None for "as before"."""
+        if pixels is not None:
+            self._image = self.benchmark.picture(self.env, pixels)
+            self._extra = self.benchmark.extra_text(self.env)
+        skills = self.benchmark.skills(self.env)
+        admissible = None if skills is None else list(dict.fromkeys(skills))
+        said = f"{text}\n{self._extra}" if self._extra else text
+        return {"text": said, "image": self._image, "admissible": admissible}
+
+
+def _checkout(home: str) -> str:
+    """The folder that holds the package `embodiedbench`, made importable."""
+    if home:
+        folder = Path(home).resolve()
+        if not (folder / "embodiedbench").is_dir():
+            raise FileNotFoundError(f"{folder} holds no folder 'embodiedbench': name a checkout of EmbodiedBench")
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+        return str(folder)
+    found = importlib.util.find_spec("embodiedbench")
+    places = list(found.submodule_search_locations or []) if found else []
+    if not places:
+        raise ModuleNotFoundError(
+            f"{sys.executable} has no package 'embodiedbench': run `pip install -e .` in its checkout with that Python,"
+            " or name the checkout as home"
+        )
+    return str(Path(places[0]).resolve().parent)
+
+
+# --- what differs between the four ---
+
+
+class _Benchmark:
+    """EB-ALFRED's and EB-Navigation's way, which the other two change: a task is an entry put into `env.dataset`."""
+
+    module = ""
+    class_name = ""
+    any_eval_set = "base"
+    one_for_all_sets = True  # the entry carries all, so that one simulator plays every split
+    lists_its_tasks = False
+
+    def __init__(self, resolution: int) -> None:
+        self.resolution = resolution
+
+    def make(self, eval_set: str) -> Any:
+        module = self.load()
+        return getattr(module, self.class_name)(eval_set=self.any_eval_set, resolution=self.resolution)
+
+    def load(self) -> Any:
+        try:
+            return importlib.import_module(self.module)
+        except ImportError as error:
+            what = f"{sys.executable} cannot import {self.module}: {error}"
+            raise ImportError(f"{what}; `memcompiler doctor` says what is missing") from error
+
+    def select(self, env: Any, task: dict[str, Any]) -> None:
+        """Make `env.reset()` start this task: all four count with `_current_episode_num`."""
+        env.dataset, env.number_of_episodes, env._current_episode_num = [self.entry(task)], 1, 0
+
+    def entry(self, task: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def list_tasks(self, env: Any, split: str) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def skills(self, env: Any) -> list[str] | None:
+        return env.language_skill_set
+
+    def skill(self, env: Any, action: str) -> Any:
+        return skill_index(action, env.language_skill_set)
+
+    def why_not(self, action: str) -> str:
+        return f"{action.strip()!r} is not in the list of skills."
+
+    def picture(self, env: Any, pixels: Any) -> bytes | None:
+        return png(pixels.get("head_rgb"))
+
+    def extra_text(self, env: Any) -> str:
+        return ""
+
+
+class _Alfred(_Benchmark):
+    module, class_name = "embodiedbench.envs.eb_alfred.EBAlfEnv", "EBAlfEnv"
+
+    def load(self) -> Any:
+        module = super().load()
+        if os.environ.get("DISPLAY"):  # the module has display 1 built in
+            module.X_DISPLAY = os.environ["DISPLAY"].rsplit(":", 1)[-1].split(".")[0]
+        return module
+
+    def entry(self, task: dict[str, Any]) -> Any:
+        data = task["data"]
+        return {"task": data["task"], "repeat_idx": int(data["repeat_idx"]), "instruction": data["instruction"]}
+
+
+class _Navigation(_Benchmark):
+    module, class_name = "embodiedbench.envs.eb_navigation.EBNavEnv", "EBNavigationEnv"
+
+    def entry(self, task: dict[str, Any]) -> Any:
+        return json.loads(task["data"]["entry"])
+
+
+class _Habitat(_Benchmark):
+    module, class_name = "embodiedbench.envs.eb_habitat.EBHabEnv", "EBHabEnv"
+    one_for_all_sets = False
+    lists_its_tasks = True
+
+    def make(self, eval_set: str) -> Any:
+        module = self.load()
+        file = Path(module.__file__).parent / "datasets" / f"{eval_set}.pickle"
+        if not file.exists():
+            raise FileNotFoundError(f"EB-Habitat has no data set {file}")
+        if eval_set not in module.ValidEvalSets:  # its list holds the test sets only; training sets load the same way
+            module.ValidEvalSets.append(eval_set)
+        return module.EBHabEnv(eval_set=eval_set, resolution=self.resolution)
+
+    def select(self, env: Any, task: dict[str, Any]) -> None:
+        """Habitat shuffles its episodes when it loads them, so an episode is found by what it says."""
+        for index, episode in enumerate(env.dataset.episodes):
+            if task_files.fingerprint(_record(episode)) == task["data"]["fingerprint"]:
+                _habitat_core(env).current_episode = episode  # habitat's own way to choose what reset starts
+                env._current_episode_num = index
+                return
+        raise RuntimeError(f"EB-Habitat's data set holds no episode {task['id']} ({task['goal']!r})")
+
+    def list_tasks(self, env: Any, split: str) -> list[dict[str, Any]]:
+        """In the file's order, which EmbodiedBench keeps as the episodes' numbers."""
+        episodes = sorted(env.dataset.episodes, key=lambda episode: int(episode.episode_id))
+        return [task_files.habitat_task(_record(episode), split) for episode in episodes]
+
+
+class _Manipulation(_Benchmark):
+    """Seven whole numbers instead of a skill: x, y, z (voxels), roll, pitch, yaw (steps of 3 degrees), gripper."""
+
+    module, class_name = "embodiedbench.envs.eb_manipulation.EBManEnv", "EBManEnv"
+    one_for_all_sets = False
+    lists_its_tasks = True
+
+    def make(self, eval_set: str) -> Any:
+        size = (self.resolution, self.resolution)
+        # No render mode: the film camera is not used, and its default asks for a window.
+        return self.load().EBManEnv(eval_set=eval_set, img_size=size, render_mode=None)
+
+    def select(self, env: Any, task: dict[str, Any]) -> None:
+        env._current_episode_num = int(task["data"]["index"])
+
+    def list_tasks(self, env: Any, split: str) -> list[dict[str, Any]]:
+        """Only the scene files hold the instructions, so each scene is loaded once."""
+        listed = []
+        for index in range(env.number_of_episodes):
+            env._current_episode_num = index
+            env.reset()
+            kind, files = env.dataset[index][-1], Path(env.dataset[index][3]).parts
+            variation, episode = ([part for part in files if part.startswith(p)][-1] for p in ("variation", "episode"))
+            listed.append({
+                "id": f"{split}-{kind}-{variation}-{episode}", "goal": env.episode_language_instruction.strip(),
+                "scene": "", "split": split, "kind": kind, "family": "",
+                "data": {"eval_set": split, "index": str(index)},
+                "isolation": {"episode": [f"{split}/{kind}/{variation}/{episode}"]},
+            })  # fmt: skip
+        return listed
+
+    def skills(self, env: Any) -> list[str] | None:
+        return None
+
+    def skill(self, env: Any, action: str) -> list[int] | None:
+        """ "[48, 20, 17, 0, 60, 90, 1]" with or without brackets; None for anything else or out of range."""
+        match = re.fullmatch(r"\D*?(-?\d+(?:\s*,\s*-?\d+){6})\D*", action.strip())
+        if not match:
+            return None
+        numbers = [int(number) for number in match.group(1).split(",")]
+        tops = [VOXELS] * 3 + [ANGLES] * 3 + [1]
+        return numbers if all(0 <= numbers[i] <= top for i, top in enumerate(tops)) else None
+
+    def why_not(self, action: str) -> str:
+        return (
+            f"{action.strip()!r} is not seven whole numbers [x, y, z, roll, pitch, yaw, gripper] with places"
+            f" in 0-{VOXELS}, angles in 0-{ANGLES} and gripper 0 or 1."
+        )
+
+    def picture(self, env: Any, pixels: Any) -> bytes | None:
+        return png(env.last_frame_obs.get("front_rgb"))
+
+    def extra_text(self, env: Any) -> str:
+        """Where the objects are: the benchmark's own prompt states it, and no action could be aimed without."""
+        utilities = importlib.import_module("embodiedbench.envs.eb_manipulation.eb_man_utils")
+        seen = copy.deepcopy(env.last_frame_obs)  # the function below changes what it is given
+        places = utilities.form_object_coord_for_input(seen, env.task_class, ["front_rgb"])[0]
+        told = ", ".join(f"{name}: [{', '.join(str(int(v)) for v in place)}]" for name, place in places.items())
+        return f"Objects at [x, y, z]: {told}." if told else ""
+
+
+BENCHMARKS = {
+    "eb_alfred": _Alfred,
+    "eb_habitat": _Habitat,
+    "eb_navigation": _Navigation,
+    "eb_manipulation": _Manipulation,
+}
+
+
+# --- small parts ---
+
+
+def skill_index(action: str, skills: list[str]) -> int | None:
+    """The skill that a text means: as it stands, else but for case, articles and punctuation, else by its number."""
+    text = action.strip()
+    with contextlib.suppress(ValueError):
+        return skills.index(text)
+    wanted = _plain(text)
+    for index, skill in enumerate(skills):
+        if wanted and _plain(skill) == wanted:
+            return index
+    if text.isdecimal() and int(text) < len(skills):
+        return int(text)
+    return None
+
+
+def _plain(text: str) -> str:
+    words = re.findall(r"[a-z0-9_]+", text.lower())
+    return "".join(word for word in words if word not in ("a", "an", "the"))
+
+
+def png(pixels: Any) -> bytes | None:
+    """An array of height x width x 1, 3 or 4 (bytes, or floats in [0, 1]; a torch tensor too) as a PNG."""
+    if pixels is None:
+        return None
+    import numpy
+    from PIL import Image
+
+    array = numpy.asarray(pixels.cpu() if hasattr(pixels, "cpu") else pixels)
+    if array.dtype != numpy.uint8:
+        array = (array * 255.0).clip(0, 255).astype(numpy.uint8)
+    array = array.repeat(3, axis=2) if array.shape[2] == 1 else array[:, :, :3]
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, format="PNG", compress_level=1)  # it travels on one machine only
+    return buffer.getvalue()
+
+
+def _habitat_core(env: Any) -> Any:
+    """habitat's own environment below EmbodiedBench's and gym's wrappers."""
+    layer = env.env
+    while not hasattr(layer, "habitat_env"):
+        if not hasattr(layer, "env"):
+            raise RuntimeError("this habitat-lab is laid out otherwise: EmbodiedBench asks for version 0.3.0")
+        layer = layer.env
+    return layer.habitat_env
+
+
+def _record(episode: Any) -> dict[str, Any]:
+    names = ("instruction", "scene_id", "sampled_entities", "goal_preds", "subgoals")
+    return {name: getattr(episode, name) for name in names}

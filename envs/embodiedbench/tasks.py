@@ -1,0 +1,199 @@
+"""EmbodiedBench's task files as task records (the fields of `envs.base.Task` in a dict), without its simulators.
+
+Standard library and Python 3.9 only: both our Python and EmbodiedBench's import it. Two layouts of `data_root` work:
+
+| | a checkout of EmbodiedBench | a folder of extracted files |
+|---|---|---|
+| EB-ALFRED | `embodiedbench/envs/eb_alfred/data/splits/splits.json` | `eb_alfred/splits.json` |
+| its annotations (for `train`) | `embodiedbench/envs/eb_alfred/data/json_2.1.0` | `eb_alfred/json_2.1.0` |
+| EB-Habitat | pickles: read by the simulator's own process only | `eb_habitat/<split>.json` |
+| EB-Navigation | `embodiedbench/envs/eb_navigation/datasets/<split>.json` | `eb_navigation/<split>.json` |
+| EB-Manipulation | scene files: read by the simulator's own process only | |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+SPLITS = {
+    "eb_alfred": (
+        "base", "common_sense", "complex_instruction", "spatial", "visual_appearance", "long_horizon", "train",
+    ),
+    "eb_habitat": (
+        "base", "common_sense", "complex_instruction", "spatial_relationship", "visual_appearance", "long_horizon",
+        "train", "train_validation",
+    ),
+    "eb_navigation": ("base", "common_sense", "complex_instruction", "visual_appearance", "long_horizon"),
+    "eb_manipulation": ("base", "common_sense", "complex", "spatial", "visual"),
+}  # fmt: skip
+
+# How EB-Habitat's instructions name places; with the object's name they are what a template leaves open.
+PLACES = re.compile(
+    r"\b(?:(?:left|right) (?:kitchen )?counter|(?:brown|black) table|tv stand|sofa|sink|fridge|refrigerator"
+    r"|(?:left|right) drawer|cabinet(?: \d+)?)\b"
+)
+
+
+class NoTaskFile(LookupError):
+    """The tasks are not in a file that can be read here; only the running simulator (or more data) can list them."""
+
+
+def list_tasks(benchmark: str, split: str, data_root: str) -> list[dict[str, Any]]:
+    """All tasks of a split, in the order of the official files.
+
+    Raises:
+        ValueError: for a benchmark or split that does not exist.
+        NoTaskFile: when `data_root` holds no readable file for it.
+    """
+    check_split(benchmark, split)
+    if benchmark == "eb_manipulation":
+        raise NoTaskFile("EB-Manipulation keeps its instructions in its simulator's scene files")
+    if not data_root:
+        raise NoTaskFile("no data_root given")
+    root = Path(data_root)
+    if benchmark == "eb_alfred":
+        tasks = _alfred_train(root) if split == "train" else _alfred_test(root, split)
+    elif benchmark == "eb_habitat":
+        episodes = _read(root, f"eb_habitat/{split}.json")
+        tasks = [habitat_task(episode, split) for episode in episodes]
+    else:
+        file = f"eb_navigation/{split}.json", f"embodiedbench/envs/eb_navigation/datasets/{split}.json"
+        tasks = [_navigation_task(entry, split, i) for i, entry in enumerate(_read(root, *file)["tasks"])]
+    return tasks
+
+
+def check_split(benchmark: str, split: str) -> None:
+    """Raises ValueError, with what there is, for a benchmark or split that does not exist."""
+    if benchmark not in SPLITS:
+        raise ValueError(f"no benchmark {benchmark!r}; there are: {', '.join(SPLITS)}")
+    if split not in SPLITS[benchmark]:
+        raise ValueError(f"{benchmark} has no split {split!r}; it has: {', '.join(SPLITS[benchmark])}")
+
+
+# --- EB-ALFRED ---
+
+
+def alfred_task(name: str, repeat: int, instruction: str, split: str) -> dict[str, Any]:
+    """`name` is ALFRED's folder, `<type>-<object>-<movable>-<receptacle>-<floor plan>/<trial>`."""
+    episode = f"{name}#{repeat}"
+    return {
+        "id": episode,
+        "goal": instruction.strip(),
+        "scene": f"FloorPlan{name.split('/')[0].rsplit('-', 1)[-1]}",
+        "split": split,
+        "kind": name.split("-", 1)[0],
+        "family": "",
+        # The untouched instruction: the benchmark's own entry is put together from these three.
+        "data": {"task": name, "repeat_idx": str(repeat), "instruction": instruction},
+        "isolation": {"episode": [episode]},
+    }
+
+
+def _alfred_test(root: Path, split: str) -> list[dict[str, Any]]:
+    return [alfred_task(e["task"], e["repeat_idx"], e["instruction"], split) for e in _alfred_splits(root)[split]]
+
+
+def _alfred_train(root: Path) -> list[dict[str, Any]]:
+    """Paper C.1: every annotated episode of ALFRED json_2.1.0 but the (task, repeat_idx) pairs of the test sets."""
+    splits = _alfred_splits(root)
+    held_out = {(entry["task"], entry["repeat_idx"]) for entries in splits.values() for entry in entries}
+    folder = _first(root, "eb_alfred/json_2.1.0", "embodiedbench/envs/eb_alfred/data/json_2.1.0")
+    tasks = []
+    for path in sorted(folder.glob("*/*/pp/ann_*.json")):
+        name, repeat = "/".join(path.parts[-4:-2]), int(path.stem.split("_")[1])
+        if (name, repeat) not in held_out:
+            said = json.loads(path.read_text(encoding="utf-8"))["turk_annotations"]["anns"]
+            tasks.append(alfred_task(name, repeat, said[repeat]["task_desc"], "train"))
+    if not tasks:
+        raise NoTaskFile(f"no <task>/<trial>/pp/ann_<n>.json below {folder}: download the EB-ALFRED data set there")
+    return tasks
+
+
+def _alfred_splits(root: Path) -> dict[str, Any]:
+    return _read(root, "eb_alfred/splits.json", "embodiedbench/envs/eb_alfred/data/splits/splits.json")
+
+
+# --- EB-Habitat ---
+
+
+def habitat_task(episode: dict[str, Any], split: str) -> dict[str, Any]:
+    """An episode's record, from a file or from the running simulator's data set."""
+    instruction, layout = episode["instruction"], Path(episode["scene_id"]).name.split(".")[0]
+    objects = object_categories(episode)
+    mark = fingerprint(episode)
+    return {
+        "id": f"{split}-{mark}",
+        "goal": instruction.strip(),
+        "scene": layout,  # v3_sc<apartment>_staging_<furniture>: the placement that persists over episodes
+        "split": split,
+        "kind": f"{len(objects)} object{'' if len(objects) == 1 else 's'}",
+        "family": "",
+        "data": {"eval_set": split, "fingerprint": mark},
+        "isolation": {
+            "object": objects,
+            "template": [instruction_template(instruction, objects)],
+            "scene": [layout.split("_staging")[0]],
+        },
+    }
+
+
+def fingerprint(episode: dict[str, Any]) -> str:
+    """What makes the episode itself. Its number does not: EmbodiedBench renumbers and shuffles when it loads."""
+    said = [episode["instruction"], episode["scene_id"], [[str(p) for p in step] for step in episode["subgoals"] or []]]
+    return hashlib.sha256(json.dumps(said).encode("utf-8")).hexdigest()[:12]
+
+
+def object_categories(episode: dict[str, Any]) -> list[str]:
+    """The categories that the goal quantifies over or its sampler named, e.g. ["toy airplane"]."""
+    found = {name for name in episode["sampled_entities"].values() if not name.startswith("receptacle_")}
+    pending = [episode["goal_preds"]]
+    while pending:
+        goal = pending.pop()
+        found.update(entity["expr_type"] for entity in goal.get("inputs") or [])
+        pending += [part for part in goal.get("sub_exprs") or [] if isinstance(part, dict)]
+    return sorted(found)
+
+
+def instruction_template(instruction: str, objects: list[str]) -> str:
+    """The instruction with its object and place names left open: "move a <object> to the <place>"."""
+    text = " ".join(re.findall(r"[a-z0-9'-]+", instruction.lower()))
+    for name in sorted(objects, key=len, reverse=True):
+        text = re.sub(rf"\b{re.escape(name)}s?\b", "<object>", text)
+    return re.sub(r"\ban <object>", "a <object>", PLACES.sub("<place>", text))
+
+
+# --- EB-Navigation ---
+
+
+def _navigation_task(entry: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+    start = entry["agentPose"]["position"]
+    return {
+        "id": f"{split}-{index}",
+        "goal": entry["instruction"].strip(),
+        "scene": entry["scene"],
+        "split": split,
+        "kind": f"navigate to {entry['targetObjectType']}",
+        "family": "",
+        "data": {"entry": json.dumps(entry, sort_keys=True)},
+        "isolation": {
+            "episode": [f"{entry['scene']}#{entry['targetObjectIds']}#{start['x']:.2f},{start['z']:.2f}"],
+        },
+    }
+
+
+# --- files ---
+
+
+def _first(root: Path, *candidates: str) -> Path:
+    for candidate in candidates:
+        if (root / candidate).exists():
+            return root / candidate
+    raise NoTaskFile(f"{root} holds none of: {', '.join(candidates)}")
+
+
+def _read(root: Path, *candidates: str) -> Any:
+    return json.loads(_first(root, *candidates).read_text(encoding="utf-8"))

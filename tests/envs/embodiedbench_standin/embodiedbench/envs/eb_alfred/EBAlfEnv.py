@@ -1,0 +1,102 @@
+"""EB-ALFRED's call surface. The toy world: walk to an object, pick it up, walk to a place, put it down."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+
+X_DISPLAY = "1"
+HERE = os.path.dirname(__file__)
+ValidEvalSets = ["base", "common_sense", "complex_instruction", "spatial", "visual_appearance", "long_horizon"]
+SKILLS = [
+    "find a Mug", "find a ButterKnife", "find a Shelf", "find a DiningTable",
+    "pick up the Mug", "pick up the ButterKnife", "put down the object in hand", "open the Fridge",
+]  # fmt: skip
+
+
+class EBAlfEnv:
+    def __init__(
+        self, eval_set="base", exp_name="", down_sample_ratio=1.0, selected_indexes=(), detection_box=False,
+        resolution=500,
+    ):  # fmt: skip
+        assert eval_set in ValidEvalSets
+        with open(os.path.join(HERE, "data", "splits", "splits.json")) as file:
+            self.dataset = json.load(file)[eval_set]
+        self.display, self.resolution = X_DISPLAY, resolution
+        self.number_of_episodes = len(self.dataset)
+        self._reset, self._current_episode_num, self._current_step = False, 0, 0
+        self._max_episode_steps, self._cur_invalid_actions, self._max_invalid_actions = 30, 0, 10
+        self.episode_language_instruction = ""
+        self.language_skill_set = list(SKILLS)
+
+    def reset(self):
+        assert self._current_episode_num < self.number_of_episodes
+        entry = self.dataset[self._current_episode_num]
+        path = os.path.join(HERE, "data", "json_2.1.0", entry["task"], "pp", f"ann_{entry['repeat_idx']}.json")
+        with open(path) as file:
+            json.load(file)
+        print("Restoring scene ...")  # the real one talks on stdout too
+        _, self.wanted, _, self.target, _ = entry["task"].split("/")[0].split("-")
+        self.episode_language_instruction = entry["instruction"]
+        self.at, self.held, self.placed = "", "", False
+        self._current_step = self._cur_invalid_actions = 0
+        self._current_episode_num += 1
+        self._reset = True
+        # The real one adds skills for further instances of an object in each scene.
+        self.language_skill_set = [*SKILLS, "find a Shelf_2"]
+        return {"head_rgb": self._frame()}
+
+    def step(self, action, reasoning=""):
+        assert self._reset, "Reset env before stepping"
+        if type(action) is int:
+            said = self.language_skill_set[action]
+        elif type(action) is str:
+            said = action
+        else:
+            raise NotImplementedError
+        self._current_step += 1
+        message = self._act(said)
+        if message:
+            self._cur_invalid_actions += 1
+        met = [self.placed or self.held == self.wanted, self.placed]
+        success = float(all(met))
+        over = self._current_step >= self._max_episode_steps or self._cur_invalid_actions >= self._max_invalid_actions
+        info = {
+            "task_success": success,
+            "task_progress": sum(met) / 2,
+            "instruction": self.episode_language_instruction,
+            "env_step": self._current_step,
+            "env_feedback": f"Last action is invalid. {message}" if message else "Last action executed successfully.",
+            "last_action_success": float(not message),
+            "action_id": action,
+            "action_description": said,
+        }
+        return {"head_rgb": self._frame()}, success, bool(over or success), info
+
+    def close(self):
+        self.display = None
+
+    def _act(self, said):
+        """Empty when it worked, else why it did not."""
+        name = said.split()[-1]
+        if said.startswith("find"):
+            self.at = name
+        elif said.startswith("pick up"):
+            if self.held or self.at != name:
+                return "Robot is already holding something or is not near the object."
+            self.held = name
+        elif said.startswith("put down"):
+            if not self.held:
+                return "Robot is not holding any object."
+            self.placed = self.held == self.wanted and self.at == self.target
+            self.held = ""
+        else:
+            return "Object cannot be opened."
+        return ""
+
+    def _frame(self):
+        frame = np.zeros((self.resolution, self.resolution, 3), dtype=np.uint8)
+        frame[:, :, 0] = 5 * self._current_step
+        return frame
