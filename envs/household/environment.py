@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
@@ -111,6 +112,16 @@ class HouseholdEnvironment:
     def state(self) -> State:
         """The live state; copy it before changing it."""
         return self._live()[1]
+
+    def game_file(self, task: Task) -> Path:
+        """The file of a real game.
+
+        Raises:
+            EnvironmentFailure: for generated homes, which have none.
+        """
+        if not isinstance(self._games, AlfworldGames):
+            raise EnvironmentFailure("a generated home has no game file: see envs.household.export")
+        return self._games.path(task)
 
     @property
     def marked_receptacle(self) -> str | None:

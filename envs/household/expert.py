@@ -27,10 +27,13 @@ def plan(engine: Engine, state: State) -> list[str] | None:
 
 
 class _Draft:
-    """A plan being written: a copy of the state that follows along, and the commands so far."""
+    """A plan being written: a copy of the state that follows along, and the commands so far.
 
-    def __init__(self, engine: Engine, state: State) -> None:
-        self.engine, self.game, self.state = engine, engine.game, state.copy()
+    `destination` is the receptacle the plan ends at, which is opened sooner or later.
+    """
+
+    def __init__(self, engine: Engine, state: State, destination: int) -> None:
+        self.engine, self.game, self.state, self.destination = engine, engine.game, state.copy(), destination
         self.commands: list[str] = []
         self.won = False
 
@@ -80,8 +83,8 @@ class _Draft:
 
         def cost(r: int) -> int:
             detour = places[r].location not in (state.location, places[on_the_way_to].location)
-            # Opening the very receptacle that is to be emptied next is no extra cost.
-            return detour + (r != on_the_way_to and not self.engine.is_open(state, r))
+            # Opening a receptacle that the plan has to open anyway is no extra cost.
+            return detour + (r not in (on_the_way_to, self.destination) and not self.engine.is_open(state, r))
 
         self.put(min(fitting, key=cost))
 
@@ -123,9 +126,9 @@ def _put(receptacle: int) -> Step:
     return lambda draft: draft.put(receptacle)
 
 
-def _attempt(engine: Engine, state: State, steps: Iterable[Step]) -> Iterator[list[str]]:
+def _attempt(engine: Engine, state: State, steps: Iterable[Step], destination: int = NOWHERE) -> Iterator[list[str]]:
     """The commands of these steps, if they can be taken and lead to the goal."""
-    draft = _Draft(engine, state)
+    draft = _Draft(engine, state, destination)
     try:
         for step in steps:
             step(draft)
@@ -144,7 +147,7 @@ def _place_plans(engine: Engine, state: State) -> Iterator[list[str]]:
         if verb is not None and not treated >> item & 1:
             treatment = [partial(_Draft.treat, verb=verb)]
         for destination in _destinations(engine, item):
-            yield from _attempt(engine, state, [_fetch(item, source), *treatment, _put(destination)])
+            yield from _attempt(engine, state, [_fetch(item, source), *treatment, _put(destination)], destination)
 
 
 def _two_plans(engine: Engine, state: State) -> Iterator[list[str]]:
@@ -158,7 +161,7 @@ def _two_plans(engine: Engine, state: State) -> Iterator[list[str]]:
         outside = [(item, source) for item, source in sources if not inside >> item & 1]
         for trips in _trips(outside, already_there=bool(inside & wanted), held=state.held):
             steps = [step for item, source in trips for step in (_fetch(item, source), _put(destination))]
-            yield from _attempt(engine, state, steps)
+            yield from _attempt(engine, state, steps, destination)
 
 
 def _trips(outside: list[tuple[int, int]], already_there: bool, held: int) -> Iterator[list[tuple[int, int]]]:

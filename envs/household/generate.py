@@ -102,8 +102,9 @@ class Generator:
         self, rng: random.Random, split: str, index: int, number: int, item: str, errand: Errand, family: str
     ) -> Task:
         kind, place = errand
+        layout, id_ = split.removesuffix(EXPERIENCE), f"{split}/home-{index + 1}/{number}"
         return Task(
-            id=f"{split}/home-{index + 1}/{number}",
+            id=id_,
             goal=rng.choice(PHRASES[kind]).format(item=item, place=place),
             scene=f"home {index % SCENE_LABELS + 1}",
             split=split,
@@ -111,10 +112,15 @@ class Generator:
             family=family,
             data={
                 "seed": str(self._seed),
-                "layout": split.removesuffix(EXPERIENCE),
+                "layout": layout,
                 "scene": str(index),
                 "item": item,
                 "receptacle": place,
+            },
+            # A split and its experience are about the same homes, by design; the homes of other splits are others.
+            isolation={
+                "scene": (f"seed-{self._seed}/{layout}/home-{index + 1}",),
+                "task": (f"seed-{self._seed}/{id_}",),
             },
         )
 

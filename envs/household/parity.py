@@ -152,15 +152,16 @@ def choose_games(games: Sequence[Path], number: int, seed: int) -> list[Path]:
 def compare(
     games: Sequence[Path], steps: int, seed: int, per_game: int = 400, jobs: int = 1, plain: bool = False
 ) -> Iterator[Compared]:
-    """Compare about `steps` steps (never fewer), `per_game` in each game; yields game by game, in order.
+    """Compare `steps` steps, `per_game` in each game but the last; yields game by game, in order.
 
     Args:
         jobs: processes.
         plain: TextWorld untouched instead of `quickened`, ten times slower.
     """
-    number = -(-steps // per_game)
-    walks = [(path, seed + turn) for turn, path in enumerate(choose_games(games, number, seed))]
-    play = partial(_compare_game, steps=per_game, plain=plain)
+    lengths = [per_game] * (steps // per_game) + ([steps % per_game] if steps % per_game else [])
+    chosen = choose_games(games, len(lengths), seed)
+    walks = [(path, seed + turn, length) for turn, (path, length) in enumerate(zip(chosen, lengths, strict=True))]
+    play = partial(_compare_game, plain=plain)
     if jobs == 1:
         yield from map(play, walks)
         return
@@ -168,12 +169,11 @@ def compare(
         yield from pool.map(play, walks)
 
 
-def _compare_game(walk: tuple[Path, int], steps: int, plain: bool) -> Compared:
-    path, seed = walk
+def _compare_game(walk: tuple[Path, int, int], plain: bool) -> Compared:
     if plain:
-        return compare_game(path, seed, steps)
+        return compare_game(*walk)
     with quickened():
-        return compare_game(path, seed, steps)
+        return compare_game(*walk)
 
 
 def compare_game(path: Path, seed: int, steps: int) -> Compared:

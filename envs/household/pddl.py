@@ -7,6 +7,7 @@ in every release and live in `engine.py`. Names are given out as alfworld's dema
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -49,21 +50,38 @@ class AlfworldGames:
         self._root = Path(root).expanduser() if root else None
         self._tasks: dict[str, list[Task]] = {}
 
+    def splits(self) -> list[str]:
+        """Every name that `tasks` takes: ALFWorld's own splits, then the other folders beside them."""
+        root = self._root / FOLDER if self._root else None
+        found = sorted(path.name for path in root.iterdir() if path.is_dir()) if root and root.is_dir() else []
+        return [*SPLITS, *(name for name in found if name not in SPLITS)]
+
     def tasks(self, split: str) -> list[Task]:
-        """The games of a split that alfworld itself would play, sorted by path."""
-        if split not in SPLITS:
-            raise ValueError(f"no split {split!r}; there are {', '.join(SPLITS)}")
+        """The games of a split that alfworld itself would play, sorted by path.
+
+        Raises:
+            ValueError: for a split that is neither ALFWorld's nor a folder of games (as an export makes).
+            FileNotFoundError: for one of ALFWorld's that is not installed.
+        """
+        if split not in (names := self.splits()):
+            raise ValueError(f"no split {split!r}; there are {', '.join(names)}")
         if split not in self._tasks:
             self._tasks[split] = self._collect(split)
         return list(self._tasks[split])
 
     def game(self, task: Task) -> tuple[Game, None]:
         """The game of a task (nothing is marked in real games)."""
-        path = self._folder() / task.data["path"]
+        path = self.path(task)
         try:
             return load_game(json.loads(path.read_text(encoding="utf-8"))), None
         except (OSError, ValueError, KeyError) as error:
             raise EnvironmentFailure(f"cannot play {path}: {error}") from error
+
+    def path(self, task: Task) -> Path:
+        """The game file of a task."""
+        if "path" not in task.data:
+            raise EnvironmentFailure(f"task {task.id} is not of a real game: its data has no path")
+        return self._folder() / task.data["path"]
 
     def _folder(self) -> Path:
         if self._root is None:
@@ -90,17 +108,26 @@ def _task(split: str, folder: Path, relative: str) -> Task | None:
     if not about_path.is_file():
         return None
     about = json.loads(about_path.read_text(encoding="utf-8"))
-    data = json.loads(path.read_text(encoding="utf-8"))
+    content = path.read_bytes()
+    data = json.loads(content)
     if about.get("task_type") not in KINDS or not data.get("solvable"):
         return None
+    id_, scene = relative.removesuffix("/game.tw-pddl"), _scene(about, path)
     return Task(
-        id=relative.removesuffix("/game.tw-pddl"),
+        id=id_,
         goal=task_sentence(data["grammar"]),
-        scene=_scene(about, path),
+        scene=scene,
         split=split,
         kind=about["task_type"],
-        data={"path": relative},
+        data={"path": relative, "sha256": hashlib.sha256(content).hexdigest()},
+        isolation={"gamefile": (id_.partition("/")[2],), "scene": (_scene_key(about) or scene,)},
     )
+
+
+def _scene_key(about: Mapping[str, object]) -> str:
+    """What tells an exported home from all others: its label, "home 17", comes again in every split."""
+    scene = about.get("scene")
+    return str(scene.get("key", "")) if isinstance(scene, Mapping) else ""
 
 
 def _scene(about: Mapping[str, object], path: Path) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,13 +57,15 @@ class TextWorldGame:
             raise EnvironmentFailure(f"{NO_TEXTWORLD} ({error})") from error
         self._env: Any = AlfredInfos(AlfredDemangler(PddlEnv(textworld.EnvInfos(admissible_commands=True, won=True))))
         try:
-            self._env.load(str(path))
+            with _arguments_kept():
+                self._env.load(str(path))
         except Exception as error:  # TextWorld and its planner raise all sorts
             raise EnvironmentFailure(f"TextWorld cannot load {path}: {type(error).__name__}: {error}") from error
 
     def reset(self) -> Seen:
         """Start afresh. The text is TextWorld's, banner and task sentence included."""
-        return self._seen(self._env.reset())
+        with _arguments_kept():
+            return self._seen(self._env.reset())
 
     def step(self, command: str) -> Seen:
         return self._seen(self._env.step(command)[0])
@@ -85,6 +88,16 @@ class TextWorldGame:
             if fact.name in CHANGING
         )
         return Seen(state["feedback"], tuple(state["admissible_commands"]), bool(state["won"]), facts)
+
+
+@contextmanager
+def _arguments_kept() -> Iterator[None]:
+    """TextWorld's planner writes its own command line into sys.argv, where child processes would find it."""
+    kept = sys.argv[:]
+    try:
+        yield
+    finally:
+        sys.argv[:] = kept
 
 
 @contextmanager

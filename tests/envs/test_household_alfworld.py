@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import tarfile
@@ -13,8 +14,10 @@ import pytest
 from envs.base import EnvironmentFailure, Task
 from envs.household import HouseholdEnvironment
 from envs.household.engine import Engine
+from envs.household.expert import plan
 from envs.household.pddl import demangled, load_game, task_sentence
 from envs.household.world import COOL, KINDS, LOOK, SIMPLE
+from tests.envs.test_household_expert import excess, wander
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "alfworld"
 EVERY = 71  # of the 3,553 train games, which lie in the archive sorted by task type
@@ -49,13 +52,16 @@ def stored(data_root: Path, task: Task) -> dict[str, object]:
     return json.loads((data_root / "json_2.1.1" / task.data["path"]).read_text())
 
 
-def test_games_are_listed_as_tasks(env: HouseholdEnvironment) -> None:
+def test_games_are_listed_as_tasks(env: HouseholdEnvironment, data_root: Path) -> None:
     tasks = env.tasks("train")
     assert len(tasks) >= 50 and {task.kind for task in tasks} == set(KINDS)
     assert [task.id for task in tasks] == sorted(task.id for task in tasks)
     for task in tasks:
         assert task.scene.startswith("FloorPlan") and task.split == "train" and task.goal[-1] != "."
         assert not Path(task.data["path"]).is_absolute()
+        content = (data_root / "json_2.1.1" / task.data["path"]).read_bytes()
+        assert task.data["sha256"] == hashlib.sha256(content).hexdigest()
+        assert task.isolation == {"gamefile": (task.id.removeprefix("train/"),), "scene": (task.scene,)}
     assert env.tasks("train") == tasks
 
 
@@ -88,6 +94,21 @@ def test_stored_walkthroughs_and_the_expert_win(env: HouseholdEnvironment, data_
         else:
             assert [env.step(command) for command in commands or ["look"]][-1].success, task.id
     assert max(longer) <= 0, longer  # the stored walkthroughs are a planner's
+
+
+def test_no_way_is_shorter_in_real_games(env: HouseholdEnvironment) -> None:
+    rng = random.Random(5)
+    counted: Counter[int] = Counter()
+    for task in env.tasks("train"):
+        env.reset(task)
+        engine = Engine(env.game)
+        state = engine.reset()
+        wander(engine, state, rng)
+        commands = plan(engine, state)
+        # Longer plans can take the exact search half a minute: many things of a kind, in many places.
+        if commands is not None and (len(commands) < 9 or task.kind == LOOK):
+            counted[excess(engine, state)] += 1
+    assert counted.total() >= 30 and set(counted) == {0}, counted
 
 
 @pytest.mark.alfworld
@@ -202,9 +223,15 @@ def test_games_that_alfworld_skips_are_skipped(tmp_path: Path) -> None:
     write_game(tmp_path, "pick_and_place_with_movable_recep-Mug-Pan-Cabinet-7", about)
     write_game(tmp_path, "pick_and_place_simple-Pan-None-Cabinet-7", about, solvable=False)
     write_game(tmp_path, "pick_and_place_simple-Pot-None-Cabinet-7", {"task_type": "juggle"})
+    write_game(
+        tmp_path,
+        "pick_and_place_simple-Cup-None-Shelf-9",
+        {**about, "scene": {"floor_plan": "home 9", "key": "seed-0/train/home-9"}},
+    )
     env = HouseholdEnvironment(source="alfworld", data_root=tmp_path)
     tasks = env.tasks("train")
-    assert [task.scene for task in tasks] == ["FloorPlan8", "FloorPlan9", "FloorPlan7"]
+    assert [task.scene for task in tasks] == ["FloorPlan8", "home 9", "FloorPlan9", "FloorPlan7"]
+    assert tasks[0].isolation["scene"] == ("FloorPlan8",) and tasks[1].isolation["scene"] == ("seed-0/train/home-9",)
     assert tasks[0].goal == "put a nice mug in cabinet"
     image = env.reset(tasks[0]).image
     assert image is not None and image.size == (64, 64)

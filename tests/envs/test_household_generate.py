@@ -152,6 +152,23 @@ def test_splits_and_seeds_share_no_home() -> None:
     assert len(homes) == 120
 
 
+def test_tasks_name_what_splits_must_not_share() -> None:
+    def names(dimension: str, env: HouseholdEnvironment, split: str) -> set[str]:
+        return {name for task in env.tasks(split) for name in task.isolation[dimension]}
+
+    env = environment()
+    for split in SCENES:
+        assert names("scene", env, split) == names("scene", env, f"{split}_experience")  # by design
+        assert len(names("scene", env, split)) == SCENES[split]
+        assert len(names("task", env, split)) == len(env.tasks(split))
+        assert not names("task", env, split) & names("task", env, f"{split}_experience")
+    for dimension in ("scene", "task"):
+        assert not names(dimension, env, "train") & names(dimension, env, "test")
+        assert not names(dimension, env, "train") & names(dimension, environment(seed=1), "train")
+    # The label that the agent sees comes round after 64 homes; the name does not.
+    assert len(names("scene", environment(scenes={"big": 130}), "big")) == 130
+
+
 def test_scene_labels_come_round_after_64() -> None:
     tasks = environment(scenes={"big": 130}).tasks("big_experience")
     assert len(tasks) == 780 == len({task.id for task in tasks})

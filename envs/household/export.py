@@ -1,0 +1,214 @@
+"""Generated games as ALFWorld's files, for TextWorld, alfworld and everything built on them.
+
+The problem (places, things, goal) is written here. The rules and the sentences, a PDDL domain and a grammar, are read
+from the installed alfworld package when a game is exported: they are its authors' work and stay where they are. What
+TextWorld cannot show is lost: the picture, and with it the mark that a visual task is about.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envs.base import EnvironmentFailure, Task
+from envs.household.pddl import FOLDER, load_game
+from envs.household.world import CLEAN, COOL, HEAT, LOOK, NOWHERE, SIMPLE, TWO, Game, Goal, Item, Receptacle, bits
+
+if TYPE_CHECKING:
+    import os
+
+    from envs.household.environment import HouseholdEnvironment
+
+NO_ALFWORLD = "export takes the game's rules and sentences from the alfworld package, which is not installed: \
+uv sync --extra alfworld"
+
+# The domain mentions these types whether or not a home has them.
+_ITEM_TYPES = ("knife", "butterknife")
+_PLACE_TYPES = ("fridge", "microwave", "sink", "sinkbasin")
+# Predicate -> the flag of `Item` and the mask of `State` that it stands for.
+_FLAGS = {name: name for name in ("pickupable", "cleanable", "heatable", "coolable", "sliceable", "toggleable")}
+_CONDITIONS = {"isclean": "clean", "ishot": "hot", "iscool": "cool", "issliced": "sliced", "istoggled": "toggled"}
+
+_PLACED = (
+    "(exists (?o - object ?r - receptacle) (and {treated}(objecttype ?o {item}type) "
+    "(receptacletype ?r {place}type) (inreceptacle ?o ?r)))"
+)
+_GOALS = {
+    SIMPLE: _PLACED.replace("{treated}", ""),
+    CLEAN: _PLACED.replace("{treated}", "(cleanable ?o) (isclean ?o) "),
+    HEAT: _PLACED.replace("{treated}", "(heatable ?o) (ishot ?o) "),
+    COOL: _PLACED.replace("{treated}", "(coolable ?o) (iscool ?o) "),
+    TWO: "(exists (?one - object ?other - object ?r - receptacle) (and (not (= ?one ?other)) "
+         "(objecttype ?one {item}type) (objecttype ?other {item}type) (receptacletype ?r {place}type) "
+         "(inreceptacle ?one ?r) (inreceptacle ?other ?r)))",
+    LOOK: "(exists (?a - agent ?l - location ?r - receptacle ?lamp - object ?o - object) (and "
+          "(objecttype ?o {item}type) (holds ?a ?o) (objecttype ?lamp {lamp}type) (toggleable ?lamp) "
+          "(istoggled ?lamp) (inreceptacle ?lamp ?r) (receptacleatlocation ?r ?l) (atlocation ?a ?l)))",
+}  # fmt: skip
+
+
+def export_split(
+    environment: HouseholdEnvironment, split: str, out: str | os.PathLike[str], limit: int | None = None
+) -> list[Path]:
+    """Write the games of a split as OUT/json_2.1.1/SPLIT/TASK/TRIAL/{game.tw-pddl, traj_data.json}; their folders.
+
+    OUT is then an ALFWORLD_DATA folder. `limit` keeps the first so many tasks (default: all).
+
+    Raises:
+        ValueError: for a split that does not exist, or a game that alfworld's rules and sentences do not fit.
+        FileExistsError: when OUT has games of that split: two exports in one folder could not be told apart.
+        EnvironmentFailure: when the alfworld package is not installed.
+    """
+    tasks = environment.tasks(split)[:limit]
+    folder = Path(out) / FOLDER / split
+    if folder.is_dir() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} holds games already: give another folder, or delete it first")
+    written: list[Path] = []
+    for task in tasks:
+        environment.reset(task)
+        game, walkthrough = environment.game, environment.expert()
+        trial = folder / _task_folder(task, game.goal) / f"trial_{task.id.partition('/')[2].replace('/', '_')}"
+        data = export_game(game, walkthrough)
+        trial.mkdir(parents=True)
+        (trial / "game.tw-pddl").write_text(json.dumps(data), encoding="utf-8")
+        (trial / "traj_data.json").write_text(json.dumps(_about(task, game.goal), indent=1), encoding="utf-8")
+        written.append(trial)
+    return written
+
+
+def export_game(game: Game, walkthrough: Sequence[str] | None) -> dict[str, Any]:
+    """The content of a `game.tw-pddl`; `walkthrough` is a way to the goal, None where there is none.
+
+    Raises:
+        ValueError: when the game, read back, is another one (its names, order or phrases are not alfworld's).
+        EnvironmentFailure: when the alfworld package is not installed.
+    """
+    domain, grammar = _rules()
+    data = {
+        "pddl_domain": domain,
+        "grammar": grammar.replace("UNKNOWN GOAL", json.dumps(game.task)[1:-1]),
+        "pddl_problem": _problem(game),
+        "solvable": walkthrough is not None,
+        "walkthrough": list(walkthrough or ()),
+    }
+    # The names of alfworld's places are part of what it reads, but no game of its release says them.
+    if replace(load_game(data), locations=game.locations) != game:
+        raise ValueError(f"the game {game.task!r} cannot be written as an ALFWorld game: read back, it is another one")
+    return data
+
+
+@lru_cache(maxsize=1)
+def _rules() -> tuple[str, str]:
+    """alfworld's domain and grammar, without importing it: that would create folders in the user's home."""
+    spec = importlib.util.find_spec("alfworld")
+    if spec is None or not spec.submodule_search_locations:
+        raise EnvironmentFailure(NO_ALFWORLD)
+    folder = Path(spec.submodule_search_locations[0]) / "data"
+    try:
+        domain, grammar = (folder / name for name in ("alfred.pddl", "alfred.twl2"))
+        return domain.read_text(encoding="utf-8"), grammar.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"the installed alfworld has no {error.filename}: reinstall alfworld==0.4.2"
+        ) from error
+
+
+def _problem(game: Game) -> str:
+    """The PDDL problem: objects, first facts, goal. All in lower case, which is how TextWorld shows it."""
+    items, places = _identifiers(game.items), _identifiers(game.receptacles)
+    locations = [f"loc_bar_{position:03}" for position in range(len(game.start.standing))]
+    kinds = {  # what has to be declared, by PDDL type
+        "agent": ["agent1"],
+        "object": items,
+        "receptacle": places,
+        "location": locations,
+        "otype": sorted({f"{kind}type" for kind in (*_ITEM_TYPES, *(item.type for item in game.items),
+                                                    *(kind for _, kind in game.can_contain))}),
+        "rtype": sorted({f"{kind}type" for kind in (*_PLACE_TYPES, *(place.type for place in game.receptacles),
+                                                    *(kind for kind, _ in game.can_contain))}),
+    }  # fmt: skip
+    declared = "\n".join(f"  {' '.join(names)} - {kind}" for kind, names in kinds.items() if names)
+    facts = "\n".join(f"  ({fact})" for fact in _facts(game, items, places, locations))
+    goal = game.goal
+    wanted = _GOALS[goal.kind].format(item=goal.item_type, place=goal.receptacle_type, lamp=goal.lamp_type)
+    return (
+        f"(define (problem household)\n(:domain alfred)\n(:objects\n{declared}\n)\n(:init\n{facts}\n)\n"
+        f"(:goal (and {wanted}))\n)\n"
+    )
+
+
+def _identifiers(things: Sequence[Item] | Sequence[Receptacle]) -> list[str]:
+    """Names that sort as the things are listed, and from which alfworld's demangler makes "mug 2" and "sinkbasin 1"."""
+    return [
+        f"{thing.type.removesuffix('basin')}_bar_{position:03}" + f"_bar_{thing.type}" * thing.type.endswith("basin")
+        for position, thing in enumerate(things)
+    ]
+
+
+def _facts(game: Game, items: list[str], places: list[str], locations: list[str]) -> Iterator[str]:
+    """What holds at the start."""
+    yield f"atlocation agent1 {locations[game.start.location]}"
+    if game.start.held != NOWHERE:
+        yield f"holds agent1 {items[game.start.held]}"
+        yield "holdsany agent1"
+    for place, kind in sorted(game.can_contain):
+        yield f"cancontain {place}type {kind}type"
+    for id_, receptacle in zip(places, game.receptacles, strict=True):
+        yield f"receptacletype {id_} {receptacle.type}type"
+        if receptacle.openable:
+            yield f"openable {id_}"
+        if receptacle.location != NOWHERE:
+            yield f"receptacleatlocation {id_} {locations[receptacle.location]}"
+    for id_, item in zip(items, game.items, strict=True):
+        yield f"objecttype {id_} {item.type}type"
+        yield from (f"{predicate} {id_}" for predicate, flag in _FLAGS.items() if getattr(item, flag))
+        if item.inside is not None:
+            yield f"isreceptacleobject {id_}"
+            yield from (f"inreceptacleobject {items[inner]} {id_}" for inner in item.inside)
+    yield from _changing_facts(game, items, places, locations)
+
+
+def _changing_facts(game: Game, items: list[str], places: list[str], locations: list[str]) -> Iterator[str]:
+    start = game.start
+    for place, mask in zip(places, start.contents, strict=True):
+        yield from (f"inreceptacle {items[item]} {place}" for item in bits(mask))
+    for location, mask in zip(locations, start.standing, strict=True):
+        yield from (f"objectatlocation {items[item]} {location}" for item in bits(mask))
+    yield from (f"opened {places[place]}" for place in bits(start.opened))
+    for predicate, name in _CONDITIONS.items():
+        yield from (f"{predicate} {items[item]}" for item in bits(getattr(start, name)))
+
+
+def _task_folder(task: Task, goal: Goal) -> str:
+    """As alfworld names them: task type, object, movable receptacle, place or lamp, number of the scene."""
+    return f"{task.kind}-{goal.item_type}-None-{goal.receptacle_type or goal.lamp_type}-{_scene_number(task)}"
+
+
+def _scene_number(task: Task) -> int:
+    return int(task.data.get("scene", 0)) + 1
+
+
+def _about(task: Task, goal: Goal) -> dict[str, Any]:
+    """The part of ALFRED's `traj_data.json` that alfworld and we read; `key` is ours (see `pddl.AlfworldGames`)."""
+    return {
+        "task_type": task.kind,
+        "task_id": task.id,
+        "scene": {
+            "floor_plan": task.scene,
+            "scene_num": _scene_number(task),
+            "key": next(iter(task.isolation.get("scene", ())), task.scene),
+        },
+        "pddl_params": {
+            "object_target": goal.item_type,
+            "parent_target": goal.receptacle_type,
+            "toggle_target": goal.lamp_type,
+            "mrecep_target": "",
+            "object_sliced": False,
+        },
+        "turk_annotations": {"anns": [{"task_desc": task.goal}]},
+    }
