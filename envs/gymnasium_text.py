@@ -1,0 +1,232 @@
+"""Any Gymnasium environment that speaks text, as an `Environment` (extra `gym`).
+
+Observations are strings, or dicts in which one key holds the text (and another, if there is one, a picture). Actions
+are strings (a Text space) or a Discrete space whose actions have names. A task is one seed: the same seed and options
+are the same episode, so that is what training and evaluation must not share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from envs.base import EnvironmentFailure, Observation, Task, Transition
+
+if TYPE_CHECKING:
+    import gymnasium
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """What a split consists of: one task per seed, each reset with the same options (JSON values)."""
+
+    seeds: Sequence[int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Where an environment says what; None where it does not."""
+
+    text: str = "text"  # in a dict observation
+    image: str | None = None  # in a dict observation: uint8, (height, width, 3) or (height, width)
+    goal: str | None = None  # in a dict observation or in info; read once per task by a reset
+    admissible: str | None = None  # in info: names, or a 0/1 mask over a Discrete space (in a dict observation too)
+    progress: str | None = None  # in info: share of goal conditions met
+    success: str | None = None  # in info; without it, success is to terminate with a positive reward
+
+
+class GymnasiumTextEnvironment:
+    """A Gymnasium text environment behind the contract of `envs.base.Environment`.
+
+    Args:
+        make: an id that `gymnasium.make` knows, or a function that makes the environment.
+        splits: the episodes of every split.
+        goal: the goal of every task, unless `keys.goal` says where each has its own.
+        actions: names of a Discrete space's actions, in the order of their numbers.
+        keys: where observations and info hold what.
+        name: the environment's name; by default its id.
+
+    An action without meaning here never reaches the environment: the answer says so, and the episode goes on. Whatever
+    the environment itself raises is an `EnvironmentFailure`.
+
+    Raises:
+        ValueError: no goal.
+    """
+
+    def __init__(
+        self, make: str | Callable[[], gymnasium.Env], splits: Mapping[str, Episodes], *, goal: str = "",
+        actions: Sequence[str] = (), keys: Keys = Keys(), name: str = "",
+    ) -> None:  # fmt: skip
+        if not goal and keys.goal is None:
+            raise ValueError("an agent needs a goal: give goal=..., or name the key that holds it (Keys(goal=...))")
+        self._make, self._splits, self._goal = make, dict(splits), goal
+        self._actions, self._keys = tuple(actions), keys
+        self.name = name or (make if isinstance(make, str) else getattr(make, "__name__", "gymnasium"))
+        self._env: gymnasium.Env | None = None
+        self._live: Transition | None = None
+        self._tasks: dict[str, list[Task]] = {}
+
+    def tasks(self, split: str) -> list[Task]:
+        """One task per seed, in the order of the seeds.
+
+        Raises:
+            ValueError: for a split that does not exist, or one that names a seed twice.
+        """
+        if split not in self._splits:
+            raise ValueError(f"no split {split!r}; there are {', '.join(self._splits)}")
+        if split not in self._tasks:
+            episodes = self._splits[split]
+            if len(set(episodes.seeds)) < len(episodes.seeds):
+                raise ValueError(f"split {split!r} names a seed twice")
+            options = json.dumps(dict(episodes.options), sort_keys=True)
+            self._tasks[split] = [self._task(split, seed, options) for seed in episodes.seeds]
+        return list(self._tasks[split])
+
+    def reset(self, task: Task) -> Observation:
+        """Start the task's episode."""
+        observation, info = self._reset(int(task.data["seed"]), task.data["options"])
+        self._live = Transition(self._observe(observation, info), 0.0, False, False)
+        return self._live.observation
+
+    def step(self, action: str) -> Transition:
+        """Carry out one action, by its text or its name."""
+        if self._live is None or self._live.done:
+            raise EnvironmentFailure("no live episode: call reset(task) first")
+        env = self._opened()
+        meant = self._meant(env, action)
+        if meant is None:
+            return self._unknown(action)
+        with _failures(self.name):
+            observation, reward, terminated, truncated, info = env.step(meant)
+        keys = self._keys
+        success = bool(info.get(keys.success)) if keys.success else bool(terminated and float(reward) > 0)
+        progress = min(max(float(info.get(keys.progress, 0.0)), 0.0), 1.0) if keys.progress else 0.0
+        done = bool(terminated or truncated or success)
+        self._live = Transition(self._observe(observation, info), 1.0 if success else progress, success, done)
+        return self._live
+
+    def expert(self) -> list[str] | None:
+        """None: Gymnasium has no notion of one."""
+        return None
+
+    def close(self) -> None:
+        """Close the environment; `reset` makes a new one."""
+        env, self._env, self._live = self._env, None, None
+        if env is not None:
+            with _failures(self.name):
+                env.close()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _opened(self) -> gymnasium.Env:
+        """The environment, made at first use.
+
+        Raises:
+            EnvironmentFailure: it cannot be made, or its actions are neither text nor a Discrete space with names.
+        """
+        if self._env is None:
+            try:
+                import gymnasium
+            except ImportError as error:
+                raise EnvironmentFailure("gymnasium is missing: pip install 'memcompiler[gym]'") from error
+            with _failures(self.name):
+                env = gymnasium.make(self._make) if isinstance(self._make, str) else self._make()
+            space = env.action_space
+            n = int(space.n) if isinstance(space, gymnasium.spaces.Discrete) else None
+            if n is None and not isinstance(space, gymnasium.spaces.Text):
+                raise EnvironmentFailure(f"{self.name}: actions must be a Text or a Discrete space, not {space}")
+            if n is not None and (len(self._actions) != n or len(set(self._actions)) != n):
+                raise EnvironmentFailure(
+                    f"{self.name} has {n} actions: give {n} different names (actions=...), not {len(self._actions)}"
+                )
+            self._env = env
+        return self._env
+
+    def _task(self, split: str, seed: int, options: str) -> Task:
+        goal = self._goal
+        if self._keys.goal is not None:
+            observation, info = self._reset(seed, options)
+            goal = str(self._find(self._keys.goal, observation, info))
+            self._live = None
+        data = {"seed": str(seed), "options": options}
+        isolation = {"episode": (f"{seed} {options}",)}
+        return Task(f"{split}/{seed}", goal, "", split, self.name, data=data, isolation=isolation)
+
+    def _reset(self, seed: int, options: str) -> tuple[Any, Mapping[str, Any]]:
+        env = self._opened()
+        with _failures(self.name):
+            return env.reset(seed=seed, options=json.loads(options) or None)
+
+    def _observe(self, observation: Any, info: Mapping[str, Any]) -> Observation:
+        keys = self._keys
+        text = observation if isinstance(observation, str) else self._find(keys.text, observation)
+        if not isinstance(text, str):
+            raise EnvironmentFailure(
+                f"{self.name}: the observation's {keys.text!r} is a {type(text).__name__}, not text"
+            )
+        image = None if keys.image is None else _picture(self._find(keys.image, observation))
+        return Observation(text, image, self._admissible(observation, info))
+
+    def _admissible(self, observation: Any, info: Mapping[str, Any]) -> tuple[str, ...] | None:
+        """What info lists; else all actions of a Discrete space; None for text without a list."""
+        if self._keys.admissible is None:
+            return self._actions or None
+        listed = list(self._find(self._keys.admissible, info, observation))
+        if all(isinstance(name, str) for name in listed):
+            return tuple(listed)
+        return tuple(name for name, possible in zip(self._actions, listed, strict=True) if possible)
+
+    def _find(self, key: str, *places: Any) -> Any:
+        for place in places:
+            if isinstance(place, Mapping) and key in place:
+                return place[key]
+        kinds = " and ".join(type(place).__name__ for place in places)
+        raise EnvironmentFailure(f"{self.name}: no {key!r} in what it returned ({kinds}); set keys=Keys(...)")
+
+    def _meant(self, env: gymnasium.Env, action: str) -> Any | None:
+        """What the environment takes for `action`; None if it means nothing to it."""
+        if self._actions:
+            return self._actions.index(action) if action in self._actions else None
+        return action if env.action_space.contains(action) else None
+
+    def _unknown(self, action: str) -> Transition:
+        assert self._live is not None
+        before = self._live.observation
+        text = f"{action!r} is not an action here."
+        self._live = Transition(
+            Observation(text, before.image, before.admissible), self._live.progress, success=False, done=False
+        )
+        return self._live
+
+
+@contextmanager
+def _failures(name: str) -> Iterator[None]:
+    """Whatever somebody else's environment raises fails the episode, never the run."""
+    try:
+        yield
+    except Exception as error:
+        raise EnvironmentFailure(f"{name}: {type(error).__name__}: {error}") from error
+
+
+def _picture(pixels: Any) -> Image:
+    import numpy as np
+    from PIL import Image
+
+    try:
+        return Image.fromarray(np.asarray(pixels, dtype=np.uint8)).convert("RGB")
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailure(f"not a picture of shape (height, width, 3): {error}") from error
+
+
+def from_settings(
+    id: str, splits: Mapping[str, Mapping[str, Any]], goal: str = "", actions: Sequence[str] = (),
+    keys: Mapping[str, str | None] | None = None,
+) -> GymnasiumTextEnvironment:  # fmt: skip
+    """The same from JSON values, as a configuration or a worker's arguments hold them."""
+    episodes = {name: Episodes(**split) for name, split in splits.items()}
+    return GymnasiumTextEnvironment(id, episodes, goal=goal, actions=actions, keys=Keys(**keys or {}))
