@@ -14,6 +14,12 @@ from memory.bank import MemoryBank
 from memory.trajectory import entry_from_trajectory
 
 
+def experience_tasks(candidates: Sequence[Task], tasks: Sequence[Task], limit: int | None = None) -> list[Task]:
+    """What fills a bank for `tasks`: of `candidates`, those in the same scenes, `limit` of them at most."""
+    scenes = {task.scene for task in tasks}
+    return [task for task in candidates if task.scene in scenes][:limit]
+
+
 def collect_experience(
     make_env: Callable[[], Environment], tasks: Sequence[Task], bank: MemoryBank, max_steps: int = 50,
     on_episode: Callable[[Episode], None] | None = None,

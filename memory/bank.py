@@ -256,6 +256,13 @@ class MemoryBank:
             "unindexed": max(unindexed.values(), default=0), **counts,
         }  # fmt: skip
 
+    def origins(self) -> Counter[tuple[str, str]]:
+        """How many entries there are by (task id, split): what an audit needs, without texts and pictures."""
+        pinned = self._pin()
+        with self._clear_errors():
+            rows = pinned.table.search().select(["task_id", "split"]).to_arrow().to_pylist()
+        return Counter((row["task_id"], row["split"]) for row in rows)
+
     # -- exchange -----------------------------------------------------------------------------------------------------
 
     def export_jsonl(self, path: str | Path) -> int:

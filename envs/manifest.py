@@ -1,0 +1,103 @@
+"""A list of tasks as a fact that can be compared: which tasks, what each must not share, and a hash over all of it.
+
+A manifest holds no text of a benchmark: goals and contents go in as digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from envs.base import Task
+
+FORMAT = 1
+
+
+class ManifestError(ValueError):
+    """A file that is not a whole manifest, or tasks that cannot be one. The message is ready to print."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One task; ids are unique in their split. `digest`: SHA-256 of its goal and of its content's digest, if any."""
+
+    id: str
+    split: str
+    isolation: Mapping[str, tuple[str, ...]]
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Tasks of one or several splits, in the order of their ids."""
+
+    benchmark: str
+    tasks: tuple[Listed, ...]
+
+    @classmethod
+    def of(cls, benchmark: str, tasks: Iterable[Task]) -> Manifest:
+        """Raises: ManifestError, for no tasks, or an id that stands for two different ones of one split."""
+        listed: dict[tuple[str, str], Listed] = {}
+        for task in tasks:
+            isolation = {name: tuple(sorted(set(values))) for name, values in sorted(task.isolation.items())}
+            entry = Listed(task.id, task.split, isolation, _sha256([task.goal, task.data.get("sha256", "")]))
+            if listed.setdefault((task.id, task.split), entry) != entry:
+                raise ManifestError(f"two different tasks of {benchmark} {task.split} have the id {task.id!r}")
+        if not listed:
+            raise ManifestError(
+                f"there are no tasks of {benchmark} to list: check split, limit and the benchmark's data"
+            )
+        return cls(benchmark, tuple(listed[key] for key in sorted(listed)))
+
+    @property
+    def split(self) -> str:
+        """The names of all splits, joined by "+"."""
+        return "+".join(sorted({task.split for task in self.tasks}))
+
+    @cached_property
+    def sha256(self) -> str:
+        """Changes with any id, goal, isolation or content."""
+        return _sha256([self.benchmark, [[t.id, t.split, t.isolation, t.digest] for t in self.tasks]])
+
+    @property
+    def ids(self) -> frozenset[str]:
+        return frozenset(task.id for task in self.tasks)
+
+    def write(self, path: Path) -> None:
+        """The same bytes for the same tasks, one task per line; the file appears when it is whole."""
+        head = {"format": FORMAT, "benchmark": self.benchmark, "split": self.split, "sha256": self.sha256}
+        lines = ",\n".join(json.dumps(asdict(task), ensure_ascii=False, sort_keys=True) for task in self.tasks)
+        part = path.with_name(path.name + ".part")
+        part.write_text(f'{json.dumps(head, ensure_ascii=False)[:-1]}, "tasks": [\n{lines}\n]}}\n', encoding="utf-8")
+        part.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Raises: ManifestError, for a file that is missing, no manifest, or not as it was written."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["format"] != FORMAT:
+                raise ManifestError(f"{path} is a manifest of format {data['format']!r}; this version reads {FORMAT}")
+            manifest = cls(str(data["benchmark"]), tuple(map(_listed, data["tasks"])))
+            recorded = data["sha256"]
+        except OSError as error:
+            raise ManifestError(f"no manifest {path}: {error.strerror}; `memcompiler collect` writes one") from None
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ManifestError(f"{path} is not a manifest ({type(error).__name__}: {error})") from None
+        if recorded != manifest.sha256:
+            raise ManifestError(f"{path} was changed after it was written: its hash is not that of its tasks")
+        return manifest
+
+
+def _listed(entry: Mapping[str, Any]) -> Listed:
+    isolation = {name: tuple(values) for name, values in entry["isolation"].items()}
+    return Listed(entry["id"], entry["split"], isolation, entry["digest"])
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, ensure_ascii=True, sort_keys=True).encode("ascii")).hexdigest()
