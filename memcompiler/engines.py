@@ -1,4 +1,4 @@
-"""`memcompiler parity` and `memcompiler bench env`: the native household engine beside TextWorld."""
+"""Commands around environments: parity and bench beside TextWorld, export of generated homes, the OpenEnv server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from configs.load import ConfigError
+from configs.schema import CollectConfig, EnvConfig
 from envs.household import parity
+from memcompiler.environments import Environments
 from memcompiler.progress import progress
 
 console = Console(width=120, soft_wrap=True)
@@ -44,3 +47,25 @@ def run_bench(games: Path, number: int, steps: int, seed: int) -> None:
     live = parity.choose_games(parity.find_games(games), 16, seed)
     console.print(f"16 live games, native: {parity.live_memory(live):.1f} MiB", highlight=False)
     console.print(f"ratio: {textworld.step / native.step:.0f}", highlight=False)
+
+
+def run_export(config: EnvConfig, split: str, limit: int | None, out: Path) -> None:
+    """Write a generated split as games. Raises: ConfigError, for an environment that generates none."""
+    from envs.household import HouseholdEnvironment
+    from envs.household.export import export_split
+
+    if config.name != "household":
+        raise ConfigError(f"only generated homes can be exported (env.name=household), not {config.name}")
+    with Environments(config.model_copy(update={"images": False, "workers": 0})) as envs:
+        home = envs.lease()
+        assert isinstance(home, HouseholdEnvironment)
+        written = export_split(home, split, out, limit)
+    console.print(f"{len(written)} games in {out}; play them with env.name=alfworld env.data_root={out}")
+
+
+def run_serve(config: CollectConfig, host: str, port: int, sessions: int) -> None:
+    """Until interrupted."""
+    from envs.openenv_server import serve_openenv
+
+    with Environments(config.env) as envs:
+        serve_openenv(envs.lease, config.split, host, port, min(sessions, envs.capacity))

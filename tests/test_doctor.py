@@ -180,6 +180,62 @@ def test_alfworld_games(monkeypatch, tmp_path):
     assert run_probe(probe) == Check("ALFWorld games", "ok", "splits: train")
 
 
+def test_science_world_without_java_is_missing(monkeypatch):
+    def no_java() -> str:
+        raise ModuleNotFoundError("ScienceWorld needs Java")
+
+    monkeypatch.setattr(doctor, "imports", lambda module: "1.2.3")
+    monkeypatch.setattr("envs.scienceworld.simulator.java_path", no_java)
+    assert run_probe(Probe("scienceworld", doctor.science_world)).status == "missing"
+    monkeypatch.setattr("envs.scienceworld.simulator.java_path", lambda: sys.executable)  # takes no "-version"
+    assert run_probe(Probe("scienceworld", doctor.science_world)).status == "broken"
+
+
+@pytest.fixture
+def standin(monkeypatch, tmp_path) -> Path:
+    """A checkout of EmbodiedBench as this machine's own Python would import it."""
+    for module in ("embodiedbench", "ai2thor", "ai2thor/controller", "ai2thor/platform", "gym", "PIL", "PIL/Image"):
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").write_text("print('a greeting')\n")
+    monkeypatch.setenv("EMBODIEDBENCH_PYTHON", sys.executable)
+    monkeypatch.setenv("EMBODIEDBENCH_NAV_PYTHON", sys.executable)
+    monkeypatch.setenv("EMBODIEDBENCH_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_embodied_bench_is_looked_for_in_its_own_python(standin, monkeypatch):
+    probe = Probe("eb_alfred", partial(doctor.embodied_bench, "eb_alfred"), "export ...", core=False)
+    version = ".".join(map(str, sys.version_info[:3]))
+    assert run_probe(probe).detail == "embodiedbench/envs/eb_alfred/data/json_2.1.0 is not in the checkout"
+    (standin / "embodiedbench/envs/eb_alfred/data/json_2.1.0").mkdir(parents=True)
+    assert run_probe(probe) == Check("eb_alfred", "ok", f"Python {version} imports ai2thor; not started", core=False)
+    navigation = Probe("eb_navigation", partial(doctor.embodied_bench, "eb_navigation"), core=False)
+    assert run_probe(navigation).status == "ok"  # git brings its data
+    (standin / "ai2thor" / "controller" / "__init__.py").write_text("import no_such_library\n")
+    check = run_probe(probe)
+    assert check.status == "broken" and "No module named 'no_such_library'" in check.detail
+    monkeypatch.setenv("EMBODIEDBENCH_PYTHON", "no-such-python")
+    assert run_probe(probe).status == "broken" and "no program" in run_probe(probe).detail
+    monkeypatch.delenv("EMBODIEDBENCH_PYTHON")
+    assert run_probe(probe) == Check("eb_alfred", "missing", "EMBODIEDBENCH_PYTHON is not set", "export ...", False)
+
+
+def test_an_embodied_bench_that_hangs_is_given_up(standin):
+    (standin / "gym" / "__init__.py").write_text("import time\ntime.sleep(600)\n")
+    probe = Probe("eb_navigation", partial(doctor.embodied_bench, "eb_navigation", seconds=2.0), core=False)
+    check = run_probe(probe)
+    assert check.status == "broken" and "more than 2 s" in check.detail
+
+
+def test_every_environment_has_a_check_and_none_of_the_foreign_ones_is_core():
+    names = {probe.name: probe for probe in all_probes()}
+    foreign = {"ALFWorld games", "alfworld", "scienceworld", *doctor.EMBODIED, "gymnasium", "openenv"}
+    assert foreign <= set(names) and not any(names[name].core for name in foreign)
+    from envs.embodiedbench.adapter import INSTALLATIONS
+
+    assert tuple(INSTALLATIONS) == doctor.EMBODIED
+
+
 def test_without_a_gpu(monkeypatch):
     import torch
 

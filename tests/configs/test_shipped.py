@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from configs import schema
-from configs.load import load_config, to_yaml
+from configs.load import ConfigError, load_config, to_yaml
 
 CONFIGS = Path(schema.__file__).parent
 SCHEMAS = {"quickstart.yaml": schema.QuickstartConfig, "sft": schema.SftConfig, "eval": schema.EvalConfig,
-           "collect": schema.CollectConfig}  # fmt: skip
+           "collect": schema.CollectConfig, "grpo": schema.GrpoConfig}  # fmt: skip
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 
 
@@ -32,6 +32,25 @@ def test_paper_defaults():
     w = sft.weights
     assert (w.text, w.action, w.entropy, w.latent, w.orth) == (1.0, 1.0, 0.1, 1.0, 0.1)
     assert (sft.compiler.max_new_tokens, sft.executor.max_new_tokens) == (512, 64)
+
+
+def test_paper_defaults_of_grpo():
+    """Table 7 and C.3.2; top-k is off on purpose (method notes: truncation biases the ratio)."""
+    grpo = schema.GrpoConfig()
+    assert (grpo.tasks, grpo.group_size, grpo.updates, grpo.max_steps, grpo.temperature) == (4, 4, 500, 15, 1.2)
+    assert (grpo.clip_low, grpo.clip_high, grpo.kl, grpo.top_k, grpo.top_p) == (0.2, 0.28, 0.0, 0, 1.0)
+    assert (grpo.lr, grpo.min_lr, grpo.betas, grpo.eps) == (1e-6, 1e-7, (0.9, 0.95), 1e-5)
+    assert (grpo.weight_decay, grpo.grad_clip) == (0.01, 1.0)
+
+
+def test_settings_of_other_environments_are_errors():
+    for setting in ("env.simplifications=none", "env.python=python3", "env.data_root=games"):
+        with pytest.raises(ConfigError, match=r"environment household has no setting"):
+            load_config(schema.EvalConfig, "eval/quickstart", [setting])
+    with pytest.raises(ConfigError, match="workers must be at least 1"):
+        load_config(schema.EvalConfig, None, ["env.name=eb_alfred", "env.workers=0"])
+    with pytest.raises(ConfigError, match="needs the block"):
+        load_config(schema.EvalConfig, None, ["env.name=gymnasium"])
 
 
 def test_env_shorthand():

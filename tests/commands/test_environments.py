@@ -1,0 +1,82 @@
+"""From settings to environments: in this process or in workers, the same episodes either way; export and leakage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from configs.schema import EnvConfig, GymnasiumConfig
+from memcompiler.cli import app
+from memcompiler.environments import Environments, default_split, experience_split
+
+HOME = {"scenes": {"train": 2, "test": 2}, "images": False}
+
+
+def transcript(envs: Environments) -> list[str]:
+    env = envs.lease()
+    try:
+        said = [env.reset(envs.tasks("test")[0]).text]
+        return said + [env.step(command).observation.text for command in env.expert() or []]
+    finally:
+        env.close()
+
+
+def test_workers_and_this_process_play_alike() -> None:
+    with Environments(EnvConfig(**HOME)) as here, Environments(EnvConfig(**HOME, workers=2)) as there:
+        assert here.capacity > 1000 and there.capacity == 2
+        assert here.tasks("test") == there.tasks("test")
+        assert transcript(here) == transcript(there) and len(transcript(here)) > 3
+
+
+def test_task_types_and_splits() -> None:
+    kinds = ("look_at_obj_in_light", "pick_two_obj_and_place")
+    with Environments(EnvConfig(**HOME, kinds=kinds)) as envs:
+        assert {task.kind for task in envs.tasks("train")} == set(kinds)
+    assert default_split(EnvConfig()) == "test" and experience_split(EnvConfig(), None, "test") == "test_experience"
+    assert default_split(EnvConfig(name="alfworld")) == "valid_seen"
+    science = EnvConfig(name="scienceworld", tasks_file="tasks.jsonl")
+    assert default_split(science) == "agentsquare" and experience_split(science, None, "test") == "train"
+    assert default_split(EnvConfig(name="eb_habitat")) == "base"
+
+
+def test_a_gymnasium_environment_from_settings() -> None:
+    pytest.importorskip("gymnasium")
+    settings = GymnasiumConfig(id="FrozenLake-v1", splits={"test": {"seeds": (1, 2)}}, goal="reach the goal")
+    with Environments(EnvConfig(name="gymnasium", gymnasium=settings)) as envs:
+        assert [task.goal for task in envs.tasks("test")] == ["reach the goal"] * 2
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("EMBODIEDBENCH_PYTHON", raising=False)
+    with pytest.raises(FileNotFoundError, match="EMBODIEDBENCH_PYTHON is not set"):
+        Environments(EnvConfig(name="eb_alfred"))
+    result = CliRunner().invoke(app, ["eval", "env=eb_alfred", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+
+
+@pytest.mark.alfworld
+def test_export_and_play_what_was_exported(tmp_path: Path) -> None:
+    pytest.importorskip("alfworld")
+    out = tmp_path / "games"
+    home = ["env.scenes={train: 1, test: 2}"]
+    result = CliRunner().invoke(app, ["env", "export", *home, "--limit", "3", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    with Environments(EnvConfig(name="alfworld", data_root=str(out), images=False)) as envs:
+        assert len(envs.tasks("test")) == 3 and len(transcript(envs)) > 2
+    again = CliRunner().invoke(app, ["env", "export", *home, "--out", str(out)])
+    assert again.exit_code == 1 and "error:" in again.output
+    other = CliRunner().invoke(app, ["env", "export", "env=alfworld", "--out", str(out)])
+    assert other.exit_code == 1 and "only generated homes" in other.output
+
+
+def test_the_leakage_command(tmp_path: Path) -> None:
+    clean = CliRunner().invoke(app, ["leakage", "env.scenes={train: 2, test: 2}", "--out", str(tmp_path)])
+    assert clean.exit_code == 0, clean.output
+    assert json.loads((tmp_path / "leakage.json").read_text())["clean"] is True
+    leak = CliRunner().invoke(app, ["leakage", "env.scenes={train: 2, test: 2}", "split=test"])
+    assert leak.exit_code == 1 and "shared scene" in leak.output
+    files = CliRunner().invoke(app, ["leakage", "--train", str(tmp_path / "manifest.json")])
+    assert files.exit_code == 0, files.output
