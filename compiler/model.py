@@ -29,11 +29,22 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """temperature 0 is greedy (and takes the soft tokens' mean). No top-k: truncated sampling biases the RL ratio."""
+    """How an emission and its soft tokens are drawn. Temperature 0 is greedy text, and the soft tokens' mean.
+
+    top_k 0 and top_p 1 mean no truncation: a truncated distribution has to be truncated in the same way when it is
+    scored again, and even then the ratio is biased where the set of likely tokens has changed.
+    """
 
     temperature: float = 0.0
     max_new_tokens: int = 512
     batch_size: int = 64
+    latent_temperature: float | None = None  # default: as the text
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def soft_temperature(self) -> float:
+        return self.temperature if self.latent_temperature is None else self.latent_temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,7 @@ class MemoryCompiler(nn.Module):
             parameter.requires_grad_(False)
         self.policy: PeftModel | nn.Module = _with_lora(backbone, lora) if lora else backbone.model
         self.generator = torch.Generator(device=backbone.device).manual_seed(seed)
+        self.weight_version = 0  # counted up by whoever changes the weights; every compilation bears it
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
@@ -112,8 +124,18 @@ class MemoryCompiler(nn.Module):
 
     def allowed(self, logits: Tensor) -> Tensor:
         """fp32 logits with reserved tokens ruled out: the policy's distribution, when sampling and when re-scoring."""
-        banned = torch.tensor(self.backbone.suppressed, device=logits.device)
+        banned = torch.tensor(self.backbone.suppressed, dtype=torch.long, device=logits.device)
         return logits.float().index_fill(-1, banned, -torch.inf)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Log-probabilities (..., V) of the distribution that `decoding` samples from, in fp32.
+
+        `tokens` (...) were sampled earlier: they count as possible even if truncation would leave them out now.
+        """
+        logits = self.allowed(logits) / (self.decoding.temperature or 1.0)
+        if self.decoding.top_k or self.decoding.top_p < 1:
+            logits = _truncated(logits, self.decoding.top_k, self.decoding.top_p, tokens)
+        return logits.log_softmax(-1)
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
@@ -129,8 +151,8 @@ class MemoryCompiler(nn.Module):
         prompts = [self.encode(request) for request in requests]
         decoded = _Decoder(self, prompts).run()
         self.train(was_training)
-        z = self.projector.draw(decoded.gaussian, self.decoding.temperature, self.generator)
-        latent = decoded.gaussian.log_prob(z, self.decoding.temperature or 1.0)
+        z = self.projector.draw(decoded.gaussian, self.decoding.soft_temperature, self.generator)
+        latent = decoded.gaussian.log_prob(z, self.decoding.soft_temperature or 1.0)
         soft = self.projector.to_embeddings(z)
         return [
             self._record(request, prompt, row, decoded.gaussian, z, soft, latent, i)
@@ -148,6 +170,7 @@ class MemoryCompiler(nn.Module):
             text_logprobs=row.logprobs, z=z[i].float().cpu(), mu=gaussian.mu[i].float().cpu(),
             log_sigma=gaussian.log_sigma[i].float().cpu(), soft=soft[i].float().cpu(), latent_logprobs=latent[i].cpu(),
             request=request, tokens_in=len(prompt.ids), tokens_out=len(row.ids) + self.n_tokens,
+            weight_version=self.weight_version,
         )  # fmt: skip
 
 
@@ -209,10 +232,8 @@ class _Decoder:
 
     def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Token and its log-probability at the sampling temperature, (B,) each; reserved tokens are never sampled."""
-        temperature = self.compiler.decoding.temperature
-        logits = self.compiler.allowed(logits)
-        logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
-        if temperature == 0:
+        logprobs = self.compiler.logprobs(logits)
+        if self.compiler.decoding.temperature == 0:
             token = logprobs.argmax(-1)
         else:
             token = torch.multinomial(logprobs.exp(), 1, generator=self.compiler.generator).squeeze(1)
@@ -225,6 +246,20 @@ def _rows(tokens: Tensor, logprobs: Tensor, real: Tensor, truncated: Tensor, end
         _Row((*ids[:n], *((end,) if cut else ())), values[:n].cpu(), cut)
         for ids, values, n, cut in zip(tokens.tolist(), logprobs, lengths, truncated.tolist(), strict=True)
     ]
+
+
+def _truncated(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None) -> Tensor:
+    """Only the `top_k` likeliest tokens, and of those the fewest that hold a share of `top_p`; the rest at -inf."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    out = torch.zeros_like(ordered, dtype=torch.bool) if not top_k else (rank >= top_k).expand_as(ordered)
+    if top_p < 1:
+        held = ordered.masked_fill(out, -torch.inf).softmax(-1)
+        out = out | (held.cumsum(-1) - held >= top_p)
+    out = torch.zeros_like(out).scatter(-1, order, out)
+    if keep is not None:
+        out = out.scatter(-1, keep.unsqueeze(-1), False)
+    return logits.masked_fill(out, -torch.inf)
 
 
 def _take(hidden: Tensor, at: Tensor) -> Tensor:

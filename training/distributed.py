@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,15 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)
+
+
+def gather_values(values: dict[str, float]) -> list[dict[str, float]]:
+    """Every rank's numbers, in the order of ranks."""
+    if not dist.is_initialized():
+        return [values]
+    shares: list[Any] = [None] * world_size()
+    dist.all_gather_object(shares, values)
+    return shares
 
 
 def sum_values(values: dict[str, Tensor]) -> dict[str, Tensor]:

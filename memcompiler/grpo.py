@@ -1,0 +1,154 @@
+"""`memcompiler train grpo` and `memcompiler bench rollout`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from configs.run_folder import RunFolder
+from configs.schema import GrpoConfig
+from memcompiler import build
+from memcompiler.commands import training_tasks_and_bank
+from memcompiler.environments import Environments
+from memcompiler.progress import progress
+
+if TYPE_CHECKING:
+    from agent.episode import Job
+    from compiler.model import MemoryCompiler
+    from executor.frozen import FrozenExecutor
+    from training.rollout import Group, RolloutEngine
+
+console = Console(width=120)
+
+
+def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
+    """Train (or go on training); OUT gets checkpoints, metrics.jsonl (a line per update) and rollouts.jsonl."""
+    from training import distributed
+    from training.grpo import GrpoTrainer, run_grpo
+
+    distributed.init()
+    run = None
+    if distributed.rank() == 0:
+        run = RunFolder.create(out, config, on_exists=on_exists)  # type: ignore[arg-type]
+    distributed.barrier()
+    with Environments(config.env) as envs:
+        jobs, facts = _jobs(config, envs, run, out)
+        executor = build.load_executor(config.executor)
+        compiler = build.load_compiler(config.compiler, executor, config.seed)
+        trainer = GrpoTrainer(config, compiler, executor, _engine(config, envs, executor), jobs, out, facts)
+        if trainer.resume():
+            console.print(f"  resumed at update {trainer.update} of {config.updates}")
+            if run is not None:
+                run.keep_metrics(lambda row: row["update"] <= trainer.update)
+                _keep_rollouts(out / "rollouts.jsonl", trainer.update)
+        with progress("grpo", config.updates, trainer.update) as advance:
+            run_grpo(trainer, lambda metrics, groups: advance(_record(config, run, out, metrics, groups)))
+    return compiler
+
+
+def _record(
+    config: GrpoConfig, run: RunFolder | None, out: Path, metrics: dict[str, float], groups: Sequence[Group]
+) -> str:
+    """An update into the run folder; returns its line for the terminal."""
+    assert run is not None  # only rank 0 records
+    run.append_metrics(metrics)
+    _append_rollouts(out / "rollouts.jsonl", int(metrics["update"]), groups)
+    if metrics.get("mismatch_kl", 0.0) > config.mismatch_alarm:
+        console.print(
+            f"  warning: rollouts and trainer disagree by {metrics['mismatch_kl']:.3f} nats per token (alarm at "
+            f"{config.mismatch_alarm}): are precision, truncation and weights of the two the same?"
+        )
+    return one_line(metrics)
+
+
+def one_line(metrics: dict[str, float]) -> str:
+    """An update on the terminal."""
+    clipped = metrics.get("clip_low", 0.0) + metrics.get("clip_high", 0.0)
+    return (
+        f"reward {metrics['reward']:.2f}  flat groups {metrics['zero_variance_fraction']:.2f}  clipped {clipped:.3f}  "
+        f"entropy {metrics.get('entropy_text', 0.0):.2f}  sigma {metrics.get('sigma', 0.0):.3f}  "
+        f"{metrics['seconds_rollout']:.1f} + {metrics['seconds_update']:.1f} s"
+    )
+
+
+def run_bench_rollout(config: GrpoConfig, out: Path, updates: int) -> None:
+    """The rollouts of some updates, all episodes side by side and one at a time, in turn; ends with `ratio: R`."""
+    from dataclasses import replace
+
+    from compiler.model import Decoding
+
+    executor = build.load_executor(config.executor)
+    compiler = build.load_compiler(config.compiler, executor, config.seed)
+    compiler.decoding = Decoding(config.temperature, config.compiler.max_new_tokens, config.compiler.batch_size)
+    run = RunFolder.create(out, config, on_exists="overwrite")
+    rates: dict[str, list[float]] = {"batched": [], "one at a time": []}
+    with Environments(config.env) as envs:
+        jobs, _ = _jobs(config, envs, run, out)
+        batched = _engine(config, envs, executor)
+        engines = {"batched": batched, "one at a time": replace(batched, concurrency=1)}
+        batched.run(compiler, jobs[: config.tasks], 2)  # warm-up
+        for update in range(updates):
+            chosen = [jobs[(update * config.tasks + i) % len(jobs)] for i in range(config.tasks)]
+            for name, engine in engines.items():
+                compiler.generator.manual_seed(update)
+                started = time.perf_counter()
+                groups = engine.run(compiler, chosen, config.group_size)
+                steps = sum(len(e.steps) for g in groups for e in g.episodes)
+                rates[name].append(steps / (time.perf_counter() - started))
+    means = {name: sum(values) / len(values) for name, values in rates.items()}
+    for name, rate in means.items():
+        console.print(f"{name}: {rate:.1f} agent steps/s ({updates} updates of {config.tasks} x {config.group_size})")
+    console.print(f"ratio: {means['batched'] / means['one at a time']:.2f}", highlight=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _jobs(config: GrpoConfig, envs: Environments, run: RunFolder | None, out: Path) -> tuple[list[Job], dict[str, Any]]:
+    """Training tasks with their memory. Rank 0 (which has the run folder) checks them and fills the bank; the others
+    take what it has made."""
+    from data_gen.collect import jobs_for
+    from envs.manifest import Manifest
+    from memcompiler.leakage import MANIFEST
+    from training import distributed
+
+    if run is not None:
+        bank, tasks = training_tasks_and_bank(config, envs, run)
+    distributed.barrier()
+    if run is None:
+        kept = Manifest.read(out / MANIFEST).ids
+        tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in kept]
+        bank = build.open_bank(config.memory, out / "bank")
+    return jobs_for(tasks, bank, config.memory.k), {"bank_version": bank.snapshot()}
+
+
+def _engine(config: GrpoConfig, envs: Environments, executor: FrozenExecutor) -> RolloutEngine:
+    from agent.episode import Limits
+    from training.rollout import RolloutEngine
+
+    return RolloutEngine(envs.lease, executor, Limits(config.max_steps, config.seed), config.concurrency)
+
+
+def _append_rollouts(path: Path, update: int, groups: Sequence[Group]) -> None:
+    """A line per episode: what it was and how it ended, failures with their reason."""
+    with path.open("a", encoding="utf-8") as file:
+        for group in groups:
+            for episode in group.episodes:
+                row = {
+                    "update": update, "task": episode.task_id, "family": episode.family, "success": episode.success,
+                    "steps": len(episode.steps), "stop_reason": str(episode.stop_reason), "error": episode.error,
+                }  # fmt: skip
+                file.write(json.dumps(row) + "\n")
+
+
+def _keep_rollouts(path: Path, update: int) -> None:
+    """Drop what was written after the checkpoint that is resumed from."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["update"] <= update]
+        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

@@ -1,0 +1,355 @@
+"""GRPO: the loss is TRL's, fresh samples have ratio 1, splitting changes nothing, resume is exact."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from agent.episode import Job, Limits
+from agent.records import StopReason
+from compiler.model import Decoding
+from configs.schema import GrpoConfig
+from envs.base import EnvironmentFailure, Observation, Task, Transition
+from executor.frozen import FrozenExecutor
+from tests import tiny_models
+from tests.tiny_models import entry
+from training import checkpoint
+from training.grpo import GrpoTrainer, _token_weights, run_grpo
+from training.losses import clipped_surrogate, group_advantages, kl_estimate
+from training.rollout import Group, RolloutEngine, Sample, samples_of
+
+COMMANDS = ("go to cabinet 1", "go to shelf 1", "look")
+
+
+class LuckyEnv:
+    """Two steps; every other episode succeeds, and those whose task says so break."""
+
+    name = "lucky"
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def tasks(self, split: str) -> list[Task]:
+        return []
+
+    def reset(self, task: Task) -> Observation:
+        self.left, self.kind = 2, task.kind
+        return Observation(f"You see a cabinet {self.number % 4}.", None, COMMANDS)
+
+    def step(self, action: str) -> Transition:
+        if self.kind == "fragile" and self.number % 4 == 0:
+            raise EnvironmentFailure("the simulator is gone")
+        self.left -= 1
+        won = self.left == 0 and self.number % 2 == 0
+        return Transition(Observation("It is dark.", None, COMMANDS), float(won), won, self.left == 0)
+
+    def expert(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def job(i: int, kind: str = "") -> Job:
+    return Job(Task(f"t{i}", f"put a mug in cabinet {i}", f"home {i}", "train", kind), (entry(i, "in home 1: look"),))
+
+
+def executor() -> FrozenExecutor:
+    backbone = tiny_models.lm_backbone(seed=1)
+    return FrozenExecutor(backbone.model, backbone.tokenizer)
+
+
+def engine(kind: str = "") -> RolloutEngine:
+    numbers = itertools.count()
+    return RolloutEngine(lambda: LuckyEnv(next(numbers)), executor(), Limits(3))
+
+
+def trainer(tmp_path, jobs=None, **settings) -> GrpoTrainer:
+    defaults = {
+        "compiler": {"max_new_tokens": 8}, "updates": 4, "tasks": 2, "group_size": 4, "lr": 1e-3, "save_every": 2,
+        "micro_batch_size": 3,
+    }  # fmt: skip
+    config = GrpoConfig(**(defaults | settings))
+    played, jobs = engine(), jobs or [job(i) for i in range(3)]
+    return GrpoTrainer(config, tiny_models.memory_compiler(False), played.executor, played, jobs, tmp_path)
+
+
+def trainable(t: GrpoTrainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in t.compiler.named_parameters() if p.requires_grad}
+
+
+def fresh_samples(t: GrpoTrainer, update: int = 0) -> list[Sample]:
+    t.compiler.generator.manual_seed(update)
+    return samples_of(t.engine.run(t.compiler, t.jobs_of(update), t.config.group_size), t.compiler)
+
+
+# -- the arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def test_clip_by_hand():
+    # ratios 0.5, 1, 1.5 with A = 1: min(r, clip) = 0.5, 1, 1.28; with A = -1: max(r, clip) = 0.8, 1, 1.5
+    ratio = torch.tensor([[0.5, 1.0, 1.5]] * 2)
+    out = clipped_surrogate(ratio.log(), torch.zeros(2, 3), torch.tensor([1.0, -1.0]))
+    assert torch.allclose(out.loss, torch.tensor([[-0.5, -1.0, -1.28], [0.8, 1.0, 1.5]]))
+    assert out.clipped_high.tolist() == [[False, False, True], [False] * 3]
+    assert out.clipped_low.tolist() == [[False] * 3, [True, False, False]]
+
+
+def test_advantages_by_hand():
+    # rewards 1, 0, 0, 0: mean 1/4, sample std 1/2: (3/4) / 0.5 = 1.5 and (-1/4) / 0.5 = -0.5
+    assert group_advantages([1, 0, 0, 0]) == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-3)
+    assert group_advantages([1, 1]) == [0, 0] and group_advantages([1]) == [0]
+    # KL estimate: d = log(0.5 / 0.25) = log 2: 2 - 1 - log 2
+    assert kl_estimate(torch.tensor(0.25).log(), torch.tensor(0.5).log()).item() == pytest.approx(1 - math.log(2))
+
+
+def sample(sampled: int, episode: int, advantage: float = 1.0, n: int = 4) -> Sample:
+    return Sample(None, (), torch.zeros(n, 1), torch.zeros(sampled + n), sampled, advantage, episode, 0)  # type: ignore[arg-type]
+
+
+def test_token_weights_by_hand():
+    # episode 0 has samples of 2 and 6 text tokens, episode 1 one of 12; each has 4 soft tokens that count half (2)
+    samples = [sample(2, 0), sample(6, 0), sample(12, 1)]
+    weights = {}
+    for kind in ("token", "step", "episode"):
+        config = GrpoConfig(aggregation=kind, latent_weight=0.5)
+        rows, first, total = _token_weights(samples, config)
+        assert (first, total) == (0, 3)
+        assert sum(r.sum().item() for r in rows) == pytest.approx(1)
+        weights[kind] = [(r[0].item(), r[-1].item()) for r in rows]
+    assert weights["token"] == [pytest.approx((1 / 26, 0.5 / 26))] * 3
+    assert [w[0] for w in weights["step"]] == pytest.approx([1 / (4 * 3), 1 / (8 * 3), 1 / (14 * 3)])
+    assert [w[0] for w in weights["episode"]] == pytest.approx([1 / (4 * 2 * 2), 1 / (8 * 2 * 2), 1 / (14 * 1 * 2)])
+
+
+@pytest.mark.parametrize("ours, theirs", [("step", "grpo"), ("token", "bnpo")])
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_text_loss_and_gradients_are_trls(tmp_path, ours, theirs, off_policy):
+    from datasets import Dataset
+    from trl import GRPOConfig as TrlConfig
+    from trl import GRPOTrainer
+
+    t = trainer(tmp_path, aggregation=ours, latent_weight=0.0, group_size=4)
+    t.compiler.backbone.suppressed = []  # TRL samples from the whole vocabulary
+    samples = [_cut(s, 2 + i % 7) for i, s in enumerate(fresh_samples(t))]
+    assert len({s.advantage for s in samples}) > 1
+    torch.manual_seed(0)
+    if off_policy:  # as if older weights had sampled
+        samples = [_moved(s, 0.3 * torch.randn(len(s.rollout_logprobs))) for s in samples]
+
+    def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+        t.compiler.zero_grad()
+        loss.backward()
+        return [p.grad.clone() for n, p in t.compiler.named_parameters() if "lora" in n and p.grad is not None]
+
+    weights, _, _ = _token_weights(samples, t.config)
+    old = [s.rollout_logprobs for s in samples]
+    t.compiler.eval()
+    loss, stats = t._loss(samples, weights, old, [None] * len(samples))
+    mine = gradients(loss)
+    if off_policy:
+        assert stats["clip_low_text"] > 0 and stats["clip_high_text"] > 0
+
+    arguments = TrlConfig(
+        str(tmp_path), use_cpu=True, bf16=False, report_to=[], per_device_train_batch_size=4, num_generations=4,
+        loss_type=theirs, temperature=t.config.temperature, epsilon=0.2, epsilon_high=0.28, beta=0.0,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    reference = GRPOTrainer(
+        model=t.compiler.policy, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * 4}), processing_class=t.compiler.backbone.tokenizer,
+    )  # fmt: skip
+    reference.model.eval()
+    reference.current_gradient_accumulation_steps = 1
+    theirs_loss = reference._compute_loss(t.compiler.policy, _trl_inputs(samples))
+    assert loss.item() == pytest.approx(theirs_loss.item(), abs=1e-6)
+    for a, b in zip(mine, gradients(theirs_loss), strict=True):
+        assert torch.allclose(a, b, atol=1e-6, rtol=1e-4)
+    assert max(g.abs().max() for g in mine) > 1e-4
+
+
+def _cut(s: Sample, length: int) -> Sample:
+    """Its first text tokens only: random models never end an emission by themselves."""
+    logprobs = torch.cat([s.rollout_logprobs[:length], s.rollout_logprobs[s.sampled :]])
+    return Sample(s.prompt, s.emission[:length], s.z, logprobs, min(length, s.sampled), s.advantage, s.episode, 0)
+
+
+def _moved(s: Sample, by: torch.Tensor) -> Sample:
+    return Sample(
+        s.prompt, s.emission, s.z, s.rollout_logprobs + by, s.sampled, s.advantage, s.episode, s.weight_version
+    )
+
+
+def _trl_inputs(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """The same samples as TRL pads them: prompts to the left, completions to the right."""
+    p, c = max(len(s.prompt.ids) for s in samples), max(s.sampled for s in samples)
+    rows = {"prompt_ids": [], "prompt_mask": [], "completion_ids": [], "completion_mask": [], "old_per_token_logps": []}
+    for s in samples:
+        left, right = p - len(s.prompt.ids), c - s.sampled
+        rows["prompt_ids"].append([0] * left + list(s.prompt.ids))
+        rows["prompt_mask"].append([0] * left + [1] * len(s.prompt.ids))
+        rows["completion_ids"].append(list(s.emission[: s.sampled]) + [0] * right)
+        rows["completion_mask"].append([1] * s.sampled + [0] * right)
+        rows["old_per_token_logps"].append(s.rollout_logprobs[: s.sampled].tolist() + [0.0] * right)
+    return {name: torch.tensor(row) for name, row in rows.items()} | {
+        "advantages": torch.tensor([s.advantage for s in samples])
+    }
+
+
+# -- the policy -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vlm", [False, True])
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.7}, {"latent_temperature": 0.5}])
+def test_fresh_samples_have_ratio_one(tmp_path, vlm, truncation):
+    t = trainer(tmp_path)
+    t.compiler = tiny_models.memory_compiler(vlm)
+    t.compiler.decoding = Decoding(1.2, 8, **truncation)
+    samples = fresh_samples(t)
+    with torch.no_grad():
+        rows = t._score_all(samples)
+    gap = max((row - s.rollout_logprobs).abs().max().item() for row, s in zip(rows, samples, strict=True))
+    assert gap < 2e-5
+    banned = set(t.compiler.backbone.suppressed)
+    assert not any(banned & set(s.emission) for s in samples)
+    if truncation.get("top_k"):  # a truncated distribution sums to one over what is left
+        assert max(s.rollout_logprobs[: s.sampled].exp().max().item() for s in samples) > 1 / 5 - 1e-3
+
+
+def test_a_cut_emissions_forced_end_is_not_trained_on(tmp_path):
+    t = trainer(tmp_path)
+    t.compiler.decoding = Decoding(1.2, 3)
+    cut = [s for s in fresh_samples(t) if s.sampled == 3 and len(s.emission) == 4]
+    assert cut
+    assert t.score(cut).mask[:, :-4].sum(1).tolist() == [3] * len(cut)
+
+
+def test_an_update_moves_lora_and_projector_but_not_the_executor(tmp_path):
+    t = trainer(tmp_path)
+    before, frozen = trainable(t), t.executor.hash()
+    metrics, groups = next(t.updates())
+    assert metrics["reward"] == 0.5 and metrics["zero_variance_fraction"] == 0 and metrics["samples"] == 16
+    assert metrics["ratio_text"] == pytest.approx(1, abs=1e-5) and metrics["mismatch_kl"] < 1e-8
+    assert metrics["clip_low"] == metrics["clip_high"] == 0 and metrics["entropy_text"] > 0
+    after = trainable(t)
+    moved = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert {"projector", "policy"} <= moved or {"projector", "backbone"} <= moved
+    assert t.executor.hash() == frozen
+    assert all(s.compilation.weight_version == 0 for g in groups for e in g.episodes for s in e.steps)
+
+
+@pytest.mark.parametrize("channel", ["text", "latent"])
+def test_one_channel_alone(tmp_path, channel):
+    other = {"text": "latent", "latent": "text"}[channel]
+    t = trainer(tmp_path, **{f"{other}_weight": 0.0})
+    before = trainable(t)
+    t.learn(fresh_samples(t))
+    after = trainable(t)
+    assert any(not torch.equal(before[n], after[n]) for n in after if "lora" in n)
+    projector_moved = not torch.equal(
+        t.compiler.projector.linear.weight, tiny_models.memory_compiler(False).projector.linear.weight
+    )
+    assert projector_moved == (channel == "latent")
+
+
+def test_splitting_changes_nothing(tmp_path):
+    results = []
+    for micro in (1, 5, 64):
+        t = trainer(tmp_path, micro_batch_size=micro)
+        metrics = t.learn(fresh_samples(t))
+        results.append((metrics["grad_norm"], metrics["loss"], trainable(t)))
+    for norm, loss, weights in results[1:]:
+        assert norm == pytest.approx(results[0][0], rel=1e-4) and loss == pytest.approx(results[0][1], abs=1e-6)
+        assert all(torch.allclose(weights[n], results[0][2][n], atol=2e-5) for n in weights)
+
+
+def test_minibatches_and_iterations_make_the_clip_active(tmp_path):
+    t = trainer(tmp_path, minibatches=2, iterations=3, lr=2e-2, projector_lr=2e-2)
+    metrics = t.learn(fresh_samples(t))
+    assert metrics["clip_low"] + metrics["clip_high"] > 0 and metrics["mismatch_kl"] < 1e-8
+
+
+def test_kl_holds_to_the_start(tmp_path):
+    moved = []
+    for kl in (0.0, 50.0):
+        t = trainer(tmp_path, kl=kl, iterations=8, lr=5e-3)
+        start = trainable(t)
+        samples = fresh_samples(t)
+        t.learn(samples)
+        with torch.no_grad():
+            now, then = t._score_all(samples), t._reference_scores(samples) if kl else None
+        if then is not None:
+            assert any(not torch.allclose(a, b) for a, b in zip(now, then, strict=True))
+        moved.append(sum((start[n] - w).abs().sum().item() for n, w in trainable(t).items()))
+        before = [s.rollout_logprobs for s in samples]
+        moved[-1] = sum((a - b).abs().mean().item() for a, b in zip(now, before, strict=True))
+    assert moved[1] < moved[0]
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def test_flat_groups_are_dropped_and_counted(tmp_path):
+    t = trainer(tmp_path)
+    numbers = itertools.count(step=2)  # every episode succeeds
+    t.engine = RolloutEngine(lambda: LuckyEnv(next(numbers)), t.executor, Limits(3))
+    before = trainable(t)
+    metrics, _ = t._update(0)
+    assert metrics["zero_variance_fraction"] == 1 and metrics["skipped"] == 1 and metrics["reward"] == 1
+    assert all(torch.equal(before[n], w) for n, w in trainable(t).items())
+
+
+def test_a_dead_environment_costs_its_episode_only(tmp_path):
+    t = trainer(tmp_path, jobs=[job(0, "fragile"), job(1, "fragile")])
+    metrics, groups = t._update(0)
+    assert metrics["failures"] == 2 and metrics["samples"] == (8 - 2) * 2
+    for group in groups:
+        reasons = [episode.stop_reason for episode in group.episodes]
+        assert reasons.count(StopReason.ENVIRONMENT_FAILURE) == 1 and len(group.counted) == 3
+        assert "simulator is gone" in next(e.error for e in group.episodes if e.error)
+
+
+def test_when_everything_fails_the_run_stops(tmp_path):
+    numbers = itertools.count(step=4)
+    t = trainer(tmp_path, jobs=[job(0, "fragile")])
+    t.engine = RolloutEngine(lambda: LuckyEnv(next(numbers)), t.executor, Limits(3))
+    with pytest.raises(RuntimeError, match=r"every episode of the update failed.*simulator is gone"):
+        t._update(0)
+
+
+def test_rewards_are_binary_and_at_the_end():
+    class Done:
+        def __init__(self, success):
+            self.success, self.stop_reason = success, StopReason.DONE
+
+    group = Group(tuple(Done(s) for s in (True, False, False, False)))  # type: ignore[arg-type]
+    assert group.rewards == [1, 0, 0, 0] and group.informative
+    assert not Group(tuple(Done(True) for _ in range(3))).informative  # type: ignore[arg-type]
+
+
+# -- order and resume -------------------------------------------------------------------------------------------------
+
+
+def test_tasks_come_in_permutations(tmp_path):
+    t = trainer(tmp_path, jobs=[job(i) for i in range(5)])
+    seen = [j.task.id for u in range(5) for j in t.jobs_of(u)]
+    assert sorted(seen[:5]) == sorted(seen[5:]) == [f"t{i}" for i in range(5)] and seen[:5] != seen[5:]
+
+
+def test_resume_is_exact(tmp_path):
+    whole = trainer(tmp_path / "whole", updates=4)
+    run_grpo(whole, lambda *_: None)
+    first = trainer(tmp_path / "cut", updates=4)
+    for metrics, _ in first.updates():
+        if metrics["update"] == 3:  # killed after the third: the checkpoint holds two
+            break
+    second = trainer(tmp_path / "cut", updates=4)
+    assert second.resume() and second.update == 2
+    run_grpo(second, lambda *_: None)
+    expected = trainable(whole)
+    assert all(torch.equal(expected[n], w) for n, w in trainable(second).items())
+    with pytest.raises(checkpoint.CheckpointError, match="3 tasks with seed 0"):
+        trainer(tmp_path / "cut", seed=1).resume()

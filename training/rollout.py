@@ -1,0 +1,114 @@
+"""Rollouts for GRPO (paper C.3.2): groups of episodes, and the per-step samples that training reads.
+
+An episode gives one sample per step: the compiler's prompt, what it sampled (an emission and N soft tokens) and how
+likely that was. All samples of an episode carry the episode's advantage in its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agent.delivery import Delivery
+from agent.episode import Job, Limits, run_episodes
+from agent.records import Episode, StopReason
+from compiler.backbone import Encoded
+from compiler.model import MemoryCompiler
+from compiler.records import Compilation
+from envs.base import Environment
+from executor.frozen import Executor
+from training.losses import group_advantages
+
+FAILURES = (StopReason.ENVIRONMENT_FAILURE, StopReason.EXECUTOR_FAILURE, StopReason.COMPILER_FAILURE)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One compiled step. T text tokens were sampled (the forced end-of-turn token of a cut emission was not)."""
+
+    prompt: Encoded
+    emission: tuple[int, ...]  # T ids, or T + 1 with the forced end
+    z: Tensor  # (N, d_executor), normalised units
+    rollout_logprobs: Tensor  # (T + N,), as the engine that sampled says
+    sampled: int  # T
+    advantage: float
+    episode: int  # index of its episode in the update
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The K episodes of one task. Failed ones (a dead environment, executor or compiler) have no part in training."""
+
+    episodes: tuple[Episode, ...]
+
+    @property
+    def counted(self) -> list[Episode]:
+        return [episode for episode in self.episodes if episode.stop_reason not in FAILURES]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Binary, at the end of the episode (paper: sparse and environment-driven)."""
+        return [float(episode.success) for episode in self.counted]
+
+    @property
+    def advantages(self) -> list[float]:
+        return group_advantages(self.rewards)
+
+    @property
+    def informative(self) -> bool:
+        """Whether its rewards differ: without variance there is no gradient."""
+        return any(self.advantages)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEngine:
+    """Plays groups with the compiler as it stands now."""
+
+    make_env: Callable[[], Environment]
+    executor: Executor
+    limits: Limits
+    concurrency: int = 64
+
+    def run(self, compiler: MemoryCompiler, jobs: Sequence[Job], group_size: int) -> list[Group]:
+        """One group of `group_size` episodes per job, in the order of jobs.
+
+        Raises:
+            RuntimeError: when every episode failed; the message holds the first failure.
+        """
+        delivery = Delivery("compiled", "compiled", compiler)
+        repeated = [job for job in jobs for _ in range(group_size)]
+        episodes = run_episodes(self.make_env, repeated, delivery, self.executor, self.limits, self.concurrency)
+        if all(episode.stop_reason in FAILURES for episode in episodes):
+            raise RuntimeError(f"every episode of the update failed; the first: {episodes[0].error}")
+        return [Group(tuple(episodes[i : i + group_size])) for i in range(0, len(episodes), group_size)]
+
+
+def samples_of(groups: Sequence[Group], compiler: MemoryCompiler) -> list[Sample]:
+    """The samples of all groups that can teach something; zero-variance groups are left out here."""
+    samples: list[Sample] = []
+    episode_index = 0
+    for group in groups:
+        for episode, advantage in zip(group.counted, group.advantages, strict=True):
+            if group.informative:
+                compiled = [step.compilation for step in episode.steps if step.compilation is not None]
+                samples += [_sample(c, compiler, advantage, episode_index) for c in compiled]
+            episode_index += 1
+    return samples
+
+
+def _sample(compiled: Compilation, compiler: MemoryCompiler, advantage: float, episode: int) -> Sample:
+    if compiled.request is None or compiled.z is None or compiled.text_logprobs is None:
+        raise ValueError("this compilation cannot be trained on: it holds no request, soft tokens or log-probabilities")
+    prompt = compiler.encode(compiled.request)
+    if prompt.ids != compiled.prompt_ids:  # token-in/token-out: train on the very tokens that were sampled from
+        raise ValueError("the prompt was tokenised differently when it was sampled from")
+    assert compiled.latent_logprobs is not None
+    logprobs = torch.cat([compiled.text_logprobs.float(), compiled.latent_logprobs.float()])
+    return Sample(
+        prompt, compiled.emission_ids, compiled.z, logprobs, len(compiled.text_logprobs), advantage, episode,
+        compiled.weight_version,
+    )  # fmt: skip
