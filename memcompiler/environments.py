@@ -25,15 +25,14 @@ class Environments:
     """Where a run's environments come from. Close it after use (it is a context manager).
 
     `lease` gives one environment for one episode; hand it to `run_episodes`, which never takes more than `capacity`.
-
-    Raises:
-        FileNotFoundError, ModuleNotFoundError: what the environment needs is not installed; the message says what.
+    Nothing is started before the first lease: EmbodiedBench's tasks are listed without EmbodiedBench.
     """
 
     def __init__(self, config: EnvConfig) -> None:
         self.config = config
-        self._pool = _pool(config)
-        self._factory = None if self._pool else _factory(config)
+        self.capacity = _workers(config) or sys.maxsize  # how many may be in an episode at once
+        self._pool: EnvironmentPool | None = None
+        self._factory: Callable[[], Environment] | None = None
 
     def __enter__(self) -> Environments:
         return self
@@ -41,16 +40,13 @@ class Environments:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def capacity(self) -> int:
-        """How many may be in an episode at once."""
-        return self._pool.capacity if self._pool else sys.maxsize
-
     def lease(self) -> Environment:
-        if self._pool:
-            return self._pool.lease()
-        assert self._factory is not None
-        return self._factory()
+        """Raises: FileNotFoundError, ModuleNotFoundError: what it needs is not installed; the message says what."""
+        if not _workers(self.config):
+            self._factory = self._factory or _factory(self.config)
+            return self._factory()
+        self._pool = self._pool or _pool(self.config)
+        return self._pool.lease()
 
     def tasks(self, split: str) -> list[Task]:
         """All tasks of a split, in an order that does not change.
@@ -73,18 +69,19 @@ class Environments:
             self._pool.close()
 
 
-def _pool(config: EnvConfig) -> EnvironmentPool | None:
-    workers = _WORKERS[config.name] if config.workers is None else config.workers
-    if config.engine == "textworld" and config.workers is None:
-        workers = _TEXTWORLD_WORKERS
-    if not workers:
-        return None
+def _workers(config: EnvConfig) -> int:
+    if config.workers is not None:
+        return config.workers
+    return _TEXTWORLD_WORKERS if config.engine == "textworld" else _WORKERS[config.name]
+
+
+def _pool(config: EnvConfig) -> EnvironmentPool:
     if config.name in EMBODIED_BENCHES:
-        return _bench(config).pool(workers)
+        return _bench(config).pool(_workers(config))
     from envs.pool import EnvironmentPool, WorkerSpec
 
     factory, arguments = _hosted(config)
-    return EnvironmentPool(WorkerSpec(factory, arguments), workers)
+    return EnvironmentPool(WorkerSpec(factory, arguments), _workers(config))
 
 
 def _factory(config: EnvConfig) -> Callable[[], Environment]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 # Before anything imports torch or a hub client. One thread: the same sums on every machine, and tiny models gain
@@ -15,6 +16,10 @@ for _name, _value in {
     "MPLBACKEND": "Agg",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# Where a script runs the tests in the background, its shell has them ignore Ctrl-C, and what they start would, too:
+# a handler of Python's own is not inherited, so that programs under test answer SIGINT as from a terminal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402

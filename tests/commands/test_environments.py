@@ -52,9 +52,19 @@ def test_a_gymnasium_environment_from_settings() -> None:
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("EMBODIEDBENCH_PYTHON", raising=False)
     with pytest.raises(FileNotFoundError, match="EMBODIEDBENCH_PYTHON is not set"):
-        Environments(EnvConfig(name="eb_alfred"))
-    result = CliRunner().invoke(app, ["eval", "env=eb_alfred", "--out", str(tmp_path)])
-    assert result.exit_code == 1
+        Environments(EnvConfig(name="eb_alfred")).lease()
+    result = CliRunner().invoke(app, ["leakage", "env=eb_alfred"])
+    assert result.exit_code == 1 and "EMBODIEDBENCH_" in result.output
+
+
+def test_leakage_of_official_task_files_without_their_simulator(shared_data: Path) -> None:
+    """EmbodiedBench's own files do not meet the paper's rule for EB-Habitat: the check says so."""
+    habitat = ["leakage", "env.name=eb_habitat", f"env.data_root={shared_data / 'embodiedbench'}"]
+    shared = CliRunner().invoke(app, [*habitat, "split=train_validation", "memory.experience_split=train_validation"])
+    assert shared.exit_code == 1 and "shared scene" in shared.output and "shared template" in shared.output
+    apart = CliRunner().invoke(app, [*habitat, "split=train_validation", "memory.experience_split=train_validation",
+                                     "leakage.held_out=[common_sense, long_horizon]"])  # fmt: skip
+    assert apart.exit_code == 0, apart.output
 
 
 @pytest.mark.alfworld
