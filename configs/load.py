@@ -153,6 +153,10 @@ def parse_override(text: str) -> tuple[list[str], object]:
     return key.split("."), parsed["value"]
 
 
+# A string in place of such a block stands for this key of it: `env=alfworld env.limit=3`.
+SHORTHANDS = {"env": "name"}
+
+
 def _apply_override(tree: Tree, text: str) -> None:
     """Set one override in place; a mapping merges into what is there, like a file over its base."""
     (*parents, last), value = parse_override(text)
@@ -160,6 +164,8 @@ def _apply_override(tree: Tree, text: str) -> None:
     for depth, part in enumerate(parents, start=1):
         if node.get(part) is None:
             node[part] = {}
+        elif isinstance(node[part], str) and part in SHORTHANDS:
+            node[part] = {SHORTHANDS[part]: node[part]}
         node = node[part]
         if not isinstance(node, dict):
             where = ".".join(parents[:depth])

@@ -56,3 +56,5 @@ def test_settings_of_other_environments_are_errors():
 def test_env_shorthand():
     assert load_config(schema.EvalConfig, "eval/quickstart", ["env=alfworld"]).env.name == "alfworld"
     assert load_config(schema.EvalConfig, "eval/quickstart", ["env.seed=3"]).env.seed == 3
+    env = load_config(schema.EvalConfig, "eval/quickstart", ["env=alfworld", "env.engine=textworld"]).env
+    assert (env.name, env.engine) == ("alfworld", "textworld")
