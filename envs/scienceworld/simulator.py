@@ -12,6 +12,7 @@ import logging
 import queue
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 import weakref
@@ -67,8 +68,10 @@ class Simulator:
 
         _quieten()
         self._timeout = timeout
-        self._process = _launch()
-        self._end = weakref.finalize(self, _end, self._process)  # also at the interpreter's exit
+        # The simulator writes a table of its object types into the folder that it runs in.
+        folder = tempfile.mkdtemp(prefix="scienceworld-")
+        self._process = _launch(folder)
+        self._end = weakref.finalize(self, _end, self._process, folder)  # also at the interpreter's exit
         port, token = self._greeting()
         parameters = GatewayParameters(port=port, auth_token=token, read_timeout=timeout)
         self._gateway = JavaGateway(gateway_parameters=parameters)
@@ -201,8 +204,8 @@ class Simulator:
         return True
 
 
-def _launch() -> subprocess.Popen[str]:
-    """Java with the simulator, waiting for calls at a port of 127.0.0.1 that asks for a token.
+def _launch(folder: str) -> subprocess.Popen[str]:
+    """Java with the simulator in `folder`, waiting for calls at a port of 127.0.0.1 that asks for a token.
 
     It ends when its standard input does, and so never outlives this process, however that ends.
     """
@@ -212,7 +215,9 @@ def _launch() -> subprocess.Popen[str]:
     server = ("py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0")
     command = [java_path(), *JAVA_OPTIONS, "-classpath", f"{find_jar_path()}:{JAR_PATH}", *server]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, errors="replace")
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, errors="replace", cwd=folder
+    )
 
 
 def _quieten() -> None:
@@ -232,8 +237,9 @@ def _read(stream: IO[str], lines: queue.Queue[str]) -> None:
     lines.put("")  # the end, for those who still wait
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str], folder: str) -> None:
     process.kill()
     process.wait()
     if process.stdin:
         process.stdin.close()
+    shutil.rmtree(folder, ignore_errors=True)
