@@ -198,17 +198,20 @@ def run_episodes(
 
         return run
 
-    async def run_all() -> list[Episode]:
+    episodes: list[Episode] = []
+
+    async def run_all() -> None:
         # Twice: where the run is interrupted, each call in flight is cut short by a `close` beside it.
         threads = ThreadPoolExecutor(2 * max(1, concurrency), thread_name_prefix="environment")
         asyncio.get_running_loop().set_default_executor(threads)
         awake = asyncio.create_task(_stay_awake())
         try:
-            return await cohort.run([episode_of(job) for job in jobs], concurrency)
+            episodes.extend(await cohort.run([episode_of(job) for job in jobs], concurrency))
         finally:
             awake.cancel()
 
-    return asyncio.run(run_all())
+    asyncio.run(run_all())  # returns nothing: asyncio writes out the repr of what a main task returns
+    return episodes
 
 
 async def _stay_awake() -> None:

@@ -170,6 +170,9 @@ class SftWeights(Settings):
     orth: float = 0.1
 
 
+Backend = Literal["replicated", "fsdp", "zero2", "zero3"]  # how processes share a step: training/backend.py
+
+
 class SftConfig(Settings):
     """Stage 1 (paper C.3.1, Table 7)."""
 
@@ -192,6 +195,7 @@ class SftConfig(Settings):
     latent: Literal["gauss_nll", "soft_mse", "lm_head", "none"] = "gauss_nll"
     weights: SftWeights = SftWeights()
     soft: bool = True  # False: text channel only (no projector, no action loss)
+    backend: Backend = "replicated"
     seed: int = 0
     save_every: int = Field(default=100, ge=1)
     keep: int = Field(default=2, ge=1)
@@ -251,6 +255,7 @@ class GrpoConfig(Settings):
     eps: float = 1e-5
     weight_decay: float = 0.01
     grad_clip: float = 1.0
+    backend: Backend = "replicated"  # fsdp and zero3 hold the base a second time, whole: to roll out with
     concurrency: int = Field(default=64, ge=1)
     seed: int = 0
     save_every: int = Field(default=10, ge=1)

@@ -42,21 +42,51 @@ class ExecutorPrompt:
     soft: Tensor | None  # (N, d)
 
 
-class FrozenExecutor:
-    """Any causal LM. `mode` is how it acts where commands are enumerated: `choice` by likelihood, or `generate`."""
+class TokenExecutor:
+    """What executors of our own share, whatever runs the model: prompts as token ids, and actions from answers."""
 
     accepts_soft = True
+
+    def __init__(self, tokenizer: Any, instructions: str = "", memory_token: str = "auto") -> None:
+        self.tokenizer, self.instructions = tokenizer, instructions
+        self.placeholder = reserved_token_id(tokenizer, memory_token)
+        self.placeholder_text = tokenizer.convert_ids_to_tokens(self.placeholder)
+        self.end_id = tokenizer.eos_token_id
+
+    def encode(self, request: ExecutorRequest) -> ExecutorPrompt:
+        user = executor_text(request, self.placeholder_text)
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        chat = [*system, {"role": "user", "content": user}]
+        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        soft = request.delivered.soft
+        if ids.count(self.placeholder) != request.delivered.n_soft:
+            raise ValueError("the executor's prompt contains the reserved memory token outside the soft block")
+        return ExecutorPrompt(ids, soft if isinstance(soft, Tensor) else None)
+
+    def action_ids(self, action: str) -> tuple[int, ...]:
+        return (*self.tokenizer(action, add_special_tokens=False)["input_ids"], self.end_id)
+
+    def _grounded(self, request: ExecutorRequest, prompt: ExecutorPrompt, ids: list[int]) -> Action:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        grounded = ground(text, request.admissible)
+        return Action(grounded.action, grounded.how, text, prompt.ids, len(prompt.ids), len(ids))
+
+    def _chosen(self, request: ExecutorRequest, prompt: ExecutorPrompt, likelihoods: Tensor) -> Action:
+        action = (request.admissible or ())[int(likelihoods.argmax())]
+        return Action(action, Grounding.CHOICE, action, prompt.ids, len(prompt.ids), len(self.action_ids(action)))
+
+
+class FrozenExecutor(TokenExecutor):
+    """Any causal LM. `mode` is how it acts where commands are enumerated: `choice` by likelihood, or `generate`."""
 
     def __init__(
         self, model: Any, tokenizer: Any, mode: Literal["choice", "generate"] = "choice", instructions: str = "",
         max_new_tokens: int = 64, batch_size: int = 64, memory_token: str = "auto",
     ) -> None:  # fmt: skip
-        self.model = model.eval().requires_grad_(False)
-        self.tokenizer, self.mode, self.instructions = tokenizer, mode, instructions
+        super().__init__(tokenizer, instructions, memory_token)
+        self.model, self.mode = model.eval().requires_grad_(False), mode
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
-        self.placeholder = reserved_token_id(tokenizer, memory_token)
-        self.placeholder_text = tokenizer.convert_ids_to_tokens(self.placeholder)
-        self.end_id = tokenizer.eos_token_id
 
     @classmethod
     def load(cls, name: str | Path, dtype: torch.dtype, device: str, **kwargs: Any) -> FrozenExecutor:
@@ -76,22 +106,6 @@ class FrozenExecutor:
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    # -- prompts ------------------------------------------------------------------------------------------------------
-
-    def encode(self, request: ExecutorRequest) -> ExecutorPrompt:
-        user = executor_text(request, self.placeholder_text)
-        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        chat = [*system, {"role": "user", "content": user}]
-        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        soft = request.delivered.soft
-        if ids.count(self.placeholder) != request.delivered.n_soft:
-            raise ValueError("the executor's prompt contains the reserved memory token outside the soft block")
-        return ExecutorPrompt(ids, soft if isinstance(soft, Tensor) else None)
-
-    def action_ids(self, action: str) -> tuple[int, ...]:
-        return (*self.tokenizer(action, add_special_tokens=False)["input_ids"], self.end_id)
-
     # -- acting -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -109,16 +123,7 @@ class FrozenExecutor:
             texts = self._generate(prompts)
             return [self._grounded(*row) for row in zip(requests, prompts, texts, strict=True)]
         scores = self.likelihoods(prompts, [request.admissible or () for request in requests])
-        best = [(request.admissible or ())[int(s.argmax())] for request, s in zip(requests, scores, strict=True)]
-        return [
-            Action(text, Grounding.CHOICE, text, p.ids, len(p.ids), len(self.action_ids(text)))
-            for text, p in zip(best, prompts, strict=True)
-        ]
-
-    def _grounded(self, request: ExecutorRequest, prompt: ExecutorPrompt, ids: list[int]) -> Action:
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        grounded = ground(text, request.admissible)
-        return Action(grounded.action, grounded.how, text, prompt.ids, len(prompt.ids), len(ids))
+        return [self._chosen(*row) for row in zip(requests, prompts, scores, strict=True)]
 
     def _generate(self, prompts: Sequence[ExecutorPrompt]) -> list[list[int]]:
         """Greedy answers (ids without the end token)."""

@@ -15,42 +15,54 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from compiler.model import MemoryCompiler
 from soft_mem.projector import Projector, ProjectorConfig
 
 PREFIX = "step-"
+_POLICY, _PROJECTOR = "policy.", "projector."  # of the compiler's parameter names
+_ADAPTER = ".default."  # PEFT's name for an only adapter, left out in its files
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that is missing, incomplete, corrupt or made for another model; the message says which."""
 
 
-def save(
-    folder: Path,
-    compiler: MemoryCompiler,
-    optimizer: torch.optim.Optimizer | None,
-    state: Mapping[str, Any],
-    keep: int = 0,
-) -> Path:
-    """Write `folder/step-NNNNNN` atomically; with keep > 0 older ones beyond that number go."""
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """What training changes, whole and on the CPU, under the names of the compiler's parameters."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]  # AdamW's, as "<parameter>:<key>"
+
+
+def trained_parameters(compiler: MemoryCompiler) -> dict[str, nn.Parameter]:
+    """LoRA and projector by name (the projector also where its loss is off: a checkpoint always has it)."""
+    return {n: p for n, p in compiler.named_parameters() if p.requires_grad or n.startswith(_PROJECTOR)}
+
+
+def save(folder: Path, compiler: MemoryCompiler, tensors: Tensors, state: Mapping[str, Any], keep: int = 0) -> Path:
+    """Write `folder/step-NNNNNN` atomically; with keep > 0 older ones beyond that number go.
+
+    The compiler says what the files look like; what is in them comes from `tensors`, for its own may be in slices.
+    """
     final = folder / f"{PREFIX}{int(state['step']):06d}"
     part = folder / f".part-{final.name}"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    compiler.policy.save_pretrained(part / "adapter", safe_serialization=True, save_embedding_layers=False)
-    save_projector(part, compiler.projector)
-    if optimizer is not None:
-        save_file(_moments(compiler, optimizer), part / "optimizer.safetensors")
+    adapter = {n.removeprefix(_POLICY): t for n, t in tensors.weights.items() if n.startswith(_POLICY)}
+    compiler.policy.save_pretrained(part / "adapter", state_dict=adapter, save_embedding_layers=False)
+    projector = {n.removeprefix(_PROJECTOR): t for n, t in tensors.weights.items() if n.startswith(_PROJECTOR)}
+    save_projector(part, compiler.projector.config, projector)
+    save_file(tensors.moments, part / "optimizer.safetensors")
     (part / "state.json").write_text(json.dumps(dict(state), indent=1))
     _sync(part)
     shutil.rmtree(final, ignore_errors=True)
@@ -61,11 +73,9 @@ def save(
     return final
 
 
-def save_projector(folder: Path, projector: Projector) -> None:
-    save_file(
-        {k: v.detach().cpu().contiguous() for k, v in projector.state_dict().items()}, folder / "projector.safetensors"
-    )
-    (folder / "projector.json").write_text(json.dumps(asdict(projector.config), indent=1))
+def save_projector(folder: Path, config: ProjectorConfig, weights: Mapping[str, Tensor]) -> None:
+    save_file({name: w.contiguous() for name, w in weights.items()}, folder / "projector.safetensors")
+    (folder / "projector.json").write_text(json.dumps(asdict(config), indent=1))
 
 
 def load_projector(folder: Path) -> Projector:
@@ -78,31 +88,58 @@ def load_projector(folder: Path) -> Projector:
     return projector
 
 
-def load(folder: Path, compiler: MemoryCompiler, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Adapter, projector and (if given) optimiser of a checkpoint into a compiler of the same shape; returns its state.
+def load(folder: Path, compiler: MemoryCompiler) -> dict[str, Any]:
+    """Adapter and projector of a checkpoint into a (whole) compiler of the same shape; returns its state.
 
     Raises:
         CheckpointError: missing or corrupt files, or weights that do not fit the model.
     """
+    weights, state = _read(folder, compiler)
+    put(compiler, weights)
+    return state
+
+
+def read(folder: Path, compiler: MemoryCompiler) -> tuple[Tensors, dict[str, Any]]:
+    """All that training goes on from, for a backend to take in.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    weights, state = _read(folder, compiler)
     try:
-        result = set_peft_model_state_dict(compiler.policy, load_peft_weights(str(folder / "adapter"), device="cpu"))
-        if result.unexpected_keys:
-            raise CheckpointError(f"{folder} was made for another model: it has {result.unexpected_keys[:3]} ...")
-        missing = [
-            k
-            for k in get_peft_model_state_dict(compiler.policy)
-            if k not in load_file(folder / "adapter" / "adapter_model.safetensors")
-        ]
-        if missing:
-            raise CheckpointError(f"{folder} was made for another model: it lacks {missing[:3]} ...")
-        compiler.projector.load_state_dict(load_projector(folder).state_dict())
-        if optimizer is not None:
-            _restore_moments(compiler, optimizer, load_file(folder / "optimizer.safetensors"))
-        return json.loads((folder / "state.json").read_text())
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        moments = load_file(folder / "optimizer.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot go on training from {folder}: {error}") from error
+    if strangers := {name.rsplit(":", 1)[0] for name in moments} - weights.keys():
+        raise CheckpointError(f"{folder} has moments of parameters without weights: {sorted(strangers)[:3]} ...")
+    return Tensors(weights, moments), state
+
+
+@torch.no_grad()
+def put(compiler: MemoryCompiler, weights: Mapping[str, Tensor]) -> None:
+    """Weights by name into a whole compiler."""
+    for name, parameter in trained_parameters(compiler).items():
+        parameter.copy_(weights[name])
+
+
+def _read(folder: Path, compiler: MemoryCompiler) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+        state = json.loads((folder / "state.json").read_text())
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot load the checkpoint {folder}: {error}") from error
+    saved = {f"{_PROJECTOR}{name}": w for name, w in load_projector(folder).state_dict().items()} | adapter
+    expected = trained_parameters(compiler)
+    files = {name: name.removeprefix(_POLICY).replace(_ADAPTER, ".") for name in expected}
+    if missing := [file for file in files.values() if file not in saved]:
+        raise CheckpointError(f"{folder} was made for another model: it lacks {missing[:3]} ...")
+    if strangers := sorted(saved.keys() - set(files.values())):
+        raise CheckpointError(f"{folder} was made for another model: it has {strangers[:3]} ...")
+    for name, parameter in expected.items():
+        shape, found = getattr(parameter, "ds_shape", parameter.shape), saved[files[name]].shape  # ds: ZeRO-3's slices
+        if shape != found:
+            raise CheckpointError(f"{folder} was made for another model: {name} is {tuple(found)}, not {tuple(shape)}")
+    return {name: saved[file] for name, file in files.items()}, state
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -125,23 +162,6 @@ def find(path: Path) -> Path:
         if candidate is not None:
             return candidate
     raise CheckpointError(f"no checkpoint in {path}: expected a folder with state.json, or checkpoints/step-*")
-
-
-def _moments(compiler: MemoryCompiler, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    names = {id(p): n for n, p in compiler.named_parameters()}
-    return {
-        f"{names[id(p)]}:{key}": torch.as_tensor(value).detach().cpu().contiguous()
-        for p, values in optimizer.state.items()
-        for key, value in values.items()
-    }
-
-
-def _restore_moments(compiler: MemoryCompiler, optimizer: torch.optim.Optimizer, saved: dict[str, Tensor]) -> None:
-    parameters = dict(compiler.named_parameters())
-    for name, value in saved.items():
-        parameter, key = name.rsplit(":", 1)
-        target = parameters[parameter]
-        optimizer.state[target][key] = value if key == "step" else value.to(target.device, target.dtype)
 
 
 def _sync(folder: Path) -> None:

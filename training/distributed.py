@@ -1,30 +1,36 @@
-"""Data parallelism over torch.distributed, small because only LoRA and projector have gradients.
+"""The process group: who we are, and small numbers summed or gathered over all ranks. `backend.py` does the training.
 
-Every rank holds the whole model, takes every world-th row of the global batch, and gradients are summed (losses are
-weighted by global counts, so a sum is the exact gradient). Ranks without rows take part in the sum with zeros.
+Numbers travel as pickled objects (torch's object collectives): the processes of a group trust each other.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-T = TypeVar("T")
+TIMEOUT = "MEMCOMPILER_DIST_TIMEOUT"  # minutes that a collective waits for the slowest rank (default 30)
 
 
 def init() -> None:
-    """Join the process group that torchrun describes; nothing to do for a single process."""
+    """Join the process group that torchrun describes; nothing to do for a single process.
+
+    Raises:
+        ValueError: the time-out in the environment is not a positive number of minutes.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        try:
+            timeout = timedelta(minutes=float(os.environ.get(TIMEOUT, "30")))
+        except ValueError as error:
+            raise ValueError(f"{TIMEOUT} must be minutes, not {os.environ[TIMEOUT]!r}") from error
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
         if backend == "nccl":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend, timeout=timeout)
 
 
 def rank() -> int:
@@ -38,22 +44,6 @@ def world_size() -> int:
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
-
-
-def micro_batches(batch: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """This rank's share of a global batch, in micro-batches."""
-    mine = batch[rank() :: world_size()]
-    for i in range(0, len(mine), size):
-        yield mine[i : i + size]
-
-
-def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    if not dist.is_initialized():
-        return
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
 
 
 def gather_values(values: dict[str, float]) -> list[dict[str, float]]:

@@ -12,11 +12,13 @@ global counts. All randomness is a function of (seed, update): resuming needs no
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,12 @@ import torch
 from torch import Tensor
 
 from agent.episode import Job
+from compiler.backbone import Encoded
 from compiler.model import Decoding, MemoryCompiler
 from configs.schema import GrpoConfig
 from executor.frozen import FrozenExecutor
 from training import checkpoint, distributed
+from training.backend import BACKENDS
 from training.losses import clipped_surrogate, cosine_with_warmup, kl_estimate
 from training.rollout import FAILURES, Group, RolloutEngine, Sample, samples_of
 
@@ -56,23 +60,25 @@ class GrpoTrainer:
         self.config, self.compiler, self.executor, self.engine = config, compiler, executor, engine
         self.jobs, self.out, self.facts = list(jobs), out, facts or {}
         self.executor_hash = executor.hash()
-        self.optimizer = make_optimizer(config, compiler)
-        self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.reference = _trainable_copy(compiler) if config.kl else {}
-        self.update = 0
         compiler.decoding = Decoding(
             config.temperature, config.compiler.max_new_tokens, config.compiler.batch_size, config.latent_temperature,
             config.top_k, config.top_p,
         )  # fmt: skip
+        backend = BACKENDS[config.backend]
+        self.sampler = _whole_copy(compiler) if backend.is_sharded else compiler  # rolls out
+        self.backend = backend(compiler, None, lambda: make_optimizer(config, compiler), config.grad_clip)
+        self.reference = self.backend.weights() if config.kl else {}
+        self.update = 0
 
     def resume(self) -> bool:
         """Continue from the newest whole checkpoint of the run, if there is one."""
         found = checkpoint.latest(self.out / "checkpoints")
         if found is None:
             return False
-        state = checkpoint.load(found, self.compiler, self.optimizer)
+        tensors, state = checkpoint.read(found, self.compiler)
         if (state["tasks"], state["seed"]) != (len(self.jobs), self.config.seed):
             raise checkpoint.CheckpointError(f"{found} was made on {state['tasks']} tasks with seed {state['seed']}")
+        self.backend.load(tensors)
         self.update = state["step"]
         return True
 
@@ -83,12 +89,13 @@ class GrpoTrainer:
             raise RuntimeError("the executor's parameters changed during training: it is not frozen")
 
     def save(self) -> None:
+        tensors = self.backend.state()  # all ranks: it may have to be gathered
         if distributed.rank() == 0:
             state = {
                 "stage": "grpo", "step": self.update, "total": self.config.updates, "tasks": len(self.jobs),
                 "seed": self.config.seed, "executor_hash": self.executor_hash, **self.facts,
             }  # fmt: skip
-            checkpoint.save(self.out / "checkpoints", self.compiler, self.optimizer, state, self.config.keep)
+            checkpoint.save(self.out / "checkpoints", self.compiler, tensors, state, self.config.keep)
         distributed.barrier()
 
     def jobs_of(self, update: int) -> list[Job]:
@@ -104,9 +111,11 @@ class GrpoTrainer:
     def _update(self, update: int) -> tuple[dict[str, float], list[Group]]:
         started = time.perf_counter()
         mine = self.jobs_of(update)[distributed.rank() :: distributed.world_size()]
-        self.compiler.weight_version = update
-        self.compiler.generator.manual_seed((self.config.seed * 1_000_003 + update) * 1024 + distributed.rank())
-        groups = self.engine.run(self.compiler, mine, self.config.group_size) if mine else []
+        if self.sampler is not self.compiler:
+            checkpoint.put(self.sampler, self.backend.weights())
+        self.sampler.weight_version = update
+        self.sampler.generator.manual_seed((self.config.seed * 1_000_003 + update) * 1024 + distributed.rank())
+        groups = self.engine.run(self.sampler, mine, self.config.group_size) if mine else []
         rolled = time.perf_counter()
         metrics = self.learn(samples_of(groups, self.compiler), update)
         seconds = {"seconds_rollout": rolled - started, "seconds_update": time.perf_counter() - rolled}
@@ -129,8 +138,7 @@ class GrpoTrainer:
         if total == 0:  # no group had any variance: nothing to learn, on no rank
             return {"samples": 0.0, "skipped": 1.0}
         factor = cosine_with_warmup(update, config.updates, 0.0, config.min_lr / config.lr)
-        for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
-            group["lr"] = rate * factor
+        rate = self.backend.scale_rates(factor)
         old = self._score_all(samples) if self._looks_back() else [None] * len(samples)
         reference = self._reference_scores(samples) if config.kl else [None] * len(samples)
         totals: Counter[str] = Counter()
@@ -140,7 +148,7 @@ class GrpoTrainer:
                 local = [i - first for i in chosen if first <= i < first + len(samples)]
                 norms.append(self._step(samples, weights, old, reference, local, totals))
         return _means(totals) | {
-            "samples": float(total), "skipped": 0.0, "grad_norm": max(norms), "lr": self.base_rates[0] * factor
+            "samples": float(total), "skipped": 0.0, "grad_norm": max(norms), "lr": rate
         }  # fmt: skip
 
     def _looks_back(self) -> bool:
@@ -153,21 +161,21 @@ class GrpoTrainer:
     ) -> float:  # fmt: skip
         """One optimiser step on the samples `local` of this rank; returns the gradient norm before clipping."""
         config = self.config
-        self.optimizer.zero_grad(set_to_none=True)
-        for i in range(0, len(local), config.micro_batch_size):
-            at = local[i : i + config.micro_batch_size]
-            loss, stats = self._loss(
-                [samples[j] for j in at], [weights[j] for j in at], [old[j] for j in at], [reference[j] for j in at]
-            )
-            (loss * config.minibatches).backward()
-            totals.update(stats)
-        parameters = [p for p in self.compiler.parameters() if p.requires_grad]
-        distributed.sum_gradients(parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip)
-        if not torch.isfinite(norm):
-            raise RuntimeError(f"the gradient norm is {norm.item()} at update {self.update}: lower the learning rate")
-        self.optimizer.step()
-        return norm.item()
+        for at in self.backend.micro_batches(local, config.micro_batch_size):
+            rows = [[values[j] for j in at] for values in (samples, weights, old, reference)] if at else self._idle()
+            loss, stats = self.backend.forward(partial(self._loss, *rows))
+            self.backend.backward(loss * config.minibatches)
+            if at:
+                totals.update(stats)
+        return self.backend.step()
+
+    def _idle(self) -> list[list[Any]]:
+        """Samples, weights, old, reference: a row that counts nothing, by which a rank without rows keeps step."""
+        end, n = self.compiler.backbone.end_id, self.compiler.n_tokens
+        z, zeros = torch.zeros(n, self.compiler.projector.config.d_executor), torch.zeros(1 + n)
+        sample = Sample(Encoded((end,)), (end,), z, zeros, 1, 0.0, 0, self.update)
+        old = zeros if self._looks_back() else None
+        return [[sample], [zeros], [old], [zeros if self.config.kl else None]]
 
     def _loss(
         self, samples: Sequence[Sample], weights: Sequence[Tensor], old: Sequence[Tensor | None],
@@ -215,21 +223,20 @@ class GrpoTrainer:
     def _score_all(self, samples: Sequence[Sample]) -> list[Tensor | None]:
         """(T + N,) per sample, under the weights as they are."""
         rows: list[Tensor | None] = []
-        for i in range(0, len(samples), self.config.micro_batch_size):
-            part = samples[i : i + self.config.micro_batch_size]
-            scores = self.score(part).logprobs
+        for part in self.backend.micro_batches(samples, self.config.micro_batch_size):
+            scores = self.backend.forward(partial(self.score, part or self._idle()[0])).logprobs[: len(part)]
             cut, n = scores.shape[1] - self.compiler.n_tokens, self.compiler.n_tokens
             rows += [torch.cat([row[: s.sampled], row[cut : cut + n]]) for row, s in zip(scores, part, strict=True)]
         return rows
 
     def _reference_scores(self, samples: Sequence[Sample]) -> list[Tensor | None]:
         """Under the weights that training started from."""
-        now = _trainable_copy(self.compiler)
-        _restore(self.compiler, self.reference)
+        now = self.backend.weights()
+        self.backend.load_weights(self.reference)
         try:
             return self._score_all(samples)
         finally:
-            _restore(self.compiler, now)
+            self.backend.load_weights(now)
 
 
 def make_optimizer(config: GrpoConfig, compiler: MemoryCompiler) -> torch.optim.AdamW:
@@ -357,15 +364,10 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {name: value for name, value in means.items() if name not in ("counted", "groups")}
 
 
-def _trainable_copy(compiler: MemoryCompiler) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in compiler.named_parameters() if p.requires_grad}
-
-
-@torch.no_grad()
-def _restore(compiler: MemoryCompiler, saved: dict[str, Tensor]) -> None:
-    for name, parameter in compiler.named_parameters():
-        if name in saved:
-            parameter.copy_(saved[name])
+def _whole_copy(compiler: MemoryCompiler) -> MemoryCompiler:
+    """A second compiler, base and all, for a rank whose first one is about to be cut into slices."""
+    generator = torch.Generator(device=compiler.generator.device)
+    return copy.deepcopy(compiler, {id(compiler.generator): generator})
 
 
 def run_grpo(trainer: GrpoTrainer, on_update: Callable[[dict[str, float], list[Group]], None]) -> None:

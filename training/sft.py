@@ -3,7 +3,7 @@
     L = L_text + L_action + 0.1 L_entropy + 1.0 L_latent + 0.1 L_orth
 
     memcompiler train sft --config configs/sft/quickstart.yaml rows=out/rows --out out/sft
-    torchrun --nproc_per_node 8 -m training.sft --config configs/sft/paper.yaml --out runs/sft      (data parallel)
+    torchrun --nproc_per_node 8 -m training.sft --config configs/sft/paper.yaml --out runs/sft backend=fsdp
 
 One optimiser step: a global batch of rows, split over ranks and micro-batches; every loss is a sum over rows with
 weights that are computed from the global batch, so the result does not depend on the split. All randomness of a step
@@ -30,6 +30,7 @@ from executor.frozen import ExecutorPrompt, FrozenExecutor
 from soft_mem.inject import memory_targets
 from soft_mem.losses import gauss_nll, negative_entropy, orthogonality, soft_mse
 from training import checkpoint, distributed
+from training.backend import BACKENDS
 from training.losses import cosine_with_warmup, token_nll
 
 
@@ -55,11 +56,14 @@ class SftTrainer:
             raise ValueError("no SFT rows: run `memcompiler collect` first")
         self.config, self.compiler, self.executor, self.rows, self.out = config, compiler, executor, rows, out
         self.facts = facts or {}  # what the checkpoint records besides: bank version, hashes
-        self.executor_hash = executor.hash()
+        self.executor_hash = executor.hash()  # before a backend cuts it into slices
         self.per_epoch = math.ceil(len(rows) / config.batch_size)
         self.total = config.max_steps or math.ceil(config.epochs * self.per_epoch)
-        self.optimizer = make_optimizer(config, compiler)
-        self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.backend = BACKENDS[config.backend](
+            compiler, executor.model if config.soft else None, lambda: make_optimizer(config, compiler),
+            config.grad_clip,
+        )  # fmt: skip
+        self.frozen = self.backend.fingerprint(executor.model)
         self.step = 0
         self._examples: dict[int, Example] = {}
 
@@ -68,9 +72,10 @@ class SftTrainer:
         found = checkpoint.latest(self.out / "checkpoints")
         if found is None:
             return False
-        state = checkpoint.load(found, self.compiler, self.optimizer)
+        tensors, state = checkpoint.read(found, self.compiler)
         if (state["rows"], state["seed"]) != (len(self.rows), self.config.seed):
             raise checkpoint.CheckpointError(f"{found} was made from {state['rows']} rows with seed {state['seed']}")
+        self.backend.load(tensors)
         self.step = state["step"]
         return True
 
@@ -84,16 +89,17 @@ class SftTrainer:
             if self.step % self.config.save_every == 0 or self.step == self.total:
                 self.save()
             yield metrics
-        if self.executor.hash() != self.executor_hash:
+        if self.backend.fingerprint(self.executor.model) != self.frozen:
             raise RuntimeError("the executor's parameters changed during training: it is not frozen")
 
     def save(self) -> None:
+        tensors = self.backend.state()  # all ranks: it may have to be gathered
         if distributed.rank() == 0:
             state = {
                 "stage": "sft", "step": self.step, "total": self.total, "rows": len(self.rows),
                 "seed": self.config.seed, "executor_hash": self.executor_hash, **self.facts,
             }  # fmt: skip
-            checkpoint.save(self.out / "checkpoints", self.compiler, self.optimizer, state, self.config.keep)
+            checkpoint.save(self.out / "checkpoints", self.compiler, tensors, state, self.config.keep)
         distributed.barrier()
 
     def batch_indices(self, step: int) -> list[int]:
@@ -109,37 +115,38 @@ class SftTrainer:
         examples = [self.example(i) for i in indices]
         tokens = {"text": sum(len(e.emission) for e in examples), "action": sum(len(e.action) for e in examples)}
         counts = {"text": tokens["text"], "action": tokens["action"], "rows": len(examples)}
-        factor = cosine_with_warmup(step, self.total, config.warmup)
-        for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
-            group["lr"] = rate * factor
-        self.optimizer.zero_grad(set_to_none=True)
+        rate = self.backend.scale_rates(cosine_with_warmup(step, self.total, config.warmup))
         totals: dict[str, Tensor] = {}
         torch.manual_seed((config.seed * 1_000_003 + step) * 64 + distributed.rank())
-        for micro in distributed.micro_batches(examples, config.micro_batch_size):
-            losses = sft_losses(self.compiler, self.executor, micro, config)
-            shares = {name: value.sum() / counts[_DENOMINATOR[name]] for name, value in losses.items()}
-            loss = sum((getattr(config.weights, name) * value for name, value in shares.items()), torch.tensor(0.0))
-            loss.backward()
+        mine = examples[distributed.rank() :: distributed.world_size()]
+        for micro in self.backend.micro_batches(mine, config.micro_batch_size):
+            weight = 1.0 if micro else 0.0  # a rank that has run out of rows keeps step with one that counts nothing
+            shares = self._backward(micro or examples[:1], counts, weight)
             for name, value in shares.items():
                 totals[name] = totals.get(name, torch.zeros(())) + value.detach().cpu()
-        parameters = [p for p in self.compiler.parameters() if p.requires_grad]
-        distributed.sum_gradients(parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip)
-        if not torch.isfinite(norm):
-            raise RuntimeError(
-                f"the gradient norm is {norm.item()} at step {step}: lower the learning rate, or use float32"
-            )
-        self.optimizer.step()
+        norm = self.backend.step()
         totals = distributed.sum_values(totals)
         weighted = {f"loss_{name}": value.item() for name, value in totals.items()}
         loss = sum(getattr(config.weights, name) * value.item() for name, value in totals.items())
         return {
             "loss": loss,
             **weighted,
-            "lr": self.base_rates[0] * factor,
-            "grad_norm": norm.item(),
+            "lr": rate,
+            "grad_norm": norm,
             "tokens": self._size(examples),
         }
+
+    def _backward(self, micro: Sequence[Example], counts: dict[str, int], weight: float) -> dict[str, Tensor]:
+        """Gradients of a micro-batch; returns its share of each loss."""
+
+        def shares_and_loss() -> tuple[dict[str, Tensor], Tensor]:
+            losses = sft_losses(self.compiler, self.executor, micro, self.config)
+            shares = {name: weight * value.sum() / counts[_DENOMINATOR[name]] for name, value in losses.items()}
+            return shares, sum((getattr(self.config.weights, n) * v for n, v in shares.items()), torch.tensor(0.0))
+
+        shares, loss = self.backend.forward(shares_and_loss)
+        self.backend.backward(loss)
+        return shares
 
     def example(self, index: int) -> Example:
         """Row `index` as token ids (made once, then kept)."""
@@ -202,8 +209,14 @@ def _latent(
         prompts = [ExecutorPrompt((executor.placeholder,) * settings.n_tokens, None)] * len(examples)
         nll, count = executor.action_nll(prompts, soft, [e.memory_ids for e in examples])
         return nll / count.clamp(min=1)
-    table = executor.embedding_table
-    targets = [memory_targets(table, list(e.memory_ids), settings.n_tokens, settings.emb_std) for e in examples]
+    embed = executor.model.get_input_embeddings()  # called, for its table may be in slices
+    targets = [
+        memory_targets(
+            embed(torch.tensor(e.memory_ids, device=z.device)), list(range(len(e.memory_ids))), settings.n_tokens,
+            settings.emb_std,
+        )
+        for e in examples
+    ]  # fmt: skip
     target = torch.stack(targets).to(z.device)
     if config.latent == "soft_mse" or settings.kind == "linear":
         return soft_mse(z, target)
