@@ -24,6 +24,14 @@ LOSSES: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order 
     "loss_latent": "latent alignment",
     "loss_orth": "orthogonality",
 }
+UPDATES: Mapping[str, str] = {  # the same for the reinforcement learning stage
+    "reward": "success of sampled episodes",
+    "zero_variance_fraction": "groups without variance",
+    "entropy_text": "entropy of the text, nats/token",
+    "sigma": "sigma of the soft tokens",
+    "clip_high": "clipped above",
+    "mismatch_kl": "engine against trainer, KL",
+}
 INK, MUTED, GRID, ACCENT, CONTROL = "#1f2933", "#6b7785", "#e3e7eb", "#2f6f8f", "#9aa5b1"
 DPI = 160
 LABEL_CHARACTERS = 36
@@ -47,39 +55,43 @@ def deliveries_plot(results: Mapping[str, Any], path: Path) -> Path:
 
 
 def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
-    """Loss terms over optimiser steps, one small panel each: raw values faint, their moving average on top.
+    """Loss terms over optimiser steps (SFT) or what each update saw (GRPO), one small panel each: raw values faint,
+    their moving average on top.
 
     Raises:
-        ValueError: when the file holds no loss.
+        ValueError: when the file holds neither.
     """
-    rows = read_losses(metrics_jsonl_path)
-    present = [key for key in LOSSES if any(key in row for row in rows.values())]
+    rows = read_metrics(metrics_jsonl_path)
+    titles = UPDATES if any("update" in row for row in rows.values()) else LOSSES
+    present = [key for key in titles if any(key in row for row in rows.values())]
     if not present:
-        raise ValueError(f"{metrics_jsonl_path} holds none of {', '.join(LOSSES)}")
+        raise ValueError(f"{metrics_jsonl_path} holds none of {', '.join(titles)}")
     columns = min(3, len(present))
     lines = -(-len(present) // columns)
     figure = Figure(figsize=(0.6 + 3.0 * columns, 0.5 + 2.1 * lines), dpi=DPI, layout="constrained")
     panels = figure.subplots(lines, columns, sharex=True, squeeze=False).ravel()
     for panel, key in zip(panels, present, strict=False):
         points = [(step, row[key]) for step, row in rows.items() if key in row]
-        _loss_panel(panel, LOSSES[key], [step for step, _ in points], [value for _, value in points])
+        _curve(panel, titles[key], [step for step, _ in points], [value for _, value in points])
     for panel in panels[len(present) :]:
         panel.set_axis_off()
-    figure.supxlabel("optimiser step (dark line: moving average)", fontsize=8.5, color=MUTED)
+    unit = "update" if titles is UPDATES else "optimiser step"
+    figure.supxlabel(f"{unit} (dark line: moving average)", fontsize=8.5, color=MUTED)
     return _save(figure, path)
 
 
-def read_losses(path: Path) -> dict[int, dict[str, float]]:
-    """Loss rows by step. A resumed run repeats steps: the last row of a step counts. Torn lines are skipped."""
+def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """Rows of a training run by step (SFT) or update (GRPO). A resumed run repeats some: the last one counts. Torn
+    lines, and lines that tell of neither, are skipped."""
     rows: dict[int, dict[str, float]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and any(key in row for key in LOSSES):
+        if isinstance(row, dict) and any(key in row for key in (*LOSSES, *UPDATES)):
             numbers = {key: float(value) for key, value in row.items() if isinstance(value, int | float)}
-            rows[int(row.get("step", len(rows)))] = numbers
+            rows[int(row.get("step", row.get("update", len(rows))))] = numbers
     return dict(sorted(rows.items()))
 
 
@@ -128,7 +140,7 @@ def _success_panel(
     panel.tick_params(axis="y", length=0)
 
 
-def _loss_panel(panel: Axes, title: str, steps: Sequence[int], values: Sequence[float]) -> None:
+def _curve(panel: Axes, title: str, steps: Sequence[int], values: Sequence[float]) -> None:
     panel.plot(steps, values, color=ACCENT, linewidth=0.8, alpha=0.3)
     panel.plot(steps, _smooth(values), color=ACCENT, linewidth=1.6)
     panel.set_title(title, loc="left", fontsize=9.5, color=INK, fontweight="bold")

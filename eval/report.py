@@ -25,7 +25,7 @@ from agent.records import Episode, StepRecord, png_base64
 from eval import metrics, table
 from eval.episodes import read_episodes
 from eval.metrics import EMISSION_KINDS, FAILURES, display_name, families, ordered, succeeded
-from eval.plots import DPI, deliveries_plot, family_title, read_losses, training_plot
+from eval.plots import DPI, deliveries_plot, family_title, read_metrics, training_plot
 from eval.table import is_control
 
 MAX_BYTES = 15_000_000  # a phone opens this; more tasks are left out, and the page says so
@@ -112,7 +112,7 @@ def write_run_report(run_dir: Path, max_bytes: int = MAX_BYTES) -> Path:
     results = json.loads(results_path.read_text(encoding="utf-8"))
     plots = [deliveries_plot(results, run_dir / "plots" / "deliveries.png")]
     metrics_path = run_dir / "metrics.jsonl"
-    if metrics_path.exists() and read_losses(metrics_path):
+    if metrics_path.exists() and read_metrics(metrics_path):
         plots.append(training_plot(metrics_path, run_dir / "plots" / "training.png"))
     return _write(results, lambda: read_episodes(episodes_path), run_dir / "report.html", plots, max_bytes)
 

@@ -34,7 +34,7 @@ def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> 
     distributed.init()
     run = None
     if distributed.rank() == 0:
-        run = RunFolder.create(out, config, on_exists=on_exists)  # type: ignore[arg-type]
+        run = RunFolder.create(out, config, on_exists=on_exists, ignore=distributed.HOW)  # type: ignore[arg-type]
     distributed.barrier()
     with Environments(config.env) as envs:
         jobs, facts = _jobs(config, envs, run, out)
@@ -48,6 +48,10 @@ def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> 
                 _keep_rollouts(out / "rollouts.jsonl", trainer.update)
         with progress("grpo", config.updates, trainer.update) as advance:
             run_grpo(trainer, lambda metrics, groups: advance(_record(config, run, out, metrics, groups)))
+    if run is not None:
+        from eval.plots import training_plot
+
+        console.print(f"  curves: {training_plot(out / 'metrics.jsonl', out / 'plots' / 'training.png')}")
     return compiler
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from agent.records import Episode, StepRecord, StopReason
 from eval.metrics import results
-from eval.plots import deliveries_plot, read_losses, training_plot
+from eval.plots import deliveries_plot, read_metrics, training_plot
 from eval.report import Head, diff_state, outcome, select, write_report
 
 META = {"environment": "household", "split": "test", "seed": 7}
@@ -267,11 +267,19 @@ def test_figures_are_png_and_reproducible(tmp_path: Path) -> None:
     assert Image.open(first).format == "PNG"
 
 
+def test_training_plot_of_updates(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [{"update": u, "reward": u / 9, "zero_variance_fraction": 0.5, "sigma": 0.1} for u in range(1, 9)]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_metrics(metrics)[8]["reward"] == pytest.approx(8 / 9)
+    assert training_plot(metrics, tmp_path / "training.png").stat().st_size > 0
+
+
 def test_training_plot_reads_what_a_killed_run_left(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     lines = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 2.5, "loss_te', '{"step": 2, "loss": 2.0}']
     metrics.write_text("\n".join([*lines, '{"step": 1, "loss": 9.0}', '{"note": "evaluation"}', "7"]), encoding="utf-8")
-    assert {step: row["loss"] for step, row in read_losses(metrics).items()} == {1: 9.0, 2: 2.0}
+    assert {step: row["loss"] for step, row in read_metrics(metrics).items()} == {1: 9.0, 2: 2.0}
     assert training_plot(metrics, tmp_path / "training.png").stat().st_size > 0
     metrics.write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match="holds none of"):
