@@ -70,7 +70,7 @@ def run_train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Me
     rows = load_rows(Path(config.rows))
     problems = guard_rows(Path(config.rows), (row.task_id for row in rows), config.allow_leakage)
     if distributed.rank() == 0:
-        run = RunFolder.create(out, config, on_exists=on_exists)  # type: ignore[arg-type]
+        run = RunFolder.create(out, config, on_exists=on_exists, ignore=distributed.HOW)  # type: ignore[arg-type]
         record_rows(run, Path(config.rows), problems)
     distributed.barrier()
     executor = build.load_executor(config.executor)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+HOW = ("backend", "micro_batch_size")  # settings that say how a step is computed: a run may go on with others
 TIMEOUT = "MEMCOMPILER_DIST_TIMEOUT"  # minutes that a collective waits for the slowest rank (default 30)
 
 

@@ -219,12 +219,15 @@ class GrpoTrainer:
             scored.gaussian.mu.detach().float().abs().mean((1, 2)),
         )  # fmt: skip
 
+    def _logprobs(self, samples: Sequence[Sample]) -> Tensor:
+        return self.score(samples).logprobs
+
     @torch.no_grad()
     def _score_all(self, samples: Sequence[Sample]) -> list[Tensor | None]:
         """(T + N,) per sample, under the weights as they are."""
         rows: list[Tensor | None] = []
         for part in self.backend.micro_batches(samples, self.config.micro_batch_size):
-            scores = self.backend.forward(partial(self.score, part or self._idle()[0])).logprobs[: len(part)]
+            scores = self.backend.forward(partial(self._logprobs, part or self._idle()[0]))[: len(part)]
             cut, n = scores.shape[1] - self.compiler.n_tokens, self.compiler.n_tokens
             rows += [torch.cat([row[: s.sampled], row[cut : cut + n]]) for row, s in zip(scores, part, strict=True)]
         return rows

@@ -209,14 +209,10 @@ def _latent(
         prompts = [ExecutorPrompt((executor.placeholder,) * settings.n_tokens, None)] * len(examples)
         nll, count = executor.action_nll(prompts, soft, [e.memory_ids for e in examples])
         return nll / count.clamp(min=1)
-    embed = executor.model.get_input_embeddings()  # called, for its table may be in slices
-    targets = [
-        memory_targets(
-            embed(torch.tensor(e.memory_ids, device=z.device)), list(range(len(e.memory_ids))), settings.n_tokens,
-            settings.emb_std,
-        )
-        for e in examples
-    ]  # fmt: skip
+    # The embedding layer is called, for its table may be in slices, and once: ranks hold unequal numbers of rows.
+    ids = torch.tensor([i for e in examples for i in e.memory_ids], device=z.device)
+    tables = executor.model.get_input_embeddings()(ids).split([len(e.memory_ids) for e in examples])
+    targets = [memory_targets(t, list(range(len(t))), settings.n_tokens, settings.emb_std) for t in tables]
     target = torch.stack(targets).to(z.device)
     if config.latent == "soft_mse" or settings.kind == "linear":
         return soft_mse(z, target)

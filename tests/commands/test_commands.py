@@ -90,28 +90,65 @@ def test_eval_on_real_alfworld_games(quickstart, tmp_path):
     assert (results["environment"], results["split"]) == ("alfworld", "valid_seen")
 
 
+def kill_after(lines: int, common: list[str], out: Path) -> None:
+    """Start a training command and kill -9 it as soon as its metrics have so many lines."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memcompiler", *common, "--out", str(out)], cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    metrics = out / "metrics.jsonl"
+    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < lines):
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+
+
+def assert_same_weights(folder: Path, step: int) -> None:
+    """`whole` and `killed` in the folder end with equal bits."""
+    for file in ("projector.safetensors", "adapter/adapter_model.safetensors"):
+        a, b = (load_file(folder / run / "checkpoints" / f"step-{step:06d}" / file) for run in ("whole", "killed"))
+        assert a.keys() == b.keys() and all((a[k] == b[k]).all() for k in a)
+
+
 def test_kill_and_resume_give_the_same_weights(quickstart, tmp_path):
     """kill -9 in the middle of SFT, then the same command again: equal to a run that was never stopped."""
     common = ["train", "sft", "-c", "sft/quickstart", f"rows={quickstart / 'collect' / 'rows'}", "max_steps=24",
               "batch_size=4", "save_every=5"]  # fmt: skip
     whole = memcompiler(*common, "--out", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr[-3000:]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "memcompiler", *common, "--out", str(tmp_path / "killed")], cwd=ROOT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    deadline = time.monotonic() + 200
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 8):
-        assert process.poll() is None, "it ended before it could be killed"
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait(30)
+    kill_after(8, common, tmp_path / "killed")
     resumed = memcompiler(*common, "--out", str(tmp_path / "killed"))
     assert resumed.returncode == 0 and "resumed at step" in resumed.stdout, resumed.stdout + resumed.stderr[-2000:]
-    for file in ("projector.safetensors", "adapter/adapter_model.safetensors"):
-        a, b = (load_file(tmp_path / run / "checkpoints" / "step-000024" / file) for run in ("whole", "killed"))
-        assert a.keys() == b.keys() and all((a[k] == b[k]).all() for k in a)
+    assert_same_weights(tmp_path, 24)
+
+
+@pytest.mark.slow
+def test_grpo_continues_an_sft_checkpoint_and_survives_a_kill(quickstart, tmp_path):
+    common = ["train", "grpo", "-c", "grpo/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", "updates=5",
+              "env.scenes={train: 2, test: 1}", "limit=6", "tasks=3", "group_size=4", "max_steps=8",
+              "save_every=2"]  # fmt: skip
+    whole = memcompiler(*common, "--out", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stdout[-2000:] + whole.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows] == [1, 2, 3, 4, 5] and any(not row["skipped"] for row in rows)
+    names = {"reward", "zero_variance_fraction", "seconds_env", "seconds_compiler", "seconds_executor"}
+    assert all(names | {"seconds_update"} <= set(row) for row in rows)
+    assert all({"clip_low", "clip_high", "mismatch_kl"} <= set(row) for row in rows if not row["skipped"])
+    assert max(row.get("mismatch_kl", 0) for row in rows) < 1e-6  # HF samples, HF scores
+    assert (tmp_path / "whole" / "plots" / "training.png").stat().st_size > 5_000
+    assert json.loads((tmp_path / "whole" / "leakage.json").read_text())["clean"] is True
+
+    kill_after(3, common, tmp_path / "killed")
+    resumed = memcompiler(*common, "--out", str(tmp_path / "killed"))
+    assert resumed.returncode == 0 and "resumed at update 2" in resumed.stdout, resumed.stdout + resumed.stderr[-2000:]
+    assert_same_weights(tmp_path, 5)
+    played = [
+        [(row["update"], row["task"], row["success"]) for row in map(json.loads, path.read_text().splitlines())]
+        for path in (tmp_path / run / "rollouts.jsonl" for run in ("whole", "killed"))
+    ]
+    assert played[0] == played[1] and len(played[0]) == 5 * 3 * 4
 
 
 def test_help_answers_at_once():

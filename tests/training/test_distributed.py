@@ -1,50 +1,116 @@
-"""Two processes train to the same weights as one: same rows, same losses, summed gradients (gloo, CPU)."""
+"""Two processes train to the same weights as one, whatever the backend: same rows, same losses, summed gradients."""
+
+from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.training import backend_cases as cases
+from tests.training import test_sft
+from training import checkpoint, distributed
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = """
-import sys
-from pathlib import Path
-from training import distributed
-from tests.training.test_sft import ROWS, executor, trainer
-from training.sft import run_sft
-distributed.init()
-assert distributed.world_size() == int(sys.argv[2])
-t = trainer(Path(sys.argv[1]), batch_size=5, micro_batch_size=2, max_steps=3, save_every=3)
-t.compiler.eval(); t.compiler.train = lambda mode=True: t.compiler  # no dropout, and below no noise: both are per rank
-t.compiler.projector.draw = lambda gaussian, *a: gaussian.mu
-run_sft(t, lambda m: print(m))
-"""
 
 
-def train(tmp_path: Path, processes: int) -> dict:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    out = tmp_path / str(processes)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0"]
+def torchrun(out: Path, backends: str, names: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, "--standalone", str(script), str(out), str(processes)],
-        env=env,
-        timeout=300,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    folder = out / "checkpoints" / "step-000003"
-    return load_file(folder / "projector.safetensors") | load_file(folder / "adapter" / "adapter_model.safetensors")
+    return subprocess.run(
+        [*command, "-m", "tests.training.backend_cases", str(out), backends, names],
+        env=env, cwd=ROOT, timeout=400, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def steps(out: Path, step: int, run: str = "sft") -> dict[str, Tensor]:
+    """All tensors of a checkpoint: adapter, projector, moments."""
+    folder = out / run / "checkpoints" / f"step-{step:06d}"
+    files = [folder / "adapter" / "adapter_model.safetensors", folder / "projector.safetensors"]
+    return {name: t for path in [*files, folder / "optimizer.safetensors"] for name, t in load_file(path).items()}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name] - b[name]).abs().max() < 2e-5, name
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """Both stages in this process, without torchrun."""
+    out = tmp_path_factory.mktemp("alone")
+    assert distributed.world_size() == 1
+    cases.sft(out, "replicated")
+    cases.grpo(out, "replicated")
+    moved = [(a - b).abs().max() for a, b in zip(steps(out, 2).values(), steps(out, 3).values(), strict=True)]
+    assert max(moved) > 1e-4  # far more than what the comparisons allow for
+    return out
+
+
+def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> None:
+    """Uneven shares, idle ranks, a checkpoint of one process taken over, and one of two given back."""
+    for backend in backends:
+        shutil.copytree(
+            alone / "sft" / "checkpoints" / "step-000002", out / backend / "resumed" / "checkpoints" / "step-000002"
+        )
+    done = torchrun(out, ",".join(backends), "sft,resumed,grpo")
+    assert done.returncode == 0, done.stderr[-4000:]
+    for backend in backends:
+        for step in (2, 3):
+            assert_same(steps(alone, step), steps(out / backend, step))
+        assert_same(steps(alone, 3), steps(out / backend, 3, "resumed"))
+        assert_same(load_file(alone / "grpo.safetensors"), load_file(out / backend / "grpo.safetensors"))
+        shutil.rmtree(out / backend / "sft" / "checkpoints" / "step-000003")
+        goes_on_alone = cases.sft_trainer(out / backend / "sft", "replicated")
+        assert goes_on_alone.resume() and goes_on_alone.step == 2
+        cases.run_sft(goes_on_alone, lambda m: None)
+        assert_same(steps(alone, 3), steps(out / backend, 3))
+
+
+def test_two_replicated_or_sharded_ranks_equal_one(alone, tmp_path):
+    two_ranks_equal_one(alone, tmp_path, ("replicated", "fsdp"))
 
 
 @pytest.mark.slow
-def test_two_ranks_with_uneven_rows_equal_one(tmp_path):
-    one, two = train(tmp_path, 1), train(tmp_path, 2)
-    assert one.keys() == two.keys()
-    for name in one:
-        assert (one[name] - two[name]).abs().max() < 2e-5, name
+def test_two_ranks_of_deepspeed_equal_one(alone, tmp_path):
+    two_ranks_equal_one(alone, tmp_path, ("zero2", "zero3"))
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_run_and_the_run_resumes(alone, tmp_path):
+    assert torchrun(tmp_path, "fsdp", "killed").returncode != 0
+    kept = [p.name for p in checkpoint.checkpoints(tmp_path / "fsdp" / "sft" / "checkpoints")]
+    assert kept == ["step-000002"]
+    done = torchrun(tmp_path, "fsdp", "sft")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "'step': 1," not in done.stdout and "'step': 3," in done.stdout
+    assert_same(steps(alone, 3), steps(tmp_path / "fsdp", 3))
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "zero2", "zero3"])
+def test_sharing_needs_processes_to_share_between(tmp_path, backend):
+    with pytest.raises(ValueError, match="torchrun --nproc_per_node"):
+        test_sft.trainer(tmp_path, backend=backend)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_the_weights(tmp_path):
+    t = test_sft.trainer(tmp_path)
+    before = t.backend.weights()
+    t.backend.forward(lambda: t.compiler.projector.linear.weight.sum() * float("inf")).backward()
+    with pytest.raises(RuntimeError, match=r"gradient norm is (inf|nan)"):
+        t.backend.step()
+    assert all(torch.equal(before[name], w) for name, w in t.backend.weights().items())
+
+
+def test_a_time_out_that_is_no_number_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(distributed.TIMEOUT, "soon")
+    with pytest.raises(ValueError, match="must be minutes, not 'soon'"):
+        distributed.init()

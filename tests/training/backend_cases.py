@@ -1,0 +1,104 @@
+"""One process's part of the backend tests, run in-process (alone) or by torchrun (two ranks):
+
+torchrun --nproc_per_node 2 -m tests.training.backend_cases OUT BACKEND,BACKEND... CASE,CASE...
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.training import test_grpo, test_sft
+from training import distributed
+from training.grpo import GrpoTrainer
+from training.rollout import samples_of
+from training.sft import SftTrainer, run_sft
+
+ROWS = [*test_sft.ROWS, test_sft.row(5)]  # batches of 5 and 1: ranks have 3 and 2 rows, then 1 and none
+
+
+def sft_trainer(out: Path, backend: str) -> SftTrainer:
+    """Three steps, checkpoints after the second and third; what is random by rank (dropout, noise) is off."""
+    t = test_sft.trainer(
+        out, ROWS, batch_size=5, micro_batch_size=3, max_steps=3, save_every=2, keep=3, grad_clip=0.5, backend=backend
+    )
+    t.compiler.eval()
+    t.compiler.train = lambda mode=True: t.compiler
+    t.compiler.projector.draw = lambda gaussian, *_: gaussian.mu
+    return t
+
+
+def sft(out: Path, backend: str) -> None:
+    """Train (or go on training) to the end; the executor is untouched, whole as in slices."""
+    t = sft_trainer(out / "sft", backend)
+    t.resume()
+    run_sft(t, lambda m: print(m))
+    for (name, parameter), fresh in zip(
+        t.executor.model.named_parameters(), test_sft.executor().model.parameters(), strict=True
+    ):
+        assert parameter.grad is None, name
+        assert torch.equal(t.backend.whole(parameter), fresh), name
+
+
+def resumed(out: Path, backend: str) -> None:
+    """The last step, from a checkpoint that somebody else has written."""
+    t = sft_trainer(out / "resumed", backend)
+    assert t.resume() and t.step == 2
+    run_sft(t, lambda m: print(m))
+
+
+def killed(out: Path, backend: str) -> None:
+    """The last rank dies without a word after the second step."""
+    for metrics in sft_trainer(out / "sft", backend).steps():
+        if metrics["step"] == 2 and distributed.rank() == distributed.world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def grpo_trainer(out: Path, backend: str) -> GrpoTrainer:
+    return test_grpo.trainer(
+        out, minibatches=2, iterations=2, kl=0.1, micro_batch_size=2, grad_clip=0.5, backend=backend,
+        importance_cap=2.0,
+    )  # fmt: skip
+
+
+def grpo(out: Path, backend: str) -> None:
+    """Two updates on given samples, 3 and 2 and then 2 and none of them; then one whole update, rollouts and all."""
+    t = grpo_trainer(out / "grpo", backend)
+    t.sampler.generator.manual_seed(0)
+    samples = samples_of(t.engine.run(t.sampler, t.jobs_of(0), t.config.group_size), t.sampler)[:5]
+    first, alone = distributed.rank() == 0, distributed.world_size() == 1
+    t.learn(samples if alone else samples[:3] if first else samples[3:], 0)
+    t.learn(samples[:2] if first else [], 1)
+    weights = t.backend.weights()
+    if first:
+        save_file(weights, out / "grpo.safetensors")
+    t.update = 2
+    metrics, _ = t._update(2)
+    assert metrics["mismatch_kl"] < 1e-8, metrics  # what rolled out is what trains: its weights came along
+    assert metrics["samples"] == 16 and metrics["grad_norm"] > 0
+    assert all(p.grad is None for p in t.executor.model.parameters())
+    assert t.executor.hash() == t.executor_hash
+    t.save()
+
+
+CASES = {"sft": sft, "resumed": resumed, "grpo": grpo, "killed": killed}
+
+
+def main(out: Path, kinds: str, names: str) -> None:
+    from training import backend as backends
+
+    distributed.init()
+    assert distributed.world_size() == 2
+    backends.Zero2.persistent = 0  # or ZeRO-3 would leave models as small as these whole
+    for kind in kinds.split(","):
+        for name in names.split(","):
+            CASES[name](out / kind, kind)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,0 +1,380 @@
+"""How the processes of a run share an optimiser step, behind one face.
+
+    replicated   every process holds everything; gradients are summed. Exact, needs no padding: the default
+    fsdp         FSDP2 (`fully_shard`): compiler and executor in slices, gathered layer by layer
+    zero2        DeepSpeed ZeRO-2: whole weights, gradients and moments in slices
+    zero3        DeepSpeed ZeRO-3: all in slices
+
+A loss is a share of the global one (weighted by global counts), so gradients are SUMS over processes, never means.
+What a checkpoint holds is whole and named by parameter: written under one backend, it loads in any other, with any
+number of processes. A vision tower is frozen, and idle for rows without a picture: it stays whole on every process,
+because slices of it would have to be gathered by all processes or by none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from compiler.model import MemoryCompiler
+from training import distributed
+from training.checkpoint import Tensors, trained_parameters
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Joint(nn.Module):
+    """Compiler and executor as one module that runs a function inside its forward: the wrappers see all of a step."""
+
+    def __init__(self, compiler: MemoryCompiler, executor: nn.Module | None) -> None:
+        super().__init__()
+        self.compiler, self.executor = compiler, executor
+
+    def forward(self, function: Callable[[], R]) -> R:
+        return function()
+
+
+class Replicated:
+    """The default, and what the others override."""
+
+    is_sharded: ClassVar[bool] = False  # weights are in slices: nothing can be generated from them
+    in_lockstep: ClassVar[bool] = False  # all processes have to run equally many forward and backward passes
+
+    def __init__(
+        self, compiler: MemoryCompiler, executor: nn.Module | None,
+        make_optimizer: Callable[[], torch.optim.AdamW], grad_clip: float,
+    ) -> None:  # fmt: skip
+        if self.in_lockstep and distributed.world_size() == 1:
+            raise ValueError(
+                "this backend shares a model between processes: start with `torchrun --nproc_per_node N` (N > 1), or "
+                "set backend=replicated"
+            )
+        self.compiler, self.grad_clip = compiler, grad_clip
+        self.optimizer = self._wrap(Joint(compiler, executor), make_optimizer)
+        self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def _wrap(self, joint: Joint, make_optimizer: Callable[[], torch.optim.AdamW]) -> torch.optim.AdamW:
+        self.joint: Callable[..., Any] = joint
+        return make_optimizer()
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def micro_batches(self, mine: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+        """This process's rows, `size` at a time; in lock-step, empty ones until all processes have had as many."""
+        rounds = math.ceil(len(mine) / size)
+        if self.in_lockstep:
+            rounds = max(1, *(int(share["rounds"]) for share in distributed.gather_values({"rounds": float(rounds)})))
+        for i in range(rounds):
+            yield mine[i * size : (i + 1) * size]
+
+    def forward(self, function: Callable[[], R]) -> R:
+        """What `function` returns: a tensor, or a tuple or dict with tensors, for the wrappers look inside those only.
+        It may use compiler and executor as if they were whole, their layers by calling them."""
+        return self.joint(function)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> float:
+        """Sum the gradients, clip, update, clear; returns the global norm before clipping.
+
+        Raises:
+            RuntimeError: the norm is not finite.
+        """
+        parameters = self._trainable()
+        self._sum_gradients(parameters)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip)
+        value = _finite(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return value
+
+    def scale_rates(self, factor: float) -> float:
+        """Every group's learning rate to `factor` of its own; returns the first."""
+        for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = rate * factor
+        return self.base_rates[0] * factor
+
+    def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        if dist.is_initialized():
+            for parameter in parameters:
+                if parameter.grad is None:  # a process without rows takes part with zeros
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.compiler.parameters() if p.requires_grad]
+
+    # -- state, whole and by name; every process has to call these ----------------------------------------------------
+
+    def state(self) -> Tensors:
+        """What a checkpoint holds."""
+        return Tensors(self.weights(), self._moments())
+
+    def load(self, tensors: Tensors) -> None:
+        """Weights and AdamW's moments, as `checkpoint.read` gives them."""
+        self.load_weights(tensors.weights)
+        self._load_moments(tensors.moments)
+
+    def weights(self) -> dict[str, Tensor]:
+        """LoRA and projector, copied to the CPU."""
+        return {name: self.whole(p) for name, p in trained_parameters(self.compiler).items()}
+
+    @torch.no_grad()
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        for name, parameter in trained_parameters(self.compiler).items():
+            parameter.copy_(self._like(weights[name], parameter))
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """A copy on the CPU of a parameter that may be in slices."""
+        return parameter.detach().cpu().clone()
+
+    def fingerprint(self, module: nn.Module) -> str:
+        """SHA-256 of what this process holds of a module: it changes when the module does."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(module.named_parameters()):
+            digest.update(name.encode())
+            digest.update(
+                self._held(parameter).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
+        return digest.hexdigest()
+
+    def _held(self, parameter: Tensor) -> Tensor:
+        return parameter
+
+    def _like(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """This process's part of a whole tensor, as the parameter is cut."""
+        return value.to(parameter.device, parameter.dtype)
+
+    def _moments(self) -> dict[str, Tensor]:
+        names = {id(p): name for name, p in trained_parameters(self.compiler).items()}
+        return {
+            f"{names[id(p)]}:{key}": self.whole(torch.as_tensor(value))
+            for p, values in self.optimizer.state.items()
+            for key, value in values.items()
+        }
+
+    def _load_moments(self, moments: dict[str, Tensor]) -> None:
+        parameters = trained_parameters(self.compiler)
+        for name, value in moments.items():
+            target, key = parameters[name.rsplit(":", 1)[0]], name.rsplit(":", 1)[1]
+            self.optimizer.state[target][key] = value.clone() if key == "step" else self._like(value, target)
+
+
+class Fsdp(Replicated):
+    """FSDP2. Frozen and trainable parameters are sliced alike; only LoRA and projector have gradients to scatter."""
+
+    is_sharded = in_lockstep = True
+
+    def _wrap(self, joint: Joint, make_optimizer: Callable[[], torch.optim.AdamW]) -> torch.optim.AdamW:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.compiler.backbone.device.type, (distributed.world_size(),))
+        vision = _vision(self.compiler)
+        for model in (self.compiler.backbone.model, joint.executor):
+            for layer in _layers(model, vision) if model is not None else ():
+                fully_shard(layer, mesh=mesh)
+        # The root too gives its weights back after forward (embeddings, heads, projector): whoever reads or writes
+        # parameters between steps finds slices everywhere.
+        ignored = set(vision.parameters()) if vision is not None else set()
+        fully_shard(joint, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
+        return super()._wrap(joint, make_optimizer)  # after slicing, which makes parameters anew
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * distributed.world_size()).backward()  # FSDP takes means
+
+    def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        pass  # scattered during backward
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        return super().whole(parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter)
+
+    def _held(self, parameter: Tensor) -> Tensor:
+        return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+    def _like(self, value: Tensor, parameter: Tensor) -> Tensor:
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(parameter.device, parameter.dtype)
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+class Zero2(Replicated):
+    """DeepSpeed. One engine holds the joint module: an engine of its own for the executor does not work."""
+
+    in_lockstep = True
+    stage: ClassVar[int] = 2
+    persistent: ClassVar[int] = 100_000  # ZeRO-3 leaves parameters below this size whole
+
+    def _wrap(self, joint: Joint, make_optimizer: Callable[[], torch.optim.AdamW]) -> torch.optim.AdamW:
+        import deepspeed
+
+        if self.compiler.backbone.device.type == "cpu":
+            # The shared-memory collectives take two minutes to compile; gloo does without.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,  # for DeepSpeed's own accounts only
+            "managed_gradient_accumulation": False,  # a step ends when we call step()
+            "gradient_clipping": self.grad_clip,
+            "zero_optimization": {
+                "stage": self.stage, "overlap_comm": False, "stage3_param_persistence_threshold": self.persistent,
+            },
+            "zero_allow_untested_optimizer": True,
+        }  # fmt: skip
+        optimizer = make_optimizer()
+        with self._prepared(joint):
+            self.engine: Any = deepspeed.initialize(model=joint, optimizer=optimizer, config=settings)[0]
+        self.joint = self.engine
+        return optimizer
+
+    def _prepared(self, joint: Joint) -> AbstractContextManager[None]:
+        """What DeepSpeed shall not see of the module is out of sight."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss * distributed.world_size())  # DeepSpeed takes means
+
+    def step(self) -> float:
+        self.engine.step()
+        return _finite(float(self.engine.get_global_grad_norm()))
+
+    @torch.no_grad()
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        for name, parameter in trained_parameters(self.compiler).items():
+            value = weights[name].to(parameter.device)
+            self._put(parameter, value)
+            if parameter.requires_grad:
+                self._put_master(parameter, value, None)
+
+    def _put(self, parameter: nn.Parameter, value: Tensor) -> None:
+        parameter.copy_(value)
+
+    def _put_master(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        """This process's slice of the fp32 weights, or of a moment."""
+        parameter.set_full_hp_param(value.float(), key)
+
+    def _flat(self) -> list[Tensor]:
+        """The fp32 slices that AdamW works on."""
+        return list(self.engine.optimizer.single_partition_of_fp32_groups)
+
+    def _moments(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        flat = self._flat()
+        if not self.optimizer.state.get(flat[0]):
+            return {}
+        self._link_moments()
+        step = self.optimizer.state[flat[0]]["step"].detach().cpu()
+        moments: dict[str, Tensor] = {}
+        for name, parameter in trained_parameters(self.compiler).items():
+            if parameter.requires_grad:
+                moments[f"{name}:step"] = step.clone()
+                for key in ("exp_avg", "exp_avg_sq"):
+                    moments[f"{name}:{key}"] = safe_get_full_optimizer_state(parameter, key).detach().cpu().clone()
+        return moments
+
+    def _load_moments(self, moments: dict[str, Tensor]) -> None:
+        steps = [value for name, value in moments.items() if name.endswith(":step")]
+        if not steps:
+            return
+        for flat in self._flat():  # AdamW makes its state in the first step, which has not been
+            zeros = {key: torch.zeros_like(flat) for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[flat].update({"step": steps[0].clone(), **zeros})
+        self._link_moments()
+        parameters = trained_parameters(self.compiler)
+        for name, value in moments.items():
+            parameter, key = name.rsplit(":", 1)
+            if key != "step":
+                self._put_master(parameters[parameter], value.to(parameters[parameter].device), key)
+
+    def _link_moments(self) -> None:
+        """DeepSpeed does so by itself in the first step, but when only the first group has its moments."""
+        self.engine.optimizer._hp_optimizer_states_linked = False
+        self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+class Zero3(Zero2):
+    """Parameters in slices as well."""
+
+    is_sharded = True
+    stage = 3
+
+    @contextmanager
+    def _prepared(self, joint: Joint) -> Iterator[None]:
+        compiler, body = self.compiler, self.compiler.backbone.body
+        if _vision(compiler) is not None:  # for good: DeepSpeed slices, and later walks, all that is registered
+            body.__dict__["visual"] = body._modules.pop("visual")
+        # DeepSpeed's hooks cannot read what the projector returns; its linear map is all that has parameters.
+        joint.linear = compiler.projector.linear
+        compiler.__dict__["projector"] = compiler._modules.pop("projector")
+        try:
+            yield
+        finally:
+            compiler._modules["projector"] = compiler.__dict__.pop("projector")
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        import deepspeed
+
+        if not hasattr(parameter, "ds_id"):
+            return super().whole(parameter)
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return super().whole(parameter)
+
+    def _held(self, parameter: Tensor) -> Tensor:
+        return getattr(parameter, "ds_tensor", parameter)
+
+    def _put(self, parameter: nn.Parameter, value: Tensor) -> None:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if distributed.rank() == 0:
+                parameter.copy_(value)
+
+    def _put_master(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        size = parameter.ds_tensor.numel()  # the last slice is padded
+        padded = torch.nn.functional.pad(value.float().flatten(), (0, size * distributed.world_size() - value.numel()))
+        mine = padded[distributed.rank() * size :][:size]
+        if key is None:
+            safe_set_local_fp32_param(parameter, mine)
+        else:
+            safe_set_local_optimizer_state(parameter, mine, key)
+
+    def _flat(self) -> list[Tensor]:
+        return list(self.engine.optimizer.fp32_partitioned_groups_flat)
+
+    def _link_moments(self) -> None:
+        pass  # looked up where they are
+
+
+BACKENDS: dict[str, type[Replicated]] = {"replicated": Replicated, "fsdp": Fsdp, "zero2": Zero2, "zero3": Zero3}
+
+
+def _finite(norm: float) -> float:
+    if not math.isfinite(norm):
+        raise RuntimeError(f"the gradient norm is {norm}: lower the learning rate, or use float32")
+    return norm
+
+
+def _vision(compiler: MemoryCompiler) -> Any:
+    return getattr(compiler.backbone.body, "visual", None)
+
+
+def _layers(model: nn.Module, vision: nn.Module | None) -> list[nn.Module]:
+    """The blocks that are gathered one at a time."""
+    skipped = set(vision.modules()) if vision is not None else set()
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [m for m in model.modules() if type(m).__name__ in names and m not in skipped]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} does not say what its layers are: use backend=replicated or zero2")
+    return layers
