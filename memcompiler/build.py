@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from configs.load import ConfigError
 from configs.schema import CompilerConfig, ExecutorConfig, MemoryConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from compiler.model import MemoryCompiler
+    from compiler.model import Decoding, MemoryCompiler
+    from compiler.served import VllmCompiler
     from executor.frozen import FrozenExecutor
+    from executor.served import VllmExecutor
     from memory.bank import MemoryBank
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -41,25 +45,33 @@ def open_bank(config: MemoryConfig, default: Path) -> MemoryBank:
     return bank.at(config.version) if config.version is not None else bank
 
 
-def load_executor(config: ExecutorConfig) -> FrozenExecutor:
-    from executor.frozen import FrozenExecutor
+def load_executor(config: ExecutorConfig) -> FrozenExecutor | VllmExecutor:
     from executor.prompt import RULES
 
     quiet()
-    return FrozenExecutor.load(
-        model_path(config.model), dtype_of(config.dtype), device_of(config.device), mode=config.mode,
-        instructions=RULES if config.instructions == "full" else "", max_new_tokens=config.max_new_tokens,
-        batch_size=config.batch_size, memory_token=config.memory_token,
-    )  # fmt: skip
+    name = model_path(config.model)
+    common: dict[str, Any] = {
+        "mode": config.mode, "instructions": RULES if config.instructions == "full" else "",
+        "max_new_tokens": config.max_new_tokens, "memory_token": config.memory_token,
+    }  # fmt: skip
+    if config.engine == "vllm":
+        _cpu_defaults()
+        from executor.served import VllmExecutor
+
+        return VllmExecutor.load(name, config.dtype, config.vllm.model_dump(), **common)
+    from executor.frozen import FrozenExecutor
+
+    dtype, device = dtype_of(config.dtype), device_of(config.device)
+    return FrozenExecutor.load(name, dtype, device, batch_size=config.batch_size, **common)
 
 
-def load_compiler(config: CompilerConfig, executor: FrozenExecutor, seed: int = 0) -> MemoryCompiler:
-    """Base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones."""
+def load_compiler(config: CompilerConfig, executor: FrozenExecutor | VllmExecutor, seed: int = 0) -> MemoryCompiler:
+    """Base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones. Always the Hugging
+    Face model, which training needs; `load_served_compiler` makes the engine that is fast."""
     import torch
 
     from compiler.backbone import Backbone
-    from compiler.model import Decoding, LoraSettings, MemoryCompiler
-    from compiler.prompt import INSTRUCTIONS
+    from compiler.model import LoraSettings, MemoryCompiler
     from soft_mem.projector import Projector, ProjectorConfig
     from training import checkpoint
 
@@ -77,13 +89,64 @@ def load_compiler(config: CompilerConfig, executor: FrozenExecutor, seed: int = 
         )
     )  # fmt: skip
     compiler = MemoryCompiler(
-        backbone, projector, Decoding(config.temperature, config.max_new_tokens, config.batch_size),
-        INSTRUCTIONS if config.instructions == "full" else "",
+        backbone, projector, _decoding(config), _instructions(config),
         LoraSettings(config.lora.rank, config.lora.alpha, config.lora.dropout, config.lora.targets), seed,
     )  # fmt: skip
     if found:
         checkpoint.load(found, compiler)
     return compiler
+
+
+def load_served_compiler(config: CompilerConfig, seed: int = 0) -> VllmCompiler:
+    """The trained compiler in a vLLM engine.
+
+    Raises:
+        ConfigError: no checkpoint to serve.
+    """
+    _cpu_defaults()
+    from compiler.served import VllmCompiler
+    from training import checkpoint
+
+    if config.checkpoint is None:
+        raise ConfigError("a compiler in vLLM needs compiler.checkpoint: there is nothing trained to serve")
+    found = checkpoint.find(Path(config.checkpoint))
+    projector = checkpoint.load_projector(found)
+    served = VllmCompiler.load(
+        model_path(config.model), projector, config.dtype, config.memory_token, config.lora.rank,
+        config.vllm.model_dump(), decoding=_decoding(config), instructions=_instructions(config), seed=seed,
+        device=device_of(config.device),
+    )  # fmt: skip
+    served.load_adapter(found, 0, projector)
+    return served
+
+
+def _decoding(config: CompilerConfig) -> Decoding:
+    from compiler.model import Decoding
+
+    return Decoding(config.temperature, config.max_new_tokens, config.batch_size)
+
+
+def _instructions(config: CompilerConfig) -> str:
+    from compiler.prompt import INSTRUCTIONS
+
+    return INSTRUCTIONS if config.instructions == "full" else ""
+
+
+def _cpu_defaults() -> None:
+    """Where there is no GPU, vLLM's engines share this process and a small cache. What the user has set stands.
+
+    vLLM reads these when it is imported."""
+    import torch
+
+    if not torch.cuda.is_available():
+        for name, value in _VLLM_ON_CPU.items():
+            os.environ.setdefault(name, value)
+
+
+_VLLM_ON_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of every thread setting
+}  # fmt: skip
 
 
 def dtype_of(name: str) -> torch.dtype:

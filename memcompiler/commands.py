@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.schema import CollectConfig, EvalConfig, GrpoConfig, QuickstartConfig, SftConfig
 from memcompiler import build
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from agent.episode import Job
     from agent.records import Episode
     from compiler.model import MemoryCompiler
+    from compiler.records import Compiler
     from envs.base import Task
     from executor.frozen import FrozenExecutor
+    from executor.served import VllmExecutor
     from memory.bank import MemoryBank
 
 console = Console(width=120)
@@ -66,6 +69,8 @@ def run_train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Me
     from training import distributed
     from training.sft import SftTrainer, run_sft
 
+    if config.executor.engine != "hf":
+        raise ConfigError("SFT's gradient passes through the executor: it needs executor.engine=hf")
     distributed.init()
     rows = load_rows(Path(config.rows))
     problems = guard_rows(Path(config.rows), (row.task_id for row in rows), config.allow_leakage)
@@ -94,7 +99,11 @@ def run_train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Me
 def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dict[str, Any]:
     """All deliveries of the configuration on the same tasks, bank and executor."""
     executor = build.load_executor(config.executor)
-    compiler = build.load_compiler(config.compiler, executor, config.seed) if config.compiler.checkpoint else None
+    compiler: Compiler | None = None
+    if config.compiler.checkpoint and config.compiler.engine == "vllm":
+        compiler = build.load_served_compiler(config.compiler, config.seed)
+    elif config.compiler.checkpoint:
+        compiler = build.load_compiler(config.compiler, executor, config.seed)
     return _evaluate(config, out, executor, compiler, on_exists)
 
 
@@ -132,7 +141,7 @@ def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwr
 
 
 def _evaluate(
-    config: EvalConfig, out: Path, executor: FrozenExecutor, compiler: MemoryCompiler | None, on_exists: str
+    config: EvalConfig, out: Path, executor: FrozenExecutor | VllmExecutor, compiler: Compiler | None, on_exists: str
 ) -> dict[str, Any]:
     from agent.episode import Limits
     from data_gen.collect import jobs_for

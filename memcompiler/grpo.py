@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from agent.episode import Job
     from compiler.model import MemoryCompiler
     from executor.frozen import FrozenExecutor
+    from executor.served import VllmExecutor
     from training.rollout import Group, RolloutEngine
 
 console = Console(width=120)
@@ -131,11 +132,13 @@ def _jobs(config: GrpoConfig, envs: Environments, run: RunFolder | None, out: Pa
     return jobs_for(tasks, bank, config.memory.k), {"bank_version": bank.snapshot()}
 
 
-def _engine(config: GrpoConfig, envs: Environments, executor: FrozenExecutor) -> RolloutEngine:
+def _engine(config: GrpoConfig, envs: Environments, executor: FrozenExecutor | VllmExecutor) -> RolloutEngine:
     from agent.episode import Limits
     from training.rollout import RolloutEngine
 
-    return RolloutEngine(envs.lease, executor, Limits(config.max_steps, config.seed), config.concurrency)
+    served = build.load_served_compiler(config.compiler, config.seed) if config.compiler.engine == "vllm" else None
+    limits = Limits(config.max_steps, config.seed)
+    return RolloutEngine(envs.lease, executor, limits, config.concurrency, served)
 
 
 def _append_rollouts(path: Path, update: int, groups: Sequence[Group]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from training import checkpoint, distributed
 from training.backend import BACKENDS
 from training.losses import clipped_surrogate, cosine_with_warmup, kl_estimate
 from training.rollout import FAILURES, Group, RolloutEngine, Sample, samples_of
+
+if TYPE_CHECKING:
+    from executor.served import VllmExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,8 @@ class GrpoTrainer:
     """Owns optimiser and cursor; `updates()` yields the metrics of each update and the groups it learnt from."""
 
     def __init__(
-        self, config: GrpoConfig, compiler: MemoryCompiler, executor: FrozenExecutor, engine: RolloutEngine,
-        jobs: Sequence[Job], out: Path, facts: dict[str, Any] | None = None,
+        self, config: GrpoConfig, compiler: MemoryCompiler, executor: FrozenExecutor | VllmExecutor,
+        engine: RolloutEngine, jobs: Sequence[Job], out: Path, facts: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         if not jobs:
             raise ValueError("there are no tasks to train on: check split, limit and the environment's data")

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +19,11 @@ from agent.delivery import Delivery
 from agent.episode import Job, Limits, run_episodes
 from agent.records import Episode, StopReason
 from compiler.backbone import Encoded
-from compiler.model import MemoryCompiler
-from compiler.records import Compilation
+from compiler.model import Decoding, MemoryCompiler
+from compiler.records import Compilation, Compiler, CompileRequest
 from envs.base import Environment
 from executor.frozen import Executor
+from soft_mem.projector import Projector
 from training.losses import group_advantages
 
 FAILURES = (StopReason.ENVIRONMENT_FAILURE, StopReason.EXECUTOR_FAILURE, StopReason.COMPILER_FAILURE)
@@ -64,14 +68,26 @@ class Group:
         return any(self.advantages)
 
 
+class Served(Protocol):
+    """An engine beside the trainer that compiles with weights it is given (`compiler.served.VllmCompiler`)."""
+
+    decoding: Decoding
+    generator: torch.Generator
+
+    def load_adapter(self, folder: Path, version: int, projector: Projector) -> None: ...
+
+    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutEngine:
-    """Plays groups with the compiler as it stands now."""
+    """Plays groups with the compiler as it stands now: by itself, or by an engine that gets its weights first."""
 
     make_env: Callable[[], Environment]
     executor: Executor
     limits: Limits
     concurrency: int = 64
+    served: Served | None = None
 
     def run(self, compiler: MemoryCompiler, jobs: Sequence[Job], group_size: int) -> list[Group]:
         """One group of `group_size` episodes per job, in the order of jobs.
@@ -79,12 +95,24 @@ class RolloutEngine:
         Raises:
             RuntimeError: when every episode failed; the message holds the first failure.
         """
-        delivery = Delivery("compiled", "compiled", compiler)
+        delivery = Delivery("compiled", "compiled", self._up_to_date(compiler))
         repeated = [job for job in jobs for _ in range(group_size)]
         episodes = run_episodes(self.make_env, repeated, delivery, self.executor, self.limits, self.concurrency)
         if all(episode.stop_reason in FAILURES for episode in episodes):
             raise RuntimeError(f"every episode of the update failed; the first: {episodes[0].error}")
         return [Group(tuple(episodes[i : i + group_size])) for i in range(0, len(episodes), group_size)]
+
+
+    def _up_to_date(self, compiler: MemoryCompiler) -> Compiler:
+        """What compiles in this update, with the trainer's weights, decoding and random numbers."""
+        if self.served is None:
+            return compiler
+        with TemporaryDirectory(prefix="memcompiler-rollout-") as folder:
+            compiler.policy.save_pretrained(folder, safe_serialization=True, save_embedding_layers=False)
+            self.served.load_adapter(Path(folder), compiler.weight_version, compiler.projector)
+        self.served.decoding = compiler.decoding
+        self.served.generator.manual_seed(compiler.generator.initial_seed())
+        return self.served
 
 
 def samples_of(groups: Sequence[Group], compiler: MemoryCompiler) -> list[Sample]:

@@ -151,6 +151,32 @@ def test_grpo_continues_an_sft_checkpoint_and_survives_a_kill(quickstart, tmp_pa
     assert played[0] == played[1] and len(played[0]) == 5 * 3 * 4
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_engines_play_the_same_episodes_and_roll_out_for_grpo(quickstart, tmp_path):
+    pytest.importorskip("vllm")
+    played = {}
+    for engine in ("hf", "vllm"):
+        done = memcompiler(
+            "eval", "-c", "eval/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", f"compiler.engine={engine}",
+            f"executor.engine={engine}", "env.scenes={train: 2, test: 2}", "limit=4", "max_steps=4",
+            "deliveries=[static, compiled]", "--out", str(tmp_path / engine),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+        rows = map(json.loads, (tmp_path / engine / "episodes.jsonl").read_text().splitlines())
+        played[engine] = [[(step["emission_text"], step["action"]) for step in row["steps"]] for row in rows]
+    assert played["hf"] == played["vllm"] and len(played["hf"]) == 8
+    done = memcompiler(
+        "train", "grpo", "-c", "grpo/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", "compiler.engine=vllm",
+        "env.scenes={train: 2, test: 1}", "updates=2", "tasks=3", "group_size=4", "max_steps=8", "importance_cap=2",
+        "--out", str(tmp_path / "grpo"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and any(not row["skipped"] for row in rows)
+    assert max(row.get("mismatch_kl", 0) for row in rows) < 1e-4  # the second update's engine has the new weights
+
+
 def test_help_answers_at_once():
     started = time.perf_counter()
     assert memcompiler("--help").returncode == 0
