@@ -31,6 +31,7 @@ class Environments:
     def __init__(self, config: EnvConfig) -> None:
         self.config = config
         self.capacity = _workers(config) or sys.maxsize  # how many may be in an episode at once
+        self._tasks: dict[str, list[Task]] = {}  # by split: listing thousands of games takes seconds
         self._pool: EnvironmentPool | None = None
         self._factory: Callable[[], Environment] | None = None
 
@@ -55,6 +56,11 @@ class Environments:
             ValueError: no such split.
             FileNotFoundError: its data is not there.
         """
+        if split not in self._tasks:
+            self._tasks[split] = self._listed(split)
+        return list(self._tasks[split])
+
+    def _listed(self, split: str) -> list[Task]:
         if self.config.name in EMBODIED_BENCHES:
             return _bench(self.config).tasks(split)  # from files where it can, without a simulator
         env = self.lease()
