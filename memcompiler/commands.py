@@ -233,21 +233,18 @@ def _rollouts(config: QuickstartConfig, out: Path, compiler: MemoryCompiler, exe
     from data_gen.collect import jobs_for
 
     settings = config.collect
-    envs = Environments(settings.env)
-    tasks = envs.tasks(settings.split)[: max(1, config.rollouts // 4)]
-    bank = build.open_bank(settings.memory, out / "collect" / "bank")
-    jobs = [job for job in jobs_for(tasks, bank, settings.memory.k) for _ in range(4)][: config.rollouts]
     compiler.decoding = Decoding(1.2, config.sft.compiler.max_new_tokens)
-    episodes = run_episodes(
-        envs.lease, jobs, Delivery("compiled", "compiled", compiler), executor, Limits(config.eval.max_steps)
-    )
-    envs.close()
+    with Environments(settings.env) as envs:
+        tasks = envs.tasks(settings.split)[: max(1, config.rollouts // 4)]
+        bank = build.open_bank(settings.memory, out / "collect" / "bank")
+        jobs = [job for job in jobs_for(tasks, bank, settings.memory.k) for _ in range(4)][: config.rollouts]
+        delivery = Delivery("compiled", "compiled", compiler)
+        episodes = run_episodes(envs.lease, jobs, delivery, executor, Limits(config.eval.max_steps))
     steps = [s.compilation for e in episodes for s in e.steps if s.compilation is not None][:16]
     compiler.eval()
     with torch.no_grad():
         scored = compiler.score([compiler.encode(c.request) for c in steps], [c.emission_ids for c in steps])  # type: ignore[arg-type]
-    logprobs = (compiler.allowed(scored.logits) / 1.2).log_softmax(-1)
-    again = logprobs.gather(2, scored.targets.unsqueeze(-1)).squeeze(-1)
+    again = compiler.logprobs(scored.logits).gather(2, scored.targets.unsqueeze(-1)).squeeze(-1)
     gap = max(
         float((again[i, : len(c.text_logprobs)] - c.text_logprobs).abs().max())  # type: ignore[arg-type]
         for i, c in enumerate(steps)

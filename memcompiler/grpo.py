@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from training.rollout import Group, RolloutEngine
 
 console = Console(width=120)
+ROLLOUTS = "rollouts.jsonl"
 
 
 def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
@@ -46,9 +46,9 @@ def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> 
             console.print(f"  resumed at update {trainer.update} of {config.updates}")
             if run is not None:
                 run.keep_metrics(lambda row: row["update"] <= trainer.update)
-                _keep_rollouts(out / "rollouts.jsonl", trainer.update)
+                run.keep_rows(ROLLOUTS, lambda row: row["update"] <= trainer.update)
         with progress("grpo", config.updates, trainer.update) as advance:
-            run_grpo(trainer, lambda metrics, groups: advance(_record(config, run, out, metrics, groups)))
+            run_grpo(trainer, lambda metrics, groups: advance(_record(config, run, metrics, groups)))
     if run is not None:
         from eval.plots import training_plot
 
@@ -56,13 +56,11 @@ def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> 
     return compiler
 
 
-def _record(
-    config: GrpoConfig, run: RunFolder | None, out: Path, metrics: dict[str, float], groups: Sequence[Group]
-) -> str:
+def _record(config: GrpoConfig, run: RunFolder | None, metrics: dict[str, float], groups: Sequence[Group]) -> str:
     """An update into the run folder; returns its line for the terminal."""
     assert run is not None  # only rank 0 records
     run.append_metrics(metrics)
-    _append_rollouts(out / "rollouts.jsonl", int(metrics["update"]), groups)
+    run.append_rows(ROLLOUTS, _rollout_rows(int(metrics["update"]), groups))
     if metrics.get("mismatch_kl", 0.0) > config.mismatch_alarm:
         console.print(
             f"  warning: rollouts and trainer disagree by {metrics['mismatch_kl']:.3f} nats per token (alarm at "
@@ -85,11 +83,11 @@ def run_bench_rollout(config: GrpoConfig, out: Path, updates: int) -> None:
     """The rollouts of some updates, all episodes side by side and one at a time, in turn; ends with `ratio: R`."""
     from dataclasses import replace
 
-    from compiler.model import Decoding
+    from training.grpo import sampling
 
     executor = build.load_executor(config.executor)
     compiler = build.load_compiler(config.compiler, executor, config.seed)
-    compiler.decoding = Decoding(config.temperature, config.compiler.max_new_tokens, config.compiler.batch_size)
+    compiler.decoding = sampling(config)
     run = RunFolder.create(out, config, on_exists="overwrite")
     rates: dict[str, list[float]] = {"batched": [], "one at a time": []}
     with Environments(config.env) as envs:
@@ -141,21 +139,13 @@ def _engine(config: GrpoConfig, envs: Environments, executor: FrozenExecutor | V
     return RolloutEngine(envs.lease, executor, limits, config.concurrency, served)
 
 
-def _append_rollouts(path: Path, update: int, groups: Sequence[Group]) -> None:
-    """A line per episode: what it was and how it ended, failures with their reason."""
-    with path.open("a", encoding="utf-8") as file:
-        for group in groups:
-            for episode in group.episodes:
-                row = {
-                    "update": update, "task": episode.task_id, "family": episode.family, "success": episode.success,
-                    "steps": len(episode.steps), "stop_reason": str(episode.stop_reason), "error": episode.error,
-                }  # fmt: skip
-                file.write(json.dumps(row) + "\n")
-
-
-def _keep_rollouts(path: Path, update: int) -> None:
-    """Drop what was written after the checkpoint that is resumed from."""
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["update"] <= update]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+def _rollout_rows(update: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """A row per episode: what it was and how it ended, failures with their reason."""
+    return [
+        {
+            "update": update, "task": episode.task_id, "family": episode.family, "success": episode.success,
+            "steps": len(episode.steps), "stop_reason": str(episode.stop_reason), "error": episode.error,
+        }
+        for group in groups
+        for episode in group.episodes
+    ]  # fmt: skip

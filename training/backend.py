@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compiler.model import MemoryCompiler
+from configs.schema import GrpoConfig, SftConfig
 from training import distributed
 from training.checkpoint import Tensors, trained_parameters
 
@@ -355,6 +356,22 @@ class Zero3(Zero2):
 
     def _link_moments(self) -> None:
         pass  # looked up where they are
+
+
+def make_optimizer(
+    config: SftConfig | GrpoConfig, compiler: MemoryCompiler, projector_lr: float | None
+) -> torch.optim.AdamW:
+    """AdamW (paper Table 7) over LoRA and projector, each at its own rate; nothing else is trainable, and without a
+    `projector_lr`, where no loss reaches it, the projector is not either."""
+    projector = list(compiler.projector.parameters())
+    lora = [p for n, p in compiler.named_parameters() if p.requires_grad and not n.startswith("projector.")]
+    groups: list[dict[str, Any]] = [{"params": lora, "lr": config.lr}]
+    if projector_lr is not None:
+        groups.append({"params": projector, "lr": projector_lr})
+    else:
+        for parameter in projector:
+            parameter.requires_grad_(False)
+    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
 BACKENDS: dict[str, type[Replicated]] = {"replicated": Replicated, "fsdp": Fsdp, "zero2": Zero2, "zero3": Zero3}

@@ -31,7 +31,7 @@ from compiler.model import Decoding, MemoryCompiler
 from configs.schema import GrpoConfig
 from executor.frozen import FrozenExecutor
 from training import checkpoint, distributed
-from training.backend import BACKENDS
+from training.backend import BACKENDS, make_optimizer
 from training.losses import clipped_surrogate, cosine_with_warmup, kl_estimate
 from training.rollout import FAILURES, Group, RolloutEngine, Sample, samples_of
 
@@ -63,13 +63,11 @@ class GrpoTrainer:
         self.config, self.compiler, self.executor, self.engine = config, compiler, executor, engine
         self.jobs, self.out, self.facts = list(jobs), out, facts or {}
         self.executor_hash = executor.hash()
-        compiler.decoding = Decoding(
-            config.temperature, config.compiler.max_new_tokens, config.compiler.batch_size, config.latent_temperature,
-            config.top_k, config.top_p,
-        )  # fmt: skip
+        compiler.decoding = sampling(config)
         backend = BACKENDS[config.backend]
         self.sampler = _whole_copy(compiler) if backend.is_sharded else compiler  # rolls out
-        self.backend = backend(compiler, None, lambda: make_optimizer(config, compiler), config.grad_clip)
+        projector_lr = (config.projector_lr or config.lr) if config.latent_weight else None
+        self.backend = backend(compiler, None, lambda: make_optimizer(config, compiler, projector_lr), config.grad_clip)
         self.reference = self.backend.weights() if config.kl else {}
         self.update = 0
 
@@ -245,17 +243,12 @@ class GrpoTrainer:
             self.backend.load_weights(now)
 
 
-def make_optimizer(config: GrpoConfig, compiler: MemoryCompiler) -> torch.optim.AdamW:
-    """AdamW (paper Table 7) over LoRA and projector; what no loss reaches is left out."""
-    projector = list(compiler.projector.parameters())
-    lora = [p for n, p in compiler.named_parameters() if p.requires_grad and not n.startswith("projector.")]
-    groups: list[dict[str, Any]] = [{"params": lora, "lr": config.lr}]
-    if config.latent_weight:
-        groups.append({"params": projector, "lr": config.projector_lr or config.lr})
-    else:
-        for parameter in projector:
-            parameter.requires_grad_(False)
-    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+def sampling(config: GrpoConfig) -> Decoding:
+    """How rollouts are drawn, and scored again."""
+    return Decoding(
+        config.temperature, config.compiler.max_new_tokens, config.compiler.batch_size, config.latent_temperature,
+        config.top_k, config.top_p,
+    )  # fmt: skip
 
 
 def _token_weights(samples: Sequence[Sample], config: GrpoConfig) -> tuple[list[Tensor], int, int]:

@@ -102,7 +102,6 @@ class RolloutEngine:
             raise RuntimeError(f"every episode of the update failed; the first: {episodes[0].error}")
         return [Group(tuple(episodes[i : i + group_size])) for i in range(0, len(episodes), group_size)]
 
-
     def _up_to_date(self, compiler: MemoryCompiler) -> Compiler:
         """What compiles in this update, with the trainer's weights, decoding and random numbers."""
         if self.served is None:

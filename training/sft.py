@@ -30,7 +30,7 @@ from executor.frozen import ExecutorPrompt, FrozenExecutor
 from soft_mem.inject import memory_targets
 from soft_mem.losses import gauss_nll, negative_entropy, orthogonality, soft_mse
 from training import checkpoint, distributed
-from training.backend import BACKENDS
+from training.backend import BACKENDS, make_optimizer
 from training.losses import cosine_with_warmup, token_nll
 
 
@@ -59,8 +59,9 @@ class SftTrainer:
         self.executor_hash = executor.hash()  # before a backend cuts it into slices
         self.per_epoch = math.ceil(len(rows) / config.batch_size)
         self.total = config.max_steps or math.ceil(config.epochs * self.per_epoch)
+        projector_lr = config.projector_lr if config.soft else None
         self.backend = BACKENDS[config.backend](
-            compiler, executor.model if config.soft else None, lambda: make_optimizer(config, compiler),
+            compiler, executor.model if config.soft else None, lambda: make_optimizer(config, compiler, projector_lr),
             config.grad_clip,
         )  # fmt: skip
         self.frozen = self.backend.fingerprint(executor.model)
@@ -217,19 +218,6 @@ def _latent(
     if config.latent == "soft_mse" or settings.kind == "linear":
         return soft_mse(z, target)
     return gauss_nll(gaussian, target)
-
-
-def make_optimizer(config: SftConfig, compiler: MemoryCompiler) -> torch.optim.AdamW:
-    """AdamW over LoRA and projector, each at its own rate; nothing else is trainable."""
-    projector = list(compiler.projector.parameters())
-    lora = [p for n, p in compiler.named_parameters() if p.requires_grad and not n.startswith("projector.")]
-    groups: list[dict[str, Any]] = [{"params": lora, "lr": config.lr}]
-    if config.soft:
-        groups.append({"params": projector, "lr": config.projector_lr})
-    else:
-        for parameter in projector:
-            parameter.requires_grad_(False)
-    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
 def run_sft(trainer: SftTrainer, on_step: Callable[[dict[str, float]], None]) -> None:
