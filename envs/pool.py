@@ -114,20 +114,13 @@ class EnvironmentPool:
         Raises:
             EnvironmentFailure: none can be had.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or self._taken < self.capacity, self.limits.lease_s):
-                raise EnvironmentFailure(
-                    f"no worker came free in {self.limits.lease_s:g} s: at most {self.capacity} environments of this "
-                    "pool can be in an episode at once; close some, or make the pool larger"
-                )
-            if self._closed:
-                raise EnvironmentFailure("the environment pool is closed")
-            worker = self._idle.pop() if self._idle else self._start()
-            while worker.name is not None and worker.exited():
-                self._remove(worker, WorkerFailure("died", f"worker {worker.pid} died between two episodes"))
-                worker = self._idle.pop() if self._idle else self._start()
-            self._taken += 1
-            return worker
+        while True:
+            worker = self._next()
+            # A process that was killed is seen to have exited only once all of its threads are gone: it is asked.
+            failure = None if worker.name is None else worker.unfit()
+            if failure is None:
+                return worker
+            self.lose(worker, failure)
 
     def give_back(self, worker: Worker) -> None:
         """The lease is over. A worker in the middle of a call, or whose environment keeps failing, is ended."""
@@ -152,6 +145,19 @@ class EnvironmentPool:
         """Count a failure that its worker survived."""
         with self._changed:
             self.counters.failures[failure] += 1
+
+    def _next(self) -> Worker:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or self._taken < self.capacity, self.limits.lease_s):
+                raise EnvironmentFailure(
+                    f"no worker came free in {self.limits.lease_s:g} s: at most {self.capacity} environments of this "
+                    "pool can be in an episode at once; close some, or make the pool larger"
+                )
+            if self._closed:
+                raise EnvironmentFailure("the environment pool is closed")
+            worker = self._idle.pop() if self._idle else self._start()
+            self._taken += 1
+            return worker
 
     def _remove(self, worker: Worker, failure: WorkerFailure) -> None:
         with self._changed:

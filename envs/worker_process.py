@@ -161,6 +161,16 @@ class Worker:
                 self.mid_call = False
                 raise HostedError(str(header["error"]["type"]), name, str(header["error"]["message"]))
 
+    def unfit(self) -> WorkerFailure | None:
+        """Why a worker at rest is of no more use, or None where it answers. One that is stopped costs `silence_s`."""
+        try:
+            self.call("ping", self.limits.step_s)
+            return None
+        except WorkerFailure as failure:
+            return failure
+        except HostedError as error:
+            return self._failure("faulty", f"fails at rest ({error})", "ping")
+
     def garbled(self, name: str, error: Exception) -> WorkerFailure:
         """The failure for an answer that came whole but is not what `name` should answer."""
         return self._failure("garbled", f"sent an answer that is not as agreed ({error!r})", name)
