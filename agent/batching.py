@@ -34,7 +34,8 @@ class Cohort:
     async def call(self, index: int, backend: Batch, request: Any) -> tuple[Any, float]:
         """What `backend` answers to `request`, and this request's share of the batch's seconds.
 
-        An exception in a batch reaches every episode that waits for it.
+        An exception in a batch reaches every episode that waits for it; one that a backend returns in the place of a
+        result, only the episode whose result that is.
         """
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((index, backend, request, future))
@@ -74,4 +75,7 @@ class Cohort:
                 continue
             seconds = (time.perf_counter() - started) / len(mine)
             for (_, _, _, future), result in zip(mine, results, strict=True):
-                future.set_result((result, seconds))
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result((result, seconds))

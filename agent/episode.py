@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from agent.batching import Cohort
@@ -15,6 +15,7 @@ from agent.records import Episode, StepRecord, StopReason
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from compiler.records import Compilation, CompileRequest
 from envs.base import Environment, EnvironmentFailure, Observation, Task
+from executor.endpoint import EndpointStop
 from executor.frozen import Executor
 from executor.prompt import ExecutorRequest, executor_text
 from memory.entry import MemoryEntry
@@ -84,7 +85,11 @@ class EpisodeExpert:
 async def run_episode(
     env: Environment, job: Job, delivery: Delivery, executor: Executor, limits: Limits, cohort: Cohort, index: int
 ) -> Episode:
-    """One episode. A failure of environment, compiler or executor ends it with a named reason; it never raises them."""
+    """One episode. A failure of environment, compiler or executor ends it with a named reason; it never raises them.
+
+    Raises:
+        EndpointStop: no endpoint may be asked any more, for any episode.
+    """
     task = job.task
     episode = Episode(
         task.id, task.goal, task.scene, task.split, task.kind, task.family, delivery.name, limits.seed,
@@ -136,6 +141,8 @@ async def _compile(
     try:
         compiled: Compilation
         compiled, step.seconds["compiler"] = await cohort.call(index, delivery.compiler.compile, request)
+    except EndpointStop:  # a spent budget, a wrong key: the run's end, not this episode's
+        raise
     except Exception as error:
         raise CompilerFailure(f"{type(error).__name__}: {error}") from error
     expert.check()
@@ -143,6 +150,8 @@ async def _compile(
     step.parse_error = str(compiled.parse_error) if compiled.parse_error else None
     step.guidance, step.reason = compiled.emission.guidance, compiled.emission.reason
     step.tokens |= {"compiler_in": compiled.tokens_in, "compiler_out": compiled.tokens_out}
+    if compiled.tokens_cached is not None:
+        step.tokens["compiler_cached"] = compiled.tokens_cached
     step.compilation = compiled
     if compiled.mu is not None and compiled.log_sigma is not None and compiled.z is not None:
         step.soft = {
@@ -159,17 +168,24 @@ async def _act(
 ) -> None:  # fmt: skip
     """The executor reads goal, delivery, history and o_t, and decides on one action."""
     delivered = delivery.deliver(job.memory, state, compiled)
+    if not executor.accepts_soft:  # a closed model reads text only, and the record must show what it read
+        delivered = replace(delivered, soft=None)
+    image = observation.image if executor.sees_images else None
     request = ExecutorRequest(
-        goal_text(job.task), delivered, tuple(history), observation.text, observation.admissible, expert
+        goal_text(job.task), delivered, tuple(history), observation.text, observation.admissible, expert, image
     )
     try:
         action, step.seconds["executor"] = await cohort.call(index, executor.act, request)
+    except EndpointStop:
+        raise
     except Exception as error:
         raise ExecutorFailure(f"{type(error).__name__}: {error}") from error
     expert.check()
     step.action, step.grounding, step.executor_text = action.action, str(action.how), action.text
     step.executor_prompt, step.executor_prompt_ids = executor_text(request, SOFT_MARK), action.prompt_ids
     step.tokens |= {"executor_in": action.tokens_in, "executor_out": action.tokens_out}
+    if action.tokens_cached is not None:
+        step.tokens["executor_cached"] = action.tokens_cached
 
 
 def run_episodes(

@@ -119,6 +119,16 @@ class Backbone:
         grid = torch.cat([row.grid for row in with_pictures]).to(device) if with_pictures else None
         return Padded(tokens, mask, self._positions(tokens, mask, grid), pixels, grid)
 
+    def common(self, rows: Sequence[Encoded]) -> int:
+        """How many tokens all of several rows begin with, up to their first picture; something is left of each row.
+        0 for a single row."""
+        if len(rows) < 2:
+            return 0
+        first, last = min(row.ids for row in rows), max(row.ids for row in rows)  # all others lie between these two
+        n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+        pictures = [row.ids.index(self.image_id) for row in rows if self.image_id in row.ids]
+        return min(n, *pictures, *(len(row.ids) - 1 for row in rows))
+
     def hidden(self, batch: Padded, cache: Any = None) -> Tensor:
         """(B, T, d): final hidden states (after the final norm). With a cache, it is filled."""
         images = {} if batch.pixels is None else {"pixel_values": batch.pixels, "image_grid_thw": batch.grid}

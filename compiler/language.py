@@ -18,10 +18,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from compiler.brief_state import Create, Delete, Fold, Op, Update, escape, one_line, split_unescaped, unescape
 
 GUIDE, CREATE, UPDATE, DELETE, FOLD, NOTHING = ">", "+", "~", "-", "^", "."
+# What `str.split` takes for white space: a field of nothing else would be empty.
+SPACES = (
+    "\t\n\x0b\x0c\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
+    "\u2028\u2029\u202f\u205f\u3000"
+)
 
 
 class Kind(StrEnum):
@@ -123,13 +129,25 @@ def grammar() -> str:
         f"op ::= {' | '.join(ops)}",
         *(f'{name} ::= "{sigil} " {shape}' for name, (sigil, shape) in ops.items()),
         r'field ::= plain (" "? plain)*',
-        r'plain ::= [^ \t\r\n\\|] | "\\" [\\|]',
+        rf'plain ::= {_but("|")} | "\\" [\\|]',
         r'key ::= keychar (" "? keychar)*',
-        r'keychar ::= [^ \t\r\n\\:] | "\\" [\\:]',
+        rf'keychar ::= {_but(":")} | "\\" [\\:]',
         r'value ::= valuechar (" "? valuechar)*',
-        r"valuechar ::= [^ \t\r\n]",
+        rf"valuechar ::= {_but()}",
     ]
     return "\n".join(rules) + "\n"
+
+
+def _but(mark: str = "") -> str:
+    """The class of all characters but white space, surrogates, and a mark with the backslash that escapes it.
+
+    In ranges of at most 4,096 characters, which begin with the same UTF-8 byte: xgrammar 0.2 cannot compile a negated
+    class beyond ASCII, and loses part of longer ranges.
+    """
+    edges = sorted({ord(character) for character in SPACES + (f"{mark}\\" if mark else "")})
+    ranges = [(a + 1, b - 1) for a, b in pairwise([-1, *edges, 0xD800]) if a + 1 < b] + [(0xE000, 0xFFFF)]
+    short = [(max(i, a), min(i + 0xFFF, b)) for a, b in ranges for i in range(a & ~0xFFF, b + 1, 0x1000)]
+    return "[" + "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in [*short, (0x10000, 0x10FFFF)]) + "]"
 
 
 def _render_op(op: Op) -> str:

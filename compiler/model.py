@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -150,7 +150,7 @@ class MemoryCompiler(nn.Module):
         was_training = self.training
         self.eval()  # dropout off: the sampled distribution is the one that is re-scored
         prompts = [self.encode(request) for request in requests]
-        decoded = _Decoder(self, prompts).run()
+        decoded = _Decoder(self, prompts, [tuple(entry.id for entry in request.memory) for request in requests]).run()
         self.train(was_training)
         z = self.projector.draw(decoded.gaussian, self.decoding.soft_temperature, self.generator)
         latent = decoded.gaussian.log_prob(z, self.decoding.soft_temperature or 1.0)
@@ -201,20 +201,50 @@ class _Decoded:
 
 
 class _Decoder:
-    """Batched sampling with a cache, then the memory tokens over the same cache: the prompt is read once.
+    """Batched sampling with a cache, then the memory tokens over the same cache: the prompt is read once, and what rows
+    of the same task memory have in common (the episodes of a group) once for all of them.
 
     A row that has ended goes on as padding that nothing attends to (`real` is 0) and that takes up no position.
+
+    Args:
+        memories: which task memory each prompt begins with.
     """
 
-    def __init__(self, compiler: MemoryCompiler, prompts: Sequence[Encoded]) -> None:
+    def __init__(self, compiler: MemoryCompiler, prompts: Sequence[Encoded], memories: Sequence[object]) -> None:
         self.compiler, self.backbone = compiler, compiler.backbone
         self.cache = DynamicCache(config=self.backbone.model.config.get_text_config())
-        self.prompts = self.backbone.pad(prompts, "left")
-        self.mask, self.position = self.prompts.mask, self.prompts.next_positions  # (B, T), ([3,] B, 1)
+        whole = self.backbone.pad(prompts, "left")
+        self.position = whole.next_positions  # ([3,] B, 1)
+        begun = self._read_common(prompts, memories)  # (B, P), 1 where the cache holds a row's token
+        # What is left of every row: its last columns. Where another row has more left, some of them are read already.
+        left = whole.mask.sum(1) - begun.sum(1)
+        columns = torch.arange(int(left.max()), device=left.device).flip(0)
+        mask = (columns < left[:, None]).long()
+        self.mask = torch.cat([begun, mask], 1)
+        width = mask.shape[1]
+        self.rest = replace(
+            whole, tokens=whole.tokens[:, -width:], mask=self.mask, positions=whole.positions[..., -width:]
+        )
+
+    def _read_common(self, prompts: Sequence[Encoded], memories: Sequence[object]) -> Tensor:
+        """Fill the cache with what prompts of the same memory begin with; returns its mask (B, P)."""
+        groups = [[i for i, m in enumerate(memories) if m == memory] for memory in dict.fromkeys(memories)]
+        common = [self.backbone.common([prompts[i] for i in rows]) for rows in groups]
+        if not any(common):
+            return torch.zeros((len(prompts), 0), dtype=torch.long, device=self.backbone.device)
+        # A row that shares nothing gets some token that its mask hides.
+        ids = [prompts[rows[0]].ids[: n or 1] for rows, n in zip(groups, common, strict=True)]
+        beginnings = self.backbone.pad([Encoded(each) for each in ids], "left")
+        self.backbone.hidden(beginnings, self.cache)
+        group_of = {i: g for g, rows in enumerate(groups) for i in rows}
+        order = torch.tensor([group_of[i] for i in range(len(prompts))], device=self.backbone.device)
+        self.cache.batch_select_indices(order)
+        shares = torch.tensor(common, device=order.device) > 0
+        return (beginnings.mask * shares[:, None])[order]
 
     def run(self) -> _Decoded:
         end, n = self.backbone.end_id, self.compiler.n_tokens
-        hidden = self.backbone.hidden(self.prompts, self.cache)[:, -1]
+        hidden = self.backbone.hidden(self.rest, self.cache)[:, -1]
         alive = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
         tokens, logprobs, real = [], [], []
         for _ in range(self.compiler.decoding.max_new_tokens):

@@ -54,6 +54,7 @@ class Compilation:
     request: CompileRequest | None = None  # kept for training on rollouts
     tokens_in: int = 0
     tokens_out: int = 0
+    tokens_cached: int | None = None  # of tokens_in, out of a prefix cache; None where the backend does not say
     weight_version: int = 0  # of the weights that sampled this
 
 

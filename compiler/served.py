@@ -30,8 +30,8 @@ from compiler.language import grammar
 from compiler.model import Decoding, Draft, record
 from compiler.prompt import compiler_parts, images_of
 from compiler.records import Compilation, CompileRequest
-from compiler.vllm_extension import EXTENSION, llm_class, run, tail_of, take_tails, watched
-from soft_mem.projector import Projector
+from compiler.vllm_extension import EXTENSION, engine_trouble, llm_class, run, tail_of, take_tails, watched
+from soft_mem.projector import Gaussian, Projector
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -76,8 +76,10 @@ class VllmCompiler:
         self.lora: LoRARequest | None = None
         self.weight_version = 0
         self.reissued = 0  # second passes that had to be repeated because the prefix cache held part of the tail
+        self.cached_tokens: list[int] = []  # of each prompt of the last batch, from the prefix cache
         self._adapters = tempfile.TemporaryDirectory(prefix="memcompiler-adapters-")
         self._tail_keys = itertools.count()
+        self._failure: str | None = None
         watched(llm, lambda: llm.collective_rpc("watch_tails"))
 
     @classmethod
@@ -140,11 +142,18 @@ class VllmCompiler:
     def n_tokens(self) -> int:
         return self.projector.config.n_tokens
 
+    @property
+    def broken(self) -> str | None:
+        """Why this engine will never compile again, as far as is known without asking it; None if nothing is."""
+        return self._failure or engine_trouble(self.llm)
+
     # -- compiling ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
+    def compile(self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None) -> list[Compilation]:
         """Emission and soft tokens for each request, in their order.
+
+        With seeds, each request is drawn as if it were compiled alone by a generator with its seed.
 
         Raises:
             ValueError: a prompt leaves no room for its emission, or vLLM would read it as other tokens than we do.
@@ -152,16 +161,20 @@ class VllmCompiler:
         if not requests:
             return []
         prompts = [self._prompt(request) for request in requests]
-        drafts = self._sample(prompts)
+        own = [torch.Generator(device=self.device).manual_seed(seed) for seed in seeds or ()]
+        drafts = self._sample(prompts, own)
         temperature = self.decoding.soft_temperature
         gaussian = self.projector(self._hidden(prompts, drafts).to(self.device))
-        z = self.projector.draw(gaussian, temperature, self.generator)
+        z = self._draw(gaussian, own)
         latent = gaussian.log_prob(z, temperature or 1.0)
         rows = zip(requests, prompts, drafts, strict=True)
-        return [
+        made = [
             record(self, request, prompt.ids, draft, gaussian, z, latent, i)
             for i, (request, prompt, draft) in enumerate(rows)
         ]
+        for compilation, cached in zip(made, self.cached_tokens, strict=True):
+            compilation.tokens_cached = cached
+        return made
 
     def _prompt(self, request: CompileRequest) -> _Prompt:
         backbone = self.backbone
@@ -179,15 +192,24 @@ class VllmCompiler:
             )
         return _Prompt(ids, folded, images)
 
-    def _sample(self, prompts: Sequence[_Prompt]) -> list[Draft]:
-        """First pass."""
+    def _draw(self, gaussian: Gaussian, own: Sequence[torch.Generator]) -> Tensor:
+        """z (B, N, d), each row by a generator of its own, where there are such."""
+        temperature = self.decoding.soft_temperature
+        if not own:
+            return self.projector.draw(gaussian, temperature, self.generator)
+        rows = zip(gaussian.mu.split(1), gaussian.log_sigma.split(1), own, strict=True)
+        return torch.cat([self.projector.draw(Gaussian(mu, s), temperature, by) for mu, s, by in rows])
+
+    def _sample(self, prompts: Sequence[_Prompt], own: Sequence[torch.Generator] = ()) -> list[Draft]:
+        """First pass; the seed of each request comes from a generator of its own, where there are such."""
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
         decoding, end = self.decoding, self.backbone.end_id
         if not (decoding.temperature == 0 or 0.01 <= decoding.temperature <= 2):
             raise ValueError(f"vLLM samples at temperature 0, or 0.01 to 2, not at {decoding.temperature}")
-        seeds = torch.randint(2**31, (len(prompts),), generator=self.generator, device=self.device).tolist()
+        drawn = [(by, 1) for by in own] or [(self.generator, len(prompts))]
+        seeds = torch.cat([torch.randint(2**31, (n,), generator=by, device=self.device) for by, n in drawn]).tolist()
         shape = StructuredOutputsParams(grammar=grammar()) if self.constrained else None
         params = [
             SamplingParams(
@@ -199,6 +221,7 @@ class VllmCompiler:
             for seed in seeds
         ]  # fmt: skip
         outputs = self._run([prompt.followed_by() for prompt in prompts], params)
+        self.cached_tokens = [output.num_cached_tokens or 0 for output in outputs]
         for prompt, output in zip(prompts, outputs, strict=True):
             if tuple(output.prompt_token_ids or ()) != prompt.ids:
                 raise ValueError("vLLM expanded the prompt's images differently: compare its image processor with ours")
@@ -239,7 +262,11 @@ class VllmCompiler:
         return [tails.get(key) for key in keys]
 
     def _run(self, requests: Sequence[dict[str, Any]], params: Sequence[Any]) -> list[RequestOutput]:
-        return run(self.llm, requests, params, self.lora)
+        try:
+            return run(self.llm, requests, params, self.lora)
+        except Exception:
+            self._failure = engine_trouble(self.llm, at_rest=True)
+            raise
 
     def _frozen(self, projector: Projector) -> Projector:
         d = self.backbone.hidden_size

@@ -25,6 +25,8 @@ T = TypeVar("T")
 TIMEOUT = 1800.0  # seconds that one call of an engine may take, a batch of emissions being the longest
 EXTENSION = "compiler.vllm_extension.HiddenTails"
 KEY, ROWS = "memcompiler_key", "memcompiler_rows"
+_FAILED = "this vLLM engine failed amid an earlier batch: start it anew; its log has the cause"
+_DIED = "vLLM's engine process died: its log has the cause (often memory); start it anew"
 
 
 def llm_class() -> type[LLM]:
@@ -54,7 +56,7 @@ def run(llm: LLM, requests: Any, params: Any, lora: LoRARequest | None = None) -
         RuntimeError: the engine died, or hangs, or an earlier failure left requests in it that never end.
     """
     if llm.llm_engine.has_unfinished_requests():
-        raise RuntimeError("this vLLM engine failed amid an earlier batch: start it anew; its log has the cause")
+        raise RuntimeError(_FAILED)
     return watched(llm, lambda: llm.generate(requests, params, lora_request=lora, use_tqdm=False))
 
 
@@ -65,8 +67,8 @@ def watched(llm: LLM, call: Callable[[], T], timeout: float = TIMEOUT) -> T:
     Raises:
         RuntimeError: one of the two.
     """
-    process = getattr(llm.llm_engine.engine_core, "resources", None)
-    if process is None:  # the engine lives in our own process
+    process = _process(llm)
+    if process is None:
         return call()
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -80,12 +82,26 @@ def watched(llm: LLM, call: Callable[[], T], timeout: float = TIMEOUT) -> T:
     deadline = time.monotonic() + timeout
     while not concurrent.futures.wait([future], timeout=0.5).done:
         if process.engine_dead:
-            raise RuntimeError("vLLM's engine process died: its log has the cause (often memory); start it anew")
+            raise RuntimeError(_DIED)
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"vLLM's engine did not answer within {timeout:g} s: start it anew, with smaller batches"
             )
     return future.result()
+
+
+def engine_trouble(llm: LLM, at_rest: bool = False) -> str | None:
+    """Why this engine will never answer again, as far as is known without asking it: its process is gone or, where no
+    batch is under way (`at_rest`), requests are left of one that failed."""
+    process = _process(llm)
+    if process is not None and process.engine_dead:
+        return _DIED
+    return _FAILED if at_rest and llm.llm_engine.has_unfinished_requests() else None
+
+
+def _process(llm: LLM) -> Any:
+    """vLLM's hold on the engine's process; None where the engine lives in our own."""
+    return getattr(llm.llm_engine.engine_core, "resources", None)
 
 
 def take_tails(llm: LLM) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ Defaults are the paper's (Table 7) unless a comment says why not. Unknown keys a
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -40,12 +41,31 @@ class VllmEngine(Settings):
     enforce_eager: bool = False
 
 
-class CompilerConfig(Settings):
+# Environment variables with the servers' keys: never in settings, which run folders keep.
+COMPILER_KEY, EXECUTOR_KEY = "MEMCOMPILER_COMPILER_KEY", "MEMCOMPILER_EXECUTOR_KEY"
+
+
+class Served(Settings):
+    """Engine http: a server that is up already (docs/serving.md)."""
+
+    url: str | None = None  # http://127.0.0.1:8100; needed by engine http, and by no other
+    timeout_s: float = Field(default=120.0, gt=0)  # of one batch of requests, retries included
+
+    @field_validator("url")
+    @classmethod
+    def _address_only(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^/@?#\s]+/?", value):
+            raise ValueError("url must be http(s)://host:port, without path, user name or password")
+        return value
+
+
+class CompilerConfig(Served):
     model: str = "assets/compiler-tiny"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
     checkpoint: str | None = None  # a checkpoint of `train sft` or `train grpo`: adapter and projector
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: str = "auto"
-    engine: Literal["hf", "vllm"] = "hf"  # what evaluation and rollouts run on; training scores with hf
+    # What evaluation and rollouts run on; training scores with hf. http: `memcompiler serve compiler` at `url`.
+    engine: Literal["hf", "vllm", "http"] = "hf"
     vllm: VllmEngine = VllmEngine()
     memory_token: str = "auto"  # reserved token that marks the N memory positions
     instructions: Literal["none", "full"] = "full"  # none: for tiny models that were trained without
@@ -54,25 +74,84 @@ class CompilerConfig(Settings):
     temperature: float = Field(default=0.0, ge=0)  # 0: greedy text and the mean of the soft tokens
     max_new_tokens: int = Field(default=512, ge=1)
     batch_size: int = Field(default=64, ge=1)
+    constrained: bool = False  # emissions held to the emission language's grammar (vllm; not for training by GRPO)
+
+    @model_validator(mode="after")
+    def _grammar_by_vllm(self) -> CompilerConfig:
+        if self.constrained and self.engine != "vllm":
+            raise ValueError("constrained emissions need engine vllm")
+        return self
+
+    @model_validator(mode="after")
+    def _http_has_a_url(self) -> CompilerConfig:
+        if self.engine == "http" and self.url is None:
+            raise ValueError("engine http needs url: run `memcompiler serve compiler --checkpoint RUN`, which says it")
+        return self
 
 
-class ExecutorConfig(Settings):
+class EndpointConfig(Settings):
+    """A server that speaks the OpenAI chat protocol (docs/data.md)."""
+
+    base_url: str = "https://api.openai.com/v1"
+    model: str = ""
+    key_env: str | None = "OPENAI_API_KEY"  # the environment variable that holds the key; null: the server wants none
+    temperature: float | None = Field(default=0.0, ge=0)  # null: not sent, for models that take none
+    length_key: Literal["max_completion_tokens", "max_tokens"] = "max_completion_tokens"  # older servers: max_tokens
+    extra: dict[str, Any] = {}  # further parameters of the request's body, e.g. {reasoning_effort: low}
+    images: bool = False  # show the current view
+    price_in: float = Field(default=0.0, ge=0)  # money per million tokens, in any currency
+    price_out: float = Field(default=0.0, ge=0)
+    budget: float | None = Field(default=None, ge=0)  # money; no request is sent once so much is spent
+    budget_tokens: int | None = Field(default=None, ge=0)  # the same, in tokens read and written
+    rpm: float | None = Field(default=None, gt=0)  # requests per minute
+    tpm: float | None = Field(default=None, gt=0)  # tokens per minute
+    concurrency: int = Field(default=8, ge=1)  # requests in flight
+    timeout_s: float = Field(default=120.0, gt=0)  # of one attempt, whole
+    retries: int = Field(default=6, ge=0)
+    backoff_s: float = Field(default=1.0, ge=0)  # before the first retry; doubled each time
+    cache: str | None = None  # SQLite file of answers (default: of the run, for collect; in memory, for eval)
+
+    @field_validator("base_url")
+    @classmethod
+    def _no_secrets(cls, value: str) -> str:
+        if "@" in value.partition("://")[2].partition("/")[0]:
+            raise ValueError("base_url must hold no user name or password: name the key's variable in key_env")
+        return value
+
+
+class ExecutorConfig(Served):
     model: str = "assets/executor-tiny"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: str = "auto"
-    engine: Literal["hf", "vllm"] = "hf"  # what evaluation and rollouts run on; SFT needs hf, for the gradient
+    # What evaluation and rollouts run on; SFT needs hf, for the gradient. http: `memcompiler serve executor` at `url`.
+    # api: a closed model, which reads text only.
+    engine: Literal["hf", "vllm", "http", "api"] = "hf"
     vllm: VllmEngine = VllmEngine()
+    api: EndpointConfig = EndpointConfig()  # of engine api; model, dtype, device and mode are not asked then
     memory_token: str = "auto"
     instructions: Literal["none", "full"] = "full"
     # Among admissible commands by likelihood; free text, grounded afterwards; guided (vLLM): text held to the commands.
     mode: Literal["choice", "generate", "guided"] = "choice"
+    images: bool = True  # False keeps the view from an executor that could see it
     max_new_tokens: int = Field(default=64, ge=1)
     batch_size: int = Field(default=64, ge=1)
 
     @model_validator(mode="after")
     def _guided_by_vllm(self) -> ExecutorConfig:
-        if self.mode == "guided" and self.engine != "vllm":
-            raise ValueError("mode guided needs engine vllm")
+        if self.mode == "guided" and self.engine not in ("vllm", "http"):
+            raise ValueError("mode guided needs engine vllm or http")
+        return self
+
+    @model_validator(mode="after")
+    def _http_has_a_url(self) -> ExecutorConfig:
+        if self.engine == "http" and self.url is None:
+            raise ValueError("engine http needs url: run `memcompiler serve executor --model NAME`, which says it")
+        return self
+
+    @model_validator(mode="after")
+    def _api_has_a_model(self) -> ExecutorConfig:
+        if self.engine == "api" and not self.api.model:
+            raise ValueError("engine api needs api.model, the model's name at api.base_url")
         return self
 
 
@@ -199,7 +278,7 @@ class SftConfig(Settings):
 
     compiler: CompilerConfig = CompilerConfig()
     executor: ExecutorConfig = ExecutorConfig()
-    rows: str = ""  # folder written by `memcompiler collect`
+    rows: str | tuple[str, ...] = ""  # folders written by `memcompiler collect`, or patterns of such
     allow_leakage: bool = False  # train on rows that leak, or whose tasks are unknown; the run folder says so
     epochs: float = Field(default=5.0, gt=0)
     max_steps: int | None = None  # overrides epochs
@@ -223,8 +302,16 @@ class SftConfig(Settings):
 
 
 class CollectConfig(Settings):
-    """The expert teacher plays the training tasks: experience into the bank, teacher steps into SFT rows."""
+    """A teacher plays the training tasks: experience into the bank, teacher steps into SFT rows (docs/data.md)."""
 
+    teacher: Literal["expert", "endpoint"] = "expert"  # who compiles: the environment's expert, or a model behind `api`
+    api: EndpointConfig = EndpointConfig()  # the endpoint teacher's
+    max_new_tokens: int = Field(default=512, ge=1)  # of an endpoint teacher's emission
+    attempts: int = Field(default=3, ge=1)  # at an emission, before one that cannot be read counts as NOACTION
+    actor: Literal["expert", "teacher", "executor"] = "expert"  # who acts while an endpoint teacher compiles
+    executor: ExecutorConfig = ExecutorConfig()  # of actor executor
+    concurrency: int = Field(default=16, ge=1)  # endpoint teacher: tasks of a round, after which the bank grows
+    shard: str = Field(default="0/1", pattern=r"^\d+/\d+$")  # endpoint teacher: i/n plays tasks i, i+n, ... (i from 0)
     env: EnvConfig = EnvConfig()
     memory: MemoryConfig = MemoryConfig()
     split: str = "train"
@@ -232,12 +319,34 @@ class CollectConfig(Settings):
     noise: float = Field(
         default=0.15, ge=0, le=1
     )  # share of steps on which the expert wanders off, so rows cover recovery
+    successful_only: bool = True  # False: rows of episodes that failed, too; their labels are the expert's all the same
+    deduplicate: bool = False  # one row of those with the same compiler input and emission
     keep_noaction: float = Field(default=1.0, ge=0, le=1)  # share of rows kept in which the compiler says nothing
+    max_kind_ratio: float | None = Field(default=None, ge=1)  # most rows of an emission kind, over the rarest kind's
     max_steps: int = Field(default=20, ge=1)
     seed: int = 0
     leakage: LeakageConfig = LeakageConfig()
 
     _env = field_validator("env", mode="before")(lambda value: {"name": value} if isinstance(value, str) else value)
+
+    @model_validator(mode="after")
+    def _endpoint_teacher(self) -> CollectConfig:
+        if self.teacher == "endpoint" and not self.api.model:
+            raise ValueError("teacher endpoint needs api.model, the model's name at api.base_url")
+        i, n = map(int, self.shard.split("/"))
+        if i >= n:
+            raise ValueError(f"shard {self.shard}: shards of n are numbered 0/n to n-1/n")
+        if self.teacher == "expert" and (self.actor != "expert" or n > 1):
+            raise ValueError("actor and shard are for teacher endpoint: the expert teacher plays all tasks itself")
+        return self
+
+
+class Placement(Settings):
+    """GPUs of a node for each role, as `memcompiler launch grpo` shares them out (the paper's 8: 4, 3 and 1)."""
+
+    actors: int = Field(default=4, ge=1)  # processes that train
+    rollouts: int = Field(default=3, ge=0)  # compilers that roll out; 0: the actors do
+    executors: int = Field(default=1, ge=0)  # executors that act; 0: every actor has one
 
 
 class GrpoConfig(Settings):
@@ -277,16 +386,50 @@ class GrpoConfig(Settings):
     weight_decay: float = 0.01
     grad_clip: float = 1.0
     backend: Backend = "replicated"  # fsdp and zero3 hold the base a second time, whole: to roll out with
+    placement: Placement = Placement()
+    rollout_urls: tuple[str, ...] = ()  # compiler services that roll out, instead of this process (set by `launch`)
+    executor_urls: tuple[str, ...] = ()  # executor services that act, shared out over the ranks (set by `launch`)
     concurrency: int = Field(default=64, ge=1)
+    # Play the next update's episodes while this one is learnt: they come from weights that are one step old, which
+    # importance_cap has to make up for. Checkpoints are synchronous points.
+    overlap: bool = False
     seed: int = 0
     save_every: int = Field(default=10, ge=1)
     keep: int = Field(default=2, ge=1)
 
     _env = field_validator("env", mode="before")(lambda value: {"name": value} if isinstance(value, str) else value)
 
+    @model_validator(mode="after")
+    def _soft_tokens_are_read(self) -> GrpoConfig:
+        if self.executor.engine == "api" and self.latent_weight > 0:
+            raise ValueError("a closed executor reads no soft tokens: train text alone (latent_weight=0), or engine hf")
+        return self
+
+    @field_validator("compiler")
+    @classmethod
+    def _trains_here(cls, value: CompilerConfig) -> CompilerConfig:
+        if value.engine == "http":
+            raise ValueError("GRPO trains the compiler itself: engine hf or vllm; services that roll out: rollout_urls")
+        return value
+
+    @model_validator(mode="after")
+    def _corrected(self) -> GrpoConfig:
+        if self.overlap and not self.importance_cap:
+            raise ValueError("overlap learns from episodes of older weights: set importance_cap (2.0 is usual)")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_the_policy(self) -> GrpoConfig:
+        if self.compiler.constrained:
+            raise ValueError(
+                "GRPO samples the policy itself: compiler.constrained would draw from another distribution than the "
+                "one that is scored again, and bias the ratio. Leave it off for training"
+            )
+        return self
+
 
 DELIVERIES = (
-    "none", "static", "compiled_text", "compiled", "compiled_no_brief",
+    "none", "static", "compiled_text", "compiled", "compiled_no_brief", "static_top1", "disclosure",
     "expert_compiler", "expert_random_entry", "compiled_shuffled_soft",
 )  # fmt: skip
 
@@ -296,7 +439,11 @@ class EvalConfig(Settings):
     compiler: CompilerConfig = CompilerConfig()
     executor: ExecutorConfig = ExecutorConfig()
     memory: MemoryConfig = MemoryConfig()
-    deliveries: tuple[str, ...] = DELIVERIES[:4]
+    deliveries: tuple[str, ...] = Field(default=DELIVERIES[:4], min_length=1)
+    # What all others are compared with, task by task: a delivery or, in a matrix, {axis: level, delivery: name}.
+    baseline: str | dict[str, str] | None = None
+    # Axis -> named levels, each overrides as on the command line, or a list of values for the key that the axis names.
+    matrix: dict[str, dict[str, dict[str, Any]] | tuple[Any, ...]] = {}
     split: str | None = None  # default: test (household), valid_seen (alfworld)
     limit: int | None = None
     max_steps: int = Field(default=15, ge=1)
@@ -310,6 +457,42 @@ class EvalConfig(Settings):
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if unknown := set(value) - set(DELIVERIES):
             raise ValueError(f"unknown deliveries {sorted(unknown)}; there are {list(DELIVERIES)}")
+        return tuple(dict.fromkeys(value))
+
+    @field_validator("matrix", mode="before")
+    @classmethod
+    def _level_names(cls, value: Any) -> Any:
+        """YAML reads the level `0` as a number."""
+        if not isinstance(value, dict):
+            return value
+        return {
+            str(axis): {str(name): level for name, level in levels.items()} if isinstance(levels, dict) else levels
+            for axis, levels in value.items()
+        }
+
+
+class ServeConfig(Settings):
+    """`memcompiler serve compiler`: the trained compiler and the queue in front of it (docs/serving.md)."""
+
+    compiler: CompilerConfig = CompilerConfig(engine="vllm")
+    queue: int = Field(default=256, ge=1)  # requests that may wait; more are told to come back (429)
+    batch: int = Field(default=64, ge=1)  # requests that are compiled together
+    timeout_s: float = Field(default=120.0, gt=0)  # of one request, from its first byte to its answer (504)
+    max_body_mib: float = Field(default=32.0, gt=0)  # of one request (413)
+    seed: int = 0  # of the seeds that the service itself gives to requests without one
+    # Where GRPO may have it load other weights from (POST /adapter): `memcompiler launch` sets it.
+    adapters: str | None = None
+
+    @field_validator("compiler", mode="before")
+    @classmethod
+    def _vllm_unless_said(cls, value: Any) -> Any:
+        return {"engine": "vllm", **value} if isinstance(value, dict) else value
+
+    @field_validator("compiler")
+    @classmethod
+    def _serves_itself(cls, value: CompilerConfig) -> CompilerConfig:
+        if value.engine == "http":
+            raise ValueError("engine http is for clients: serve with engine vllm or hf")
         return value
 
 
@@ -319,5 +502,5 @@ class QuickstartConfig(Settings):
     seed: int = 0  # scenes, SFT and evaluation take it from here (quickstart.yaml refers to it)
     collect: CollectConfig
     sft: SftConfig
+    grpo: GrpoConfig
     eval: EvalConfig
-    rollouts: int = Field(default=8, ge=0)  # episodes sampled at T = 1.2 to show that the RL loop runs

@@ -152,6 +152,7 @@ class ExpertExecutor:
     noise: float = 0.0
     seed: int = 0
     accepts_soft: bool = False
+    sees_images: bool = False
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:

@@ -16,23 +16,33 @@ from typing import Any
 import numpy as np
 
 from agent.records import Episode, StepRecord, StopReason
+from eval.errors import BROKEN, analyse
 
+AFTER_GRPO = "compiled_grpo"  # the quickstart's second compiler
 DELIVERY_NAMES: Mapping[str, str] = {  # in the order of every table and plot; names not listed come last, as they are
     "none": "no memory",
     "static": "static memory",
+    "static_top1": "static, top entry",
+    "disclosure": "rule-based disclosure",
     "compiled_text": "compiled, text only",
     "compiled": "compiled, text + soft",
+    AFTER_GRPO: "compiled, text + soft, after GRPO",
     "compiled_no_brief": "compiled, no brief",
     "expert_compiler": "expert as compiler",
     "expert_random_entry": "expert, random entry",
     "compiled_shuffled_soft": "shuffled soft tokens",
 }
 CONTROLS = ("expert_compiler", "expert_random_entry", "compiled_shuffled_soft")
-DIFFERENCES = (("compiled", "none"), ("compiled", "static"), ("compiled", "compiled_text"))
+DIFFERENCES = (
+    ("compiled", "none"), ("compiled", "static"), ("compiled", "compiled_text"), (AFTER_GRPO, "compiled"),
+)  # fmt: skip
 EMISSION_KINDS = ("EXPERIENCE", "BRIEF", "HYBRID", "NOACTION")
 GROUNDINGS = ("choice", "exact", "fuzzy", "failed")
-CLOCKS = ("compiler", "executor", "environment")
-FAILURES = (StopReason.ENVIRONMENT_FAILURE, StopReason.EXECUTOR_FAILURE, StopReason.COMPILER_FAILURE)
+ROLES = ("compiler", "executor")
+CLOCKS = (*ROLES, "environment")
+FAILURES = BROKEN
+HIGHER_IS_BETTER = {"success": True, "progress": True, "steps": False, "parse_error_rate": False,
+                    "grounding_failure_rate": False, "op_error_rate": False}  # fmt: skip
 REQUIRED_META = ("environment", "split", "seed")
 
 RESAMPLES = 10_000
@@ -41,12 +51,13 @@ _BLOCK_CELLS = 2**22  # the bootstrap draws in blocks of this many numbers (32 M
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean with the ends of its confidence interval, over `n` independent things."""
+    """A mean with its standard error and the ends of its confidence interval, over `n` independent things."""
 
     mean: float
     low: float
     high: float
     n: int
+    stderr: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,7 @@ class PairedDifference:
     low: float
     high: float
     n: int
+    stderr: float
     wins: int
     losses: int
 
@@ -80,7 +92,8 @@ def wilson(successes: int, n: int, level: float = 0.95) -> Interval:
     centre = (p + z * z / (2 * n)) / shrink
     half = z / shrink * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
     # At 0 and n of n one end is p itself; rounding must not push it past p.
-    return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)), n)
+    low, high = max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
+    return Interval(p, low, high, n, (p * (1 - p) / n) ** 0.5)
 
 
 def bootstrap_mean(values: Sequence[float], seed: int = 0, level: float = 0.95) -> Interval:
@@ -93,8 +106,9 @@ def bootstrap_mean(values: Sequence[float], seed: int = 0, level: float = 0.95) 
     """
     if not values:
         raise ValueError("a bootstrap over zero values says nothing")
-    low, high = np.quantile(_resampled_means(values, seed), _tails(level))
-    return Interval(fmean(values), float(low), float(high), len(values))
+    means = _resampled_means(values, seed)
+    low, high = np.quantile(means, _tails(level))
+    return Interval(fmean(values), float(low), float(high), len(values), float(means.std()))
 
 
 def paired_bootstrap_difference(
@@ -166,7 +180,7 @@ def summarise(episodes: Sequence[Episode], seed: int = 0) -> dict[str, Any]:
 
     Tokens are what a role read and wrote (prompt + generated). Rates and times per step are over all steps of all
     episodes; shares are over the steps that have the thing at all (an emission, a grounded action).
-    `emission_mix` is {} and `parse_error_rate` None where no compiler spoke.
+    `emission_mix` is {} and `parse_error_rate` None where no compiler spoke. docs/results-format.md says each key.
 
     Raises:
         ValueError: for zero episodes.
@@ -183,9 +197,16 @@ def summarise(episodes: Sequence[Episode], seed: int = 0) -> dict[str, Any]:
         "compiler_tokens_per_step": _tokens_per_step(steps, "compiler"),
         "emission_mix": _shares((step.emission_kind for step in emissions), EMISSION_KINDS),
         "parse_error_rate": _mean([float(s.parse_error is not None) for s in emissions]) if emissions else None,
+        "op_errors": _op_errors(emissions),
+        "op_error_rate": _mean([float(bool(s.op_errors)) for s in emissions]) if emissions else None,
         "grounding": _shares((step.grounding for step in steps if step.grounding), GROUNDINGS),
+        "grounding_failure_rate": _grounding_failure_rate(steps),
         "seconds_per_step": {clock: _mean([s.seconds.get(clock, 0.0) for s in steps]) for clock in CLOCKS},
+        "usage": {clock: usage(steps, clock) for clock in CLOCKS},
         "steps": fmean(len(episode.steps) for episode in episodes),
+        "planner_steps": fmean(sum(bool(step.grounding) for step in episode.steps) for episode in episodes),
+        "environment_steps": fmean(sum("environment" in s.seconds for s in episode.steps) for episode in episodes),
+        "errors": analyse(episodes),
         "stop_reasons": {str(reason): stops[reason] for reason in StopReason if stops[reason]},
         "by_family": {
             family: {"success": _success_interval(members), "progress": _progress_interval(members, seed)}
@@ -196,6 +217,34 @@ def summarise(episodes: Sequence[Episode], seed: int = 0) -> dict[str, Any]:
             for kind, members in _groups(episodes, lambda e: e.kind).items()
         },
     }
+
+
+def usage(steps: Sequence[StepRecord], role: str) -> dict[str, Any]:
+    """What a role took: calls, seconds in all, latency of a call in seconds, and for models tokens in all.
+
+    `tokens_cached` (of those read, what a prefix cache held) is None where the backend does not say. Where episodes are
+    batched, a call's latency is its share of the batch's time; `concurrency: 1` gives what a lone agent waits.
+    """
+    seconds = [step.seconds[role] for step in steps if role in step.seconds]
+    p50, p95 = (float(q) for q in np.quantile(seconds, (0.5, 0.95))) if seconds else (0.0, 0.0)
+    taken = {"calls": len(seconds), "seconds": float(sum(seconds)), "latency": {"p50": p50, "p95": p95}}
+    if role not in ROLES:
+        return taken
+    cached = [step.tokens[f"{role}_cached"] for step in steps if f"{role}_cached" in step.tokens]
+    tokens = {f"tokens_{way}": sum(step.tokens.get(f"{role}_{way}", 0) for step in steps) for way in ("in", "out")}
+    return {**tokens, "tokens_cached": sum(cached) if cached else None, **taken}
+
+
+def _op_errors(emissions: Sequence[StepRecord]) -> dict[str, int]:
+    """Operations on the Brief State that failed, by operation ("create: key exists: mug" is a create)."""
+    counts = Counter(error.partition(":")[0] for step in emissions for error in step.op_errors)
+    return dict(sorted(counts.items()))
+
+
+def _grounding_failure_rate(steps: Sequence[StepRecord]) -> float | None:
+    """Of the actions where the environment lists its commands, the share that is none of them; None without such."""
+    how = [step.grounding for step in steps if step.grounding not in ("", "free")]
+    return how.count("failed") / len(how) if how else None
 
 
 def _success(episode: Episode) -> float:
@@ -238,12 +287,15 @@ def _groups(episodes: Sequence[Episode], label: Callable[[Episode], str]) -> dic
 # All deliveries of a run
 
 
-def results(per_delivery: Mapping[str, Sequence[Episode]], meta: Mapping[str, Any]) -> dict[str, Any]:
+def results(
+    per_delivery: Mapping[str, Sequence[Episode]], meta: Mapping[str, Any], pairs: Iterable[tuple[str, str]] = ()
+) -> dict[str, Any]:
     """The content of `results.json`: a summary per delivery, the run's meta data, and the paired differences.
 
     Args:
-        per_delivery: episodes by delivery name (see DELIVERY_NAMES).
+        per_delivery: episodes by delivery name (see DELIVERY_NAMES); in a matrix, `group/delivery`.
         meta: at least "environment", "split" and "seed"; anything else that is JSON goes in beside them.
+        pairs: what is compared beyond DIFFERENCES (which hold within each group), such as all with a baseline.
 
     Raises:
         ValueError: for no delivery, a delivery without episodes, or incomplete or clashing meta data.
@@ -260,8 +312,8 @@ def results(per_delivery: Mapping[str, Sequence[Episode]], meta: Mapping[str, An
         "results": {name: summarise(per_delivery[name]) for name in ordered(per_delivery)},
         **meta,
         "paired_difference": {
-            f"{a} - {b}": _difference(per_delivery[a], per_delivery[b])
-            for a, b in DIFFERENCES
+            f"{a} - {b}": difference(per_delivery[a], per_delivery[b])
+            for a, b in dict.fromkeys((*_usual_pairs(per_delivery), *pairs))
             if a in per_delivery and b in per_delivery and _share_tasks(per_delivery[a], per_delivery[b])
         },
     }
@@ -270,11 +322,32 @@ def results(per_delivery: Mapping[str, Sequence[Episode]], meta: Mapping[str, An
 def ordered(deliveries: Iterable[str]) -> list[str]:
     """Delivery names in the order of every table: the deliveries, the controls, then unknown names by alphabet."""
     known = list(DELIVERY_NAMES)
-    return sorted(deliveries, key=lambda name: (known.index(name) if name in known else len(known), name))
+
+    def place(name: str) -> tuple[str, int, str]:
+        group, delivery = split_name(name)
+        return group, known.index(delivery) if delivery in known else len(known), delivery
+
+    return sorted(deliveries, key=place)
 
 
-def display_name(delivery: str) -> str:
-    return DELIVERY_NAMES.get(delivery, delivery)
+def display_name(name: str) -> str:
+    group, delivery = split_name(name)
+    return f"{group}/{DELIVERY_NAMES.get(delivery, delivery)}" if group else DELIVERY_NAMES.get(delivery, delivery)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """`memory=graph/static` -> ("memory=graph", "static"): the group of a matrix, "" outside of one."""
+    group, _, delivery = name.rpartition("/")
+    return group, delivery
+
+
+def is_control(name: str) -> bool:
+    return split_name(name)[1] in CONTROLS
+
+
+def compared_pairs(results: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """(a, b, difference) for every pair that was compared."""
+    return [(*key.split(" - ", 1), pair) for key, pair in results.get("paired_difference", {}).items()]  # type: ignore[misc]
 
 
 def families(results: Mapping[str, Any]) -> list[str]:
@@ -282,7 +355,13 @@ def families(results: Mapping[str, Any]) -> list[str]:
     return sorted({family for summary in results["results"].values() for family in summary["by_family"]})
 
 
-def _difference(a: Sequence[Episode], b: Sequence[Episode]) -> dict[str, Any]:
+def _usual_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
+    groups = list(dict.fromkeys(split_name(name)[0] for name in names))
+    inside = [tuple(f"{group}/{name}" if group else name for name in pair) for group in groups for pair in DIFFERENCES]
+    return inside  # type: ignore[return-value]
+
+
+def difference(a: Sequence[Episode], b: Sequence[Episode]) -> dict[str, Any]:
     """The difference over all tasks and within each family: where soft tokens matter is a question about a family."""
     of_a, of_b = _groups(a, lambda e: e.family), _groups(b, lambda e: e.family)
     shared = [family for family in of_a if family in of_b and _share_tasks(of_a[family], of_b[family])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,8 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eval.metrics import display_name, families, ordered
-from eval.table import is_control
+from eval.metrics import display_name, families, is_control, ordered, split_name
 
 LOSSES: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order of the paper's equation
     "loss": "total loss",
@@ -114,9 +114,10 @@ def _success(summary: Mapping[str, Any], family: str) -> Mapping[str, Any] | Non
 
 
 def _heights(deliveries: Sequence[str]) -> list[float]:
-    """Vertical places, with a gap between the deliveries and their controls."""
-    gap = 0.6 if any(not is_control(delivery) for delivery in deliveries) else 0.0
-    return [i + (gap if is_control(delivery) else 0.0) for i, delivery in enumerate(deliveries)]
+    """Vertical places, with a gap before controls and between the groups of a matrix."""
+    blocks = [(split_name(delivery)[0], is_control(delivery)) for delivery in deliveries]
+    changes = [before != after for before, after in pairwise(blocks)]
+    return [i + 0.6 * sum(changes[:i]) for i in range(len(deliveries))]
 
 
 def _success_panel(

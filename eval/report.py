@@ -14,6 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -22,11 +23,20 @@ from markupsafe import Markup
 from PIL import Image
 
 from agent.records import Episode, StepRecord, png_base64
-from eval import metrics, table
-from eval.episodes import read_episodes
-from eval.metrics import EMISSION_KINDS, FAILURES, display_name, families, ordered, succeeded
+from eval import table
+from eval.episodes import read_episodes, read_matrix
+from eval.errors import KINDS as ERROR_KINDS
+from eval.metrics import (
+    EMISSION_KINDS,
+    FAILURES,
+    compared_pairs,
+    display_name,
+    families,
+    is_control,
+    ordered,
+    succeeded,
+)  # fmt: skip
 from eval.plots import DPI, deliveries_plot, family_title, read_metrics, training_plot
-from eval.table import is_control
 
 MAX_BYTES = 15_000_000  # a phone opens this; more tasks are left out, and the page says so
 TASKS = 12  # replayed tasks, each under every delivery
@@ -100,21 +110,30 @@ def write_report(
 
 def write_run_report(run_dir: Path, max_bytes: int = MAX_BYTES) -> Path:
     """`report.html` of a run folder, from its `results.json`, `episodes.jsonl` and, if there is one, `metrics.jsonl`.
+    Of a matrix, all cells in one page: their episodes are read from the cells' folders.
 
     Raises:
         FileNotFoundError: when the run has no results yet; a partial run is not reported as a whole.
-        ValueError: when `episodes.jsonl` is damaged.
+        ValueError: when `episodes.jsonl` is damaged, or cells of a matrix have not been played yet.
     """
     results_path, episodes_path = run_dir / "results.json", run_dir / "episodes.jsonl"
-    for path in (results_path, episodes_path):
-        if not path.exists():
-            raise FileNotFoundError(f"{path} is missing: `memcompiler eval` writes it when the run is complete")
-    results = json.loads(results_path.read_text(encoding="utf-8"))
+    results = json.loads(_existing(results_path).read_text(encoding="utf-8"))
+    if not results.get("complete", True):
+        missing = ", ".join(results.get("missing", ()))
+        raise ValueError(f"{run_dir} is not complete: go on with it (--on-exists resume). Not played: {missing}")
+    in_cells = "cells" in results
+    source = (lambda: read_matrix(run_dir, results)) if in_cells else partial(read_episodes, _existing(episodes_path))
     plots = [deliveries_plot(results, run_dir / "plots" / "deliveries.png")]
     metrics_path = run_dir / "metrics.jsonl"
     if metrics_path.exists() and read_metrics(metrics_path):
         plots.append(training_plot(metrics_path, run_dir / "plots" / "training.png"))
-    return _write(results, lambda: read_episodes(episodes_path), run_dir / "report.html", plots, max_bytes)
+    return _write(results, source, run_dir / "report.html", plots, max_bytes)
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: `memcompiler eval` writes it when the run is complete")
+    return path
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,12 +260,7 @@ def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
 
 def _pairs(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Paired differences over all tasks and by family, for the table of differences."""
-    differences = results.get("paired_difference", {})
-    return [
-        {"a": a, "b": b, "all": differences[f"{a} - {b}"], "by_family": differences[f"{a} - {b}"]["by_family"]}
-        for a, b in metrics.DIFFERENCES
-        if f"{a} - {b}" in differences
-    ]
+    return [{"a": a, "b": b, "all": pair, "by_family": pair["by_family"]} for a, b, pair in compared_pairs(results)]
 
 
 def _plot(path: Path) -> dict[str, Any]:
@@ -284,6 +298,7 @@ def _environment() -> Environment:
         points=table.points,
         broken_episodes=table.broken_episodes,
         emission_kinds=EMISSION_KINDS,
+        error_kinds=ERROR_KINDS,
     )
     environment.filters.update(percent=table.percent, milliseconds=table.milliseconds)
     return environment

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from agent.delivery import Delivery, ShuffledSoft
+from agent.disclosure import RuleDisclosure
 from agent.episode import Job, Limits, run_episodes
 from agent.records import Episode
 from compiler.records import Compiler
@@ -13,10 +14,19 @@ from data_gen.teacher import ExpertTeacher
 from envs.base import Environment
 from executor.frozen import Executor
 
+# Deliveries whose episodes depend on those that run beside them: a run that was killed plays them again as a whole.
+INTERDEPENDENT = frozenset({"compiled_shuffled_soft"})
+NEEDS_CHECKPOINT = frozenset({"compiled", "compiled_text", "compiled_no_brief", "compiled_shuffled_soft"})
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Everything that one comparison holds fixed."""
+    """Everything that one comparison holds fixed.
+
+    Attributes:
+        jobs: the tasks with what was retrieved for each.
+        top_jobs: the same tasks with the best entry alone, for `static_top1` (empty where nobody asks for it).
+    """
 
     make_env: Callable[[], Environment]
     jobs: Sequence[Job]
@@ -24,19 +34,21 @@ class Evaluation:
     compiler: Compiler | None
     limits: Limits
     concurrency: int = 64
+    top_jobs: Sequence[Job] = ()
 
-    def run(self, name: str, on_episode: Callable[[Episode], None] | None = None) -> list[Episode]:
-        """All jobs under delivery `name`.
+    def run(
+        self, name: str, on_episode: Callable[[Episode], None] | None = None, played: Container[str] = ()
+    ) -> list[Episode]:
+        """All jobs under delivery `name`, but for the tasks that were played already.
 
         Raises:
             ValueError: no tasks, or a compiled delivery without a compiler.
         """
         if not self.jobs:
             raise ValueError("there are no tasks to evaluate: check split, limit and the environment's data")
+        jobs = [job for job in (self.top_jobs if name == "static_top1" else self.jobs) if job.task.id not in played]
         delivery = make_delivery(name, self.compiler, self.limits.seed)
-        return run_episodes(
-            self.make_env, self.jobs, delivery, self.executor, self.limits, self.concurrency, on_episode
-        )
+        return run_episodes(self.make_env, jobs, delivery, self.executor, self.limits, self.concurrency, on_episode)
 
 
 def make_delivery(name: str, compiler: Compiler | None, seed: int) -> Delivery:
@@ -44,6 +56,10 @@ def make_delivery(name: str, compiler: Compiler | None, seed: int) -> Delivery:
     match name:
         case "none" | "static":
             return Delivery(name, name)
+        case "static_top1":
+            return Delivery(name, "static")
+        case "disclosure":
+            return Delivery(name, "compiled", RuleDisclosure(), soft=False)
         case "expert_compiler":
             return Delivery(name, "compiled", ExpertTeacher(), soft=False)
         case "expert_random_entry":

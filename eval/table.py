@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from eval.metrics import CLOCKS, CONTROLS, DIFFERENCES, FAILURES, display_name, families, ordered
+from eval.metrics import CLOCKS, FAILURES, compared_pairs, display_name, families, is_control, ordered
 
 WIDTH = 120  # what every terminal table of ours must fit into
 DASH = "–"
@@ -83,9 +83,7 @@ def row(results: Mapping[str, Any], delivery: str) -> list[str]:
 
 def difference_lines(results: Mapping[str, Any]) -> list[str]:
     """`compiled - none: +10.0 points [...]`, one line per pair of deliveries that was compared."""
-    differences = results.get("paired_difference", {})
-    pairs = [(a, b, differences[f"{a} - {b}"]) for a, b in DIFFERENCES if f"{a} - {b}" in differences]
-    return [f"{display_name(a)} − {display_name(b)}: {points(pair)}" for a, b, pair in pairs]
+    return [f"{display_name(a)} − {display_name(b)}: {points(pair)}" for a, b, pair in compared_pairs(results)]
 
 
 def points(pair: Mapping[str, Any]) -> str:
@@ -116,10 +114,6 @@ def broken_episodes(summary: Mapping[str, Any]) -> str:
     """`2 environment failure, 1 compiler failure`, or "" """
     stops = summary["stop_reasons"]
     return ", ".join(f"{stops[name]} {name.replace('_', ' ')}" for name in map(str, FAILURES) if stops.get(name))
-
-
-def is_control(delivery: str) -> bool:
-    return delivery in CONTROLS
 
 
 def percent(share: float | None) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from executor.grounding import Grounding, ground
-from executor.prompt import ExecutorRequest, executor_text
+from executor.prompt import ExecutorRequest, executor_parts
+from executor.vision import Picture, load_model, load_reader, read, sees, sight
 from soft_mem.inject import inject
 from soft_mem.tokens import reserved_token_id
 
@@ -26,12 +26,16 @@ class Action:
     prompt_ids: tuple[int, ...]
     tokens_in: int
     tokens_out: int
+    # Of tokens_in, out of a prefix cache; None where the backend does not say.
+    tokens_cached: int | None = field(default=None, compare=False)
 
 
 class Executor(Protocol):
-    """A backend. `accepts_soft` is False where only text can be delivered (closed models)."""
+    """A backend. `accepts_soft` is False where only text can be delivered (closed models); `sees_images` says whether
+    it is to be shown the current view."""
 
     accepts_soft: bool
+    sees_images: bool
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]: ...
 
@@ -40,37 +44,65 @@ class Executor(Protocol):
 class ExecutorPrompt:
     ids: tuple[int, ...]
     soft: Tensor | None  # (N, d)
+    picture: Picture | None = None
 
 
 class TokenExecutor:
-    """What executors of our own share, whatever runs the model: prompts as token ids, and actions from answers."""
+    """What executors of our own share, whatever runs the model: prompts as token ids, and actions from answers.
+
+    Args:
+        reader: the tokenizer of a text model, or the processor of a vision-language model.
+        images: False keeps pictures from a model that could see them.
+    """
 
     accepts_soft = True
 
-    def __init__(self, tokenizer: Any, instructions: str = "", memory_token: str = "auto") -> None:
-        self.tokenizer, self.instructions = tokenizer, instructions
-        self.placeholder = reserved_token_id(tokenizer, memory_token)
-        self.placeholder_text = tokenizer.convert_ids_to_tokens(self.placeholder)
-        self.end_id = tokenizer.eos_token_id
+    def __init__(
+        self, reader: Any, instructions: str = "", memory_token: str = "auto", images: bool = True
+    ) -> None:  # fmt: skip
+        is_processor = hasattr(reader, "image_processor")
+        self.reader, self.tokenizer = reader, reader.tokenizer if is_processor else reader
+        self.sees_images, self.instructions = is_processor and images, instructions
+        self.image_token = reader.image_token if is_processor else None
+        self.placeholder = reserved_token_id(self.tokenizer, memory_token)
+        self.placeholder_text = self.tokenizer.convert_ids_to_tokens(self.placeholder)
+        self.end_id = self.tokenizer.eos_token_id
 
     def encode(self, request: ExecutorRequest) -> ExecutorPrompt:
-        user = executor_text(request, self.placeholder_text)
-        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        chat = [*system, {"role": "user", "content": user}]
-        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        """The prompt that both backends read. A picture is left out by an executor that does not see.
+
+        Raises:
+            ValueError: memory or observation spell the reserved memory token or the image token.
+        """
+        image = request.image if self.sees_images else None
+        text = self._prompt_text(replace(request, image=image))
+        if self.image_token and text.count(self.image_token) != (image is not None):
+            raise ValueError(f"the executor's prompt contains {self.image_token} outside its picture")
+        if image is None:
+            ids, picture = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]), None
+        else:
+            ids, picture = read(self.reader, text, image)
         soft = request.delivered.soft
         if ids.count(self.placeholder) != request.delivered.n_soft:
             raise ValueError("the executor's prompt contains the reserved memory token outside the soft block")
-        return ExecutorPrompt(ids, soft if isinstance(soft, Tensor) else None)
+        return ExecutorPrompt(ids, soft if isinstance(soft, Tensor) else None, picture)
+
+    def _prompt_text(self, request: ExecutorRequest) -> str:
+        before, *after = executor_parts(request, self.placeholder_text)
+        parts = [{"type": "text", "text": before}, {"type": "image"}, *({"type": "text", "text": t} for t in after)]
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        chat = [*system, {"role": "user", "content": parts if after else before}]
+        return self.reader.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
 
     def action_ids(self, action: str) -> tuple[int, ...]:
         return (*self.tokenizer(action, add_special_tokens=False)["input_ids"], self.end_id)
 
-    def _grounded(self, request: ExecutorRequest, prompt: ExecutorPrompt, ids: list[int]) -> Action:
+    def _grounded(
+        self, request: ExecutorRequest, prompt: ExecutorPrompt, ids: list[int], cached: int | None = None
+    ) -> Action:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         grounded = ground(text, request.admissible)
-        return Action(grounded.action, grounded.how, text, prompt.ids, len(prompt.ids), len(ids))
+        return Action(grounded.action, grounded.how, text, prompt.ids, len(prompt.ids), len(ids), cached)
 
     def _chosen(self, request: ExecutorRequest, prompt: ExecutorPrompt, likelihoods: Tensor) -> Action:
         action = (request.admissible or ())[int(likelihoods.argmax())]
@@ -78,20 +110,24 @@ class TokenExecutor:
 
 
 class FrozenExecutor(TokenExecutor):
-    """Any causal LM. `mode` is how it acts where commands are enumerated: `choice` by likelihood, or `generate`."""
+    """Any causal LM, or a Qwen2.5-VL-like model with its processor for `reader`.
+
+    `mode` is how it acts where commands are enumerated: `choice` by likelihood, or `generate`.
+    """
 
     def __init__(
-        self, model: Any, tokenizer: Any, mode: Literal["choice", "generate"] = "choice", instructions: str = "",
-        max_new_tokens: int = 64, batch_size: int = 64, memory_token: str = "auto",
+        self, model: Any, reader: Any, mode: Literal["choice", "generate"] = "choice", instructions: str = "",
+        max_new_tokens: int = 64, batch_size: int = 64, memory_token: str = "auto", images: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(tokenizer, instructions, memory_token)
+        super().__init__(reader, instructions, memory_token, images)
         self.model, self.mode = model.eval().requires_grad_(False), mode
+        self.is_vlm = sees(model.config)
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
 
     @classmethod
     def load(cls, name: str | Path, dtype: torch.dtype, device: str, **kwargs: Any) -> FrozenExecutor:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
-        return cls(model, AutoTokenizer.from_pretrained(name), **kwargs)
+        """Any Hugging Face name or folder; a vision-language model if its config has a vision part."""
+        return cls(load_model(name, dtype).to(device), load_reader(name), **kwargs)
 
     @property
     def embedding_table(self) -> Tensor:
@@ -130,7 +166,7 @@ class FrozenExecutor(TokenExecutor):
         tokens, mask = self._pad([p.ids for p in prompts], left=True)
         out = self.model.generate(
             inputs_embeds=self._embed(tokens, prompts), attention_mask=mask, max_new_tokens=self.max_new_tokens,
-            do_sample=False, eos_token_id=self.end_id, pad_token_id=self.end_id,
+            do_sample=False, eos_token_id=self.end_id, pad_token_id=self.end_id, **self._sight(tokens, mask, prompts),
         )  # fmt: skip
         return [row[: row.index(self.end_id)] if self.end_id in row else row for row in out.tolist()]
 
@@ -144,14 +180,16 @@ class FrozenExecutor(TokenExecutor):
         """
         trees = [_Tree.of([self.action_ids(c) for c in names]) for names in candidates]
         rows = [p.ids + tuple(tree.tokens) for p, tree in zip(prompts, trees, strict=True)]
-        tokens, _ = self._pad(rows, left=False)
+        tokens, real = self._pad(rows, left=False)
         mask, positions = _tree_attention([len(p.ids) for p in prompts], trees, tokens.shape[1])
+        positions = positions.to(tokens.device)
         dtype = self.embedding_table.dtype
         bias = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min).to(tokens.device)
+        offsets = positions - torch.arange(tokens.shape[1], device=tokens.device)
+        where = self._sight(tokens, real, prompts, offsets) if self.is_vlm else {"position_ids": positions}
         hidden = getattr(self.model, self.model.base_model_prefix)(
-            inputs_embeds=self._embed(tokens, prompts), attention_mask=bias.unsqueeze(1),
-            position_ids=positions.to(tokens.device), use_cache=False,
-        ).last_hidden_state  # fmt: skip
+            inputs_embeds=self._embed(tokens, prompts), attention_mask=bias.unsqueeze(1), use_cache=False, **where
+        ).last_hidden_state
         results = []
         for i, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
             start = len(prompt.ids) - 1
@@ -175,7 +213,7 @@ class FrozenExecutor(TokenExecutor):
         if soft_BNd is not None:
             embeddings = inject(embeddings, tokens, self.placeholder, soft_BNd)
         hidden = getattr(self.model, self.model.base_model_prefix)(
-            inputs_embeds=embeddings, attention_mask=mask, use_cache=False
+            inputs_embeds=embeddings, attention_mask=mask, use_cache=False, **self._sight(tokens, mask, prompts)
         ).last_hidden_state
         row = torch.cat([torch.full((len(a),), i) for i, a in enumerate(actions)]).to(hidden.device)
         at = torch.cat([torch.arange(len(a)) + len(p.ids) - 1 for p, a in zip(prompts, actions, strict=True)])
@@ -187,6 +225,12 @@ class FrozenExecutor(TokenExecutor):
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(hidden)
+
+    def _sight(
+        self, tokens: Tensor, mask: Tensor, prompts: Sequence[ExecutorPrompt], offsets: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """What a vision-language model is given beside embeddings and mask; nothing for a text model."""
+        return sight(self.model, tokens, mask, [p.picture for p in prompts], offsets) if self.is_vlm else {}
 
     def _embed(self, tokens: Tensor, prompts: Sequence[ExecutorPrompt]) -> Tensor:
         """Input embeddings with each row's own soft tokens (rows may have none)."""

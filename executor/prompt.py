@@ -6,6 +6,7 @@ now: find mug                                      compiled: the Brief State's l
 guide: in home 17 the mug was in cabinet 2 | go to cabinet 2   compiled: text guidance
 soft: <mem><mem><mem><mem>                         compiled: placeholders of the soft tokens
 did: go to shelf 1 ; open shelf 1
+view: <image>                                      executors that see
 see: ...
 """
 
@@ -13,10 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 RULES = """You are an agent in a household. Each turn you see where you are and what is there. Answer with exactly one \
 command and nothing else, for example: go to shelf 1, open drawer 2, take mug 1 from shelf 1, move mug 1 to desk 1, \
 heat mug 1 with microwave 1, clean mug 1 with sinkbasin 1, cool mug 1 with fridge 1, use desklamp 1."""
+
+PICTURE = "[picture]"  # how records show a picture's place
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +56,16 @@ class ExecutorRequest:
     observation: str
     admissible: tuple[str, ...] | None = None
     expert: Callable[[], list[str] | None] | None = None  # for expert executors only, models never ask it
+    image: Image | None = None  # the current view, for executors that see
 
 
 def executor_text(request: ExecutorRequest, placeholder: str, history: int = 20) -> str:
-    """The user turn. `placeholder` is the memory token, repeated N times where soft tokens go."""
+    """The user turn as a text. `placeholder` is the memory token, repeated N times where soft tokens go."""
+    return PICTURE.join(executor_parts(request, placeholder, history))
+
+
+def executor_parts(request: ExecutorRequest, placeholder: str, history: int = 20) -> tuple[str, ...]:
+    """The user turn: one text, or, where there is a picture, what stands before it and what after it."""
     d = request.delivered
     lines = [f"goal: {request.goal}"]
     if d.memory:
@@ -65,8 +78,10 @@ def executor_text(request: ExecutorRequest, placeholder: str, history: int = 20)
         lines.append(f"soft: {placeholder * d.n_soft}")
     if request.history:
         lines.append(f"did: {' ; '.join(request.history[-history:])}")
-    lines.append(f"see: {request.observation}")
-    return "\n".join(lines)
+    see = f"see: {request.observation}"
+    if request.image is None:
+        return ("\n".join([*lines, see]),)
+    return "\n".join([*lines, "view: "]), f"\n{see}"
 
 
 def memory_text(texts: Sequence[str]) -> str:

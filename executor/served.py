@@ -1,8 +1,9 @@
 """The frozen executor served by vLLM: text and soft tokens in one prompt, actions as `executor.frozen` decides on them.
 
 A prompt with soft tokens is token ids with embeddings in the places of the placeholders; the prefix cache goes by both.
-Text models only: with an image, vLLM takes soft tokens by other means (as parts of chat messages), and ids with
-embeddings and pictures together are misread without an error.
+Ids, such embeddings and a picture together are misread by vLLM without an error. Beside a picture, soft tokens enter
+another way: as what vLLM makes of the parts of a chat message (text, `prompt_embeds`, image) before it reads them, so
+that this prompt, too, goes in as ids. What vLLM says it has read is compared with ours at every request.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,9 +21,20 @@ from torch import Tensor
 from compiler.vllm_extension import llm_class, run
 from executor.frozen import Action, ExecutorPrompt, TokenExecutor
 from executor.prompt import ExecutorRequest
+from executor.vision import load_reader
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
+
+SOFT_PARTS = "_prompt_embeds"  # where vLLM 0.31 keeps a chat message's `prompt_embeds` until the pictures are read
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request as vLLM takes it, and the ids that the model must read."""
+
+    ids: tuple[int, ...]
+    request: dict[str, Any]
 
 
 class VllmExecutor(TokenExecutor):
@@ -35,19 +48,20 @@ class VllmExecutor(TokenExecutor):
 
     Args:
         llm: an engine made by `load`, or with the settings of `engine_settings`.
+        reader: the tokenizer of a text model, or the processor of a vision-language model.
         weights: the model's folder, for `hash` and `embedding_table`.
 
     Raises:
-        ValueError: a vision-language model.
+        ValueError: pictures for a text model.
     """
 
     def __init__(
-        self, llm: LLM, tokenizer: Any, weights: Path, mode: Literal["choice", "guided", "generate"] = "choice",
-        instructions: str = "", max_new_tokens: int = 64, memory_token: str = "auto",
+        self, llm: LLM, reader: Any, weights: Path, mode: Literal["choice", "guided", "generate"] = "choice",
+        instructions: str = "", max_new_tokens: int = 64, memory_token: str = "auto", images: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(tokenizer, instructions, memory_token)
-        if llm.model_config.is_multimodal_model:
-            raise ValueError("this backend takes text models: vLLM reads soft tokens beside images by other means")
+        super().__init__(reader, instructions, memory_token, images)
+        if self.sees_images and not llm.model_config.is_multimodal_model:
+            raise ValueError("the engine's model takes text only: give it a tokenizer, or images=False")
         self.llm, self.weights, self.mode, self.max_new_tokens = llm, weights, mode, max_new_tokens
 
     @classmethod
@@ -64,12 +78,11 @@ class VllmExecutor(TokenExecutor):
             RuntimeError: vLLM is not installed.
         """
         from huggingface_hub import snapshot_download
-        from transformers import AutoTokenizer
 
         LLM = llm_class()
         folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(str(name)))
         llm = LLM(model=str(folder), dtype=dtype, **{**engine_settings(), **(engine or {})})
-        return cls(llm, AutoTokenizer.from_pretrained(folder), folder, **kwargs)
+        return cls(llm, load_reader(folder), folder, **kwargs)
 
     @functools.cached_property
     def embedding_table(self) -> Tensor:
@@ -106,7 +119,9 @@ class VllmExecutor(TokenExecutor):
         """One action per request, in order.
 
         Raises:
-            ValueError: a prompt leaves no room for an action, or soft tokens were made for another executor.
+            ValueError: a prompt leaves no room for an action, soft tokens were made for another executor, or vLLM reads
+                a prompt (its picture) as other tokens than the Hugging Face backend does.
+            RuntimeError: the engine failed, or is of a version that takes soft tokens beside pictures in another way.
         """
         if not requests:
             return []
@@ -115,12 +130,13 @@ class VllmExecutor(TokenExecutor):
             scores = self.likelihoods(prompts, [request.admissible or () for request in requests])
             return [self._chosen(*row) for row in zip(requests, prompts, scores, strict=True)]
         answers = self._generate(prompts, [request.admissible for request in requests])
-        return [self._grounded(*row) for row in zip(requests, prompts, answers, strict=True)]
+        rows = zip(requests, prompts, answers, strict=True)
+        return [self._grounded(request, prompt, *answer) for request, prompt, answer in rows]
 
     def _generate(
         self, prompts: Sequence[ExecutorPrompt], admissible: Sequence[Sequence[str] | None]
-    ) -> list[list[int]]:
-        """Greedy answers (ids without the end token)."""
+    ) -> list[tuple[list[int], int]]:
+        """Greedy answers (ids without the end token), and how many of the prompt's tokens were in the prefix cache."""
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
@@ -135,7 +151,8 @@ class VllmExecutor(TokenExecutor):
         ]  # fmt: skip
         outputs = self._run([self._request(prompt, room=self.max_new_tokens) for prompt in prompts], params)
         answers = [list(output.outputs[0].token_ids) for output in outputs]
-        return [ids[:-1] if ids[-1] == self.end_id else ids for ids in answers]
+        cached = [output.num_cached_tokens or 0 for output in outputs]
+        return [(ids[:-1] if ids[-1] == self.end_id else ids, n) for ids, n in zip(answers, cached, strict=True)]
 
     def likelihoods(self, prompts: Sequence[ExecutorPrompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         """log p(candidate, end of turn | prompt) for every candidate of every prompt."""
@@ -152,7 +169,7 @@ class VllmExecutor(TokenExecutor):
         return list(flat.split([len(names) for names in candidates]))
 
     def _scores(
-        self, requests: Sequence[dict[str, Any]], actions: Sequence[Sequence[int]], past_cache: bool
+        self, requests: Sequence[_Asked], actions: Sequence[Sequence[int]], past_cache: bool
     ) -> list[float | None]:
         """Log-probability of the last tokens of each request, `actions`; None where the prefix cache held some."""
         from vllm import SamplingParams
@@ -165,29 +182,45 @@ class VllmExecutor(TokenExecutor):
         outputs = self._run(requests, [params] * len(requests))
         return [_tail_score(output, ids) for output, ids in zip(outputs, actions, strict=True)]
 
-    def _request(self, prompt: ExecutorPrompt, then: Sequence[int] = (), room: int = 0) -> dict[str, Any]:
+    def _request(self, prompt: ExecutorPrompt, then: Sequence[int] = (), room: int = 0) -> _Asked:
         """Prompt and `then` for vLLM; `room` is how many tokens it may add."""
-        ids = [*prompt.ids, *then]
-        if len(ids) + room > self.llm.model_config.max_model_len:
+        ids = (*prompt.ids, *then)
+        config = self.llm.model_config
+        if len(ids) + room > config.max_model_len:
             raise ValueError(
                 f"the executor's prompt has {len(prompt.ids)} tokens and leaves no room for {len(then) + room} more: "
                 "raise max_model_len, or give it less memory"
             )
-        if prompt.soft is None:
-            return {"prompt_token_ids": ids}
-        config = self.llm.model_config
-        if prompt.soft.shape[1] != config.get_hidden_size():
+        if prompt.soft is not None and prompt.soft.shape[1] != config.get_hidden_size():
             raise ValueError(f"soft tokens of {prompt.soft.shape[1]} dimensions, not {config.get_hidden_size()}")
-        is_soft = torch.zeros(len(ids), dtype=torch.bool)
-        is_soft[: len(prompt.ids)] = torch.tensor(prompt.ids) == self.placeholder
-        embeddings = torch.zeros(len(ids), prompt.soft.shape[1], dtype=config.dtype)
-        embeddings[is_soft] = prompt.soft.to("cpu", config.dtype)
-        return {
-            "prompt_token_ids": ids, "prompt_embeds": embeddings, "prompt_is_token_ids": (~is_soft).tolist(),
-        }  # fmt: skip
+        soft = None if prompt.soft is None else prompt.soft.to("cpu", config.dtype)
+        if prompt.picture is not None:
+            return _Asked(ids, self._with_picture(ids, prompt, soft))
+        if soft is None:
+            return _Asked(ids, {"prompt_token_ids": list(ids)})
+        is_soft = torch.tensor(ids) == self.placeholder
+        is_soft[len(prompt.ids) :] = False
+        embeddings = torch.zeros(len(ids), soft.shape[1], dtype=config.dtype)
+        embeddings[is_soft] = soft
+        mixed = {"prompt_embeds": embeddings, "prompt_is_token_ids": (~is_soft).tolist()}
+        return _Asked(ids, {"prompt_token_ids": list(ids), **mixed})
 
-    def _run(self, requests: Sequence[dict[str, Any]], params: Sequence[Any]) -> list[RequestOutput]:
-        return run(self.llm, requests, params)
+    def _with_picture(self, ids: Sequence[int], prompt: ExecutorPrompt, soft: Tensor | None) -> dict[str, Any]:
+        """Picture and soft tokens each hold one place in what vLLM is given; it makes room for them itself."""
+        assert prompt.picture is not None
+        wide = {self.placeholder, self.tokenizer.convert_tokens_to_ids(self.image_token)}
+        folded = [id for i, id in enumerate(ids) if id not in wide or ids[i - 1] != id]
+        request = {"prompt_token_ids": folded, "multi_modal_data": {"image": [prompt.picture.image]}}
+        return request if soft is None else {**request, SOFT_PARTS: ([soft], self.placeholder)}
+
+    def _run(self, requests: Sequence[_Asked], params: Sequence[Any]) -> list[RequestOutput]:
+        sent = [dict(asked.request) for asked in requests]  # copies: vLLM takes out and expands what it has read
+        outputs = run(self.llm, sent, params)
+        if any(SOFT_PARTS in request for request in sent):
+            raise RuntimeError("this version of vLLM takes soft tokens beside pictures in another way: use 0.31")
+        if any(tuple(o.prompt_token_ids or ()) != asked.ids for o, asked in zip(outputs, requests, strict=True)):
+            raise ValueError("vLLM read a prompt as other tokens: compare its image processor with the model's own")
+        return outputs
 
 
 def engine_settings() -> dict[str, Any]:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.load import ConfigError
-from configs.schema import CompilerConfig, ExecutorConfig, MemoryConfig
+from configs.schema import CollectConfig, CompilerConfig, EndpointConfig, ExecutorConfig, MemoryConfig
 
 if TYPE_CHECKING:
     import torch
 
     from compiler.model import Decoding, MemoryCompiler
+    from compiler.remote import RemoteCompiler
     from compiler.served import VllmCompiler
-    from executor.frozen import FrozenExecutor
+    from executor.api import ApiExecutor
+    from executor.endpoint import Endpoint
+    from executor.frozen import Executor, FrozenExecutor
+    from executor.remote import RemoteExecutor
     from executor.served import VllmExecutor
     from memory.bank import MemoryBank
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+RESPONSES = "responses.sqlite"  # a run's file of endpoints' answers
 
 
 def model_path(name: str) -> str:
@@ -45,27 +52,79 @@ def open_bank(config: MemoryConfig, default: Path) -> MemoryBank:
     return bank.at(config.version) if config.version is not None else bank
 
 
-def load_executor(config: ExecutorConfig) -> FrozenExecutor | VllmExecutor:
-    from executor.prompt import RULES
+def growing_bank(config: MemoryConfig, path: Path) -> tuple[MemoryBank, int]:
+    """A bank at `path` to be written to, with what the bank that the settings name holds; and how much that is."""
+    bank = open_bank(config.model_copy(update={"bank": None, "version": None}), path)
+    given = open_bank(config, path).entries() if config.bank is not None else []
+    bank.write(given)
+    return bank, len(given)
 
+
+def open_endpoint(config: EndpointConfig, cache: Path | None = None) -> Endpoint:
+    from executor.endpoint import Endpoint
+
+    return Endpoint(config, cache)
+
+
+def load_actor(
+    config: CollectConfig, teacher: Endpoint, cache: Path
+) -> tuple[Callable[[int], Executor], dict[str, Endpoint]]:
+    """Who acts while an endpoint teacher compiles, by the index of a round's first task; and all endpoints by role."""
+    from data_gen.teacher import ExpertExecutor
+    from executor.api import ApiExecutor
+
+    endpoints = {"teacher": teacher}
+    if config.actor == "expert":
+        return lambda start: ExpertExecutor(config.noise, config.seed + start), endpoints  # a round can be played again
+    if config.actor == "teacher":
+        instructions, length = _rules(config.executor), config.executor.max_new_tokens
+        actor: Executor = ApiExecutor(teacher, instructions, length, "actor")
+    else:
+        actor = load_executor(config.executor, cache)
+    if isinstance(actor, ApiExecutor) and actor.endpoint is not teacher:
+        endpoints["executor"] = actor.endpoint
+    return lambda start: actor, endpoints
+
+
+def load_executor(
+    config: ExecutorConfig, cache: Path | None = None
+) -> FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor:
+    """`cache`: file for a closed model's answers, where the settings name none."""
+    if config.engine == "api":
+        from executor.api import ApiExecutor
+
+        return ApiExecutor(open_endpoint(config.api, cache), _rules(config), config.max_new_tokens)
     quiet()
     name = model_path(config.model)
     common: dict[str, Any] = {
-        "mode": config.mode, "instructions": RULES if config.instructions == "full" else "",
-        "max_new_tokens": config.max_new_tokens, "memory_token": config.memory_token,
+        "mode": config.mode, "instructions": _rules(config),
+        "max_new_tokens": config.max_new_tokens, "memory_token": config.memory_token, "images": config.images,
     }  # fmt: skip
     if config.engine == "vllm":
         _cpu_defaults()
         from executor.served import VllmExecutor
 
         return VllmExecutor.load(name, config.dtype, config.vllm.model_dump(), **common)
+    if config.engine == "http":
+        from executor.remote import RemoteExecutor
+
+        common.pop("images")  # it reads text
+        return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), timeout=config.timeout_s, **common)
     from executor.frozen import FrozenExecutor
 
     dtype, device = dtype_of(config.dtype), device_of(config.device)
     return FrozenExecutor.load(name, dtype, device, batch_size=config.batch_size, **common)
 
 
-def load_compiler(config: CompilerConfig, executor: FrozenExecutor | VllmExecutor, seed: int = 0) -> MemoryCompiler:
+def _rules(config: ExecutorConfig) -> str:
+    from executor.prompt import RULES
+
+    return RULES if config.instructions == "full" else ""
+
+
+def load_compiler(
+    config: CompilerConfig, executor: FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor | None, seed: int = 0
+) -> MemoryCompiler:
     """Base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones. Always the Hugging
     Face model, which training needs; `load_served_compiler` makes the engine that is fast."""
     import torch
@@ -79,15 +138,16 @@ def load_compiler(config: CompilerConfig, executor: FrozenExecutor | VllmExecuto
     backbone = Backbone.load(
         model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token
     )
-    table = executor.embedding_table
-    emb_std = float(table.float().std()) if config.soft.emb_std == "auto" else config.soft.emb_std
     found = checkpoint.find(Path(config.checkpoint)) if config.checkpoint else None
-    projector = checkpoint.load_projector(found) if found else Projector(
-        ProjectorConfig(
-            backbone.hidden_size, table.shape[1], config.soft.n_tokens, config.soft.projector, emb_std,
-            config.soft.init_log_sigma,
-        )
-    )  # fmt: skip
+    if found:  # for a closed executor, too: its projector was trained against another one
+        projector = checkpoint.load_projector(found)
+    else:
+        if executor is None or not executor.accepts_soft:
+            raise ConfigError("a new compiler is made for an executor whose embeddings are known: engine hf or vllm")
+        table = executor.embedding_table  # type: ignore[union-attr]
+        emb_std = float(table.float().std()) if config.soft.emb_std == "auto" else config.soft.emb_std
+        shape = (backbone.hidden_size, table.shape[1], config.soft.n_tokens)
+        projector = Projector(ProjectorConfig(*shape, config.soft.projector, emb_std, config.soft.init_log_sigma))
     compiler = MemoryCompiler(
         backbone, projector, _decoding(config), _instructions(config),
         LoraSettings(config.lora.rank, config.lora.alpha, config.lora.dropout, config.lora.targets), seed,
@@ -114,10 +174,17 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0) -> VllmCompiler:
     served = VllmCompiler.load(
         model_path(config.model), projector, config.dtype, config.memory_token, config.lora.rank,
         config.vllm.model_dump(), decoding=_decoding(config), instructions=_instructions(config), seed=seed,
-        device=device_of(config.device),
+        constrained=config.constrained, device=device_of(config.device),
     )  # fmt: skip
     served.load_adapter(found, 0, projector)
     return served
+
+
+def load_remote_compiler(config: CompilerConfig, seed: int = 0, urls: Sequence[str] = ()) -> RemoteCompiler:
+    """The trained compiler behind `memcompiler serve compiler`: at the settings' url, or at several."""
+    from compiler.remote import RemoteCompiler
+
+    return RemoteCompiler(urls or str(config.url), config.temperature, seed=seed, timeout=config.timeout_s)
 
 
 def _decoding(config: CompilerConfig) -> Decoding:
@@ -141,6 +208,8 @@ def _cpu_defaults() -> None:
     if not torch.cuda.is_available():
         for name, value in _VLLM_ON_CPU.items():
             os.environ.setdefault(name, value)
+        if shutil.which(os.environ.get("CXX", "g++")) is None:
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch would compile with it
 
 
 _VLLM_ON_CPU = {

@@ -11,15 +11,23 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Compile memory for embodied agents, don't inject it."
 )
 train_app = typer.Typer(no_args_is_help=True, help="Train the compiler and the soft-token projector.")
+launch_app = typer.Typer(no_args_is_help=True, help="Training and the services it needs, each on GPUs of its own.")
 bank_app = typer.Typer(no_args_is_help=True, help="Look at a memory bank, import or export it.")
+data_app = typer.Typer(no_args_is_help=True, help="Look at SFT rows, push them to the Hugging Face hub.")
 env_app = typer.Typer(no_args_is_help=True, help="Write generated homes as ALFWorld games; serve any environment.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure side by side; the last line is the ratio.")
 tiny_app = typer.Typer(no_args_is_help=True, help="Reproduce and test the tiny models that the repository ships.")
+paper_app = typer.Typer(no_args_is_help=True, help="The paper's tables and figures beside what runs measured.")
+serve_app = typer.Typer(no_args_is_help=True, help="Serve compiler and executor over HTTP, on loopback.")
 app.add_typer(train_app, name="train")
+app.add_typer(serve_app, name="serve")
+app.add_typer(launch_app, name="launch")
 app.add_typer(bank_app, name="bank")
+app.add_typer(data_app, name="data")
 app.add_typer(env_app, name="env")
 app.add_typer(bench_app, name="bench")
 app.add_typer(tiny_app, name="tiny")
+app.add_typer(paper_app, name="paper")
 
 Config = Annotated[str | None, typer.Option("--config", "-c", help="YAML file, or a name in configs/.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Run folder.")]
@@ -58,7 +66,8 @@ def collect(
     overrides: Overrides = None, config: Config = None, out: Out = Path("out/collect"),
     print_config: PrintConfig = False, on_exists: OnExists = "resume",
 ) -> None:  # fmt: skip
-    """Play the training tasks with the expert: a memory bank (OUT/bank) and SFT rows (OUT/rows)."""
+    """Play the training tasks with a teacher, the expert or an endpoint: a memory bank (OUT/bank) and SFT rows
+    (OUT/rows)."""
     from configs.schema import CollectConfig
 
     settings = _load(CollectConfig, config, overrides, print_config)
@@ -95,16 +104,33 @@ def train_grpo(
     _guard(run_train_grpo, settings, out, on_exists)
 
 
+@launch_app.command("grpo")
+def launch_grpo(
+    overrides: Overrides = None, config: Config = None, out: Out = Path("out/grpo"),
+    torchrun: Annotated[str, typer.Option(help="Further arguments of torchrun, where several nodes meet.")] = "",
+    print_config: PrintConfig = False, on_exists: OnExists = "resume",
+) -> None:  # fmt: skip
+    """Stage 2 with the GPUs of a node shared out: placement.actors train, placement.rollouts compile, and
+    placement.executors act. Settings as for train grpo."""
+    from configs.schema import GrpoConfig
+
+    settings = _load(GrpoConfig, config, overrides, print_config)
+    from memcompiler.launch import run_launch
+
+    _guard(run_launch, settings, out, torchrun, on_exists)
+
+
 @app.command("eval")
 def evaluate(
     overrides: Overrides = None, config: Config = None, out: Out = Path("out/eval"),
     print_config: PrintConfig = False, on_exists: OnExists = "overwrite",
 ) -> None:  # fmt: skip
-    """Evaluate deliveries side by side on the same tasks; writes results.json, episodes.jsonl and report.html."""
+    """Evaluate deliveries side by side on the same tasks, or a matrix of settings; writes results.json, episodes.jsonl
+    and report.html. After a kill, --on-exists resume goes on."""
     from configs.schema import EvalConfig
 
     settings = _load(EvalConfig, config, overrides, print_config)
-    from memcompiler.commands import run_eval
+    from memcompiler.evaluate import run_eval
 
     _guard(run_eval, settings, out, on_exists)
 
@@ -115,6 +141,35 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder with results.j
     from eval.report import write_run_report
 
     typer.echo(str(write_run_report(run)))
+
+
+@paper_app.command("table")
+def paper_table(
+    number: Annotated[int, typer.Argument(min=1, max=6, help="Of the paper's tables.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders with results.json, such as a matrix of evaluations.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to (default: RUN/paper).")] = None,
+) -> None:
+    """One of the paper's tables with what RUN measured beside it: Markdown, JSON, PNG (docs/paper-tables.md)."""
+    from memcompiler.paper import run_table
+
+    _guard(run_table, number, runs, out)
+
+
+@paper_app.command("figure")
+def paper_figure(
+    number: Annotated[int, typer.Argument(min=3, max=4, help="3: attention by step; 4: soft and text tokens.")],
+    run: Annotated[Path, typer.Argument(help="A run folder with episodes.jsonl, or a cell of a matrix.")],
+    overrides: Overrides = None,
+    deliveries: Annotated[str, typer.Option(help="Such as static,compiled.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="So many tasks of the run (default: all).")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of t-SNE, of the probe's split and its shuffles.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to (default: RUN/paper).")] = None,
+) -> None:
+    """One of the paper's measured figures from RUN's episodes and models (transformers): Markdown, JSON, PNG."""
+    from memcompiler.paper import run_figure
+
+    named = tuple(name for name in deliveries.split(",") if name)
+    _guard(run_figure, number, run, overrides or [], out, named, limit, seed)
 
 
 @app.command()
@@ -153,6 +208,29 @@ def bank_import(bank: Path, jsonl: Path) -> None:
     from memory.bank import MemoryBank
 
     MemoryBank(bank).import_jsonl(jsonl)
+
+
+@data_app.command("inspect")
+def data_inspect(
+    rows: Annotated[list[str], typer.Argument(help="Folders of rows, or patterns such as 'runs/shard-*/rows'.")],
+    tokenizer: Annotated[str | None, typer.Option(help="Count tokens, too: a Hugging Face name or folder.")] = None,
+) -> None:
+    """What rows hold: episodes, emission kinds, lengths, actions; all folders together."""
+    from memcompiler.data import run_inspect
+
+    _guard(run_inspect, rows, tokenizer)
+
+
+@data_app.command("push")
+def data_push(
+    rows: Annotated[Path, typer.Argument(help="A folder of rows.")],
+    repo: Annotated[str, typer.Argument(help="Hub repository, owner/name.")],
+    public: Annotated[bool, typer.Option(help="Make a new repository public.")] = False,
+) -> None:
+    """Upload rows (Parquet, pictures included) and their card to the Hugging Face hub."""
+    from memcompiler.data import run_push
+
+    _guard(run_push, rows, repo, public)
 
 
 @app.command()
@@ -221,6 +299,39 @@ def env_serve(
     _guard(run_serve, settings, host, port, sessions)
 
 
+@serve_app.command("compiler")
+def serve_compiler(
+    overrides: Overrides = None, config: Config = None,
+    checkpoint: Annotated[str | None, typer.Option(help="A run or checkpoint (compiler.checkpoint).")] = None,
+    host: Annotated[str, typer.Option(help="Loopback address to bind to.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8100,
+    print_config: PrintConfig = False,
+) -> None:  # fmt: skip
+    """A trained compiler, with its projector, behind POST /compile (docs/serving.md). In vLLM, unless
+    compiler.engine=hf."""
+    from configs.schema import ServeConfig
+
+    named = [f"compiler.checkpoint={checkpoint}"] if checkpoint else []
+    settings = _load(ServeConfig, config, [*(overrides or []), *named], print_config)
+    from memcompiler.serving import run_serve_compiler
+
+    _guard(run_serve_compiler, settings, host, port)
+
+
+@serve_app.command("executor")
+def serve_executor(
+    model: Annotated[str, typer.Option(help="Any Hugging Face name or folder.")],
+    extra: Annotated[list[str] | None, typer.Argument(help="After --: further arguments of vllm serve.")] = None,
+    host: Annotated[str, typer.Option(help="Loopback address to bind to.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = 8000,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
+) -> None:  # fmt: skip
+    """A frozen executor behind vLLM's own server, started so that it takes soft tokens."""
+    from memcompiler.serving import run_serve_executor
+
+    _guard(run_serve_executor, model, host, port, extra or [], dry_run)
+
+
 @bench_app.command("env")
 def bench_env(
     games: Annotated[Path, typer.Option(help="Folder with game.tw-pddl files, e.g. $ALFWORLD_DATA.")],
@@ -247,6 +358,24 @@ def bench_rollout(
     from memcompiler.grpo import run_bench_rollout
 
     _guard(run_bench_rollout, settings, out, updates)
+
+
+@bench_app.command("delivery")
+def bench_delivery(
+    model: Annotated[str, typer.Option(help="Hugging Face name or folder: executor, and base of the compiler.")],
+    memory_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an episode's task memory.")] = 1500,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each episode.")] = 10,
+    concurrency: Annotated[str, typer.Option(help="Episodes side by side, such as 1,4,16.")] = "1,4,16",
+    engine: Annotated[str, typer.Option(help="hf, vllm or both.")] = "both",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on a GPU.")] = "auto",
+    n_soft: Annotated[int, typer.Option(min=1, help="Soft tokens.")] = 16,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder, for results.json.")] = None,
+) -> None:
+    """What a step costs, static against compiled delivery of the same memory: tokens, latency and where it goes,
+    throughput, in the Hugging Face and vLLM engines."""
+    from memcompiler.bench_delivery import run_bench_delivery
+
+    _guard(run_bench_delivery, model, memory_tokens, steps, concurrency, engine, dtype, n_soft, out)
 
 
 @tiny_app.command("gate")
@@ -294,20 +423,28 @@ def _load(schema, config: str | None, overrides: list[str] | None, print_config:
 
 def _guard(command, *arguments: object) -> None:
     """Known failures end in one clear line; anything else keeps its traceback."""
+    try:
+        command(*arguments)
+    except Exception as error:
+        if not isinstance(error, _known_failures()):
+            raise
+        typer.secho(f"error: {error}", err=True, fg="red")
+        raise typer.Exit(1) from error
+
+
+def _known_failures() -> tuple[type[Exception], ...]:
+    """Imported when something has failed: a command that only starts another program is spared what they import."""
     from configs.load import ConfigError
     from envs.base import EnvironmentFailure
+    from executor.endpoint import EndpointStop
+    from memcompiler.launch import LaunchError
     from memory.bank import BankError
     from training.checkpoint import CheckpointError
 
-    known = (
-        BankError, CheckpointError, ConfigError, EnvironmentFailure, FileExistsError, FileNotFoundError,
-        ModuleNotFoundError, ValueError,
+    return (
+        BankError, CheckpointError, ConfigError, EndpointStop, EnvironmentFailure, FileExistsError, FileNotFoundError,
+        LaunchError, ModuleNotFoundError, ValueError,
     )  # fmt: skip
-    try:
-        command(*arguments)
-    except known as error:
-        typer.secho(f"error: {error}", err=True, fg="red")
-        raise typer.Exit(1) from error
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -16,17 +16,15 @@ from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.schema import CollectConfig, EvalConfig, GrpoConfig, QuickstartConfig, SftConfig
 from memcompiler import build
-from memcompiler.environments import Environments, default_split, experience_split
+from memcompiler.environments import Environments, experience_split
 from memcompiler.progress import progress
 
 if TYPE_CHECKING:
-    from agent.episode import Job
     from agent.records import Episode
     from compiler.model import MemoryCompiler
-    from compiler.records import Compiler
+    from data_gen.rows import SftRow
     from envs.base import Task
     from executor.frozen import FrozenExecutor
-    from executor.served import VllmExecutor
     from memory.bank import MemoryBank
 
 console = Console(width=120)
@@ -34,27 +32,34 @@ console = Console(width=120)
 
 def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> None:
     """Bank and SFT rows of a split: OUT/bank, OUT/rows."""
-    run = RunFolder.create(out, config, on_exists=on_exists)  # type: ignore[arg-type]
+    run = RunFolder.create(out, config, on_exists=on_exists, ignore=HOW_TO_ASK)  # type: ignore[arg-type]
     if (out / "collect.json").exists():
         console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")
         return
     from data_gen.collect import collect_rows, jobs_for
+    from data_gen.dataset import apply_filters, row_filters
     from data_gen.rows import save_rows
+    from memcompiler.data import describe_rows
 
+    facts: dict[str, Any] = {}
     with Environments(config.env) as envs:
-        bank, tasks = training_tasks_and_bank(config, envs, run)
-        jobs = jobs_for(tasks, bank, config.memory.k)
-        with progress("teacher", len(jobs)) as advance:
-            rows, episodes = collect_rows(
-                envs.lease, jobs, config.noise, config.max_steps, config.seed, config.keep_noaction, advance
-            )
+        if config.teacher == "endpoint":
+            bank, tasks, steps, episodes, facts = _ask_endpoint(config, envs, run)
+        else:
+            bank, tasks = training_tasks_and_bank(config, envs, run)
+            jobs = jobs_for(tasks, bank, config.memory.k)
+            with progress("teacher", len(jobs)) as advance:
+                steps, episodes = collect_rows(envs.lease, jobs, config.noise, config.max_steps, config.seed, advance)
+    rows, dropped = apply_filters(steps, row_filters(config))
     build.quiet()
     save_rows(rows, out / "rows")
     summary = {
         "tasks": len(tasks), "episodes": len(episodes), "successes": sum(e.success for e in episodes),
-        "rows": len(rows), "bank_entries": len(bank), "bank_version": bank.snapshot(),
-        "emissions": _share(e.emission_kind for episode in episodes for e in episode.steps),
+        "teacher": "the environment's expert", "rows": len(rows), "dropped": dropped, "bank_entries": len(bank),
+        "bank_version": bank.snapshot(),
+        "emissions": _share(e.emission_kind for episode in episodes for e in episode.steps), **facts,
     }  # fmt: skip
+    describe_rows(run, rows, summary)
     run.write_json("collect.json", summary)
     console.print(
         f"  {summary['bank_entries']} memory entries, {len(rows)} rows from "
@@ -62,9 +67,60 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
     )
 
 
+# What a collection that is continued may change: it bears on how the endpoints are asked, not on what.
+HOW_TO_ASK = tuple(
+    f"{block}.{name}"
+    for block in ("api", "executor.api")
+    for name in (
+        "base_url", "key_env", "price_in", "price_out", "budget", "budget_tokens", "rpm", "tpm", "concurrency",
+        "timeout_s", "retries", "backoff_s",
+    )
+)  # fmt: skip
+
+
+def _ask_endpoint(
+    config: CollectConfig, envs: Environments, run: RunFolder
+) -> tuple[MemoryBank, list[Task], list[SftRow], list[Episode], dict[str, Any]]:
+    """Bank, tasks, rows before the filters, episodes, and what collect.json says of an endpoint teacher's work."""
+    from agent.episode import Limits
+    from data_gen.collect import EPISODES, Rounds, play_rounds, restore, rows_from_record, shard_of
+    from data_gen.endpoint_teacher import EndpointTeacher
+    from eval.episodes import read_episodes
+    from memcompiler.leakage import guard_training
+
+    tasks, _ = chosen_tasks(config, envs, config.split)
+    guarded = guard_training(config, tasks, [], envs, run)
+    console.print(f"  {guarded.summary}")
+    tasks = shard_of(guarded.tasks, config.shard)
+    bank, seeded = build.growing_bank(config.memory, run.path / "bank")
+    endpoint = build.open_endpoint(config.api, run.path / build.RESPONSES)
+    teacher = EndpointTeacher(endpoint, config.attempts, config.max_new_tokens)
+    make_actor, endpoints = build.load_actor(config, endpoint, run.path / build.RESPONSES)
+    rounds = Rounds(config.concurrency, config.memory.k, Limits(config.max_steps, config.seed), seeded)
+    record = run.path / EPISODES
+    if done := restore(record, tasks, bank, rounds):
+        console.print(f"  resumed at task {done} of {len(tasks)}")
+    try:
+        with progress("teacher", len(tasks), done) as advance:
+            play_rounds(envs.lease, tasks, bank, teacher, make_actor, rounds, record, done, advance)
+    finally:
+        accounts = {name: endpoint.account() for name, endpoint in endpoints.items()}
+        run.write_json("endpoints.json", accounts)
+        for name, account in accounts.items():
+            console.print(f"  {name}: {account['requests']} requests, {account['price']:.4f} spent")
+    steps, episodes = rows_from_record(read_episodes(record), bank, config.actor != "expert")
+    facts = {
+        "teacher": config.api.model, "actor": config.actor, "shard": config.shard, "endpoints": accounts,
+        "stop_reasons": _share(str(episode.stop_reason) for episode in episodes),
+        "malformed": sum(step.parse_error is not None for episode in episodes for step in episode.steps),
+        "misapplied": sum(bool(step.op_errors) for episode in episodes for step in episode.steps),
+    }  # fmt: skip
+    return bank, tasks, steps, episodes, facts
+
+
 def run_train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
     """Train (or go on training) and leave checkpoints and metrics in OUT."""
-    from data_gen.rows import load_rows
+    from data_gen.rows import load_rows, row_folders
     from memcompiler.leakage import guard_rows, record_rows
     from training import distributed
     from training.sft import SftTrainer, run_sft
@@ -72,15 +128,20 @@ def run_train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Me
     if config.executor.engine != "hf":
         raise ConfigError("SFT's gradient passes through the executor: it needs executor.engine=hf")
     distributed.init()
-    rows = load_rows(Path(config.rows))
-    problems = guard_rows(Path(config.rows), (row.task_id for row in rows), config.allow_leakage)
+    parts = {folder: load_rows(folder) for folder in row_folders(config.rows)}
+    problems = [
+        problem
+        for folder, part in parts.items()
+        for problem in guard_rows(folder, (row.task_id for row in part), config.allow_leakage)
+    ]
     if distributed.rank() == 0:
         run = RunFolder.create(out, config, on_exists=on_exists, ignore=distributed.HOW)  # type: ignore[arg-type]
-        record_rows(run, Path(config.rows), problems)
+        record_rows(run, list(parts), problems)
     distributed.barrier()
     executor = build.load_executor(config.executor)
     compiler = build.load_compiler(config.compiler, executor, config.seed)
-    trainer = SftTrainer(config, compiler, executor, rows, out, _bank_facts(Path(config.rows).parent))
+    rows = [row for part in parts.values() for row in part]
+    trainer = SftTrainer(config, compiler, executor, rows, out, _bank_facts(list(parts)))
     if trainer.resume():
         if distributed.rank() == 0:
             run.keep_metrics(lambda row: row["step"] <= trainer.step)
@@ -96,88 +157,69 @@ def run_train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Me
     return compiler
 
 
-def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dict[str, Any]:
-    """All deliveries of the configuration on the same tasks, bank and executor."""
-    executor = build.load_executor(config.executor)
-    compiler: Compiler | None = None
-    if config.compiler.checkpoint and config.compiler.engine == "vllm":
-        compiler = build.load_served_compiler(config.compiler, config.seed)
-    elif config.compiler.checkpoint:
-        compiler = build.load_compiler(config.compiler, executor, config.seed)
-    return _evaluate(config, out, executor, compiler, on_exists)
-
-
 def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwrite") -> None:
-    """Collect, train, roll out, evaluate, report; each stage is the command of the same name."""
+    """Collect, train (SFT, then GRPO), evaluate, report; each stage is the command of the same name."""
+    from memcompiler.grpo import run_train_grpo
+
     started, seconds = time.perf_counter(), {}
     run = RunFolder.create(out, config, on_exists=on_exists)  # type: ignore[arg-type]
     with _stage("1/4 collect: the expert plays the training scenes", seconds, "collect"):
         run_collect(config.collect, out / "collect", on_exists)
     sft = config.sft.model_copy(update={"rows": str(out / "collect" / "rows")})
     with _stage("2/4 SFT: LoRA and projector against the frozen executor", seconds, "sft"):
-        compiler = run_train_sft(sft, out / "sft", on_exists)
+        run_train_sft(sft, out / "sft", on_exists)
         executor = build.load_executor(config.eval.executor)
         frozen = json.loads((_last(out / "sft") / "state.json").read_text())["executor_hash"] == executor.hash()
         console.print(f"  executor unchanged: {frozen} (sha256 {executor.hash()[:16]}...)")
-    with _stage("3/4 rollouts: sampled episodes with log-probabilities, ready for GRPO", seconds, "rollouts"):
-        _rollouts(config, out, compiler, executor)
+    with _stage("3/4 GRPO: text and soft tokens from success alone", seconds, "grpo"):
+        run_train_grpo(_from(config.grpo, out / "sft"), out / "grpo", on_exists)
     with _stage("4/4 evaluation on held-out scenes", seconds, "eval"):
-        evaluation = config.eval.model_copy(
-            update={"compiler": config.eval.compiler.model_copy(update={"checkpoint": str(out / "sft")})}
-        )
-        compiler = build.load_compiler(evaluation.compiler, executor, evaluation.seed)
-        results = _evaluate(evaluation, out / "eval", executor, compiler, on_exists)
+        results, episodes = _before_and_after(config.eval, out, executor, on_exists)
     seconds["total"] = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     results |= {"seconds": seconds, "peak_memory_gib": peak}
     run.write_json("results.json", results)
-    _copy_report(out, results)
+    _write_page(out, results, episodes)
     stages = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
     console.print(f"\nwall time: {stages}; peak memory {peak:.1f} GiB")
     console.print(f"results: {out / 'results.json'}   replay: {out / 'report.html'}   plots: {out / 'plots'}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+Starting = TypeVar("Starting", GrpoConfig, EvalConfig)
 
 
-def _evaluate(
-    config: EvalConfig, out: Path, executor: FrozenExecutor | VllmExecutor, compiler: Compiler | None, on_exists: str
-) -> dict[str, Any]:
-    from agent.episode import Limits
-    from data_gen.collect import jobs_for
-    from eval.metrics import results as make_results
-    from eval.report import write_run_report
-    from eval.runner import Evaluation
-    from eval.table import print_results
-    from memcompiler.leakage import record_evaluation
+def _from(config: Starting, checkpoint: Path) -> Starting:
+    return config.model_copy(update={"compiler": config.compiler.model_copy(update={"checkpoint": str(checkpoint)})})
 
-    run = RunFolder.create(out, config, on_exists=on_exists)  # type: ignore[arg-type]
-    split = config.split or default_split(config.env)
-    limits = Limits(config.max_steps, config.seed)
+
+def _before_and_after(
+    config: EvalConfig, out: Path, executor: FrozenExecutor, on_exists: str
+) -> tuple[dict[str, Any], list[Episode]]:
+    """All deliveries after SFT, and the full one again after GRPO (`compiled_grpo`): results and episodes."""
+    from eval.episodes import read_episodes
+    from eval.matrix import Cell
+    from eval.metrics import AFTER_GRPO, difference
+    from memcompiler.evaluate import Loaded, evaluate
+
+    made: dict[str, dict[str, Any]] = {}
     episodes: dict[str, list[Episode]] = {}
-    with Environments(config.env) as envs, (out / "episodes.jsonl").open("w", encoding="utf-8") as file:
-        tasks, experience = chosen_tasks(config, envs, split)
-        bank = filled_bank(config, envs, experience, out)
-        jobs = jobs_for(tasks, bank, config.memory.k)
-        run.record(environment=config.env.model_dump(), split=split, bank_version=bank.snapshot(), tasks=len(tasks))
-        record_evaluation(run, config, jobs, bank)
-        evaluation = Evaluation(envs.lease, jobs, executor, compiler, limits, config.concurrency)
-        for name in config.deliveries:
-            with progress(name, len(jobs)) as advance:
-                episodes[name] = evaluation.run(name, advance)
-            for episode in episodes[name]:
-                file.write(json.dumps(episode.to_json(images=True)) + "\n")
-    meta = {
-        "environment": config.env.name, "split": split, "seed": config.seed, "scene_seed": config.env.seed,
-        "n_tasks": len(tasks), "bank_version": bank.snapshot(), "bank_entries": len(bank),
-        "executor_hash": executor.hash(), "max_steps": config.max_steps, "chance_lookup": _chance(jobs),
-        "lookup": {name: _lookup(e, jobs) for name, e in episodes.items() if name.startswith("compiled")},
-    }  # fmt: skip
-    results = make_results(episodes, meta)
-    run.write_json("results.json", results)
-    write_run_report(out)
-    print_results(results, console)
-    return results
+    deliveries = {"sft": config.deliveries, "grpo": ("compiled",)}
+    for stage, names in deliveries.items():
+        cell = _from(config, out / stage).model_copy(update={"deliveries": names})
+        folder = out / ("eval" if stage == "sft" else "eval-grpo")
+        with Loaded.holding(cell, executor, build.load_compiler(cell.compiler, executor, cell.seed)) as loaded:
+            made[stage] = evaluate(Cell({}, cell), folder, loaded, on_exists)
+        episodes[stage] = list(read_episodes(folder / "episodes.jsonl"))
+    results = made["sft"]
+    if before := [episode for episode in episodes["sft"] if episode.delivery == "compiled"]:
+        results["paired_difference"][f"{AFTER_GRPO} - compiled"] = difference(episodes["grpo"], before)
+    results["results"][AFTER_GRPO] = made["grpo"]["results"]["compiled"]
+    for episode in episodes["grpo"]:
+        episode.delivery = AFTER_GRPO
+    return results, episodes["sft"] + episodes["grpo"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def chosen_tasks(
@@ -223,82 +265,19 @@ def training_tasks_and_bank(
     return filled_bank(config, envs, guarded.experience, run.path), guarded.tasks
 
 
-def _rollouts(config: QuickstartConfig, out: Path, compiler: MemoryCompiler, executor: FrozenExecutor) -> None:
-    """A few sampled episodes (T = 1.2, paper Table 7): what GRPO will train on, with the checks that make it sound."""
-    import torch
-
-    from agent.delivery import Delivery
-    from agent.episode import Limits, run_episodes
-    from compiler.model import Decoding
-    from data_gen.collect import jobs_for
-
-    settings = config.collect
-    compiler.decoding = Decoding(1.2, config.sft.compiler.max_new_tokens)
-    with Environments(settings.env) as envs:
-        tasks = envs.tasks(settings.split)[: max(1, config.rollouts // 4)]
-        bank = build.open_bank(settings.memory, out / "collect" / "bank")
-        jobs = [job for job in jobs_for(tasks, bank, settings.memory.k) for _ in range(4)][: config.rollouts]
-        delivery = Delivery("compiled", "compiled", compiler)
-        episodes = run_episodes(envs.lease, jobs, delivery, executor, Limits(config.eval.max_steps))
-    steps = [s.compilation for e in episodes for s in e.steps if s.compilation is not None][:16]
-    compiler.eval()
-    with torch.no_grad():
-        scored = compiler.score([compiler.encode(c.request) for c in steps], [c.emission_ids for c in steps])  # type: ignore[arg-type]
-    again = compiler.logprobs(scored.logits).gather(2, scored.targets.unsqueeze(-1)).squeeze(-1)
-    gap = max(
-        float((again[i, : len(c.text_logprobs)] - c.text_logprobs).abs().max())  # type: ignore[arg-type]
-        for i, c in enumerate(steps)
-    )
-    rewards = [int(e.success) for e in episodes]
-    console.print(
-        f"  {len(episodes)} episodes, {sum(len(e.steps) for e in episodes)} (prompt, emission, z) samples, rewards "
-        f"{rewards}; re-scored log-probabilities differ by at most {gap:.1e}"
-    )
-
-
-def _lookup(episodes: Iterable[Episode], jobs: Iterable[Job]) -> dict[str, float]:
-    """Share of episodes whose first guidance names the place that the right entry holds (where there is one)."""
-    named = [_first_place(e) == truth for e, job in zip(episodes, jobs, strict=True) if (truth := _right_place(job))]
-    return {"accuracy": sum(named) / max(1, len(named)), "n": len(named)}
-
-
-def _chance(jobs: Iterable[Job]) -> float:
-    """Look-up accuracy of citing a random one of the retrieved entries."""
-    from data_gen.teacher import taken
-
-    shares = [
-        sum(fact[1] == truth for e in job.memory if (fact := taken(e.provenance.actions))) / len(job.memory)
-        for job in jobs
-        if (truth := _right_place(job))
-    ]
-    return sum(shares) / max(1, len(shares))
-
-
-def _right_place(job: Job) -> str | None:
-    """Where the right entry says that the goal's object is; None if no entry says so."""
-    from agent.episode import goal_text
-    from data_gen.teacher import entry_for_goal, taken
-
-    entry = entry_for_goal(goal_text(job.task), job.memory)
-    fact = taken(entry.provenance.actions) if entry else None
-    return fact[1] if fact else None
-
-
-def _first_place(episode: Episode) -> str | None:
-    guidance = next((s.guidance for s in episode.steps if s.guidance), "")
-    return guidance.removeprefix("go to ") if guidance.startswith("go to ") else None
-
-
 def _share(kinds: Iterable[str]) -> dict[str, int]:
     from collections import Counter
 
     return dict(sorted(Counter(kinds).items()))
 
 
-def _bank_facts(collected: Path) -> dict[str, Any]:
-    """The bank version that the rows were made from."""
-    path = collected / "collect.json"
-    return {"bank_version": json.loads(path.read_text())["bank_version"]} if path.exists() else {}
+def _bank_facts(rows: Sequence[Path]) -> dict[str, Any]:
+    """The bank version that the rows were made from; for several folders a list, in their order."""
+    records = [folder.parent / "collect.json" for folder in rows]
+    versions = [json.loads(path.read_text())["bank_version"] if path.exists() else None for path in records]
+    if len(versions) > 1:
+        return {"bank_versions": versions}
+    return {"bank_version": versions[0]} if versions[0] is not None else {}
 
 
 def _last(run: Path) -> Path:
@@ -307,17 +286,17 @@ def _last(run: Path) -> Path:
     return find(run)
 
 
-def _copy_report(out: Path, results: dict[str, Any]) -> None:
+def _write_page(out: Path, results: dict[str, Any], episodes: list[Episode]) -> None:
     """The quickstart's page: evaluation and training curves together."""
-    from eval.episodes import read_episodes
     from eval.plots import deliveries_plot, training_plot
     from eval.report import write_report
 
     plots = [
         deliveries_plot(results, out / "plots" / "deliveries.png"),
         training_plot(out / "sft" / "metrics.jsonl", out / "plots" / "training.png"),
+        training_plot(out / "grpo" / "metrics.jsonl", out / "plots" / "grpo.png"),
     ]
-    write_report(results, list(read_episodes(out / "eval" / "episodes.jsonl")), out / "report.html", plots)
+    write_report(results, episodes, out / "report.html", plots)
 
 
 @contextmanager

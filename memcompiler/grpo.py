@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from configs.run_folder import RunFolder
-from configs.schema import GrpoConfig
+from configs.schema import ExecutorConfig, GrpoConfig
 from memcompiler import build
 from memcompiler.commands import training_tasks_and_bank
 from memcompiler.environments import Environments
@@ -19,8 +19,7 @@ from memcompiler.progress import progress
 if TYPE_CHECKING:
     from agent.episode import Job
     from compiler.model import MemoryCompiler
-    from executor.frozen import FrozenExecutor
-    from executor.served import VllmExecutor
+    from executor.frozen import Executor
     from training.rollout import Group, RolloutEngine
 
 console = Console(width=120)
@@ -39,9 +38,9 @@ def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> 
     distributed.barrier()
     with Environments(config.env) as envs:
         jobs, facts = _jobs(config, envs, run, out)
-        executor = build.load_executor(config.executor)
+        executor = build.load_executor(_executor_of(config))
         compiler = build.load_compiler(config.compiler, executor, config.seed)
-        trainer = GrpoTrainer(config, compiler, executor, _engine(config, envs, executor), jobs, out, facts)
+        trainer = GrpoTrainer(config, compiler, executor, _engine(config, envs, executor, out), jobs, out, facts)
         if trainer.resume():
             console.print(f"  resumed at update {trainer.update} of {config.updates}")
             if run is not None:
@@ -92,7 +91,7 @@ def run_bench_rollout(config: GrpoConfig, out: Path, updates: int) -> None:
     rates: dict[str, list[float]] = {"batched": [], "one at a time": []}
     with Environments(config.env) as envs:
         jobs, _ = _jobs(config, envs, run, out)
-        batched = _engine(config, envs, executor)
+        batched = _engine(config, envs, executor, out)
         engines = {"batched": batched, "one at a time": replace(batched, concurrency=1)}
         batched.run(compiler, jobs[: config.tasks], 2)  # warm-up
         for update in range(updates):
@@ -130,13 +129,29 @@ def _jobs(config: GrpoConfig, envs: Environments, run: RunFolder | None, out: Pa
     return jobs_for(tasks, bank, config.memory.k), {"bank_version": bank.snapshot()}
 
 
-def _engine(config: GrpoConfig, envs: Environments, executor: FrozenExecutor | VllmExecutor) -> RolloutEngine:
+def _executor_of(config: GrpoConfig) -> ExecutorConfig:
+    """This rank's executor: its share of the services, where there are any."""
+    from training import distributed
+
+    if not config.executor_urls:
+        return config.executor
+    url = config.executor_urls[distributed.rank() % len(config.executor_urls)]
+    return config.executor.model_copy(update={"engine": "http", "url": url})
+
+
+def _engine(config: GrpoConfig, envs: Environments, executor: Executor, out: Path) -> RolloutEngine:
     from agent.episode import Limits
+    from memcompiler.launch import scratch_of
     from training.rollout import RolloutEngine
 
-    served = build.load_served_compiler(config.compiler, config.seed) if config.compiler.engine == "vllm" else None
+    served: Any = None
+    if config.rollout_urls:
+        served = build.load_remote_compiler(config.compiler, config.seed, config.rollout_urls)
+    elif config.compiler.engine == "vllm":
+        served = build.load_served_compiler(config.compiler, config.seed)
+    scratch = scratch_of(out) if config.rollout_urls else None
     limits = Limits(config.max_steps, config.seed)
-    return RolloutEngine(envs.lease, executor, limits, config.concurrency, served)
+    return RolloutEngine(envs.lease, executor, limits, config.concurrency, served, scratch)
 
 
 def _rollout_rows(update: int, groups: Sequence[Group]) -> list[dict[str, Any]]:

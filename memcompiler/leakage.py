@@ -191,12 +191,41 @@ def _problems(folder: Path, task_ids: set[str]) -> list[str]:
     return problems
 
 
-def record_rows(run: RunFolder, rows: Path, problems: Sequence[str]) -> None:
-    """Manifest and verdict of the rows go with what is learnt from them."""
-    for name in (MANIFEST, LEAKAGE):
-        if (rows.parent / name).is_file():
-            shutil.copyfile(rows.parent / name, run.path / name)
+def record_rows(run: RunFolder, rows: Sequence[Path], problems: Sequence[str]) -> None:
+    """Manifest and verdict of the rows go with what is learnt from them; those of several folders together.
+
+    Raises:
+        ConfigError: rows of several benchmarks, which no evaluation could be compared with.
+    """
+    runs = [folder.parent for folder in rows]
+    if len(runs) > 1:
+        _record_together(run, runs)
+    else:
+        for name in (MANIFEST, LEAKAGE):
+            if (runs[0] / name).is_file():
+                shutil.copyfile(runs[0] / name, run.path / name)
     run.record(leakage={"problems": list(problems), "allowed": bool(problems)})
+
+
+def _record_together(run: RunFolder, runs: Sequence[Path]) -> None:
+    """One manifest of all tasks, none where one is missing (what was trained on is unknown then). Tasks of other seeds
+    may share an id: each stays."""
+    audits = [_json(folder / LEAKAGE) for folder in runs]
+    cleans = {audit.get("clean") for audit in audits}
+    facts = {"clean": False if False in cleans else None if None in cleans else True, "rows": audits}
+    if all((folder / MANIFEST).is_file() for folder in runs):
+        manifests = [Manifest.read(folder / MANIFEST) for folder in runs]
+        if len(benchmarks := sorted({manifest.benchmark for manifest in manifests})) > 1:
+            raise ConfigError(f"rows of {' and '.join(benchmarks)}: train on those of one benchmark at a time")
+        tasks = {(task.id, task.split, task.digest): task for manifest in manifests for task in manifest.tasks}
+        merged = Manifest(benchmarks[0], tuple(tasks[key] for key in sorted(tasks)))
+        merged.write(run.path / MANIFEST)
+        facts["train_sha256"] = merged.sha256
+    run.write_json(LEAKAGE, facts)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 # eval -----------------------------------------------------------------------------------------------------------------

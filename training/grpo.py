@@ -17,6 +17,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,13 @@ class Scores:
     mu: Tensor  # (B,), mean |mu|
 
 
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    groups: list[Group]
+    weight_version: int  # the update whose weights sampled them
+    seconds: float
+
+
 class GrpoTrainer:
     """Owns optimiser and cursor; `updates()` yields the metrics of each update and the groups it learnt from."""
 
@@ -65,11 +73,14 @@ class GrpoTrainer:
         self.executor_hash = executor.hash()
         compiler.decoding = sampling(config)
         backend = BACKENDS[config.backend]
-        self.sampler = _whole_copy(compiler) if backend.is_sharded else compiler  # rolls out
+        # What rolls out: the policy itself, unless it is about to be cut into slices or to change meanwhile.
+        self.sampler = _whole_copy(compiler) if backend.is_sharded or config.overlap else compiler
         projector_lr = (config.projector_lr or config.lr) if config.latent_weight else None
         self.backend = backend(compiler, None, lambda: make_optimizer(config, compiler, projector_lr), config.grad_clip)
         self.reference = self.backend.weights() if config.kl else {}
         self.update = 0
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self._ahead: Future[Rollout] | None = None  # of the next update, sampled by the weights before this one
 
     def resume(self) -> bool:
         """Continue from the newest whole checkpoint of the run, if there is one."""
@@ -111,20 +122,38 @@ class GrpoTrainer:
 
     def _update(self, update: int) -> tuple[dict[str, float], list[Group]]:
         started = time.perf_counter()
+        rollout = self._ahead.result() if self._ahead else self._rollout(update)()
+        saves = (update + 1) % self.config.save_every == 0 or update + 1 == self.config.updates
+        # Nothing is under way when a checkpoint is written, so that a run that resumes there sees what this one sees.
+        self._ahead = None if saves or not self.config.overlap else self._background.submit(self._rollout(update + 1))
+        rolled = time.perf_counter()
+        metrics = self.learn(samples_of(rollout.groups, self.compiler), update)
+        seconds = {
+            "seconds_rollout": rollout.seconds, "seconds_waited": rolled - started,
+            "seconds_update": time.perf_counter() - rolled,
+        }  # fmt: skip
+        self.update += 1
+        if saves:
+            self.save()
+        metrics = {"update": float(self.update), **_rollout_metrics(rollout.groups), **metrics, **seconds}
+        metrics["staleness"] = float(update - rollout.weight_version)
+        return metrics | {"seconds": time.perf_counter() - started}, rollout.groups
+
+    def _rollout(self, update: int) -> Callable[[], Rollout]:
+        """This rank's rollouts for `update`, by the weights as they are now: to be called at once, or in another thread
+        while they change."""
         mine = self.jobs_of(update)[distributed.rank() :: distributed.world_size()]
         if self.sampler is not self.compiler:
             checkpoint.put(self.sampler, self.backend.weights())
-        self.sampler.weight_version = update
+        self.sampler.weight_version = self.update
         self.sampler.generator.manual_seed((self.config.seed * 1_000_003 + update) * 1024 + distributed.rank())
-        groups = self.engine.run(self.sampler, mine, self.config.group_size) if mine else []
-        rolled = time.perf_counter()
-        metrics = self.learn(samples_of(groups, self.compiler), update)
-        seconds = {"seconds_rollout": rolled - started, "seconds_update": time.perf_counter() - rolled}
-        self.update += 1
-        if self.update % self.config.save_every == 0 or self.update == self.config.updates:
-            self.save()
-        metrics = {"update": float(self.update), **_rollout_metrics(groups), **metrics, **seconds}
-        return metrics | {"seconds": time.perf_counter() - started}, groups
+
+        def play() -> Rollout:
+            started = time.perf_counter()
+            groups = self.engine.run(self.sampler, mine, self.config.group_size) if mine else []
+            return Rollout(groups, self.sampler.weight_version, time.perf_counter() - started)
+
+        return play
 
     # -- the update ---------------------------------------------------------------------------------------------------
 

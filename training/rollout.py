@@ -24,6 +24,7 @@ from compiler.records import Compilation, Compiler, CompileRequest
 from envs.base import Environment
 from executor.frozen import Executor
 from soft_mem.projector import Projector
+from training import checkpoint
 from training.losses import group_advantages
 
 FAILURES = (StopReason.ENVIRONMENT_FAILURE, StopReason.EXECUTOR_FAILURE, StopReason.COMPILER_FAILURE)
@@ -69,7 +70,8 @@ class Group:
 
 
 class Served(Protocol):
-    """An engine beside the trainer that compiles with weights it is given (`compiler.served.VllmCompiler`)."""
+    """An engine beside the trainer that compiles with weights it is given: `compiler.served.VllmCompiler`, or services
+    (`compiler.remote.RemoteCompiler`)."""
 
     decoding: Decoding
     generator: torch.Generator
@@ -88,6 +90,7 @@ class RolloutEngine:
     limits: Limits
     concurrency: int = 64
     served: Served | None = None
+    scratch: Path | None = None  # where weights for `served` are put: a folder that it sees, too
 
     def run(self, compiler: MemoryCompiler, jobs: Sequence[Job], group_size: int) -> list[Group]:
         """One group of `group_size` episodes per job, in the order of jobs.
@@ -106,8 +109,8 @@ class RolloutEngine:
         """What compiles in this update, with the trainer's weights, decoding and random numbers."""
         if self.served is None:
             return compiler
-        with TemporaryDirectory(prefix="memcompiler-rollout-") as folder:
-            compiler.policy.save_pretrained(folder, safe_serialization=True, save_embedding_layers=False)
+        with TemporaryDirectory(prefix="memcompiler-rollout-", dir=self.scratch) as folder:
+            checkpoint.save_weights(Path(folder), compiler)
             self.served.load_adapter(Path(folder), compiler.weight_version, compiler.projector)
         self.served.decoding = compiler.decoding
         self.served.generator.manual_seed(compiler.generator.initial_seed())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,7 @@ def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, 
     prompt = executor.encode(request)
     memory = executor.tokenizer(row.memory_text, add_special_tokens=False)["input_ids"]
     return Example(
-        compiler.encode(row.compile_request()), compiler.emission_ids(row.emission), ExecutorPrompt(prompt.ids, None),
+        compiler.encode(row.compile_request()), compiler.emission_ids(row.emission), replace(prompt, soft=None),
         executor.action_ids(row.action), tuple(memory),
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 # Sourced by the job scripts: one torchrun agent per node, meeting on the first, one process per GPU.
 #   launch MODULE ARGUMENT...
+# PARTITION=1 (GRPO): the GPUs of every node are shared out to actors, rollout engines and executors (placement.*).
 # A run goes on from its newest checkpoint whenever it is started again: after preemption or a node's failure (Slurm
 # requeues the job), and before the time limit (the job requeues itself at the USR1 that --signal asks for).
 
@@ -19,10 +20,16 @@ launch() {
     [[ -n "$first" ]] || { echo "scontrol names no host of $SLURM_JOB_NODELIST" >&2; return 1; }
     port=$((20000 + SLURM_JOB_ID % 10000))
     trap 'echo "time is nearly up: requeued" >&2; scontrol requeue "$SLURM_JOB_ID"; exit 0' USR1
+    local meet=(
+        --nnodes="$SLURM_NNODES" --max_restarts=0 --rdzv_backend=c10d --rdzv_endpoint="$first:$port"
+        --rdzv_id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+    )
+    local start=(torchrun "${meet[@]}" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" -m "$@")
+    if [[ -n "${PARTITION:-}" ]]; then
+        start=(memcompiler launch grpo --torchrun "${meet[*]}" "${@:2}")
+    fi
     srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-        torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" --max_restarts=0 \
-        --rdzv_backend=c10d --rdzv_endpoint="$first:$port" --rdzv_id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
-        -m "$@" --on-exists resume &
+        "${start[@]}" --on-exists resume &
     agents=$!
     wait "$agents"
 }

@@ -18,7 +18,7 @@ from memcompiler.cli import app
 ROOT = Path(__file__).parents[2]
 GAMES = ROOT.parent / "shared" / "data" / "alfworld"
 SMALL = ["collect.env.scenes={train: 4, test: 3}", "sft.max_steps=4", "sft.batch_size=4", "eval.limit=6",
-         "eval.max_steps=4", "rollouts=2"]  # fmt: skip
+         "eval.max_steps=4", "grpo.updates=1", "grpo.tasks=2", "grpo.group_size=2", "grpo.max_steps=3"]  # fmt: skip
 DELIVERIES = ("none", "static", "compiled_text", "compiled")
 
 
@@ -53,7 +53,7 @@ def check_results(path: Path, deliveries=DELIVERIES) -> dict:
 def test_quickstart_writes_results_report_and_plots(quickstart):
     results = check_results(quickstart / "results.json")
     assert {"expert_compiler", "expert_random_entry", "compiled_shuffled_soft"} <= set(results["results"])
-    assert set(results["seconds"]) == {"collect", "sft", "rollouts", "eval", "total"}
+    assert set(results["seconds"]) == {"collect", "sft", "grpo", "eval", "total"}
     page = (quickstart / "report.html").read_text()
     assert "<html" in page and not re.search(r'(?:src|href)="https?://', page)
     assert (quickstart / "plots" / "deliveries.png").stat().st_size > 5_000
@@ -195,8 +195,8 @@ def test_help_answers_at_once():
     [
         (["train", "sft", "epoch=3"], "did you mean"),
         (["train", "sft", "rows=/nowhere"], "memcompiler collect"),
-        (["eval", "limit=0"], "no tasks"),
-        (["eval", "split=nope", "limit=1"], "test"),
+        (["eval", "limit=0", "deliveries=[none]"], "no tasks"),
+        (["eval", "split=nope", "limit=1", "deliveries=[none]"], "test"),
         (["eval", "deliveries=[magic]"], "magic"),
         (["eval", "deliveries=[compiled]", "limit=1", "env.scenes={test: 1}"], "checkpoint"),
     ],

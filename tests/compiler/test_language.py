@@ -17,7 +17,7 @@ from compiler.brief_state import (
     parse_brief_state,
     render_brief_state,
 )
-from compiler.language import Emission, Kind, ParseError, grammar, parse, render
+from compiler.language import SPACES, Emission, Kind, ParseError, grammar, parse, render
 
 text = st.text(min_size=0, max_size=30).map(one_line)
 words = text.filter(bool)
@@ -122,6 +122,24 @@ def test_grammar_defines_every_rule_that_it_uses():
 @given(emissions)
 def test_the_grammar_as_a_regular_expression_accepts_what_is_rendered(emission):
     assert re.fullmatch(_as_regex(), render(emission))
+
+
+@given(st.from_regex(re.compile("(?:[>+~^.-] ?)?[a\\\\|:. \\n>+~^.\u3000\x0b\x85\x1f-]{0,12}"), fullmatch=True))
+def test_whatever_the_grammar_accepts_is_parsed(text):
+    if re.fullmatch(_as_regex(), text):
+        assert parse(text).error is None
+
+
+def test_no_field_of_the_grammar_holds_white_space():
+    """A field of such a character alone would be empty for the parser."""
+    assert set(SPACES) == {chr(i) for i in range(0x110000) if chr(i).isspace()}
+    accepts = re.compile(_as_regex())
+    for space in SPACES:
+        assert not accepts.fullmatch(f"> {space}") and not accepts.fullmatch(f"+ a: {space}")
+    for shape in ("> {}", "> {} | {}", "+ {}: {}", "~ {}: {}", "- {}", "^ {}"):
+        for character in "aä中😀\x00\x7f\ud7ff\ue000\U0010ffff":
+            text = shape.replace("{}", character)
+            assert accepts.fullmatch(text) and parse(text).error is None, text
 
 
 def _as_regex() -> str:

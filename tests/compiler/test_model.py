@@ -1,10 +1,15 @@
 """The compiler: decoding with a cache agrees with one full forward pass, for VLM and text LM, padding and all."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import GenerationConfig
 
 from compiler.model import Decoding
+from configs.schema import CompilerConfig, EvalConfig, GrpoConfig
+from memcompiler import build
 from tests import tiny_models
 
 
@@ -60,6 +65,32 @@ def test_batching_does_not_change_results():
         torch.testing.assert_close(a.soft, b.soft, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("vlm", [True, False])
+def test_prompts_of_one_memory_share_their_beginning(vlm, monkeypatch):
+    compiler = tiny_models.memory_compiler(vlm)
+    a, b = tiny_models.request(0, image=vlm), tiny_models.request(1, image=vlm)
+    requests = [a, b, replace(a, observation="You see nothing."), tiny_models.request(2, image=vlm), a, b]
+    alone = [compiler.compile([r])[0] for r in requests]
+    read = []
+    hidden = compiler.backbone.hidden
+    monkeypatch.setattr(compiler.backbone, "hidden", lambda batch, *rest: read.append(batch) or hidden(batch, *rest))
+    for together, single in zip(compiler.compile(requests), alone, strict=True):
+        assert together.emission_ids == single.emission_ids
+        torch.testing.assert_close(together.soft, single.soft, atol=1e-5, rtol=1e-4)
+    beginnings, rest = read[:2]
+    groups = [[compiler.encode(requests[i]) for i in rows] for rows in ((0, 2, 4), (1, 5))]
+    common = [compiler.backbone.common(rows) for rows in groups]
+    for rows, n in zip(groups, common, strict=True):
+        begin = rows[0].ids[:n]
+        assert all(row.ids[:n] == begin for row in rows) and compiler.backbone.image_id not in begin
+        assert len(compiler.backbone.tokenizer.decode(begin).split("home 1: put")) > 1  # memory is in it
+    assert beginnings.tokens.shape == (3, max(common)) and beginnings.mask.sum().item() == sum(common) + 1
+    lengths = torch.tensor([len(compiler.encode(r).ids) for r in requests])
+    assert torch.equal(rest.mask.sum(1), lengths)  # every token of every row is attended to, once
+    read_here = rest.mask[:, -rest.tokens.shape[1] :].sum().item()
+    assert read_here == sum(lengths) - 3 * common[0] - 2 * common[1]
+
+
 def test_reserved_tokens_are_never_sampled():
     compiler = tiny_models.memory_compiler(True, decoding=Decoding(temperature=5.0, max_new_tokens=40))
     made = compiler.compile([tiny_models.request(i) for i in range(4)])
@@ -81,3 +112,33 @@ def test_only_lora_and_projector_train():
     names = [n for n, p in compiler.named_parameters() if p.requires_grad]
     assert names and all("lora_" in n or n.startswith("projector.") for n in names)
     assert not any("visual" in n for n in names)
+
+
+def test_who_may_hold_emissions_to_the_grammar():
+    """vLLM alone has grammars, and GRPO scores the policy without one."""
+    vllm = {"engine": "vllm", "constrained": True}
+    assert EvalConfig(compiler=vllm).compiler.constrained and not CompilerConfig().constrained
+    with pytest.raises(ValidationError, match="constrained emissions need engine vllm"):
+        CompilerConfig(constrained=True)
+    with pytest.raises(ValidationError, match="bias the ratio"):
+        GrpoConfig(compiler=vllm)
+
+
+@pytest.mark.parametrize("constrained", [True, False])
+def test_the_grammar_is_a_setting_of_the_served_compiler(constrained, monkeypatch):
+    asked = []
+
+    class Recorder:
+        @classmethod
+        def load(cls, *arguments, **settings):
+            asked.append(settings)
+            return cls()
+
+        def load_adapter(self, *arguments):
+            pass
+
+    monkeypatch.setattr("compiler.served.VllmCompiler", Recorder)
+    monkeypatch.setattr("training.checkpoint.find", lambda path: path)
+    monkeypatch.setattr("training.checkpoint.load_projector", lambda path: None)
+    build.load_served_compiler(CompilerConfig(engine="vllm", constrained=constrained, checkpoint="somewhere"))
+    assert asked[0]["constrained"] is constrained

@@ -210,7 +210,7 @@ def test_what_was_allowed_is_recorded(collected, tmp_path):
     (collected / "leakage.json").unlink()
     problems = leakage.guard_rows(collected / "rows", [], allow=True)
     run = RunFolder.create(tmp_path / "sft", SftConfig(), on_exists="raise")
-    leakage.record_rows(run, collected / "rows", problems)
+    leakage.record_rows(run, [collected / "rows"], problems)
     said = json.loads((tmp_path / "sft" / "environment.json").read_text())["leakage"]
     assert said["allowed"] is True and "no verdict" in said["problems"][0]
     assert Manifest.read(tmp_path / "sft" / "manifest.json") == Manifest.read(collected / "manifest.json")

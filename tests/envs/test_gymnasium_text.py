@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_said(env, message):
 class Counter:
     """An executor that answers 1, whatever is asked."""
 
-    accepts_soft = False
+    accepts_soft = sees_images = False
 
     def act(self, requests):
         return [Action("1", Grounding.CHOICE, "1", (1,), 1, 1) for _ in requests]

@@ -353,7 +353,7 @@ from executor.frozen import Action
 from executor.grounding import Grounding
 
 class Sleeper:
-    accepts_soft = False
+    accepts_soft = sees_images = False
     def act(self, requests):
         print(*pool.pids, flush=True)
         return [Action("sleep 60", Grounding.CHOICE, "", (), 0, 0) for _ in requests]

@@ -31,7 +31,7 @@ EVERY = 40
 class FirstCommand:
     """Acts without reading."""
 
-    accepts_soft = False
+    accepts_soft = sees_images = False
 
     def act(self, requests):
         return [Action(r.admissible[0], Grounding.CHOICE, "", (), 0, 0) for r in requests]

@@ -11,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 
 from agent.records import Episode, StepRecord, StopReason
-from eval.episodes import episode_from_json, read_episodes
+from eval.episodes import episode_from_json, read_episodes, read_matrix
 from eval.metrics import bootstrap_mean, ordered, paired_bootstrap_difference, results, summarise, wilson
 from eval.table import print_results, to_markdown
 
@@ -169,6 +169,31 @@ def test_summary_by_hand() -> None:
     assert {kind: entry["success"]["mean"] for kind, entry in summary["by_kind"].items()} == {"heat": 0.0, "pick": 1.0}
 
 
+def test_usage_and_rates_by_hand() -> None:
+    clocks = [{"compiler": s, "executor": 0.1, "environment": 0.0} for s in (0.1, 0.2, 0.3, 0.4)]
+    four = [compiled_step("BRIEF", seconds=each) for each in clocks]
+    four[0].tokens = {**four[0].tokens, "compiler_cached": 64}
+    four[1].op_errors, four[2].op_errors = ("create: key exists: a", "update: no such key: b"), ("create: there is",)
+    four[3].grounding, four[2].grounding = "failed", "free"
+    four.append(step(4))  # broke before anybody was asked
+    summary = summarise([episode(steps=four)])
+    usage = summary["usage"]["compiler"]
+    assert (usage["tokens_in"], usage["tokens_out"], usage["tokens_cached"], usage["calls"]) == (360, 40, 64, 4)
+    assert usage["seconds"] == pytest.approx(1.0)
+    # linear between 0.2 and 0.3; and 0.85 of the way from 0.3 to 0.4
+    assert usage["latency"] == {"p50": pytest.approx(0.25), "p95": pytest.approx(0.385)}
+    assert summary["usage"]["executor"]["tokens_cached"] is None
+    assert set(summary["usage"]["environment"]) == {"calls", "seconds", "latency"}
+    assert summary["op_errors"] == {"create": 2, "update": 1} and summary["op_error_rate"] == 0.5
+    assert summary["grounding_failure_rate"] == pytest.approx(1 / 3)  # of choice, choice, failed
+    assert (summary["steps"], summary["planner_steps"], summary["environment_steps"]) == (5, 4, 4)
+
+
+def test_standard_errors() -> None:
+    assert wilson(5, 10).stderr == pytest.approx((0.25 / 10) ** 0.5)
+    assert bootstrap_mean([0.0, 1.0] * 50).stderr == pytest.approx(0.05, abs=0.002)
+
+
 def test_summary_without_a_compiler_or_families() -> None:
     summary = summarise(played("10", delivery="none"))
     assert (summary["emission_mix"], summary["parse_error_rate"], summary["by_family"]) == ({}, None, {})
@@ -217,6 +242,21 @@ def test_results_schema() -> None:
     assert json.loads(json.dumps(run_results, allow_nan=False)) == run_results
 
 
+def test_a_named_baseline_and_the_groups_of_a_matrix() -> None:
+    named = {"k=1/none": "0000", "k=1/compiled": "1100", "k=4/none": "1000", "k=4/compiled": "1110"}
+    per_name = {name: played(wins, delivery=name) for name, wins in named.items()}
+    pairs = [("k=4/compiled", "k=1/compiled"), ("k=4/compiled", "k=4/none"), ("k=4/compiled", "absent")]
+    run_results = results(per_name, META, pairs)
+    differences = run_results["paired_difference"]
+    assert list(run_results["results"]) == ["k=1/none", "k=1/compiled", "k=4/none", "k=4/compiled"]
+    assert set(differences) == {
+        "k=1/compiled - k=1/none", "k=4/compiled - k=4/none", "k=4/compiled - k=1/compiled"
+    }  # fmt: skip
+    assert differences["k=4/compiled - k=1/compiled"]["mean"] == 0.25
+    text = printed(run_results)
+    assert "k=4/compiled, text + soft − k=1/compiled, text + soft: +25.0 points" in text
+
+
 def test_results_need_their_meta_data() -> None:
     with pytest.raises(ValueError, match="split"):
         results({"none": played("1")}, {"environment": "household", "seed": 0})
@@ -244,6 +284,17 @@ def test_episodes_come_back_from_json(tmp_path: Any) -> None:
     assert back is not None and back.tobytes() == picture.tobytes()
     original[0].steps[0].image = restored[0].steps[0].image = None  # pictures compare by identity
     assert restored == original
+
+
+def test_episodes_of_a_matrix_come_under_the_names_of_its_table(tmp_path: Any) -> None:
+    cells = {}
+    for scene_seed in (0, 1):
+        folder = tmp_path / "cells" / str(scene_seed)
+        folder.mkdir(parents=True)
+        (folder / "episodes.jsonl").write_text(json.dumps(episode(delivery="none").to_json()) + "\n")
+        cells[str(scene_seed)] = {"path": f"cells/{scene_seed}", "group": "k=1", "scene_seed": scene_seed}
+    found = [(e.delivery, e.task_id) for e in read_matrix(tmp_path, {"cells": cells})]
+    assert found == [("k=1/none", "0/t0"), ("k=1/none", "1/t0")]
 
 
 def test_what_is_no_episode_is_refused(tmp_path: Any) -> None:

@@ -82,6 +82,27 @@ def test_one_agent_per_node_meets_on_the_first(slurm, monkeypatch, stage, settin
     assert "HF_HUB_OFFLINE=1\n" in environment and "MEMCOMPILER_DIST_TIMEOUT=60\n" in environment
 
 
+@pytest.mark.parametrize("nodes", ["node07", "node07,node08"])
+def test_a_partitioned_job_launches_actors_and_services_on_every_node(slurm, monkeypatch, nodes):
+    from torch.distributed.run import get_args_parser
+
+    from memcompiler.cli import app
+
+    monkeypatch.setenv("PARTITION", "1")
+    done = submit("grpo.sbatch", monkeypatch, nodes, "placement.actors=5", "placement.rollouts=2")
+    assert done.returncode == 0, done.stderr
+    arguments = slurm.read_text().splitlines()
+    asked = arguments[arguments.index("memcompiler") + 1 :]
+    assert asked[:3] == ["launch", "grpo", "--torchrun"] and "--ntasks-per-node=1" in arguments
+    meet = get_args_parser().parse_args([*asked[3].split(), "x"])  # torchrun's own parser
+    assert (meet.nnodes, meet.rdzv_backend) == (str(len(nodes.split(","))), "c10d")
+    assert meet.rdzv_endpoint == f"node07:{20000 + 1234567 % 10000}"
+    monkeypatch.chdir(ROOT)
+    printed = CliRunner().invoke(app, [*asked, "--print-config"])  # our own
+    assert printed.exit_code == 0, printed.output
+    assert "actors: 5" in printed.output and "rollouts: 2" in printed.output and "executors: 1" in printed.output
+
+
 def test_a_failing_step_fails_the_job(slurm, monkeypatch, tmp_path):
     (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexit 7\n")
     assert submit("sft.sbatch", monkeypatch, "node07").returncode == 7

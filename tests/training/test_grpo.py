@@ -353,3 +353,41 @@ def test_resume_is_exact(tmp_path):
     assert all(torch.equal(expected[n], w) for n, w in trainable(second).items())
     with pytest.raises(checkpoint.CheckpointError, match="3 tasks with seed 0"):
         trainer(tmp_path / "cut", seed=1).resume()
+
+
+def test_overlap_plays_one_update_ahead_and_resumes_exactly(tmp_path):
+    settings = {"updates": 6, "save_every": 3, "overlap": True, "importance_cap": 2.0, "projector_lr": 1e-2}
+    whole = trainer(tmp_path / "whole", **settings)
+    rows = [(metrics, samples_of(groups, whole.compiler)) for metrics, groups in whole.updates()]
+    assert [metrics["staleness"] for metrics, _ in rows] == [0, 1, 1, 0, 1, 1]  # a checkpoint is a synchronous point
+    for u, (metrics, samples) in enumerate(rows):
+        assert {s.weight_version for s in samples} == {u - metrics["staleness"]}
+        assert (metrics["mismatch_kl"] > 1e-6) == bool(metrics["staleness"])
+    first = trainer(tmp_path / "cut", **settings)
+    for metrics, _ in first.updates():
+        if metrics["update"] == 5:  # killed after the fifth, the sixth under way: the checkpoint holds three
+            break
+    second = trainer(tmp_path / "cut", **settings)
+    assert second.resume() and second.update == 3
+    run_grpo(second, lambda *_: None)
+    expected = trainable(whole)
+    assert all(torch.equal(expected[n], w) for n, w in trainable(second).items())
+
+
+@pytest.mark.parametrize(("gap", "weight"), [(0.25, math.exp(0.25)), (2.0, 1.5), (-1.0, math.exp(-1.0))])
+def test_importance_weights_by_hand(tmp_path, gap, weight):
+    """Stale samples count by min(pi / pi_rollout, cap), token by token."""
+    losses = []
+    for cap in (0.0, 1.5):
+        t = trainer(tmp_path, importance_cap=cap)
+        lucky = [s for s in fresh_samples(t) if s.advantage > 0]
+        samples = [_moved(s, torch.full_like(s.rollout_logprobs, -gap)) for s in lucky]
+        weights, _, _ = _token_weights(samples, t.config)
+        nothing = [None] * len(samples)
+        losses.append(float(t._loss(samples, weights, nothing, nothing)[0].detach()))
+    assert losses[0] < -0.1 and losses[1] == pytest.approx(losses[0] * weight, rel=1e-3)
+
+
+def test_overlap_wants_a_correction():
+    with pytest.raises(ValueError, match="set importance_cap"):
+        GrpoConfig(overlap=True)

@@ -118,6 +118,7 @@ class ScriptedExecutor:
 
     seed: int = 0
     accepts_soft: bool = False
+    sees_images: bool = False
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)

@@ -1,0 +1,178 @@
+"""Does GRPO learn, and through which channel? Several seeds, held-out success at every checkpoint.
+
+    python benchmarks/grpo_learning.py --out out/grpo-learning 201 202 203 [--jobs 2] [--variants both text ...]
+
+Each seed is another set of scenes, another collection and another short SFT run, from which every variant starts (the
+`linear` projector from an SFT run of its own). Held-out tasks are played at every checkpoint, at temperature 1 (the
+policy that GRPO improves) and greedily; the change from the SFT checkpoint to the last one is paired by task, with a
+bootstrap interval over the tasks of all seeds. What stands in --out already is not made again, so that a run that was
+stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+
+from eval.episodes import read_episodes
+from eval.metrics import bootstrap_mean, wilson
+
+LINEAR = "compiler.soft.projector=linear"
+VARIANTS = {  # name: settings of GRPO
+    "both": [],
+    "text": ["latent_weight=0"],
+    "latent": ["text_weight=0"],
+    "linear": [LINEAR],
+}
+FAMILIES = ("", "text", "visual")
+TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
+Outcomes = dict[str, tuple[str, bool]]  # task: family, success
+
+
+def run(out: Path, log: str, *command: str) -> None:
+    """A command of ours, unless its mark in `out` says that it has been run to its end."""
+    mark = out / f".{log}.done"
+    if mark.exists():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / f"{log}.log").open("w") as file:
+        subprocess.run([sys.executable, "-m", "memcompiler", *command], check=True, stdout=file, stderr=file)
+    mark.touch()
+
+
+def one_seed(root: Path, seed: int, linear: bool, a: argparse.Namespace) -> None:
+    """Rows and SFT checkpoints of a seed."""
+    out = root / str(seed)
+    world = [f"env.seed={seed}", f"seed={seed}"]
+    run(out, "collect", "collect", "-c", "collect/quickstart", *world, "--out", f"{out}/collect")
+    for kind, extra in (("gaussian", []), ("linear", [LINEAR]))[: 2 if linear else 1]:
+        run(
+            out, f"sft-{kind}", "train", "sft", "-c", "sft/quickstart", f"rows={out}/collect/rows", f"seed={seed}",
+            f"max_steps={a.sft_steps}", *extra, "--out", f"{out}/sft-{kind}",
+        )  # fmt: skip
+
+
+def one_variant(root: Path, seed: int, name: str, a: argparse.Namespace) -> None:
+    """GRPO of a variant, and the held-out success of its checkpoints."""
+    out, start = root / str(seed) / name, start_of(root, seed, name)
+    settings = [f"updates={a.updates}", f"save_every={a.every}", "keep=1000", *VARIANTS[name], *a.overrides]
+    run(
+        out, "grpo", "train", "grpo", "-c", "grpo/quickstart", f"env.seed={seed}", f"seed={seed}",
+        f"compiler.checkpoint={start}", *settings, "--out", f"{out}/grpo",
+    )  # fmt: skip
+    for update in range(a.every, a.updates + 1, a.every):
+        held_out(out / f"eval-{update}", seed, out / f"grpo/checkpoints/step-{update:06d}", name, a)
+
+
+def start_of(root: Path, seed: int, name: str) -> Path:
+    return root / str(seed) / ("sft-linear" if name == "linear" else "sft-gaussian")
+
+
+def one_start(root: Path, seed: int, name: str, a: argparse.Namespace) -> None:
+    start = start_of(root, seed, name)
+    held_out(start.with_name(f"eval-{start.name}"), seed, start, name, a)
+
+
+def held_out(out: Path, seed: int, checkpoint: Path, name: str, a: argparse.Namespace) -> None:
+    for how, temperature in TEMPERATURES.items():
+        run(
+            out, how, "eval", "-c", "eval/quickstart", f"env.seed={seed}", f"seed={seed}", "deliveries=[compiled]",
+            f"limit={a.limit}", f"compiler.checkpoint={checkpoint}", f"compiler.temperature={temperature}",
+            *([LINEAR] if name == "linear" else []), "--out", f"{out}/{how}-run",
+        )  # fmt: skip
+
+
+def outcomes(root: Path, seed: int, name: str, update: int, how: str) -> Outcomes:
+    start = start_of(root, seed, name)
+    folder = root / str(seed) / name / f"eval-{update}" if update else start.with_name(f"eval-{start.name}")
+    found = read_episodes(folder / f"{how}-run" / "episodes.jsonl")
+    return {f"{seed}/{e.task_id}": (e.family, e.success) for e in found}
+
+
+def rows(root: Path, a: argparse.Namespace) -> Iterator[dict]:
+    """A row per variant, policy, family and checkpoint: success over all seeds' tasks, and its change since SFT."""
+    updates = range(0, a.updates + 1, a.every)
+    for name, how in itertools.product(a.variants, TEMPERATURES):
+        every = {u: {k: v for s in a.seeds for k, v in outcomes(root, s, name, u, how).items()} for u in updates}
+        for family, update in itertools.product(FAMILIES, updates):
+            tasks = [k for k, (of, _) in every[0].items() if family in ("", of)]
+            success = [float(every[update][k][1]) for k in tasks]
+            change = [after - float(every[0][k][1]) for after, k in zip(success, tasks, strict=True)]
+            i, c = wilson(int(sum(success)), len(tasks)), bootstrap_mean(change)
+            by_seed = {
+                s: fmean(x for x, k in zip(success, tasks, strict=True) if k.startswith(f"{s}/")) for s in a.seeds
+            }
+            yield {
+                "variant": name, "policy": how, "family": family or "all", "update": update, "n": len(tasks),
+                "success": fmean(success), "interval": [i.low, i.high], "change": fmean(change),
+                "change_interval": [c.low, c.high], "better": change.count(1.0), "worse": change.count(-1.0),
+                "by_seed": by_seed,
+            }  # fmt: skip
+
+
+def plot(found: list[dict], variants: list[str], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.4), dpi=150, layout="constrained")
+    for panel, family in zip(figure.subplots(1, 3, sharey=True), ("all", "text", "visual"), strict=True):
+        for i, name in enumerate(variants):
+            line = [r for r in found if (r["variant"], r["family"], r["policy"]) == (name, family, "sampled")]
+            at, low, high = [r["update"] for r in line], *zip(*(r["interval"] for r in line), strict=True)
+            panel.fill_between(at, [100 * x for x in low], [100 * x for x in high], color=f"C{i}", alpha=0.12, lw=0)
+            panel.plot(at, [100 * r["success"] for r in line], color=f"C{i}", marker="o", ms=3, label=name)
+        panel.set_title(f"{family} tasks (n = {line[0]['n']})", loc="left", fontsize=10)
+        panel.set_xlabel("GRPO update")
+        panel.grid(alpha=0.25)
+    figure.axes[0].set_ylabel("held-out success at T = 1, %")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--updates", type=int, default=16)
+    parser.add_argument("--every", type=int, default=8, help="updates between checkpoints that are evaluated")
+    parser.add_argument("--sft-steps", type=int, default=80)
+    parser.add_argument("--limit", type=int, default=96, help="held-out tasks of each seed")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("rest", nargs="+", help="seeds, then settings of GRPO as a.b=c")
+    a = parser.parse_args()
+    a.seeds, a.overrides = [int(x) for x in a.rest if "=" not in x], [x for x in a.rest if "=" in x]
+    with ThreadPoolExecutor(a.jobs) as pool:
+        each: Callable[[Callable, list], list] = lambda f, xs: list(pool.map(lambda x: f(a.out, *x, a), xs))
+        each(one_seed, [(seed, "linear" in a.variants) for seed in a.seeds])
+        starts = {start_of(a.out, seed, name): (seed, name) for name in a.variants for seed in a.seeds}
+        each(one_start, list(starts.values()))
+        each(one_variant, [(seed, name) for name in a.variants for seed in a.seeds])
+    found = list(rows(a.out, a))
+    (a.out / "results.json").write_text(json.dumps(found, indent=1))
+    plot(found, a.variants, a.out / "curves.png")
+    print("| variant | policy | tasks | before % | after % [95 %] | change [95 %] | better / worse | by seed |")
+    print("| --- | --- | --- | ---: | ---: | ---: | ---: | --- |")
+    for row in (r for r in found if r["update"] == a.updates):
+        print(f"| {' | '.join(cells(row))} |")
+
+
+def cells(row: dict) -> list[str]:
+    (low, high), (lower, upper) = row["interval"], row["change_interval"]
+    return [
+        row["variant"], row["policy"], f"{row['family']} (n = {row['n']})",
+        f"{100 * (row['success'] - row['change']):.1f}",
+        f"{100 * row['success']:.1f} [{100 * low:.1f}, {100 * high:.1f}]",
+        f"{100 * row['change']:+.1f} [{100 * lower:+.1f}, {100 * upper:+.1f}]", f"{row['better']} / {row['worse']}",
+        " / ".join(f"{100 * x:.1f}" for x in row["by_seed"].values()),
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

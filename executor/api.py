@@ -1,0 +1,51 @@
+"""A closed model as executor: text guidance only, over any OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from executor.endpoint import Endpoint, Message, user_message
+from executor.frozen import Action
+from executor.grounding import ground
+from executor.prompt import ExecutorRequest, executor_parts
+from memory.trajectory import png_bytes
+
+
+class ApiExecutor:
+    """A backend of the protocol `executor.frozen.Executor`. It reads the prompt that every executor reads, answers in
+    free text, and the answer is grounded; commands that the prompt does not list are not listed to it either.
+
+    Args:
+        role: under which name the endpoint accounts for it.
+    """
+
+    accepts_soft = False
+
+    def __init__(
+        self, endpoint: Endpoint, instructions: str = "", max_new_tokens: int = 64, role: str = "executor"
+    ) -> None:  # fmt: skip
+        self.endpoint, self.instructions = endpoint, instructions
+        self.max_new_tokens, self.role = max_new_tokens, role
+        self.sees_images = endpoint.config.images
+
+    def act(self, requests: Sequence[ExecutorRequest]) -> list[Any]:
+        """One action per request, in order. A failure stands in the place of its action and ends that episode only."""
+        return self.endpoint.run([self._act(request) for request in requests])
+
+    def hash(self) -> str:
+        """Whose weights these are: nobody outside knows more than the model's name."""
+        return f"{self.endpoint.config.model} at {self.endpoint.config.base_url}"
+
+    async def _act(self, request: ExecutorRequest) -> Action:
+        answer = await self.endpoint.ask(self.messages(request), self.role, self.max_new_tokens)
+        grounded = ground(answer.text, request.admissible)
+        return Action(grounded.action, grounded.how, answer.text, (), answer.tokens_in, answer.tokens_out)
+
+    def messages(self, request: ExecutorRequest) -> list[Message]:
+        image = request.image if self.sees_images else None
+        plain = replace(request, image=image, delivered=replace(request.delivered, soft=None))
+        before, *after = executor_parts(plain, "")
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [*system, user_message(before, *([] if image is None else [png_bytes(image), *after]))]

@@ -1,0 +1,463 @@
+"""One client for every OpenAI-compatible endpoint: closed executors and endpoint teachers alike.
+
+What can go wrong is counted by kind and tried again: `rate_limit` (429), `server_error` (5xx), `timeout`, `connection`,
+`not_json` (a body that is no JSON, or half of one), `no_choice` (JSON without an answer in it). What is not worth
+another attempt (`refused`: any other 4xx) fails the one request; a wrong key or model, a spent budget, or an endpoint
+that does not answer any more stop the client: no request is sent after that.
+
+Answers and what they cost are kept in one SQLite file. It survives kill -9 at any moment and may be shared by processes
+of one machine; it holds hashes of requests, never the requests, and no key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import email.utils
+import hashlib
+import json
+import os
+import random
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.schema import EndpointConfig
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+Message = dict[str, Any]  # {"role", "content"}, as the chat protocol has it
+
+MAX_WAIT_S = 120.0  # between two attempts, whatever Retry-After says
+SILENT = 5  # requests in a row that were given up before the endpoint counts as gone
+STOPPING = (401, 402, 403, 404)  # a key, an account or a model that no later request will find mended
+RETRIED = {408: "timeout", 409: "server_error", 425: "rate_limit", 429: "rate_limit"}
+ANSWER = "answer"
+
+
+class EndpointStop(RuntimeError):
+    """No further request is sent. The message says why and what to do; what was answered is kept."""
+
+
+class EndpointFailure(RuntimeError):
+    """One request has no usable answer after all attempts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Text is data: it is never run, formatted or used as a template."""
+
+    text: str
+    tokens_in: int
+    tokens_out: int
+    truncated: bool = False  # the model stopped at the limit of tokens
+
+
+class _Fault(Exception):
+    """One attempt failed."""
+
+    def __init__(self, kind: str, detail: str, wait_s: float = 0.0, paid: tuple[int, int] = (0, 0)) -> None:
+        super().__init__(f"{kind}: {detail}")
+        self.kind, self.wait_s, self.paid = kind, wait_s, paid
+
+
+class Endpoint:
+    """Asks one model. Requests run concurrently in a thread of their own; `run` waits for a batch of them.
+
+    Args:
+        config: where, which model, prices and limits.
+        cache: the SQLite file, where the configuration names none; None keeps answers in memory.
+
+    Raises:
+        ValueError: the environment variable that should hold the key does not.
+    """
+
+    def __init__(self, config: EndpointConfig, cache: Path | None = None) -> None:
+        self.config = config
+        self.stopped: EndpointStop | None = None
+        self.from_cache: Counter[str] = Counter()  # by role, of this process
+        self._key = _key(config.key_env)
+        named = Path(config.cache) if config.cache else cache
+        self._ledger = Ledger(named, config.model)
+        self._pace = Pace(config.rpm, config.tpm)
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._silent = 0
+        self._client: AsyncOpenAI | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Results in order; where a coroutine raised EndpointFailure or EndpointStop, that stands in its place."""
+
+        async def all_of_it() -> list[Any]:
+            return await asyncio.gather(*work, return_exceptions=True)
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
+        results = asyncio.run_coroutine_threadsafe(all_of_it(), self._loop).result()
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, EndpointFailure | EndpointStop):
+                raise result
+        return results
+
+    async def ask(self, messages: Sequence[Message], role: str, max_tokens: int, repeat: int = 0) -> Answer:
+        """The model's answer, from the cache if the same was asked before.
+
+        Args:
+            role: whose tokens these are, in the accounts.
+            repeat: another number is another request: for several answers to the same messages.
+
+        Raises:
+            EndpointFailure: no usable answer.
+            EndpointStop: nothing is asked any more.
+        """
+        parameters = {self.config.length_key: max_tokens, **self.config.extra}
+        if self.config.temperature is not None:
+            parameters["temperature"] = self.config.temperature
+        body = {"model": self.config.model, "messages": list(messages), **parameters}
+        key = request_key(body, repeat)
+        with self._stopping():
+            if (known := self._ledger.answer(key)) is not None:
+                self.from_cache[role] += 1
+                return known
+            async with self._slots:
+                return await self._insist(body, key, role, max_tokens)
+
+    def check(self) -> None:
+        """Raises: EndpointStop, where the client has stopped."""
+        if self.stopped is not None:
+            raise self.stopped
+
+    def account(self) -> dict[str, Any]:
+        """Requests, faults by kind, tokens and money (at the present prices) of all that the ledger holds for this
+        model, and by role; answers from the cache are those of this process."""
+        return self._ledger.account(self.config) | {"from_cache": self.from_cache.total()}
+
+    async def _insist(self, body: dict[str, Any], key: str, role: str, max_tokens: int) -> Answer:
+        """Attempts until there is an answer, none is left, or there is no use in more."""
+        estimate, last = _estimate(body["messages"]) + max_tokens, None
+        for attempt in range(self.config.retries + 1):
+            self.check()
+            self._check_budget()
+            await asyncio.sleep(self._pace.delay(estimate))
+            try:
+                answer = await self._attempt(body)
+            except _Fault as fault:
+                self._ledger.count(role, fault.kind, *fault.paid)
+                last = fault
+                if fault.kind == "refused":
+                    raise EndpointFailure(self._scrubbed(str(fault))) from None
+                self._pace.hold(fault.wait_s)
+                if attempt < self.config.retries:
+                    backoff = min(MAX_WAIT_S, self.config.backoff_s * 2**attempt)
+                    await asyncio.sleep(max(fault.wait_s, backoff * random.uniform(0.5, 1.5)))
+                continue
+            self._silent = 0
+            self._pace.correct(answer.tokens_in + answer.tokens_out - estimate)
+            return self._ledger.keep(key, role, answer)
+        self._silent += 1
+        told = self._scrubbed(f"no usable answer in {self.config.retries + 1} attempts, the last: {last}")
+        if self._silent >= SILENT:
+            raise EndpointStop(
+                f"{self.config.model} at {self.config.base_url} failed {self._silent} requests in a row ({told}). "
+                "See that it answers, then run the same command again"
+            )
+        raise EndpointFailure(told)
+
+    async def _attempt(self, body: dict[str, Any]) -> Answer:
+        """One HTTP request. Raises: _Fault, EndpointStop."""
+        import openai
+
+        standard = ("model", "messages", "temperature", self.config.length_key)
+        known = {name: value for name, value in body.items() if name in standard}
+        extra = {name: value for name, value in body.items() if name not in standard}
+        create = self._open().chat.completions.with_raw_response.create
+        try:
+            async with asyncio.timeout(self.config.timeout_s):  # whole: a server may also drip bytes for ever
+                raw = await create(**known, extra_body=extra or None)
+        except (TimeoutError, openai.APITimeoutError):
+            raise _Fault("timeout", f"no answer in {self.config.timeout_s:g} s") from None
+        except openai.APIStatusError as error:
+            raise self._status_fault(error.status_code, error.response.headers, error.message) from None
+        except openai.APIConnectionError as error:
+            raise _Fault("connection", str(error.__cause__ or error)) from None
+        return read_answer(raw.text, body["messages"])
+
+    def _status_fault(self, status: int, headers: Any, message: str) -> _Fault:
+        detail = f"{status} {message[:300]}"
+        if status in STOPPING:
+            raise EndpointStop(
+                self._scrubbed(
+                    f"{self.config.base_url} refuses {self.config.model}: {detail}. Check api.base_url, api.model, "
+                    f"and the key in the environment variable {self.config.key_env}"
+                )
+            )
+        kind = RETRIED.get(status, "server_error" if status >= 500 else "refused")
+        return _Fault(kind, detail, retry_after(headers.get("retry-after")))
+
+    def _check_budget(self) -> None:
+        limits = self.config
+        if limits.budget is None and limits.budget_tokens is None:
+            return
+        tokens_in, tokens_out = self._ledger.spent()
+        money, tokens = price(limits, tokens_in, tokens_out), tokens_in + tokens_out
+        for name, limit, spent in (("budget", limits.budget, money), ("budget_tokens", limits.budget_tokens, tokens)):
+            if limit is not None and spent >= limit:
+                raise EndpointStop(
+                    f"{limits.model}: the {name} of {limit:g} is spent ({money:.4f} for {tokens_in} tokens read and "
+                    f"{tokens_out} written). What is done is kept: raise api.{name} and run the same command again"
+                )
+
+    def _open(self) -> AsyncOpenAI:
+        """Made late, in the thread that uses it; importing openai takes a second."""
+        if self._client is None:
+            from openai import AsyncOpenAI
+
+            self._client = AsyncOpenAI(
+                base_url=self.config.base_url, api_key=self._key or "none", timeout=self.config.timeout_s, max_retries=0
+            )
+        return self._client
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """The first reason to stop is the one that is told."""
+        try:
+            self.check()
+            yield
+        except EndpointStop as stop:
+            self.stopped = self.stopped or stop
+            raise
+
+    def _scrubbed(self, text: str) -> str:
+        """Servers quote keys in their complaints."""
+        return text.replace(self._key, "***") if self._key else text
+
+
+# -- requests and answers ---------------------------------------------------------------------------------------------
+
+
+def user_message(*parts: str | bytes) -> Message:
+    """A user turn of texts and pictures (PNG), in order."""
+    if all(isinstance(part, str) for part in parts):
+        return {"role": "user", "content": "".join(map(str, parts))}
+    return {"role": "user", "content": [_content(part) for part in parts]}
+
+
+def _content(part: str | bytes) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(part).decode()}}
+
+
+def request_key(body: dict[str, Any], repeat: int) -> str:
+    """SHA-256 of model, messages, parameters and the repeat index; the address is not part of it."""
+    return hashlib.sha256(json.dumps([body, repeat], sort_keys=True).encode()).hexdigest()
+
+
+def read_answer(text: str, messages: Sequence[Message] = ()) -> Answer:
+    """The first choice of a response body. Servers that count no tokens get an estimate, four characters each.
+
+    Raises:
+        _Fault: not JSON, or no answer in it.
+    """
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _Fault("not_json", f"{type(error).__name__}, the body begins {text[:80]!r}") from None
+    usage = body.get("usage") if isinstance(body, dict) else None
+    counts = usage if isinstance(usage, dict) else {}
+    read = _count(counts.get("prompt_tokens"))
+    written = _count(counts.get("completion_tokens"))
+    try:
+        choice = body["choices"][0]
+        content, reason = choice["message"]["content"], choice.get("finish_reason")
+    except (LookupError, TypeError, AttributeError):
+        content, reason = None, None
+    if not isinstance(content, str):
+        raise _Fault("no_choice", f"the body begins {text[:80]!r}", paid=(read or 0, written or 0))
+    content = content.encode("utf-8", "replace").decode()  # half a surrogate pair is legal JSON, but not text
+    read = _estimate(messages) if read is None else read
+    written = len(content) // 4 + 1 if written is None else written
+    return Answer(content, read, written, reason == "length")
+
+
+def retry_after(value: str | None) -> float:
+    """Seconds to wait, of a header that holds seconds or a date; 0 where it says nothing of use."""
+    if not value:
+        return 0.0
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, TypeError):
+            return 0.0
+    return min(MAX_WAIT_S, seconds) if seconds > 0 else 0.0  # also of "nan"
+
+
+def price(config: EndpointConfig, tokens_in: int, tokens_out: int) -> float:
+    return (tokens_in * config.price_in + tokens_out * config.price_out) / 1e6
+
+
+def _key(name: str | None) -> str:
+    if name is None:
+        return ""
+    if not (key := os.environ.get(name, "")):
+        raise ValueError(
+            f"the environment variable {name} (api.key_env) holds no key: set it, or say api.key_env=null for a server "
+            "that wants none"
+        )
+    return key
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**9 else None
+
+
+def _estimate(messages: Sequence[Message]) -> int:
+    """Tokens, at four characters each; a picture counts as a thousand."""
+    total = 0
+    for message in messages:
+        parts = message["content"]
+        for part in [{"text": parts}] if isinstance(parts, str) else parts:
+            total += len(part["text"]) // 4 + 1 if "text" in part else 1000
+    return total
+
+
+# -- pace -------------------------------------------------------------------------------------------------------------
+
+
+class Pace:
+    """Requests and tokens per minute, spread evenly: each start moves the next one back by its share of the minute."""
+
+    def __init__(self, rpm: float | None, tpm: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_request = 60 / rpm if rpm else 0.0
+        self._per_token = 60 / tpm if tpm else 0.0
+        self._clock, self._free_at = clock, 0.0
+
+    def delay(self, tokens: int) -> float:
+        """Seconds until a request of so many tokens may start; its share of the minute is taken."""
+        now = self._clock()
+        start = max(now, self._free_at)
+        self._free_at = start + max(self._per_request, tokens * self._per_token)
+        return start - now
+
+    def correct(self, tokens: int) -> None:
+        """A request had so many tokens more (or fewer) than it was taken for."""
+        self._free_at += tokens * self._per_token
+
+    def hold(self, seconds: float) -> None:
+        """Nothing starts before: the server has said so."""
+        if seconds > 0:
+            self._free_at = max(self._free_at, self._clock() + seconds)
+
+
+# -- ledger -----------------------------------------------------------------------------------------------------------
+
+
+class Ledger:
+    """Answers by request, and running totals of what was sent; every change is one transaction.
+
+    Raises:
+        EndpointStop: the file cannot be used. The message says what to do.
+    """
+
+    def __init__(self, path: Path | None, model: str) -> None:
+        self.path, self.model = path, model
+        with self._clear_errors():
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path or ":memory:", timeout=60, check_same_thread=False, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, text TEXT NOT NULL, "
+                "tokens_in INTEGER NOT NULL, tokens_out INTEGER NOT NULL, truncated INTEGER NOT NULL)"
+            )
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS totals (model TEXT, role TEXT, outcome TEXT, n INTEGER NOT NULL, "
+                "tokens_in INTEGER NOT NULL, tokens_out INTEGER NOT NULL, PRIMARY KEY (model, role, outcome))"
+            )
+
+    def answer(self, key: str) -> Answer | None:
+        with self._clear_errors():
+            columns = "text, tokens_in, tokens_out, truncated"
+            row = self._db.execute(f"SELECT {columns} FROM answers WHERE request = ?", (key,)).fetchone()
+        return None if row is None else Answer(row[0], row[1], row[2], bool(row[3]))
+
+    def keep(self, key: str, role: str, answer: Answer) -> Answer:
+        """Store and count an answer. Returns what the file holds: another process may have been first."""
+        with self._clear_errors(), self._transaction():
+            self._add(role, ANSWER, answer.tokens_in, answer.tokens_out)
+            row = (key, answer.text, answer.tokens_in, answer.tokens_out, answer.truncated)
+            self._db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?)", row)
+        return self.answer(key) or answer
+
+    def count(self, role: str, outcome: str, tokens_in: int = 0, tokens_out: int = 0) -> None:
+        with self._clear_errors():
+            self._add(role, outcome, tokens_in, tokens_out)
+
+    def spent(self) -> tuple[int, int]:
+        """Tokens read and written by this model, over all runs and processes that share the file."""
+        with self._clear_errors():
+            return self._db.execute(
+                "SELECT COALESCE(SUM(tokens_in), 0), COALESCE(SUM(tokens_out), 0) FROM totals WHERE model = ?",
+                (self.model,),
+            ).fetchone()
+
+    def account(self, config: EndpointConfig) -> dict[str, Any]:
+        with self._clear_errors():
+            rows = self._db.execute(
+                "SELECT role, outcome, n, tokens_in, tokens_out FROM totals WHERE model = ? ORDER BY role, outcome",
+                (self.model,),
+            ).fetchall()
+        faults: Counter[str] = Counter()
+        roles: dict[str, dict[str, Any]] = {}
+        for role, outcome, n, read, written in rows:
+            known = roles.setdefault(role, {"requests": 0, "answers": 0, "tokens_in": 0, "tokens_out": 0})
+            known["requests"] += n
+            known["tokens_in"] += read
+            known["tokens_out"] += written
+            if outcome == ANSWER:
+                known["answers"] += n
+            else:
+                faults[outcome] += n
+        for known in roles.values():
+            known["price"] = price(config, known["tokens_in"], known["tokens_out"])
+        names = ("requests", "answers", "tokens_in", "tokens_out", "price")
+        whole = {name: sum(known[name] for known in roles.values()) for name in names}
+        return {"model": self.model, **whole, "faults": dict(sorted(faults.items())), "roles": roles}
+
+    def _add(self, role: str, outcome: str, tokens_in: int, tokens_out: int) -> None:
+        self._db.execute(
+            "INSERT INTO totals VALUES (?, ?, ?, 1, ?, ?) ON CONFLICT DO UPDATE SET n = n + 1, "
+            "tokens_in = tokens_in + excluded.tokens_in, tokens_out = tokens_out + excluded.tokens_out",
+            (self.model, role, outcome, tokens_in, tokens_out),
+        )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    @contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise EndpointStop(
+                f"the answers in {self.path or 'memory'} cannot be read or written ({error}): see that the disk has "
+                "room, or name another file (api.cache)"
+            ) from error

@@ -1,0 +1,355 @@
+"""`memcompiler eval`: deliveries side by side on the same tasks, bank and executor; one setting, or a matrix of them.
+
+    OUT/                        one setting
+      episodes.jsonl            every episode, as soon as it is over
+      results.json              when all are there; docs/results-format.md
+      report.html
+    OUT/                        a matrix
+      cells/NAME/               each cell as above
+      banks/HASH/               experience that cells with the same settings share
+      results.json, report.html of all cells
+
+A run that was killed goes on with `--on-exists resume`, and plays no episode twice.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from configs.load import ConfigError
+from configs.run_folder import RunFolder, RunFolderError, to_json, write_atomically
+from configs.schema import EvalConfig
+from memcompiler import build
+from memcompiler.environments import Environments, default_split
+from memcompiler.progress import progress
+
+if TYPE_CHECKING:
+    from agent.episode import Job
+    from agent.records import Episode
+    from compiler.records import Compiler
+    from envs.base import Task
+    from eval.matrix import Cell
+    from eval.record import EpisodeRecord
+    from memory.bank import MemoryBank
+
+console = Console(width=120)
+RESULTS = "results.json"
+
+
+class Loaded:
+    """What evaluations have in use: executor, compiler, environments. Made when one asks for it, kept while the next
+    ask for the same, and let go before another is made. Close it after use (it is a context manager)."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[object, Any]] = {}
+
+    @classmethod
+    def holding(cls, config: EvalConfig, executor: Any, compiler: Compiler | None) -> Loaded:
+        """With models that are there already."""
+        loaded = cls()
+        loaded._held = {"executor": (config.executor, executor), "compiler": (_compiler_key(config), compiler)}
+        return loaded
+
+    def __enter__(self) -> Loaded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if "environments" in self._held:
+            self._held.pop("environments")[1].close()
+
+    def executor(self, config: EvalConfig) -> Any:
+        return self._get("executor", config.executor, lambda: build.load_executor(config.executor))
+
+    def compiler(self, config: EvalConfig) -> Compiler | None:
+        """The trained compiler, if any of the deliveries asks for it."""
+        if not _needs_checkpoint(config):
+            return None
+        return self._get("compiler", _compiler_key(config), lambda: _load_compiler(config, self.executor(config)))
+
+    def environments(self, config: EvalConfig) -> Environments:
+        return self._get("environments", config.env, lambda: Environments(config.env))
+
+    def _get(self, role: str, key: object, make: Callable[[], Any]) -> Any:
+        if role not in self._held or self._held[role][0] != key:
+            if role == "environments":
+                self.__exit__()
+            self._held.pop(role, None)
+            if role == "executor":
+                self._held.pop("compiler", None)  # its projector is made for one executor
+            gc.collect()
+            self._held[role] = (key, make())
+        return self._held[role][1]
+
+
+def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dict[str, Any]:
+    """Evaluate what the configuration says, cell by cell if it holds a matrix.
+
+    Raises:
+        ConfigError: a cell that cannot be; nothing has been loaded, played or deleted then.
+        RunFolderError: OUT holds another run, or data, models or prompts are not those that it started with.
+    """
+    from eval.matrix import cells, check_baseline
+
+    made = cells(config)
+    check_baseline(config, made)
+    _check_checkpoints(made)
+    with Loaded() as loaded:
+        if config.matrix:
+            return _run_matrix(config, made, out, loaded, on_exists)
+        return evaluate(made[0], out, loaded, on_exists)
+
+
+def evaluate(cell: Cell, out: Path, loaded: Loaded, on_exists: str, banks: Path | None = None) -> dict[str, Any]:
+    """One cell: play what has not been played, then write results.json and report.html.
+
+    Args:
+        banks: where cells share the banks that are filled for them (default: OUT has its own).
+    """
+    from eval.report import write_run_report
+    from eval.table import print_results
+
+    run = RunFolder.create(out, cell.config, on_exists=on_exists)  # type: ignore[arg-type]
+    if (out / RESULTS).exists():
+        results = json.loads((out / RESULTS).read_text(encoding="utf-8"))
+        console.print(f"  {out} is complete already")
+    else:
+        results = _play(cell, run, loaded, banks)
+        run.write_json(RESULTS, results)
+        write_run_report(out)
+    print_results(results, console)
+    return results
+
+
+def _play(cell: Cell, run: RunFolder, loaded: Loaded, banks: Path | None) -> dict[str, Any]:
+    from agent.episode import Limits
+    from data_gen.collect import jobs_for
+    from eval.record import EpisodeRecord
+    from eval.runner import Evaluation
+    from memcompiler.commands import chosen_tasks
+    from memcompiler.leakage import record_evaluation
+
+    config, split = cell.config, cell.config.split or default_split(cell.config.env)
+    envs = loaded.environments(config)
+    tasks, experience = chosen_tasks(config, envs, split)
+    bank = _filled_bank(config, envs, experience, run.path if banks is None else banks / _bank_key(config, split))
+    jobs = jobs_for(tasks, bank, config.memory.k)
+    top = jobs_for(tasks, bank, min(1, config.memory.k)) if "static_top1" in config.deliveries else []
+    executor, compiler = loaded.executor(config), loaded.compiler(config)
+    identity = _identity(config, jobs, executor, compiler)
+    changed = run.record(
+        environment=config.env.model_dump(), split=split, bank_version=bank.snapshot(), tasks=len(tasks), **identity
+    )
+    if different := sorted(set(changed) & identity.keys()):
+        raise RunFolderError(
+            f"{run.path} was started with other {', '.join(different)}: its episodes and new ones would not compare. "
+            "Evaluate into another folder (--out), or start anew (--on-exists overwrite)"
+        )
+    record_evaluation(run, config, jobs, bank)
+    evaluation = Evaluation(
+        envs.lease, jobs, executor, compiler, Limits(config.max_steps, config.seed), config.concurrency, top
+    )
+    record = EpisodeRecord(run.path, cell.levels)
+    _drop_unfinished(record, len(tasks))
+    played = record.played()
+    for name in config.deliveries:
+        done = played.get(name, [])
+        with progress(f"{cell.name} {name}".strip(), len(jobs), len(done)) as advance:
+            evaluation.run(name, _both(record.append, advance), set(done))
+    episodes = record.episodes(config.deliveries, [task.id for task in tasks])
+    return _results(cell, run, episodes, jobs, bank, split, identity)
+
+
+def _results(
+    cell: Cell, run: RunFolder, episodes: Mapping[str, Sequence[Episode]], jobs: Sequence[Job], bank: MemoryBank,
+    split: str, identity: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    from eval.lookup import chance, lookup
+    from eval.matrix import baseline_of
+    from eval.metrics import HIGHER_IS_BETTER, results
+    from eval.provenance import environment_version
+
+    config = cell.config
+    facts = json.loads((run.path / "environment.json").read_text(encoding="utf-8"))
+    meta = {
+        "environment": config.env.name, "split": split, "seed": config.seed, "scene_seed": config.env.seed,
+        "n_tasks": len(jobs), "bank_version": bank.snapshot(), "bank_entries": len(bank), "max_steps": config.max_steps,
+        "chance_lookup": chance(jobs), **identity,
+        "lookup": {name: lookup(e, jobs) for name, e in episodes.items() if name.startswith("compiled")},
+        "complete": True, "levels": dict(cell.levels), "baseline": config.baseline,
+        "higher_is_better": HIGHER_IS_BETTER, "git": facts["git"], "versions": facts["packages"],
+        "environment_version": environment_version(config.env.name, facts["packages"]),
+        "config": config.model_dump(mode="json"),
+    }  # fmt: skip
+    pairs = [(name, base) for name in episodes if (base := baseline_of(config, cell, name))]
+    made = results(episodes, meta, pairs)
+    for name, summary in made["results"].items():
+        summary |= {"delivery": name, "levels": dict(cell.levels)}
+    return made
+
+
+def _identity(config: EvalConfig, jobs: Sequence[Job], executor: Any, compiler: Compiler | None) -> dict[str, Any]:
+    """What must be the same in every session of a run: tasks, memory, weights, prompts."""
+    from envs.manifest import Manifest
+    from eval.provenance import checkpoint_hash, memory_hash, prompt_hashes
+    from training.checkpoint import find
+
+    local = compiler is not None and config.compiler.engine != "http"  # a server does not say what it has loaded
+    checkpoint = find(Path(str(config.compiler.checkpoint))) if local else None
+    return {
+        "tasks_sha256": Manifest.of(config.env.name, (job.task for job in jobs)).sha256,
+        "memory_sha256": memory_hash(jobs),
+        "executor_hash": executor.hash() if hasattr(executor, "hash") else None,  # a closed model shows no weights
+        "compiler_hash": checkpoint_hash(checkpoint) if checkpoint else None,
+        "prompts": prompt_hashes(executor, compiler),
+    }
+
+
+def _drop_unfinished(record: EpisodeRecord, tasks: int) -> None:
+    """A torn line, and what was played of deliveries whose episodes depend on each other."""
+    from eval.runner import INTERDEPENDENT
+
+    record.keep()
+    partial = {name for name, done in record.played().items() if name in INTERDEPENDENT and len(done) < tasks}
+    record.keep(lambda row: row["delivery"] not in partial)
+
+
+def _filled_bank(config: EvalConfig, envs: Environments, experience: Sequence[Task], folder: Path) -> MemoryBank:
+    """The bank that the settings name, or FOLDER/bank, filled once: bank.json says that it is whole."""
+    from memcompiler.commands import filled_bank
+
+    whole = folder / "bank.json"
+    bank = filled_bank(config, envs, [] if whole.exists() else experience, folder)
+    if experience and not whole.exists():
+        write_atomically(whole, to_json({"entries": len(bank), "version": bank.snapshot()}))
+    return bank
+
+
+def _bank_key(config: EvalConfig, split: str) -> str:
+    """Cells with the same key would fill their banks with the same experience."""
+    from eval.provenance import sha256
+
+    asked = config.memory.model_dump(mode="json", exclude={"k"})
+    return sha256([config.env.model_dump(mode="json"), split, config.limit, asked])[:12]
+
+
+# models ---------------------------------------------------------------------------------------------------------------
+
+
+def _needs_checkpoint(config: EvalConfig) -> list[str]:
+    from eval.runner import NEEDS_CHECKPOINT
+
+    return [name for name in config.deliveries if name in NEEDS_CHECKPOINT]
+
+
+def _check_checkpoints(made: Sequence[Cell]) -> None:
+    """Raises: ConfigError or CheckpointError, before anything is played, where a checkpoint is missing."""
+    from training.checkpoint import find
+
+    for cell in made:
+        if not (names := _needs_checkpoint(cell.config)) or cell.config.compiler.engine == "http":
+            continue
+        if cell.config.compiler.checkpoint is None:
+            where = f"cell {cell.name}: " if cell.name else ""
+            raise ConfigError(f"{where}delivery {names[0]} needs a trained compiler: set compiler.checkpoint")
+        find(Path(cell.config.compiler.checkpoint))
+
+
+def _compiler_key(config: EvalConfig) -> object:
+    return config.compiler, config.executor, config.seed if config.compiler.temperature else 0
+
+
+def _load_compiler(config: EvalConfig, executor: Any) -> Compiler:
+    if config.compiler.engine == "http":
+        return build.load_remote_compiler(config.compiler, config.seed)
+    if config.compiler.engine == "vllm":
+        return build.load_served_compiler(config.compiler, config.seed)
+    return build.load_compiler(config.compiler, executor, config.seed)
+
+
+def _both(first: Callable[[Any], None], then: Callable[[Any], None]) -> Callable[[Any], None]:
+    def call(value: Any) -> None:
+        first(value)
+        then(value)
+
+    return call
+
+
+# matrix ---------------------------------------------------------------------------------------------------------------
+
+
+def _run_matrix(config: EvalConfig, made: Sequence[Cell], out: Path, loaded: Loaded, on_exists: str) -> dict[str, Any]:
+    """Every cell in turn, each resumed by itself; then all of them in one table."""
+    from eval.report import write_run_report
+    from eval.table import print_results
+
+    run = RunFolder.create(out, config, on_exists=on_exists)  # type: ignore[arg-type]
+    done: dict[str, dict[str, Any]] = {}
+    for number, cell in enumerate(made, start=1):
+        console.rule(f"cell {number}/{len(made)}: {cell.name}", align="left")
+        done[cell.name] = evaluate(cell, out / _path(cell), loaded, "resume", out / "banks")
+        missing = [other.name for other in made if other.name not in done]
+        run.write_json(RESULTS, {"complete": False, "missing": missing, "cells": _cells(made, done)})
+    results = _pooled(config, made, done, out)
+    run.write_json(RESULTS, results)
+    write_run_report(out)
+    console.rule(f"all {len(made)} cells", align="left")
+    print_results(results, console)
+    return results
+
+
+def _path(cell: Cell) -> str:
+    return f"cells/{cell.name}"
+
+
+def _cells(made: Sequence[Cell], done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What each finished cell's results say about it, and where it lies."""
+    return {
+        cell.name: {
+            "path": _path(cell), "group": cell.group,
+            **{k: v for k, v in done[cell.name].items() if k not in ("results", "paired_difference")},
+        }
+        for cell in made
+        if cell.name in done
+    }  # fmt: skip
+
+
+def _pooled(
+    config: EvalConfig, made: Sequence[Cell], done: Mapping[str, Mapping[str, Any]], out: Path
+) -> dict[str, Any]:
+    """One table: each delivery of each group, its episodes of all seeds together."""
+    from eval.episodes import read_matrix
+    from eval.matrix import SEED_AXIS, axes, baseline_of, joined, varying
+    from eval.metrics import HIGHER_IS_BETTER, results
+
+    cells = _cells(made, done)
+    episodes: dict[str, list[Episode]] = {}
+    for episode in read_matrix(out, {"cells": cells}, images=False):
+        episodes.setdefault(episode.delivery, []).append(episode)
+    first = cells[made[0].name]
+    meta = {
+        **{key: varying(cell[key] for cell in cells.values()) for key in ("environment", "split", "seed")},
+        "complete": True, "baseline": config.baseline,
+        "axes": {axis: list(levels) for axis, levels in axes(config).items()}, "cells": cells,
+        "higher_is_better": HIGHER_IS_BETTER, "git": first["git"], "versions": first["versions"],
+    }  # fmt: skip
+    pairs = [
+        (joined(cell.group, name), base)
+        for cell in made
+        for name in cell.config.deliveries
+        if (base := baseline_of(config, cell, name))
+    ]
+    pooled = results(episodes, meta, pairs)
+    for cell in made:
+        for name in cell.config.deliveries:
+            summary = pooled["results"][joined(cell.group, name)]
+            levels = {axis: level for axis, level in cell.levels.items() if axis != SEED_AXIS}
+            summary |= {"delivery": name, "levels": levels}
+            mean = done[cell.name]["results"][name]["success"]["mean"]
+            summary.setdefault("success_by_seed", {})[cell.levels.get(SEED_AXIS, str(cell.config.seed))] = mean
+    return pooled

@@ -1,0 +1,170 @@
+"""`memcompiler bench delivery`: what its table and file hold. Nothing here looks at how long anything took."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from compiler.brief_state import BriefState, render_brief_state
+from compiler.prompt import INSTRUCTIONS, compiler_parts
+from compiler.served import encoder
+from executor.frozen import TokenExecutor
+from executor.prompt import RULES, Delivered, ExecutorRequest
+from executor.vision import load_reader
+from memcompiler.bench_delivery import ACTION_TOKENS, EMISSION_TOKENS, GUIDANCE, REASON, DeliveryBench, Script
+from memcompiler.cli import app
+
+MODEL, MEMORY, STEPS, SOFT = "assets/executor-tiny", 200, 3, 4
+SIZES = [
+    "--model", MODEL, "--memory-tokens", str(MEMORY), "--steps", str(STEPS), "--concurrency", "1,2",
+    "--n-soft", str(SOFT), "--dtype", "float32",
+]  # fmt: skip
+
+
+def script() -> Script:
+    return Script(
+        DeliveryBench(
+            model=MODEL, memory_tokens=MEMORY, steps=STEPS, concurrency=(1, 2), engines=("hf",), dtype="float32",
+            n_soft=SOFT,
+        )
+    )  # fmt: skip
+
+
+def row(results: dict[str, Any], delivery: str, episodes: int) -> dict[str, Any]:
+    [found] = [r for r in results["rows"] if (r["delivery"], r["episodes"]) == (delivery, episodes)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("bench") / "run"
+    done = CliRunner().invoke(app, ["bench", "delivery", *SIZES, "--engine", "hf", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert (out / "config.resolved.yaml").exists() and (out / "environment.json").exists()
+    return done.output, json.loads((out / "results.json").read_text())
+
+
+def test_the_last_line_is_the_ratio_of_what_the_file_holds(measured: tuple[str, dict[str, Any]]) -> None:
+    output, results = measured
+    last = output.strip().splitlines()[-1]
+    assert re.fullmatch(r"ratio: \d+\.\d\d", last)
+    assert last == f"ratio: {results['ratio']['hf 1']:.2f}"
+    compiled, static = (row(results, name, 1)["seconds"]["total"]["median"] for name in ("compiled", "static"))
+    assert results["ratio"] == {"hf 1": pytest.approx(compiled / static), "hf 2": results["ratio"]["hf 2"]}
+    assert "emissions are 48 tokens and actions 8, forced" in " ".join(output.split())
+
+
+def test_every_row_holds_every_step_and_its_parts_make_the_whole(measured: tuple[str, dict[str, Any]]) -> None:
+    _, results = measured
+    assert [(r["engine"], r["episodes"], r["delivery"]) for r in results["rows"]] == [
+        ("hf", 1, "static"), ("hf", 1, "compiled"), ("hf", 2, "static"), ("hf", 2, "compiled"),
+    ]  # fmt: skip
+    for found in results["rows"]:
+        seconds = {name: found["seconds"][name]["values"] for name in found["seconds"]}
+        assert all(len(values) == STEPS == found["n"] for values in seconds.values())
+        parts = zip(seconds["emission"], seconds["second_pass"], seconds["executor"], strict=True)
+        assert seconds["total"] == pytest.approx([sum(part) for part in parts])
+        compiled = found["delivery"] == "compiled"
+        assert all((second > 0) == compiled and (first > 0) == compiled for first, second, _ in
+                   zip(seconds["emission"], seconds["second_pass"], seconds["executor"], strict=True))  # fmt: skip
+        assert found["second_pass_share"] == pytest.approx(sum(seconds["second_pass"]) / sum(seconds["total"]))
+        assert found["steps_per_second"] == pytest.approx(found["episodes"] * STEPS / sum(seconds["total"]))
+
+
+def test_tokens_are_those_of_the_prompts(measured: tuple[str, dict[str, Any]]) -> None:
+    """One episode at a time, so that each mean is one prompt's: counted again from the prompts themselves."""
+    _, results = measured
+    asked, reader = script(), TokenExecutor(load_reader(MODEL), RULES)
+    memory = asked.memory(1000)
+    text = "\n\n".join(entry.text for entry in memory)
+    held = len(reader.tokenizer(text)["input_ids"])
+    assert MEMORY <= held == row(results, "static", 1)["memory_tokens"] < MEMORY + held / len(memory) + 1
+
+    def prompt(t: int, delivered: Delivered) -> int:
+        request = ExecutorRequest(
+            "in home 1000: put a hot mug in cabinet", delivered,
+            tuple(f"go to shelf {i}" for i in range(1, t + 1)), asked.observation(t),
+        )  # fmt: skip
+        return len(reader.encode(request).ids)
+
+    static, compiled = row(results, "static", 1)["tokens"], row(results, "compiled", 1)["tokens"]
+    assert static["executor_in"]["values"] == [prompt(t, Delivered(memory=text)) for t in range(STEPS)]
+    states = [asked.compile_request(1000, t, memory).state or BriefState("") for t in range(STEPS)]
+    now = ["\n".join(render_brief_state(state).split("\n")[1:]) for state in states]
+    assert now[0] == "now: find mug\nnext: heat mug ; put mug in cabinet" and len(set(now)) == STEPS
+    soft = torch.zeros(SOFT, 1)
+    assert compiled["executor_in"]["values"] == [
+        prompt(t, Delivered(state=now[t], guidance=GUIDANCE, reason=REASON, soft=soft)) for t in range(STEPS)
+    ]
+    backbone = encoder(MODEL)
+    assert compiled["compiler_in"]["values"] == [
+        len(backbone.encode(compiler_parts(asked.compile_request(1000, t, memory)), INSTRUCTIONS).ids)
+        for t in range(STEPS)
+    ]
+    assert compiled["compiler_out"]["values"] == [EMISSION_TOKENS + 1 + SOFT] * STEPS  # and the end of turn
+    for tokens in (static, compiled):
+        assert tokens["executor_out"]["values"] == [ACTION_TOKENS] * STEPS
+        assert tokens["executor_cached"]["mean"] == tokens["compiler_cached"]["mean"] == 0  # no cache between steps
+
+
+def shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path, tmp_path: Path) -> None:
+    """In a process of its own: the engines end with it."""
+    pytest.importorskip("vllm")
+    done = subprocess.run(
+        [sys.executable, "-m", "memcompiler", "bench", "delivery", *SIZES, "--engine", "vllm", "-o", str(tmp_path)],
+        cwd=repository, capture_output=True, text=True, timeout=560, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert done.stdout.strip().splitlines()[-1] == f"ratio: {results['ratio']['vllm 1']:.2f}"
+    tokens, asked, backbone = row(results, "compiled", 1)["tokens"], script(), encoder(MODEL)
+
+    def prompt(number: int, t: int) -> tuple[int, ...]:
+        parts = compiler_parts(asked.compile_request(number, t, asked.memory(number)))
+        return backbone.encode(parts, INSTRUCTIONS).ids
+
+    before, cached, block = [prompt(1500, 0)], [], row(results, "compiled", 1)["cache_block"]  # 1500: the warm-up
+    for t in range(STEPS):
+        ids = prompt(1000, t)
+        cached.append(max(shared(ids, other) for other in before) // block * block)
+        before.append(ids)
+    memory = shared(before[1], before[2])  # instructions and memory, and a little more
+    assert tokens["compiler_cached"]["values"] == cached
+    assert cached[0] < memory - MEMORY + block and min(cached[1:]) > memory - block  # all of it, to whole blocks
+    assert tokens["compiler_in"]["values"] == [len(ids) for ids in before[1:]]
+    assert tokens["compiler_out"]["values"] == [EMISSION_TOKENS + 1 + SOFT] * STEPS
+    assert tokens["executor_out"]["values"] == [ACTION_TOKENS] * STEPS
+    assert row(results, "compiled", 2)["seconds"]["second_pass"]["median"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--concurrency", "1,x"], "numbers such as 1,4,16"),
+        (["--concurrency", "0"], "numbers such as 1,4,16"),
+        (["--engine", "both,hf"], "hf, vllm or both"),
+        (["--memory-tokens", "9000", "--engine", "hf"], "lower --memory-tokens"),
+        (["--dtype", "int8"], "float32"),
+    ],
+)
+def test_bad_input_gives_one_clear_line(arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "delivery", "--model", MODEL, *arguments])
+    assert done.exit_code == 1 and message in done.output, done.output
+    assert "Traceback" not in done.output

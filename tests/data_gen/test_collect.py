@@ -1,0 +1,263 @@
+"""Collection with an endpoint teacher: a growing bank, faults, budgets, shards, kill -9, and nothing paid twice."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from configs.load import ConfigError, load_config
+from configs.schema import CollectConfig
+from data_gen.endpoint_teacher import TEACHING, WRITING
+from data_gen.rows import load_rows
+from executor.endpoint import EndpointStop
+from memcompiler.cli import app
+from memcompiler.commands import run_collect
+from memory.bank import BankError, MemoryBank
+from memory.entry import MemoryEntry, Provenance
+from tests.faulty_server import FaultyServer, hashed
+
+ROOT = Path(__file__).parents[2]
+
+
+def model(messages):
+    """A deterministic model: plans once, later notes something now and then, and acts by going round."""
+    if messages[0]["content"] == WRITING:
+        return hashed(messages)
+    text = messages[-1]["content"]
+    if messages[0]["content"] != TEACHING:
+        return "look"
+    if "now:" not in text:
+        return "> no memory says where | look around\n+ plan: find it; put it"
+    return f"+ {hashed(messages)}: seen" if len(text) % 3 == 0 else "."
+
+
+def settings(server: FaultyServer, *overrides: str) -> list[str]:
+    return [
+        "teacher=endpoint", f"api.base_url={server.url}", "api.model=faulty-1", "api.key_env=null",
+        "api.backoff_s=0.001", "api.concurrency=2", "env.scenes={train: 2, test: 1}", "limit=5", "concurrency=2",
+        "max_steps=7", *overrides,
+    ]  # fmt: skip
+
+
+def collect(out: Path, server: FaultyServer, *overrides: str) -> list[dict]:
+    run_collect(load_config(CollectConfig, "collect/quickstart", settings(server, *overrides)), out)
+    return records(out)
+
+
+def records(out: Path) -> list[dict]:
+    """Without what a clock says."""
+    episodes = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
+    for episode in episodes:
+        for step in episode["steps"]:
+            del step["seconds"]
+    return episodes
+
+
+def tasks_of(episodes) -> list[str]:
+    return [episode["task_id"] for episode in episodes]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run without any trouble."""
+    out = tmp_path_factory.mktemp("collect") / "whole"
+    with FaultyServer(answer=model) as server:
+        collect(out, server)
+        (out / "requests").write_text(str(server.requests))
+    return out
+
+
+def test_the_bank_grows_from_round_to_round(whole):
+    episodes, bank = records(whole), {entry.id: entry for entry in MemoryBank(whole / "bank")}
+    assert len(set(tasks_of(episodes))) == 5 and len(bank) == 5
+    assert {episode["success"] for episode in episodes} == {True, False}
+    for i, episode in enumerate(episodes):
+        before = tasks_of(episodes)[: i // 2 * 2]  # of earlier rounds
+        seen = {bank[id].provenance.task_id for id in episode["memory_ids"]}
+        assert seen <= set(before) and (not before or seen)
+        [entry] = [entry for entry in bank.values() if entry.provenance.task_id == episode["task_id"]]
+        assert entry.text.endswith(("because " if episode["success"] else "failed: ") + episode["rationale"])
+        assert episode["rationale"].startswith("echo ")
+    summary = json.loads((whole / "collect.json").read_text())
+    requests = int((whole / "requests").read_text())
+    assert summary["endpoints"]["teacher"]["requests"] == requests == sum(len(e["steps"]) for e in episodes) + 5
+    assert (summary["malformed"], summary["misapplied"]) == (0, 0)
+
+
+def test_rows_hold_what_was_played(whole):
+    successes = [episode for episode in records(whole) if episode["success"]]
+    rows = load_rows(whole / "rows")
+    assert [(row.task_id, row.t) for row in rows] == [(e["task_id"], s["t"]) for e in successes for s in e["steps"]]
+    assert [row.emission for row in rows] == [s["emission_text"] for e in successes for s in e["steps"]]
+    assert [row.action for row in rows] == [s["executor_text"] for e in successes for s in e["steps"]]  # the expert's
+    assert all(row.image and row.memory_ids == tuple(e["memory_ids"]) for e in successes for row in rows
+               if row.task_id == e["task_id"])  # fmt: skip
+    assert rows[0].state.startswith("goal: in ") and rows[1].state.count("now: find it") == 1
+
+
+def test_faults_change_nothing_but_the_count(whole, tmp_path):
+    faults = ["429", "500", "truncated", "html", "empty choices", "429 retry-after", "null content", "closed", "array"]
+    with FaultyServer(faults, model) as server:
+        assert collect(tmp_path / "run", server) == records(whole)
+        assert server.served["answer"] == int((whole / "requests").read_text())
+    account = json.loads((tmp_path / "run" / "collect.json").read_text())["endpoints"]["teacher"]
+    kinds = {"connection": 1, "no_choice": 3, "not_json": 2, "rate_limit": 2, "server_error": 1}
+    assert account["faults"] == kinds and account["requests"] == server.requests
+
+
+def test_malformed_emissions_give_no_row(whole, tmp_path):
+    """The very first emission is garbage at all three attempts."""
+    with FaultyServer(["garbage"] * 3, model) as server:
+        episodes = collect(tmp_path / "run", server, "api.concurrency=1", "concurrency=1")
+    [first, *_] = episodes[0]["steps"]
+    assert (first["parse_error"], first["emission_kind"], first["guidance"]) == ("unknown_line", "NOACTION", "")
+    assert "{0} %s" in first["emission_text"]
+    assert json.loads((tmp_path / "run" / "collect.json").read_text())["malformed"] == 1
+    rows = load_rows(tmp_path / "run" / "rows")
+    assert (episodes[0]["task_id"], 0) not in {(row.task_id, row.t) for row in rows}
+    assert all("{0}" not in row.emission for row in rows)
+
+
+def test_the_cache_makes_a_second_run_free(whole, tmp_path):
+    with FaultyServer(answer=model) as server:
+        again = collect(tmp_path / "run", server, f"api.cache={whole / 'responses.sqlite'}")
+        assert again == records(whole) and server.requests == 0
+        run_collect(
+            load_config(CollectConfig, "collect/quickstart",
+                        settings(server, f"api.cache={whole / 'responses.sqlite'}")), tmp_path / "run",
+        )  # fmt: skip
+        assert server.requests == 0  # complete already
+
+
+def test_a_budget_stops_cleanly_and_a_larger_one_continues(whole, tmp_path):
+    """An answer has 110 tokens: 2200 buy twenty, which end in the middle of a round."""
+    out = tmp_path / "run"
+    with FaultyServer(answer=model) as server:
+        small = settings(server, "api.budget_tokens=2200", "api.concurrency=1")
+        result = CliRunner().invoke(app, ["collect", "-c", "collect/quickstart", *small, "--out", str(out)])
+        assert result.exit_code == 1 and "raise api.budget_tokens" in result.output, result.output
+        assert server.requests == 20 and not (out / "collect.json").exists()
+        kept = records(out)
+        assert kept and kept == records(whole)[: len(kept)]
+        large = settings(server, "api.budget_tokens=100000", "api.concurrency=1")
+        result = CliRunner().invoke(app, ["collect", "-c", "collect/quickstart", *large, "--out", str(out)])
+        assert result.exit_code == 0, result.output
+        assert server.requests == int((whole / "requests").read_text())  # none was paid twice
+    assert records(out) == records(whole) and len(load_rows(out / "rows")) == len(load_rows(whole / "rows"))
+
+
+@pytest.mark.parametrize("left", ["torn line", "half a round", "bank behind", "rows missing"])
+def test_resume_from_what_a_kill_may_leave(whole, tmp_path, left):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    (out / "collect.json").unlink()
+    lines = (out / "episodes.jsonl").read_bytes().splitlines(keepends=True)
+    if left == "torn line":  # the last round's record was cut short: its episode is not in the bank yet
+        (out / "episodes.jsonl").write_bytes(b"".join(lines[:4]) + lines[4][:100])
+    elif left == "half a round":
+        (out / "episodes.jsonl").write_bytes(b"".join(lines[:3]))
+    if left in ("torn line", "half a round", "bank behind"):
+        shutil.rmtree(out / "bank")
+    shutil.rmtree(out / "rows")
+    with FaultyServer(answer=model) as server:
+        # The configuration on disk names another port: where the server is may change.
+        again = collect(out, server)
+        assert server.requests == 0
+    strip = lambda episodes: [{k: v for k, v in e.items() if k != "bank_version"} for e in episodes]
+    assert strip(again) == strip(records(whole))
+    assert {e.id: e.text for e in MemoryBank(out / "bank")} == {e.id: e.text for e in MemoryBank(whole / "bank")}
+
+
+def test_a_bank_that_something_else_wrote_to_is_refused(whole, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    (out / "collect.json").unlink()
+    MemoryBank(out / "bank").write(MemoryEntry("x", "x", Provenance("x", "x", "x", "train", True)))
+    with FaultyServer(answer=model) as server, pytest.raises(BankError, match="something else wrote to it"):
+        collect(out, server)
+
+
+def test_shards_are_disjoint_and_complete(whole, tmp_path):
+    played = []
+    with FaultyServer(answer=model) as server:
+        for i in range(2):
+            played.append(tasks_of(collect(tmp_path / f"shard-{i}", server, f"shard={i}/2")))
+        with pytest.raises(ValueError, match="empty"):
+            collect(tmp_path / "empty", server, "shard=5/6")
+    assert not set(played[0]) & set(played[1]) and set(played[0]) | set(played[1]) == set(tasks_of(records(whole)))
+    both = load_rows([tmp_path / f"shard-{i}" / "rows" for i in range(2)])
+    assert {row.task_id for row in both} <= {*played[0], *played[1]} and both
+    with pytest.raises(ConfigError, match="numbered 0/n"):
+        load_config(CollectConfig, None, ["shard=2/2", "teacher=endpoint", "api.model=m"])
+
+
+def test_one_lost_request_costs_one_episode(tmp_path):
+    with FaultyServer(["400"], model) as server:
+        episodes = collect(tmp_path / "run", server, "api.concurrency=1")
+    assert [episode["stop_reason"] for episode in episodes].count("compiler_failure") == 1
+    lost = episodes[0]
+    assert lost["stop_reason"] == "compiler_failure" and "refused" in lost["error"]
+    assert lost["task_id"] not in {e.provenance.task_id for e in MemoryBank(tmp_path / "run" / "bank")}
+    assert json.loads((tmp_path / "run" / "collect.json").read_text())["stop_reasons"]["compiler_failure"] == 1
+
+
+def test_an_endpoint_that_is_gone_uses_up_no_tasks(whole, tmp_path):
+    out = tmp_path / "run"
+    with FaultyServer(["answer"] * 10 + ["500"] * 100, model) as server:
+        with pytest.raises(EndpointStop, match="in a row"):
+            collect(out, server, "api.retries=0", "concurrency=5", "api.concurrency=1")
+        assert not (out / "episodes.jsonl").exists() or not records(out)
+        server.faults.clear()
+        assert len(collect(out, server, "api.retries=0", "concurrency=5", "api.concurrency=1")) == 5
+
+
+def test_another_models_actions_are_the_labels(tmp_path):
+    """The teacher's model acts, and so does a closed executor; neither gets anywhere by looking."""
+    with FaultyServer(answer=model) as server:
+        with pytest.raises(ValueError, match="no rows to save"):
+            collect(tmp_path / "teacher", server, "actor=teacher", "limit=2")
+        api = f"executor={{engine: api, api: {{base_url: '{server.url}', model: other, key_env: null}}}}"
+        with pytest.raises(ValueError, match="no rows to save"):
+            collect(tmp_path / "executor", server, "actor=executor", api, "limit=2")
+    for name in ("teacher", "executor"):
+        assert {step["action"] for e in records(tmp_path / name) for step in e["steps"]} == {"look"}
+    accounts = json.loads((tmp_path / "executor" / "endpoints.json").read_text())
+    assert accounts["executor"]["roles"]["executor"]["answers"] == 14 and accounts["executor"]["model"] == "other"
+    assert set(accounts["teacher"]["roles"]) == {"teacher", "rationale"}
+
+
+def test_it_may_start_from_another_bank(whole, tmp_path):
+    with FaultyServer(answer=model) as server:
+        first = collect(tmp_path / "run", server, f"memory.bank={whole / 'bank'}", "limit=2")[0]
+    assert first["memory_ids"] and len(MemoryBank(whole / "bank")) == 5  # read only
+    assert {e.id for e in MemoryBank(whole / "bank")} <= {e.id for e in MemoryBank(tmp_path / "run" / "bank")}
+
+
+@pytest.mark.slow
+def test_kill_9_at_a_random_moment_and_resume(whole, tmp_path):
+    """The same command again: each task once, the same records as without a kill, and only requests that were in flight
+    are asked a second time."""
+    total, out = int((whole / "requests").read_text()), tmp_path / "run"
+    moment, reached = random.Random().randrange(1, total), threading.Event()
+    print("killed at request", moment, "of", total)
+    with FaultyServer(["429", "500"], model, lambda n: reached.set() if n >= moment else None) as server:
+        command = [sys.executable, "-m", "memcompiler", "collect", "-c", "collect/quickstart", "--out", str(out)]
+        command, env = [*command, *settings(server)], {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+        assert reached.wait(200), "the server was not asked so often"
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        asked = server.requests
+    assert records(out) == records(whole)
+    assert total <= asked <= total + 2 + 2  # two faults (which the kill may swallow), and at most two in flight
+    assert len(load_rows(out / "rows")) == len(load_rows(whole / "rows"))

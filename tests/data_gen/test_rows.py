@@ -1,0 +1,95 @@
+"""Rows on disk: pictures keep their bytes, older folders load, several folders are one collection."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, Image, load_from_disk
+from PIL import Image as Picture
+
+from agent.delivery import Delivery
+from agent.episode import Job, Limits, run_episodes
+from data_gen.rows import SftRow, load_rows, row_folders, rows_of, save_rows
+from data_gen.teacher import ExpertExecutor, ExpertTeacher
+from envs.household import HouseholdEnvironment
+
+
+def png(color: int) -> bytes:
+    buffer = io.BytesIO()
+    # A setting that is not PIL's default: bytes that were encoded again would differ.
+    Picture.new("RGB", (64, 64), (color, 10, 200)).save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def row(i: int, **changes: object) -> SftRow:
+    made = SftRow(
+        task_id=f"t{i}", split="train", family="text", t=0, goal=f"in home {i}: put a mug in cabinet",
+        memory_ids=("a", "b")[: i % 3],
+        memory_texts=("in home 1: put a mug in shelf", "in home 9: heat an egg")[: i % 3],
+        state=f"goal: in home {i}: put a mug in cabinet", observation="You see a cabinet 1.",
+        image=None if i == 1 else png(i), history=("look",) * i, emission="> go to shelf 1" if i % 2 else ".",
+        action="go to shelf 1", steps=4,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+ROWS = [row(i) for i in range(4)]
+
+
+def test_rows_come_back_as_they_were_and_pictures_are_an_image_feature(tmp_path: Path) -> None:
+    save_rows(ROWS, tmp_path / "rows")
+    assert load_rows(tmp_path / "rows") == ROWS
+    stored = load_from_disk(str(tmp_path / "rows"))
+    assert isinstance(stored.features["image"], Image)
+    assert stored[2]["image"].getpixel((0, 0)) == (2, 10, 200) and stored[1]["image"] is None
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_rows_of_an_older_version_load(pictures: bool, tmp_path: Path) -> None:
+    """Plain bytes (or, without any picture, a column of nothing), and neither success nor steps."""
+    rows = ROWS if pictures else [replace(row, image=None) for row in ROWS]
+    old = [{k: v for k, v in asdict(row).items() if k not in ("success", "steps")} for row in rows]
+    Dataset.from_list(old).save_to_disk(str(tmp_path / "rows"))
+    assert not isinstance(load_from_disk(str(tmp_path / "rows")).features["image"], Image)
+    assert load_rows(tmp_path / "rows") == [replace(row, steps=0) for row in rows]
+
+
+def test_several_folders_and_patterns(tmp_path: Path) -> None:
+    for i, name in enumerate(("b", "a", "c")):
+        save_rows([ROWS[i]], tmp_path / name / "rows")
+    pattern = str(tmp_path / "*" / "rows")
+    assert load_rows(pattern) == [ROWS[1], ROWS[0], ROWS[2]]
+    assert load_rows([tmp_path / "c" / "rows", str(tmp_path / "[ab]" / "rows")]) == [ROWS[2], ROWS[1], ROWS[0]]
+    assert row_folders([pattern, tmp_path / "a" / "rows"]) == row_folders(pattern)  # none twice
+
+
+def test_what_holds_no_rows_is_refused_by_name(tmp_path: Path) -> None:
+    Dataset.from_list([{"text": "x"}]).save_to_disk(str(tmp_path / "else"))
+    with pytest.raises(ValueError, match=r"not of SFT rows: it lacks action, .*task_id"):
+        load_rows(tmp_path / "else")
+    for nothing in (tmp_path, str(tmp_path / "*" / "rows"), [tmp_path / "else", tmp_path / "gone"], ""):
+        with pytest.raises(FileNotFoundError, match="memcompiler collect"):
+            load_rows(nothing)
+    with pytest.raises(FileNotFoundError, match="no SFT rows are named"):
+        load_rows([])
+
+
+def test_rows_say_how_their_episode_went() -> None:
+    env = HouseholdEnvironment(scenes={"train": 1})
+    jobs = [Job(task) for task in env.tasks("train")[:3]]
+    delivery = Delivery("teacher", "compiled", ExpertTeacher(), soft=False)
+    play = lambda steps: run_episodes(
+        lambda: HouseholdEnvironment(scenes={"train": 1}), jobs, delivery, ExpertExecutor(), Limits(steps)
+    )
+    for episode in play(30):
+        assert episode.success
+        assert [(r.t, r.success, r.steps) for r in rows_of(episode)] == [
+            (t, True, len(episode.steps)) for t in range(len(episode.steps))
+        ]
+    short = play(2)[0]
+    assert [(r.success, r.steps) for r in rows_of(short)] == [(False, 2)] * 2
+    short.steps[1].compilation = None  # the compiler failed here
+    assert [r.t for r in rows_of(short)] == [0]

@@ -1,0 +1,132 @@
+"""An OpenAI-compatible server on loopback that misbehaves by script: one fault per request, until it is empty."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from configs.schema import EndpointConfig
+
+FAULTS = (
+    "429", "429 retry-after", "500", "hang", "truncated", "html", "empty choices", "null content", "array", "closed",
+    "garbage", "400", "401",
+)  # fmt: skip
+MODEL = "faulty-1"
+
+
+def hashed(messages: list[dict[str, Any]]) -> str:
+    """Some text that depends on the request alone."""
+    return "echo " + hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:12]
+
+
+class FaultyServer:
+    """Use as a context manager.
+
+    Attributes:
+        faults: what the next requests get, in this order; an answer when it is empty.
+        served: how many requests got which fault, or "answer".
+        bodies, keys: what was asked, and with which key.
+        on_request: called with the number of requests so far, before each is served.
+    """
+
+    def __init__(
+        self, faults: Iterable[str] = (), answer: Callable[[list[dict[str, Any]]], str] = hashed,
+        on_request: Callable[[int], None] = lambda n: None,
+    ) -> None:  # fmt: skip
+        self.faults, self.answer, self.on_request = list(faults), answer, on_request
+        self.served: Counter[str] = Counter()
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        self.over = threading.Event()
+        self._lock = threading.Lock()
+        handler = type("Handler", (_Handler,), {"owner": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+
+    def __enter__(self) -> FaultyServer:
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()  # those that hang
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+
+    @property
+    def requests(self) -> int:
+        return self.served.total()
+
+    def config(self, **settings: Any) -> EndpointConfig:
+        """Settings that reach this server and lose no time over its faults."""
+        fast = {"key_env": None, "backoff_s": 0.001, "timeout_s": 10.0}
+        return EndpointConfig(base_url=self.url, model=MODEL, **(fast | settings))
+
+    def next_fault(self, body: dict[str, Any], key: str | None) -> str:
+        with self._lock:
+            fault = self.faults.pop(0) if self.faults else "answer"
+            self.served[fault] += 1
+            self.bodies.append(body)
+            self.keys.add(key)
+            n = self.requests
+        self.on_request(n)
+        return fault
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: FaultyServer
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        match self.owner.next_fault(body, self.headers.get("Authorization")):
+            case "429" | "500" | "400" | "401" as status:
+                # As some servers do, it quotes the key.
+                self._send(json.dumps({"error": {"message": f"no: {self.headers.get('Authorization')}"}}), int(status))
+            case "429 retry-after":
+                self._send("{}", 429, {"Retry-After": "0.05"})
+            case "hang":
+                self.owner.over.wait(60)
+            case "truncated":
+                self._send(self._answer(body, "never read")[:40])
+            case "html":
+                self._send("<html>Bad gateway</html>", kind="text/html")
+            case "empty choices":
+                self._send(json.dumps({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 0}}))
+            case "null content":
+                self._send(json.dumps({"choices": [{"message": {"content": None}}]}))
+            case "array":
+                self._send("[1, 2]")
+            case "closed":
+                self.connection.close()
+            case "garbage":
+                self._send(self._answer(body, "Sure! {0} %s <|im_end|> \u0000 I would go\nto the fridge"))
+            case _:
+                self._send(self._answer(body, self.owner.answer(body["messages"])))
+
+    def _answer(self, body: dict[str, Any], text: str) -> str:
+        usage = {"prompt_tokens": 100, "completion_tokens": 10}
+        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        return json.dumps({"id": "1", "model": body["model"], "choices": [choice], "usage": usage})
+
+    def _send(
+        self, text: str, status: int = 200, headers: dict[str, str] | None = None, kind: str = "application/json"
+    ) -> None:
+        try:
+            self.send_response(status)
+            for name, value in {"Content-Type": kind, "Content-Length": str(len(text)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(text.encode("ascii"))
+        except OSError:
+            pass  # the client was killed
+
+    def log_message(self, *_: object) -> None:
+        pass
