@@ -47,7 +47,7 @@ class CountingEnv:
 class Recorder:
     """A compiler and an executor that write down what they are asked."""
 
-    accepts_soft = True
+    accepts_soft, sees_images = True, False
 
     def __init__(self):
         self.batches, self.seen = [], []

@@ -58,10 +58,11 @@ class Fake:
     def __init__(self) -> None:
         self.decoding, self.generator = Decoding(), torch.Generator()
         self.projector = SimpleNamespace(config=SimpleNamespace(emb_std=0.5))
-        self.gate, self.batches = threading.Event(), []
+        self.gate, self.entered, self.batches = threading.Event(), threading.Event(), []
         self.gate.set()
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
+        self.entered.set()
         assert self.gate.wait(20)
         self.batches.append([request.goal for request in requests])
         for request in requests:
@@ -226,7 +227,7 @@ def test_a_full_queue_is_429_and_empties_again() -> None:
     fake.gate.clear()
     with serving(fake, queue=1, gather=0.0) as (client, service):
         first = in_background(lambda: client.post("/compile", json=BODY))
-        until(lambda: service.active == 1 and service.waiting == 0)  # in the compiler's hands
+        assert fake.entered.wait(20)  # in the compiler's hands
         second = in_background(lambda: client.post("/compile", json=BODY))
         until(lambda: service.waiting == 1)
         third = client.post("/compile", json=BODY)
@@ -271,7 +272,7 @@ def test_leaving_finishes_what_runs_and_refuses_what_is_new() -> None:
     with serving(fake) as (client, service):
         _leave_gently(server, service)
         running = in_background(lambda: client.post("/compile", json=BODY))
-        until(lambda: service.active == 1)
+        assert fake.entered.wait(20)
         server.handle_exit(15, None)
         assert client.post("/compile", json=BODY).status_code == client.get("/ready").status_code == 503
         assert client.get("/health").status_code == 200 and not server.should_exit
@@ -291,8 +292,8 @@ def test_what_waits_is_compiled_together_and_a_bad_one_fails_alone(caplog: pytes
         answers = {}
         for goal in goals:
             answers[goal] = in_background(lambda goal=goal: client.post("/compile", json=BODY | {"goal": goal}))
-            until(lambda: service.active == len(answers))
-            time.sleep(0.05)
+            assert fake.entered.wait(20)  # the first is in the compiler's hands; the others wait
+            until(lambda: service.waiting == len(answers) - 1)
         fake.gate.set()
         codes = {goal: answer().status_code for goal, answer in answers.items()}
         assert codes == {"first": 200, "a": 200, "too long": 422, "b": 200, "crash": 500}

@@ -9,7 +9,7 @@ from configs.load import ConfigError, load_config, to_yaml
 
 CONFIGS = Path(schema.__file__).parent
 SCHEMAS = {"quickstart.yaml": schema.QuickstartConfig, "sft": schema.SftConfig, "eval": schema.EvalConfig,
-           "collect": schema.CollectConfig, "grpo": schema.GrpoConfig}  # fmt: skip
+           "collect": schema.CollectConfig, "grpo": schema.GrpoConfig, "serve": schema.ServeConfig}  # fmt: skip
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 
 
