@@ -6,7 +6,7 @@ Defaults are the paper's (Table 7) unless a comment says why not. Unknown keys a
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -48,6 +48,8 @@ COMPILER_KEY, EXECUTOR_KEY = "MEMCOMPILER_COMPILER_KEY", "MEMCOMPILER_EXECUTOR_K
 class Served(Settings):
     """Engine http: a server that is up already (docs/serving.md)."""
 
+    start: ClassVar[str]  # the command that starts it
+    engine: str
     url: str | None = None  # http://127.0.0.1:8100; needed by engine http, and by no other
     timeout_s: float = Field(default=120.0, gt=0)  # of one batch of requests, retries included
 
@@ -58,8 +60,15 @@ class Served(Settings):
             raise ValueError("url must be http(s)://host:port, without path, user name or password")
         return value
 
+    @model_validator(mode="after")
+    def _http_has_a_url(self) -> Self:
+        if self.engine == "http" and self.url is None:
+            raise ValueError(f"engine http needs url: run `{self.start}`, which says it")
+        return self
+
 
 class CompilerConfig(Served):
+    start: ClassVar[str] = "memcompiler serve compiler --checkpoint RUN"
     model: str = "assets/compiler-tiny"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
     checkpoint: str | None = None  # a checkpoint of `train sft` or `train grpo`: adapter and projector
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -80,12 +89,6 @@ class CompilerConfig(Served):
     def _grammar_by_vllm(self) -> CompilerConfig:
         if self.constrained and self.engine != "vllm":
             raise ValueError("constrained emissions need engine vllm")
-        return self
-
-    @model_validator(mode="after")
-    def _http_has_a_url(self) -> CompilerConfig:
-        if self.engine == "http" and self.url is None:
-            raise ValueError("engine http needs url: run `memcompiler serve compiler --checkpoint RUN`, which says it")
         return self
 
 
@@ -120,6 +123,7 @@ class EndpointConfig(Settings):
 
 
 class ExecutorConfig(Served):
+    start: ClassVar[str] = "memcompiler serve executor --model NAME"
     model: str = "assets/executor-tiny"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: str = "auto"
@@ -140,12 +144,6 @@ class ExecutorConfig(Served):
     def _guided_by_vllm(self) -> ExecutorConfig:
         if self.mode == "guided" and self.engine not in ("vllm", "http"):
             raise ValueError("mode guided needs engine vllm or http")
-        return self
-
-    @model_validator(mode="after")
-    def _http_has_a_url(self) -> ExecutorConfig:
-        if self.engine == "http" and self.url is None:
-            raise ValueError("engine http needs url: run `memcompiler serve executor --model NAME`, which says it")
         return self
 
     @model_validator(mode="after")

@@ -31,6 +31,7 @@ from compiler.remote import RemoteError, RemoteServer
 from configs.schema import EXECUTOR_KEY
 from executor.frozen import Action, ExecutorPrompt, TokenExecutor
 from executor.prompt import ExecutorRequest
+from executor.weights import input_embeddings
 
 _MOST_SCORED = 128  # vLLM's limit of logprob_token_ids
 # Whatever the server's defaults are: the likeliest token.
@@ -89,14 +90,7 @@ class RemoteExecutor(TokenExecutor):
         Raises:
             ValueError: none of them holds it.
         """
-        from safetensors import safe_open
-
-        for path in _weight_files(self.name):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    if name.endswith("embed_tokens.weight"):
-                        return file.get_tensor(name)
-        raise ValueError(f"no input embeddings (embed_tokens.weight) in the safetensors files of {self.name}")
+        return input_embeddings(_weight_files(self.name), self.name)
 
     def hash(self) -> str:
         """What is known of the server's weights from here: the name that they are served by."""

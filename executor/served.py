@@ -22,6 +22,7 @@ from compiler.vllm_extension import llm_class, run
 from executor.frozen import Action, ExecutorPrompt, TokenExecutor
 from executor.prompt import ExecutorRequest
 from executor.vision import load_reader
+from executor.weights import input_embeddings
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -91,14 +92,7 @@ class VllmExecutor(TokenExecutor):
         Raises:
             ValueError: none of them holds it.
         """
-        from safetensors import safe_open
-
-        for path in self._files():
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    if name.endswith("embed_tokens.weight"):
-                        return file.get_tensor(name)
-        raise ValueError(f"no input embeddings (embed_tokens.weight) in the safetensors files of {self.weights}")
+        return input_embeddings(self._files(), self.weights)
 
     def hash(self) -> str:
         """SHA-256 over the model's files: the engine's own copy is one that nothing here can write."""
