@@ -112,9 +112,8 @@ def test_what_cannot_be_shown_is_said_before_anything_is_loaded(
     assert "cells/NAME" in refused("figure", 3, matrix) and "memory=one" in refused("figure", 4, matrix)
     closed = run_folder(tmp_path / "closed", executor={"engine": "api", "api": {"model": "m"}})
     assert "closed model" in refused("figure", 3, closed)
-    assert "is not in the range" in refused("figure", 5, closed) and "is not in the range" in refused(
-        "table", 7, closed
-    )
+    assert "there is no figure 5" in refused("figure", 5, closed)
+    assert "there is no table 7" in refused("table", 7, closed)
     empty = run_folder(tmp_path / "empty")
     assert "episodes.jsonl does not exist" in refused("figure", 4, empty)
     (empty / "episodes.jsonl").write_text("")

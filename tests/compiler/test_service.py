@@ -87,11 +87,11 @@ def serving(
 
 
 @contextlib.contextmanager
-def listening(backend: Any, **limits: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+def listening(backend: Any, reload: Any = None, **limits: Any) -> Iterator[tuple[str, Callable[[], None]]]:
     """The service on a loopback port of its own: its URL, and what kills it."""
     from memcompiler.serving import _listening
 
-    service = CompilerService(lambda: backend, ServiceLimits(**limits))
+    service = CompilerService(lambda: backend, ServiceLimits(**limits), reload=reload)
     server = uvicorn.Server(uvicorn.Config(service_app(service), log_level="error"))
     bound = _listening("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
