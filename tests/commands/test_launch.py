@@ -93,6 +93,26 @@ def test_a_service_that_dies_ends_the_run_with_its_last_words_and_leaves_nothing
     assert not [pid for pid in _pids() if str(out) in _words(pid)]
 
 
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_nothing(sft, tmp_path):
+    out = tmp_path / "run"
+    place = {"placement__actors": "1", "placement__rollouts": "1", "placement__executors": "0"}
+    process = subprocess.Popen(
+        command(*settings(sft, out, updates="50", **place)), cwd=ROOT, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    log = scratch_of(out) / socket.gethostname() / "rollout-0.log"
+    deadline = time.monotonic() + 400
+    while not (log.exists() and "ready" in log.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    process.kill()
+    process.wait()
+    while left := [pid for pid in _pids() if str(out) in _words(pid)]:
+        assert time.monotonic() < deadline, [_words(pid) for pid in left]
+        time.sleep(0.2)
+
+
 def test_gpus_are_shared_out_in_order(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7,0,1,2")
     assert shared_out(4, 3, 1) == (["3,4,5,6"], ["7", "0", "1"], ["2"])

@@ -147,9 +147,11 @@ def test_a_probe_needs_other_episodes() -> None:
 
 def test_text_is_what_the_executor_reads_and_soft_what_it_is_given() -> None:
     backbone = tiny_models.lm_backbone()
-    gathered = Gathered(FrozenExecutor(backbone.model, backbone.tokenizer))
-    gathered.add(Recompiled(torch.ones(4, 64), torch.zeros(4, 32), torch.full((3, 32), 2.0), False), "go to shelf 1", 7)
-    gathered.add(Recompiled(torch.ones(4, 64), torch.zeros(4, 32), torch.full((1, 32), 2.0), False), "", 8)
+    reader, gathered = FrozenExecutor(backbone.model, backbone.tokenizer), Gathered()
+    gathered.add(
+        reader, Recompiled(torch.ones(4, 64), torch.zeros(4, 32), torch.full((3, 32), 2.0), False), "go to shelf 1", 7
+    )
+    gathered.add(reader, Recompiled(torch.ones(4, 64), torch.zeros(4, 32), torch.full((1, 32), 2.0), False), "", 8)
     executor, hidden = gathered.tokens("executor"), gathered.tokens("compiler")
     ids = backbone.tokenizer("go to shelf 1", add_special_tokens=False)["input_ids"]
     table = backbone.model.get_input_embeddings().weight.detach().numpy()
