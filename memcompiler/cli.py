@@ -145,7 +145,7 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder with results.j
 
 @paper_app.command("table")
 def paper_table(
-    number: Annotated[int, typer.Argument(min=1, max=6, help="Of the paper's tables.")],
+    number: Annotated[int, typer.Argument(help="1 to 6.")],
     runs: Annotated[list[Path], typer.Argument(help="Run folders with results.json, such as a matrix of evaluations.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to (default: RUN/paper).")] = None,
 ) -> None:
@@ -157,7 +157,7 @@ def paper_table(
 
 @paper_app.command("figure")
 def paper_figure(
-    number: Annotated[int, typer.Argument(min=3, max=4, help="3: attention by step; 4: soft and text tokens.")],
+    number: Annotated[int, typer.Argument(help="3: attention by step; 4: soft and text tokens.")],
     run: Annotated[Path, typer.Argument(help="A run folder with episodes.jsonl, or a cell of a matrix.")],
     overrides: Overrides = None,
     deliveries: Annotated[str, typer.Option(help="Such as static,compiled.")] = "",

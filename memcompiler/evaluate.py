@@ -137,7 +137,7 @@ def _play(cell: Cell, run: RunFolder, loaded: Loaded, banks: Path | None) -> dic
     config, split = cell.config, cell.config.split or default_split(cell.config.env)
     envs = loaded.environments(config)
     tasks, experience = chosen_tasks(config, envs, split)
-    bank = _filled_bank(config, envs, experience, run.path if banks is None else banks / _bank_key(config, split))
+    bank = _filled_bank(config, envs, experience, run.path if banks is None else banks / bank_key(config, split))
     jobs = jobs_for(tasks, bank, config.memory.k)
     top = jobs_for(tasks, bank, min(1, config.memory.k)) if "static_top1" in config.deliveries else []
     executor, compiler = loaded.executor(config), loaded.compiler(config)
@@ -230,7 +230,7 @@ def _filled_bank(config: EvalConfig, envs: Environments, experience: Sequence[Ta
     return bank
 
 
-def _bank_key(config: EvalConfig, split: str) -> str:
+def bank_key(config: EvalConfig, split: str) -> str:
     """Cells with the same key would fill their banks with the same experience."""
     from eval.provenance import sha256
 

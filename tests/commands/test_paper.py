@@ -121,13 +121,13 @@ def test_what_cannot_be_shown_is_said_before_anything_is_loaded(
 
 
 def test_a_cell_of_a_matrix_reads_the_bank_that_it_shares(tmp_path: Path) -> None:
-    from memcompiler.evaluate import _bank_key
+    from memcompiler.evaluate import bank_key
     from memcompiler.paper import Replay
 
     cell = tmp_path / "cells" / "seed=0"
     cell.parent.mkdir()
     replay = Replay.of(run_folder(cell), [])
     assert replay._own_bank() == cell / "bank"
-    shared = tmp_path / "banks" / _bank_key(load_config(EvalConfig, cell / "config.resolved.yaml"), "test")
+    shared = tmp_path / "banks" / bank_key(load_config(EvalConfig, cell / "config.resolved.yaml"), "test")
     shared.mkdir(parents=True)
     assert replay._own_bank() == shared / "bank"
