@@ -212,7 +212,13 @@ def _before_and_after(
         episodes[stage] = list(read_episodes(folder / "episodes.jsonl"))
     results = made["sft"]
     if before := [episode for episode in episodes["sft"] if episode.delivery == "compiled"]:
-        results["paired_difference"][f"{AFTER_GRPO} - compiled"] = difference(episodes["grpo"], before)
+        change = difference(episodes["grpo"], before)
+        results["paired_difference"][f"{AFTER_GRPO} - compiled"] = change
+        console.print(
+            f"  GRPO changed the success of text + soft by {100 * change['mean']:+.1f} points "
+            f"[{100 * change['low']:+.1f}, {100 * change['high']:+.1f}]: better on {change['wins']}, worse on "
+            f"{change['losses']} of {change['n']} tasks"
+        )
     results["results"][AFTER_GRPO] = made["grpo"]["results"]["compiled"]
     for episode in episodes["grpo"]:
         episode.delivery = AFTER_GRPO
