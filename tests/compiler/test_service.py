@@ -442,7 +442,7 @@ def test_a_service_that_dies_costs_the_episodes_that_need_it_and_no_others() -> 
 
     fake = Fake()
     with listening(fake) as (url, kill):
-        remote = RemoteCompiler(url, timeout=1)
+        remote = RemoteCompiler(url, timeout=5)  # what a live service may take on a busy machine
 
         class DyingLater(Recorder):
             def act(self, requests: Any) -> Any:
@@ -457,7 +457,8 @@ def test_a_service_that_dies_costs_the_episodes_that_need_it_and_no_others() -> 
         first, second, third = play([job(1), job(3), job(2)], compiled)
     assert first.success and first.steps[0].guidance == "go to shelf 1"
     for episode in (second, third):
-        assert episode.stop_reason is StopReason.COMPILER_FAILURE and "is it up?" in episode.error
+        assert episode.stop_reason is StopReason.COMPILER_FAILURE
+        assert "is it up?" in episode.error or "did not answer" in episode.error
     [bare] = play([job(2)], Delivery("none", "none"))
     assert bare.success
 

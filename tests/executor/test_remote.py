@@ -170,7 +170,7 @@ def test_a_server_that_dies_costs_the_episodes_that_need_it() -> None:
     from tests.agent.test_episode import CountingEnv, Recorder, job
 
     with standing_in() as (url, _, kill):
-        ours = remote(url, timeout=1)
+        ours = remote(url, timeout=5)  # what a live server may take on a busy machine
 
         class Env(CountingEnv):
             def reset(self, task: Any) -> Any:
@@ -181,7 +181,8 @@ def test_a_server_that_dies_costs_the_episodes_that_need_it() -> None:
         delivery = Delivery("compiled", "compiled", Recorder())
         episodes = run_episodes(Env, [job(1), job(2), job(3)], delivery, ours, Limits(), concurrency=1)
     assert [e.stop_reason for e in episodes] == [StopReason.SUCCESS, *[StopReason.EXECUTOR_FAILURE] * 2]
-    assert "is it up?" in episodes[1].error and len(episodes[1].steps) == 1
+    assert "is it up?" in episodes[1].error or "did not answer" in episodes[1].error
+    assert len(episodes[1].steps) == 1
 
 
 def test_settings_say_what_is_missing() -> None:
