@@ -153,7 +153,7 @@ def test_what_the_server_reads_as_other_tokens_is_refused() -> None:
 def test_what_does_not_fit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXECUTOR_KEY, "k1")
     with standing_in() as (url, handler, kill):
-        ours = remote(url, timeout=1)
+        ours = remote(url, timeout=5)
         assert handler.keys == {"Bearer k1"} and ours.hash() == "remote:tiny" and ours.accepts_soft
         assert not ours.sees_images
         assert torch.equal(ours.embedding_table, handler.reference.embedding_table)
