@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -47,6 +47,10 @@ class ExecutorPrompt:
     picture: Picture | None = None
 
 
+# Greedy answers to prompts (ids without the end token), and how much of each prompt a cache held, where that is known.
+Generate = Callable[[Sequence[ExecutorPrompt]], Sequence[tuple[list[int], int | None]]]
+
+
 class TokenExecutor:
     """What executors of our own share, whatever runs the model: prompts as token ids, and actions from answers.
 
@@ -56,6 +60,7 @@ class TokenExecutor:
     """
 
     accepts_soft = True
+    mode: Literal["choice", "guided", "generate"] = "choice"
 
     def __init__(
         self, reader: Any, instructions: str = "", memory_token: str = "auto", images: bool = True
@@ -103,6 +108,19 @@ class TokenExecutor:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         grounded = ground(text, request.admissible)
         return Action(grounded.action, grounded.how, text, prompt.ids, len(prompt.ids), len(ids), cached)
+
+    def _decided(self, requests: Sequence[ExecutorRequest], generate: Generate) -> list[Action]:
+        """By likelihood where `mode` is choice and every request enumerates its commands; else what `generate` says."""
+        prompts = [self.encode(request) for request in requests]
+        if self.mode == "choice" and all(request.admissible for request in requests):
+            scores = self.likelihoods(prompts, [request.admissible or () for request in requests])
+            return [self._chosen(*row) for row in zip(requests, prompts, scores, strict=True)]
+        rows = zip(requests, prompts, generate(prompts), strict=True)
+        return [self._grounded(request, prompt, *answer) for request, prompt, answer in rows]
+
+    def likelihoods(self, prompts: Sequence[ExecutorPrompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
+        """log p(candidate, end of turn | prompt) for every candidate of every prompt."""
+        raise NotImplementedError
 
     def _chosen(self, request: ExecutorRequest, prompt: ExecutorPrompt, likelihoods: Tensor) -> Action:
         action = (request.admissible or ())[int(likelihoods.argmax())]
@@ -153,13 +171,7 @@ class FrozenExecutor(TokenExecutor):
         return actions
 
     def _act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
-        prompts = [self.encode(request) for request in requests]
-        choosing = self.mode == "choice" and all(request.admissible for request in requests)
-        if not choosing:
-            texts = self._generate(prompts)
-            return [self._grounded(*row) for row in zip(requests, prompts, texts, strict=True)]
-        scores = self.likelihoods(prompts, [request.admissible or () for request in requests])
-        return [self._chosen(*row) for row in zip(requests, prompts, scores, strict=True)]
+        return self._decided(requests, lambda prompts: [(ids, None) for ids in self._generate(prompts)])
 
     def _generate(self, prompts: Sequence[ExecutorPrompt]) -> list[list[int]]:
         """Greedy answers (ids without the end token)."""

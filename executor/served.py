@@ -119,13 +119,8 @@ class VllmExecutor(TokenExecutor):
         """
         if not requests:
             return []
-        prompts = [self.encode(request) for request in requests]
-        if self.mode == "choice" and all(request.admissible for request in requests):
-            scores = self.likelihoods(prompts, [request.admissible or () for request in requests])
-            return [self._chosen(*row) for row in zip(requests, prompts, scores, strict=True)]
-        answers = self._generate(prompts, [request.admissible for request in requests])
-        rows = zip(requests, prompts, answers, strict=True)
-        return [self._grounded(request, prompt, *answer) for request, prompt, answer in rows]
+        admissible = [request.admissible for request in requests]
+        return self._decided(requests, lambda prompts: self._generate(prompts, admissible))
 
     def _generate(
         self, prompts: Sequence[ExecutorPrompt], admissible: Sequence[Sequence[str] | None]
