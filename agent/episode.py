@@ -181,7 +181,7 @@ async def _act(
     except Exception as error:
         raise ExecutorFailure(f"{type(error).__name__}: {error}") from error
     expert.check()
-    step.action, step.grounding, step.executor_text = action.action, str(action.how), action.text
+    step.action, step.grounding, step.executor_text, step.decision = action.action, str(action.how), action.text, action
     step.executor_prompt, step.executor_prompt_ids = executor_text(request, SOFT_MARK), action.prompt_ids
     step.tokens |= {"executor_in": action.tokens_in, "executor_out": action.tokens_out}
     if action.tokens_cached is not None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from compiler.records import Compilation
+    from executor.frozen import Action
 
 
 class StopReason(StrEnum):
@@ -57,7 +58,9 @@ class StepRecord:
     tokens: dict[str, int] = field(
         default_factory=dict
     )  # {"compiler_in", "compiler_out", "executor_in", "executor_out"}
-    compilation: Compilation | None = None  # tensors and token ids for training; not serialised
+    # Tensors and token ids for training; not serialised.
+    compilation: Compilation | None = None
+    decision: Action | None = None
 
 
 @dataclass(slots=True)
@@ -85,8 +88,11 @@ class Episode:
         return {**head, "stop_reason": str(self.stop_reason), "steps": [_step_json(s, images) for s in self.steps]}
 
 
+_LIVE = ("compilation", "decision", "image")
+
+
 def _step_json(step: StepRecord, images: bool) -> dict[str, Any]:
-    row = {k: getattr(step, k) for k in step.__slots__ if k not in ("compilation", "image")}  # type: ignore[attr-defined]
+    row = {k: getattr(step, k) for k in step.__slots__ if k not in _LIVE}  # type: ignore[attr-defined]
     row["image"] = png_base64(step.image) if images and step.image is not None else None
     if step.compilation is not None:
         row["compiler_prompt_ids"] = list(step.compilation.prompt_ids)

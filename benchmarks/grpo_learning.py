@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
+
+from stage import run
 
 from eval.episodes import read_episodes
 from eval.metrics import bootstrap_mean, wilson
@@ -34,17 +34,6 @@ VARIANTS = {  # name: settings of GRPO
 FAMILIES = ("", "text", "visual")
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 Outcomes = dict[str, tuple[str, bool]]  # task: family, success
-
-
-def run(out: Path, log: str, *command: str) -> None:
-    """A command of ours, unless its mark in `out` says that it has been run to its end."""
-    mark = out / f".{log}.done"
-    if mark.exists():
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / f"{log}.log").open("w") as file:
-        subprocess.run([sys.executable, "-m", "memcompiler", *command], check=True, stdout=file, stderr=file)
-    mark.touch()
 
 
 def one_seed(root: Path, seed: int, linear: bool, a: argparse.Namespace) -> None:

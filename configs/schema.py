@@ -136,9 +136,16 @@ class ExecutorConfig(Served):
     instructions: Literal["none", "full"] = "full"
     # Among admissible commands by likelihood; free text, grounded afterwards; guided (vLLM): text held to the commands.
     mode: Literal["choice", "generate", "guided"] = "choice"
+    temperature: float = Field(default=0.0, ge=0)  # of the choice among admissible commands; 0 takes the likeliest
     images: bool = True  # False keeps the view from an executor that could see it
     max_new_tokens: int = Field(default=64, ge=1)
     batch_size: int = Field(default=64, ge=1)
+
+    @model_validator(mode="after")
+    def _draws_by_choice(self) -> ExecutorConfig:
+        if self.temperature and (self.mode != "choice" or self.engine not in ("hf", "vllm")):
+            raise ValueError("executor.temperature draws among admissible commands: mode choice and engine hf or vllm")
+        return self
 
     @model_validator(mode="after")
     def _guided_by_vllm(self) -> ExecutorConfig:
@@ -371,6 +378,10 @@ class GrpoConfig(Settings):
     aggregation: Literal["episode", "step", "token"] = "token"  # what counts alike in the loss
     text_weight: float = Field(default=1.0, ge=0)  # of a text token; 0 trains the latent channel alone
     latent_weight: float = Field(default=1.0, ge=0)  # of a soft token; 0 trains the text channel alone
+    # How reward reaches the soft tokens. score (the paper's Eq. 8): by their own probability ratio. pathwise: by the
+    # ratio of the action that the executor drew after reading them, through the frozen executor; the action counts as
+    # one soft token.
+    latent_gradient: Literal["score", "pathwise"] = "score"
     minibatches: int = Field(default=1, ge=1)  # optimiser steps per pass; 1 with one iteration leaves the clip inert
     iterations: int = Field(default=1, ge=1)  # passes over the samples of an update
     micro_batch_size: int = Field(default=16, ge=1)
@@ -401,6 +412,16 @@ class GrpoConfig(Settings):
     def _soft_tokens_are_read(self) -> GrpoConfig:
         if self.executor.engine == "api" and self.latent_weight > 0:
             raise ValueError("a closed executor reads no soft tokens: train text alone (latent_weight=0), or engine hf")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_path(self) -> GrpoConfig:
+        here = self.executor.engine == "hf" and not self.executor_urls
+        if self.latent_gradient == "pathwise" and not (here and self.executor.temperature > 0):
+            raise ValueError(
+                "latent_gradient=pathwise follows the gradient through the executor's own draw: executor.engine=hf and "
+                "executor.temperature above 0 (1.0 is usual)"
+            )
         return self
 
     @field_validator("compiler")

@@ -5,8 +5,9 @@
       split: [base, spatial]                                        short for {base: {split: base}, ...}
       seed: {0: {seed: 0, env.seed: 0}, 1: {seed: 1, env.seed: 1}}
 
-A level is what `a.b=c` would be on the command line. Cells that differ in the axis `seed` alone are one group: tables
-pool their episodes.
+A level is what `a.b=c` would be on the command line. `\\${seed}` in a level is the cell's own seed (the backslash keeps
+it from being read with the file): a checkpoint for each variant and seed is `runs/\\${seed}/linear`. Cells that differ
+in the axis `seed` alone are one group: tables pool their episodes.
 """
 
 from __future__ import annotations
@@ -121,14 +122,12 @@ def varying(values: Iterable[object]) -> Any:
 def _override(config: EvalConfig, levels: Sequence[Mapping[str, Any]]) -> EvalConfig:
     """As if the levels stood on the command line, behind the file's own settings."""
     settings = config.model_dump(mode="json", exclude_unset=True, exclude=set(_TOP))
-    given = [settings, *levels]
-    return load_config(
-        EvalConfig, None, [f"{key}={_yaml(value)}" for mapping in given for key, value in mapping.items()]
-    )
+    own = [f"{key}={_literal(value)}" for key, value in settings.items()]
+    return load_config(EvalConfig, None, own + [f"{k}={json.dumps(v)}" for level in levels for k, v in level.items()])
 
 
-def _yaml(value: object) -> str:
-    """JSON is YAML; a literal `${` must not be read as a reference."""
+def _literal(value: object) -> str:
+    """JSON is YAML; what the file's own references stood for is there already, a `${` is none."""
     return json.dumps(value).replace("${", "\\\\${")
 
 

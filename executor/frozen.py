@@ -28,6 +28,9 @@ class Action:
     tokens_out: int
     # Of tokens_in, out of a prefix cache; None where the backend does not say.
     tokens_cached: int | None = field(default=None, compare=False)
+    # Of an action that was drawn among the admissible ones: what it was drawn from, and how likely it was.
+    prompt: ExecutorPrompt | None = field(default=None, compare=False, repr=False)
+    logprob: float | None = field(default=None, compare=False)
 
 
 class Executor(Protocol):
@@ -57,13 +60,15 @@ class TokenExecutor:
     Args:
         reader: the tokenizer of a text model, or the processor of a vision-language model.
         images: False keeps pictures from a model that could see them.
+        temperature: of the choice among admissible actions; 0 takes the likeliest.
     """
 
     accepts_soft = True
     mode: Literal["choice", "guided", "generate"] = "choice"
 
     def __init__(
-        self, reader: Any, instructions: str = "", memory_token: str = "auto", images: bool = True
+        self, reader: Any, instructions: str = "", memory_token: str = "auto", images: bool = True,
+        temperature: float = 0.0,
     ) -> None:  # fmt: skip
         is_processor = hasattr(reader, "image_processor")
         self.reader, self.tokenizer = reader, reader.tokenizer if is_processor else reader
@@ -72,6 +77,7 @@ class TokenExecutor:
         self.placeholder = reserved_token_id(self.tokenizer, memory_token)
         self.placeholder_text = self.tokenizer.convert_ids_to_tokens(self.placeholder)
         self.end_id = self.tokenizer.eos_token_id
+        self.temperature, self.generator = temperature, torch.Generator().manual_seed(0)
 
     def encode(self, request: ExecutorRequest) -> ExecutorPrompt:
         """The prompt that both backends read. A picture is left out by an executor that does not see.
@@ -122,9 +128,18 @@ class TokenExecutor:
         """log p(candidate, end of turn | prompt) for every candidate of every prompt."""
         raise NotImplementedError
 
+    def policy(self, likelihoods: Tensor) -> Tensor:
+        """Log-probabilities (C,) of C admissible actions at this executor's temperature."""
+        return (likelihoods / (self.temperature or 1.0)).log_softmax(0)
+
     def _chosen(self, request: ExecutorRequest, prompt: ExecutorPrompt, likelihoods: Tensor) -> Action:
-        action = (request.admissible or ())[int(likelihoods.argmax())]
-        return Action(action, Grounding.CHOICE, action, prompt.ids, len(prompt.ids), len(self.action_ids(action)))
+        policy = self.policy(likelihoods.float().cpu())
+        drawn = torch.multinomial(policy.exp(), 1, generator=self.generator) if self.temperature else policy.argmax()
+        action = (request.admissible or ())[int(drawn)]
+        return Action(
+            action, Grounding.CHOICE, action, prompt.ids, len(prompt.ids), len(self.action_ids(action)),
+            prompt=prompt, logprob=float(policy[int(drawn)]),
+        )  # fmt: skip
 
 
 class FrozenExecutor(TokenExecutor):
@@ -136,8 +151,9 @@ class FrozenExecutor(TokenExecutor):
     def __init__(
         self, model: Any, reader: Any, mode: Literal["choice", "generate"] = "choice", instructions: str = "",
         max_new_tokens: int = 64, batch_size: int = 64, memory_token: str = "auto", images: bool = True,
+        temperature: float = 0.0,
     ) -> None:  # fmt: skip
-        super().__init__(reader, instructions, memory_token, images)
+        super().__init__(reader, instructions, memory_token, images, temperature)
         self.model, self.mode = model.eval().requires_grad_(False), mode
         self.is_vlm = sees(model.config)
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
@@ -188,7 +204,8 @@ class FrozenExecutor(TokenExecutor):
         """log p(candidate, end of turn | prompt) for every candidate of every prompt, in ONE forward pass.
 
         The candidates of a prompt share prefixes ("go to ..."): they are laid out as a tree behind the prompt, and a
-        tree attention mask lets each node see the prompt and its own ancestors only. Exact, not an approximation.
+        tree attention mask lets each node see the prompt and its own ancestors only. Exact, not an approximation, and
+        differentiable in the prompts' soft tokens.
         """
         trees = [_Tree.of([self.action_ids(c) for c in names]) for names in candidates]
         rows = [p.ids + tuple(tree.tokens) for p, tree in zip(prompts, trees, strict=True)]

@@ -59,8 +59,9 @@ class VllmExecutor(TokenExecutor):
     def __init__(
         self, llm: LLM, reader: Any, weights: Path, mode: Literal["choice", "guided", "generate"] = "choice",
         instructions: str = "", max_new_tokens: int = 64, memory_token: str = "auto", images: bool = True,
+        temperature: float = 0.0,
     ) -> None:  # fmt: skip
-        super().__init__(reader, instructions, memory_token, images)
+        super().__init__(reader, instructions, memory_token, images, temperature)
         if self.sees_images and not llm.model_config.is_multimodal_model:
             raise ValueError("the engine's model takes text only: give it a tokenizer, or images=False")
         self.llm, self.weights, self.mode, self.max_new_tokens = llm, weights, mode, max_new_tokens

@@ -104,7 +104,8 @@ def load_executor(
         _cpu_defaults()
         from executor.served import VllmExecutor
 
-        return VllmExecutor.load(name, config.dtype, config.vllm.model_dump(), **common)
+        engine = config.vllm.model_dump()
+        return VllmExecutor.load(name, config.dtype, engine, temperature=config.temperature, **common)
     if config.engine == "http":
         from executor.remote import RemoteExecutor
 
@@ -113,7 +114,9 @@ def load_executor(
     from executor.frozen import FrozenExecutor
 
     dtype, device = dtype_of(config.dtype), device_of(config.device)
-    return FrozenExecutor.load(name, dtype, device, batch_size=config.batch_size, **common)
+    return FrozenExecutor.load(
+        name, dtype, device, batch_size=config.batch_size, temperature=config.temperature, **common
+    )
 
 
 def _rules(config: ExecutorConfig) -> str:

@@ -5,9 +5,14 @@
 
 One update: `tasks` tasks, a group of `group_size` sampled episodes for each, the advantage of every episode in its
 group, and a clipped policy-gradient step on all of its samples. The policy is the emission's text AND the N Gaussian
-soft tokens, which count as N more tokens. The executor has no part in the gradient (score function): the actor needs
-none. Which share of the global batch a rank or a micro-batch holds changes nothing: token weights are computed from
-global counts. All randomness is a function of (seed, update): resuming needs no generator state.
+soft tokens, which count as N more tokens (`latent_gradient: score`, Eq. 8): the executor has no part in the gradient,
+the actor needs none. `pathwise` takes another unbiased estimate of the same gradient: the noise of the soft tokens is
+what is given, they are mu + sigma noise, and the action that the executor draws after reading them is the policy's last
+token; reward then reaches mu and sigma through the frozen executor, in the one direction that matters, where the score
+function has to find it among N d random ones.
+
+Which share of the global batch a rank or a micro-batch holds changes nothing: token weights are computed from global
+counts. All randomness is a function of (seed, update): resuming needs no generator state.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,11 +35,12 @@ from agent.episode import Job
 from compiler.backbone import Encoded
 from compiler.model import Decoding, MemoryCompiler
 from configs.schema import GrpoConfig
-from executor.frozen import FrozenExecutor
+from executor.frozen import ExecutorPrompt, FrozenExecutor, TokenExecutor
+from soft_mem.projector import Gaussian
 from training import checkpoint, distributed
 from training.backend import BACKENDS, make_optimizer
 from training.losses import clipped_surrogate, cosine_with_warmup, kl_estimate
-from training.rollout import FAILURES, Group, RolloutEngine, Sample, samples_of
+from training.rollout import FAILURES, Draw, Group, RolloutEngine, Sample, samples_of
 
 if TYPE_CHECKING:
     from executor.served import VllmExecutor
@@ -42,10 +48,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a forward pass says of B samples. All but `logprobs` are without gradient."""
+    """What a forward pass says of B samples; but for `logprobs` without gradient. L: N soft tokens, or 1 action."""
 
-    logprobs: Tensor  # (B, T + N), 0 where there is no token
-    mask: Tensor  # (B, T + N)
+    logprobs: Tensor  # (B, T + L), 0 where there is no token
+    mask: Tensor  # (B, T + L)
     text_entropy: Tensor  # (B, T)
     latent_entropy: Tensor  # (B,), nats per dimension
     sigma: Tensor  # (B,), mean
@@ -72,6 +78,8 @@ class GrpoTrainer:
         self.jobs, self.out, self.facts = list(jobs), out, facts or {}
         self.executor_hash = executor.hash()
         compiler.decoding = sampling(config)
+        self.pathwise = config.latent_gradient == "pathwise"
+        self.latents = 1 if self.pathwise else compiler.n_tokens  # how many tokens of the policy follow the text
         backend = BACKENDS[config.backend]
         # What rolls out: the policy itself, unless it is about to be cut into slices or to change meanwhile.
         self.sampler = _whole_copy(compiler) if backend.is_sharded or config.overlap else compiler
@@ -127,7 +135,7 @@ class GrpoTrainer:
         # Nothing is under way when a checkpoint is written, so that a run that resumes there sees what this one sees.
         self._ahead = None if saves or not self.config.overlap else self._background.submit(self._rollout(update + 1))
         rolled = time.perf_counter()
-        metrics = self.learn(samples_of(rollout.groups, self.compiler), update)
+        metrics = self.learn(samples_of(rollout.groups, self.compiler, self.pathwise), update)
         seconds = {
             "seconds_rollout": rollout.seconds, "seconds_waited": rolled - started,
             "seconds_update": time.perf_counter() - rolled,
@@ -146,7 +154,10 @@ class GrpoTrainer:
         if self.sampler is not self.compiler:
             checkpoint.put(self.sampler, self.backend.weights())
         self.sampler.weight_version = self.update
-        self.sampler.generator.manual_seed((self.config.seed * 1_000_003 + update) * 1024 + distributed.rank())
+        seed = (self.config.seed * 1_000_003 + update) * 1024 + distributed.rank()
+        self.sampler.generator.manual_seed(seed)
+        if isinstance(self.engine.executor, TokenExecutor):
+            self.engine.executor.generator.manual_seed(seed)
 
         def play() -> Rollout:
             started = time.perf_counter()
@@ -202,8 +213,12 @@ class GrpoTrainer:
     def _idle(self) -> list[list[Any]]:
         """Samples, weights, old, reference: a row that counts nothing, by which a rank without rows keeps step."""
         end, n = self.compiler.backbone.end_id, self.compiler.n_tokens
-        z, zeros = torch.zeros(n, self.compiler.projector.config.d_executor), torch.zeros(1 + n)
-        sample = Sample(Encoded((end,)), (end,), z, zeros, 1, 0.0, 0, self.update)
+        z, zeros = torch.zeros(n, self.compiler.projector.config.d_executor), torch.zeros(1 + self.latents)
+        draw = None
+        if self.pathwise:
+            prompt = ExecutorPrompt((self.executor.placeholder,) * n, None)
+            draw = Draw(prompt, ("",), 0, z)
+        sample = Sample(Encoded((end,)), (end,), z, zeros, 1, 0.0, 0, self.update, draw)
         old = zeros if self._looks_back() else None
         return [[sample], [zeros], [old], [zeros if self.config.kl else None]]
 
@@ -212,7 +227,7 @@ class GrpoTrainer:
         reference: Sequence[Tensor | None],
     ) -> tuple[Tensor, Counter[str]]:  # fmt: skip
         """Weighted sum of Eq. 8 over all tokens of some samples, and sums for the record."""
-        config, n = self.config, self.compiler.n_tokens
+        config, n = self.config, self.latents
         policy = self.score(samples)
         width = policy.logprobs.shape[1]
         rollout = _pad([s.rollout_logprobs for s in samples], width, n).to(policy.logprobs)
@@ -235,9 +250,7 @@ class GrpoTrainer:
         scored = self.compiler.score([s.prompt for s in samples], [s.emission for s in samples])
         full = self.compiler.logprobs(scored.logits, scored.targets)
         text = full.gather(2, scored.targets.unsqueeze(-1)).squeeze(-1)
-        z = torch.stack([s.z for s in samples]).to(text.device)
-        decoding = self.compiler.decoding
-        latent = scored.gaussian.log_prob(z, decoding.soft_temperature or 1.0)
+        latent = self._drawn(scored.gaussian, samples) if self.pathwise else self._latent(scored.gaussian, samples)
         sampled = torch.tensor([s.sampled for s in samples], device=text.device)
         text_mask = torch.arange(text.shape[1], device=text.device) < sampled[:, None]
         entropy = -(full.exp() * full.masked_fill(full.isinf(), 0)).sum(-1).detach()
@@ -249,16 +262,32 @@ class GrpoTrainer:
             scored.gaussian.mu.detach().float().abs().mean((1, 2)),
         )  # fmt: skip
 
+    def _latent(self, gaussian: Gaussian, samples: Sequence[Sample]) -> Tensor:
+        """(B, N): of the soft tokens that were sampled."""
+        z = torch.stack([s.z for s in samples]).to(gaussian.mu.device)
+        return gaussian.log_prob(z, self.compiler.decoding.soft_temperature or 1.0)
+
+    def _drawn(self, gaussian: Gaussian, samples: Sequence[Sample]) -> Tensor:
+        """(B, 1): of the actions that the executor drew, with the gradient of its soft tokens."""
+        draws = [s.draw for s in samples if s.draw is not None]
+        noise = torch.stack([draw.noise for draw in draws]).to(gaussian.mu)
+        z = gaussian.mu + self.compiler.decoding.soft_temperature * gaussian.log_sigma.exp() * noise
+        soft = self.compiler.projector.to_embeddings(z)
+        prompts = [replace(draw.prompt, soft=row) for draw, row in zip(draws, soft, strict=True)]
+        scores = self.executor.likelihoods(prompts, [draw.candidates for draw in draws])
+        chosen = [self.executor.policy(s)[draw.chosen] for s, draw in zip(scores, draws, strict=True)]
+        return torch.stack(chosen)[:, None].to(gaussian.mu.device)
+
     def _logprobs(self, samples: Sequence[Sample]) -> Tensor:
         return self.score(samples).logprobs
 
     @torch.no_grad()
     def _score_all(self, samples: Sequence[Sample]) -> list[Tensor | None]:
-        """(T + N,) per sample, under the weights as they are."""
+        """(T + L,) per sample, under the weights as they are."""
         rows: list[Tensor | None] = []
         for part in self.backend.micro_batches(samples, self.config.micro_batch_size):
             scores = self.backend.forward(partial(self._logprobs, part or self._idle()[0]))[: len(part)]
-            cut, n = scores.shape[1] - self.compiler.n_tokens, self.compiler.n_tokens
+            cut, n = scores.shape[1] - self.latents, self.latents
             rows += [torch.cat([row[: s.sampled], row[cut : cut + n]]) for row, s in zip(scores, part, strict=True)]
         return rows
 
@@ -281,7 +310,7 @@ def sampling(config: GrpoConfig) -> Decoding:
 
 
 def _token_weights(samples: Sequence[Sample], config: GrpoConfig) -> tuple[list[Tensor], int, int]:
-    """Weight of every token (T + N,) of every local sample, index of the first local sample in the global order, and
+    """Weight of every token (T + L,) of every local sample, index of the first local sample in the global order, and
     the global number of samples. Weights sum to 1 over all samples of all ranks.
 
     aggregation: `token` weighs all tokens alike, `step` all samples, `episode` all episodes (each spread over its
@@ -321,7 +350,7 @@ def _minibatches(total: int, number: int, seed: int, turn: int) -> list[list[int
 
 
 def _pad(rows: Sequence[Tensor], width: int, n: int) -> Tensor:
-    """Rows (T_i + N,) -> (B, width): text tokens from the left, the N soft tokens in the last columns, 0 between."""
+    """Rows (T_i + n,) -> (B, width): text tokens from the left, what follows them in the last n columns, 0 between."""
     padded = torch.zeros(len(rows), width)
     for i, row in enumerate(rows):
         padded[i, : len(row) - n] = row[: len(row) - n]

@@ -7,7 +7,7 @@ likely that was. All samples of an episode carry the episode's advantage in its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from agent.delivery import Delivery
 from agent.episode import Job, Limits, run_episodes
-from agent.records import Episode, StopReason
+from agent.records import Episode, StepRecord, StopReason
 from compiler.backbone import Encoded
 from compiler.model import Decoding, MemoryCompiler
 from compiler.records import Compilation, Compiler, CompileRequest
 from envs.base import Environment
-from executor.frozen import Executor
+from executor.frozen import Executor, ExecutorPrompt
 from soft_mem.projector import Projector
 from training import checkpoint
 from training.losses import group_advantages
@@ -31,17 +31,29 @@ FAILURES = (StopReason.ENVIRONMENT_FAILURE, StopReason.EXECUTOR_FAILURE, StopRea
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """What the executor drew, `chosen` among `candidates`, after a prompt whose soft tokens were mu + T sigma noise."""
+
+    prompt: ExecutorPrompt
+    candidates: tuple[str, ...]
+    chosen: int
+    noise: Tensor  # (N, d_executor)
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """One compiled step. T text tokens were sampled (the forced end-of-turn token of a cut emission was not)."""
+    """One compiled step. T text tokens were sampled (the forced end-of-turn token of a cut emission was not), then N
+    soft tokens; with a `draw`, the executor's action takes their place in the policy."""
 
     prompt: Encoded
     emission: tuple[int, ...]  # T ids, or T + 1 with the forced end
     z: Tensor  # (N, d_executor), normalised units
-    rollout_logprobs: Tensor  # (T + N,), as the engine that sampled says
+    rollout_logprobs: Tensor  # (T + N,), or (T + 1,) with a draw, as the engine that sampled says
     sampled: int  # T
     advantage: float
     episode: int  # index of its episode in the update
     weight_version: int
+    draw: Draw | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,28 +129,47 @@ class RolloutEngine:
         return self.served
 
 
-def samples_of(groups: Sequence[Group], compiler: MemoryCompiler) -> list[Sample]:
+def samples_of(groups: Sequence[Group], compiler: MemoryCompiler, pathwise: bool = False) -> list[Sample]:
     """The samples of all groups that can teach something; zero-variance groups are left out here."""
     samples: list[Sample] = []
     episode_index = 0
     for group in groups:
         for episode, advantage in zip(group.counted, group.advantages, strict=True):
             if group.informative:
-                compiled = [step.compilation for step in episode.steps if step.compilation is not None]
-                samples += [_sample(c, compiler, advantage, episode_index) for c in compiled]
+                steps = [step for step in episode.steps if step.compilation is not None]
+                samples += [_sample(step, compiler, advantage, episode_index, pathwise) for step in steps]
             episode_index += 1
     return samples
 
 
-def _sample(compiled: Compilation, compiler: MemoryCompiler, advantage: float, episode: int) -> Sample:
-    if compiled.request is None or compiled.z is None or compiled.text_logprobs is None:
+def _sample(step: StepRecord, compiler: MemoryCompiler, advantage: float, episode: int, pathwise: bool) -> Sample:
+    compiled = step.compilation
+    if compiled is None or compiled.request is None or compiled.z is None or compiled.text_logprobs is None:
         raise ValueError("this compilation cannot be trained on: it holds no request, soft tokens or log-probabilities")
     prompt = compiler.encode(compiled.request)
     if prompt.ids != compiled.prompt_ids:  # token-in/token-out: train on the very tokens that were sampled from
         raise ValueError("the prompt was tokenised differently when it was sampled from")
     assert compiled.latent_logprobs is not None
-    logprobs = torch.cat([compiled.text_logprobs.float(), compiled.latent_logprobs.float()])
+    draw, last = None, compiled.latent_logprobs.float()
+    if pathwise:
+        draw = _draw(step, compiled, compiler.decoding.soft_temperature)
+        assert step.decision is not None
+        last = torch.tensor([step.decision.logprob])
     return Sample(
-        prompt, compiled.emission_ids, compiled.z, logprobs, len(compiled.text_logprobs), advantage, episode,
-        compiled.weight_version,
+        prompt, compiled.emission_ids, compiled.z, torch.cat([compiled.text_logprobs.float(), last]),
+        len(compiled.text_logprobs), advantage, episode, compiled.weight_version, draw,
     )  # fmt: skip
+
+
+def _draw(step: StepRecord, compiled: Compilation, temperature: float) -> Draw:
+    action = step.decision
+    if action is None or action.prompt is None or not step.admissible or compiled.log_sigma is None:
+        raise ValueError(
+            "a pathwise gradient needs actions that were drawn among admissible ones: this environment lists none, or "
+            "the executor writes free text (latent_gradient=score goes without)"
+        )
+    assert compiled.z is not None and compiled.mu is not None
+    noise = (compiled.z - compiled.mu) / (temperature * compiled.log_sigma.exp()) if temperature else None
+    zeros = torch.zeros_like(compiled.mu)
+    prompt = replace(action.prompt, soft=None)  # made again, with its gradient, from mu, sigma and noise
+    return Draw(prompt, step.admissible, step.admissible.index(action.action), zeros if noise is None else noise)

@@ -116,5 +116,20 @@ def test_every_shipped_matrix_expands(path: Path) -> None:
     assert bool(asked.matrix) == (len(made) > 1)
 
 
+def test_a_level_may_refer_to_its_cells_settings(tmp_path: Path) -> None:
+    text = """
+    compiler: {checkpoint: 'a/\\${seed}'}
+    matrix:
+      variant: {n4: {compiler.checkpoint: 'runs/\\${seed}/n4'}, own: {}}
+      seed: {1: {seed: 1}, 2: {seed: 2}}
+    """
+    (tmp_path / "matrix.yaml").write_text(text)
+    made = cells(load_config(EvalConfig, tmp_path / "matrix.yaml"))
+    assert [cell.config.compiler.checkpoint for cell in made if cell.levels["variant"] == "n4"] == [
+        "runs/1/n4", "runs/2/n4"
+    ]  # fmt: skip
+    assert {c.config.compiler.checkpoint for c in made if c.levels["variant"] == "own"} == {"a/${seed}"}  # no reference
+
+
 def test_varying() -> None:
     assert varying(["a", "a"]) == "a" and varying([0, 1, 0]) == "0+1" and varying([0]) == 0

@@ -1,5 +1,8 @@
 """The frozen executor: likelihoods in one tree pass equal one-by-one scoring; soft tokens land where they should."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -38,6 +41,26 @@ def test_choice_is_the_most_likely_and_generation_is_grounded():
     assert [a.how for a in chosen] == [Grounding.CHOICE] * 2 and chosen[0].action in COMMANDS[:3]
     free = executor(mode="generate", max_new_tokens=5).act([request(0), request(2, soft=True)])
     assert all(a.tokens_out <= 5 for a in free)
+
+
+def test_drawn_actions_come_as_often_as_their_probability_says():
+    model, asked = executor(temperature=5.0), request(0, soft=True)
+    policy = (model.likelihoods([model.encode(asked)], [COMMANDS[:3]])[0] / 5).softmax(0)
+    drawn = [model.act([asked])[0] for _ in range(400)]
+    for command, probability in zip(COMMANDS, policy.tolist(), strict=False):
+        of_it = [a for a in drawn if a.action == command]
+        assert abs(len(of_it) / 400 - probability) < 4 * (probability * (1 - probability) / 400) ** 0.5
+        assert all(a.logprob == pytest.approx(math.log(probability), abs=1e-4) for a in of_it)
+
+
+def test_likelihoods_have_the_gradient_of_scoring_one_by_one():
+    model = executor()
+    prompt = model.encode(request(0, soft=True))
+    soft = [prompt.soft.clone().requires_grad_() for _ in range(2)]
+    model.likelihoods([replace(prompt, soft=soft[0])], [COMMANDS])[0][4].backward()
+    (-model.action_nll([prompt], soft[1][None], [model.action_ids(COMMANDS[4])])[0][0]).backward()
+    torch.testing.assert_close(soft[0].grad, soft[1].grad, atol=1e-5, rtol=1e-4)
+    assert soft[0].grad.abs().max() > 1e-3
 
 
 def test_generation_with_soft_tokens_equals_unbatched():

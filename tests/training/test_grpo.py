@@ -24,6 +24,28 @@ from training.rollout import Group, RolloutEngine, Sample, samples_of
 COMMANDS = ("go to cabinet 1", "go to shelf 1", "look")
 
 
+class Bandit:
+    """One step, and one of the commands wins."""
+
+    name = "bandit"
+
+    def tasks(self, split: str) -> list[Task]:
+        return []
+
+    def reset(self, task: Task) -> Observation:
+        return Observation("You see a shelf.", None, COMMANDS[:2])
+
+    def step(self, action: str) -> Transition:
+        won = action == COMMANDS[0]  # the less likely one
+        return Transition(Observation("Done.", None, COMMANDS[:2]), float(won), won, True)
+
+    def expert(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
 class LuckyEnv:
     """Two steps; every other episode succeeds, and those whose task says so break."""
 
@@ -57,24 +79,28 @@ def job(i: int, kind: str = "") -> Job:
     return Job(Task(f"t{i}", f"put a mug in cabinet {i}", f"home {i}", "train", kind), (entry(i, "in home 1: look"),))
 
 
-def executor() -> FrozenExecutor:
+def executor(**kwargs) -> FrozenExecutor:
     backbone = tiny_models.lm_backbone(seed=1)
-    return FrozenExecutor(backbone.model, backbone.tokenizer)
+    return FrozenExecutor(backbone.model, backbone.tokenizer, **kwargs)
 
 
-def engine(kind: str = "") -> RolloutEngine:
+def engine(make_env=None, **kwargs) -> RolloutEngine:
     numbers = itertools.count()
-    return RolloutEngine(lambda: LuckyEnv(next(numbers)), executor(), Limits(3))
+    return RolloutEngine(make_env or (lambda: LuckyEnv(next(numbers))), executor(**kwargs), Limits(3))
 
 
-def trainer(tmp_path, jobs=None, **settings) -> GrpoTrainer:
+PATHWISE = {"latent_gradient": "pathwise", "executor": {"temperature": 30.0}}
+
+
+def trainer(tmp_path, jobs=None, make_env=None, projector="gaussian", **settings) -> GrpoTrainer:
     defaults = {
         "compiler": {"max_new_tokens": 8}, "updates": 4, "tasks": 2, "group_size": 4, "lr": 1e-3, "save_every": 2,
         "micro_batch_size": 3,
     }  # fmt: skip
     config = GrpoConfig(**(defaults | settings))
-    played, jobs = engine(), jobs or [job(i) for i in range(3)]
-    return GrpoTrainer(config, tiny_models.memory_compiler(False), played.executor, played, jobs, tmp_path)
+    played, jobs = engine(make_env, temperature=config.executor.temperature), jobs or [job(i) for i in range(3)]
+    compiler = tiny_models.memory_compiler(False, projector={"kind": projector})
+    return GrpoTrainer(config, compiler, played.executor, played, jobs, tmp_path)
 
 
 def trainable(t: GrpoTrainer) -> dict[str, torch.Tensor]:
@@ -83,7 +109,7 @@ def trainable(t: GrpoTrainer) -> dict[str, torch.Tensor]:
 
 def fresh_samples(t: GrpoTrainer, update: int = 0) -> list[Sample]:
     t.compiler.generator.manual_seed(update)
-    return samples_of(t.engine.run(t.compiler, t.jobs_of(update), t.config.group_size), t.compiler)
+    return samples_of(t.engine.run(t.compiler, t.jobs_of(update), t.config.group_size), t.compiler, t.pathwise)
 
 
 # -- the arithmetic ---------------------------------------------------------------------------------------------------
@@ -219,6 +245,61 @@ def test_fresh_samples_have_ratio_one(tmp_path, vlm, truncation):
         assert max(s.rollout_logprobs[: s.sampled].exp().max().item() for s in samples) > 1 / 5 - 1e-3
 
 
+@pytest.mark.parametrize("projector", ["gaussian", "linear"])
+def test_fresh_actions_have_ratio_one(tmp_path, projector):
+    """Rollout and trainer agree on the executor's draws: soft tokens made again from mu, sigma and noise are the ones
+    that the executor read."""
+    t = trainer(tmp_path, projector=projector, **PATHWISE)
+    samples = fresh_samples(t)
+    assert {len(s.rollout_logprobs) - s.sampled for s in samples} == {1} and len({s.draw.chosen for s in samples}) > 1
+    with torch.no_grad():
+        rows = t._score_all(samples)
+    assert max((a - s.rollout_logprobs).abs().max().item() for a, s in zip(rows, samples, strict=True)) < 1e-4
+    t.compiler.projector.linear.bias.data += 0.5  # other soft tokens: the action's ratio is about what was read
+    with torch.no_grad():
+        moved = [a[-1] - s.rollout_logprobs[-1] for a, s in zip(t._score_all(samples), samples, strict=True)]
+    assert max(x.abs().item() for x in moved) > 1e-3
+
+
+def test_pathwise_gradient_is_the_finite_difference(tmp_path):
+    t = trainer(tmp_path, text_weight=0.0, **PATHWISE)
+    samples = fresh_samples(t)[:4]
+    bias = t.compiler.projector.linear.bias
+    weights, _, _ = _token_weights(samples, t.config)
+    old, nothing = [s.rollout_logprobs for s in samples], [None] * len(samples)
+
+    def loss() -> torch.Tensor:
+        return t._loss(samples, weights, old, nothing)[0]
+
+    loss().backward()
+    along = bias.grad / bias.grad.norm()
+    ends = []
+    for sign in (1, -1):
+        bias.data += sign * 1e-2 * along
+        ends.append(float(loss().detach()))
+        bias.data -= sign * 1e-2 * along
+    assert (ends[0] - ends[1]) / 2e-2 == pytest.approx(bias.grad.norm().item(), rel=2e-2)
+
+
+@pytest.mark.parametrize("projector", ["gaussian", "linear"])
+def test_soft_tokens_learn_by_the_path_what_wins(tmp_path, projector):
+    settings = {"text_weight": 0.0, "updates": 12, "lr": 5e-2, "min_lr": 5e-2, "tasks": 3, "save_every": 100}
+    draws = {"latent_gradient": "pathwise", "executor": {"temperature": 0.3}}
+    t = trainer(tmp_path, make_env=Bandit, projector=projector, group_size=8, **settings, **draws)
+    frozen = t.executor.hash()
+    rewards = [metrics["reward"] for metrics, _ in t.updates()]
+    print(rewards)
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+    assert t.executor.hash() == frozen
+
+
+def test_pathwise_wants_an_executor_that_draws():
+    with pytest.raises(ValueError, match=r"executor\.temperature above 0"):
+        GrpoConfig(latent_gradient="pathwise")
+    with pytest.raises(ValueError, match="draws among admissible commands"):
+        GrpoConfig(executor={"temperature": 1.0, "mode": "generate"})
+
+
 def test_a_cut_emissions_forced_end_is_not_trained_on(tmp_path):
     t = trainer(tmp_path)
     t.compiler.decoding = Decoding(1.2, 3)
@@ -255,10 +336,11 @@ def test_one_channel_alone(tmp_path, channel):
     assert projector_moved == (channel == "latent")
 
 
-def test_splitting_changes_nothing(tmp_path):
+@pytest.mark.parametrize("settings", [{}, PATHWISE])
+def test_splitting_changes_nothing(tmp_path, settings):
     results = []
     for micro in (1, 5, 64):
-        t = trainer(tmp_path, micro_batch_size=micro)
+        t = trainer(tmp_path, micro_batch_size=micro, **settings)
         metrics = t.learn(fresh_samples(t))
         results.append((metrics["grad_norm"], metrics["loss"], trainable(t)))
     for norm, loss, weights in results[1:]:
@@ -339,14 +421,15 @@ def test_tasks_come_in_permutations(tmp_path):
     assert sorted(seen[:5]) == sorted(seen[5:]) == [f"t{i}" for i in range(5)] and seen[:5] != seen[5:]
 
 
-def test_resume_is_exact(tmp_path):
-    whole = trainer(tmp_path / "whole", updates=4)
+@pytest.mark.parametrize("settings", [{}, PATHWISE])
+def test_resume_is_exact(tmp_path, settings):
+    whole = trainer(tmp_path / "whole", updates=4, **settings)
     run_grpo(whole, lambda *_: None)
-    first = trainer(tmp_path / "cut", updates=4)
+    first = trainer(tmp_path / "cut", updates=4, **settings)
     for metrics, _ in first.updates():
         if metrics["update"] == 3:  # killed after the third: the checkpoint holds two
             break
-    second = trainer(tmp_path / "cut", updates=4)
+    second = trainer(tmp_path / "cut", updates=4, **settings)
     assert second.resume() and second.update == 2
     run_grpo(second, lambda *_: None)
     expected = trainable(whole)

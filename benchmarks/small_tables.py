@@ -1,0 +1,95 @@
+"""The paper's Tables 3, 4 and 5 at small scale over several seeds, with intervals and wall times.
+
+    python benchmarks/small_tables.py --out out/small-tables 301 302 303 [--jobs 2] [--limit 96]
+
+Each seed is another set of generated homes, another collection and another SFT run of every variant of Table 4; Tables
+3 and 5 take the one with N = 4, the quickstart's. Seeds are an axis of each evaluation's matrix, so that its tables
+pool them. What stands in --out already is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from stage import run
+
+VARIANTS = {  # folder: settings of SFT
+    "n4": ["compiler.soft.n_tokens=4"],
+    "n8": ["compiler.soft.n_tokens=8"],
+    "n16": ["compiler.soft.n_tokens=16"],
+    "n32": ["compiler.soft.n_tokens=32"],
+    "no-orth": ["compiler.soft.n_tokens=16", "weights.orth=0"],
+    "linear": ["compiler.soft.n_tokens=16", "compiler.soft.projector=linear"],
+}
+
+
+def one_seed(out: Path, seed: int) -> float:
+    world = [f"env.seed={seed}", f"seed={seed}"]
+    folder = out / str(seed)
+    return run(folder, "collect", "collect", "-c", "collect/quickstart", *world, "--out", f"{folder}/collect")
+
+
+def one_variant(out: Path, seed: int, name: str) -> float:
+    rows = f"rows={out}/{seed}/collect/rows"
+    target = f"{out}/{seed}/{name}"
+    return run(
+        out / str(seed), f"sft-{name}", "train", "sft", "-c", "sft/quickstart", rows, f"seed={seed}", *VARIANTS[name],
+        "--out", target,
+    )  # fmt: skip
+
+
+def one_table(out: Path, number: int, seeds: list[int], limit: int) -> float:
+    """Its evaluation, all seeds in one matrix."""
+    checkpoint = f"{out}/${{seed}}"  # of the cell's own seed
+    axes: dict[str, Any] = {"seed": {str(seed): {"seed": seed, "env.seed": seed} for seed in seeds}}
+    if number == 4:
+        axes["variant"] = {
+            "n0": {**_of(checkpoint, "n16", 16), "deliveries": ["compiled_text"]},
+            **{f"n{n}": _of(checkpoint, f"n{n}", n) for n in (4, 8, 16, 32)},
+            "no_orth": _of(checkpoint, "no-orth", 16),
+            "linear": {**_of(checkpoint, "linear", 16), "compiler.soft.projector": "linear"},
+        }
+    else:
+        for level in axes["seed"].values():
+            level["compiler.checkpoint"] = f"{checkpoint}/n4"
+    config = {3: "tables-small", 4: "table4-small", 5: "table5-small"}[number]
+    matrix = json.dumps(axes).replace("${", "\\\\${")  # not yet: in the cell
+    return run(
+        out, f"eval-table{number}", "eval", "-c", f"eval/{config}", f"matrix={matrix}", f"limit={limit}",
+        "--on-exists", "resume", "--out", f"{out}/table{number}",
+    )  # fmt: skip
+
+
+def _of(checkpoint: str, name: str, n: int) -> dict[str, Any]:
+    return {"compiler.checkpoint": f"{checkpoint}/{name}", "compiler.soft.n_tokens": n}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit", type=int, default=96, help="held-out tasks of each seed; Table 5 takes an eighth")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side; Table 5 has the machine to itself")
+    parser.add_argument("seeds", nargs="+", type=int)
+    a = parser.parse_args()
+    started = time.perf_counter()
+    with ThreadPoolExecutor(a.jobs) as pool:
+        list(pool.map(lambda seed: one_seed(a.out, seed), a.seeds))
+        pairs = [(name, seed) for name in VARIANTS for seed in a.seeds]
+        seconds = list(pool.map(lambda pair: one_variant(a.out, pair[1], pair[0]), pairs))
+        list(pool.map(lambda number: one_table(a.out, number, a.seeds, a.limit), (3, 4)))
+    one_table(a.out, 5, a.seeds, max(2, a.limit // 8))
+    for number in (3, 4, 5):
+        subprocess.run([sys.executable, "-m", "memcompiler", "paper", "table", str(number), f"{a.out}/table{number}"])
+        print(f"evaluation of table {number}: {one_table(a.out, number, a.seeds, a.limit):.0f} s")
+    print(f"SFT runs: {min(seconds):.0f} to {max(seconds):.0f} s each; this call {time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
