@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib.util
 import os
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +23,14 @@ import torch
 from compiler.model import MemoryCompiler
 from compiler.served import VllmCompiler, encoder
 from compiler.served import engine_settings as compiler_settings
+from configs.schema import EXECUTOR_KEY
 from executor.served import engine_settings as executor_settings
 from tests import tiny_models
 from training.tiny.models import as_llama, save
 
 BLOCK = 32  # tokens of a block of the prefix cache
 RANK = 4
+ROOT = Path(__file__).parents[1]
 
 # In this process, on few cores, in little memory. vLLM reads these when it is imported.
 ENVIRONMENT = {
@@ -74,6 +82,37 @@ def trained(vlm: bool = True, seed: int = 1, **kwargs: Any) -> MemoryCompiler:
             elif name == "projector.linear.weight":
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     return compiler.eval()
+
+
+@contextlib.contextmanager
+def server(log: Path, max_model_len: int = 1024) -> Iterator[str]:
+    """The URL of `memcompiler serve executor` on a tiny model, whose key is k1; ends by SIGTERM."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(max_model_len), "--block-size", "32",
+                 "--max-num-seqs", "64"]  # fmt: skip
+    settings = {k: v for k, v in ENVIRONMENT.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    env = {**os.environ, **settings, EXECUTOR_KEY: "k1"}
+    ours = ["--model", str(folder(False)), "--port", str(port)]
+    command = [sys.executable, "-m", "memcompiler", "serve", "executor", *ours, "--", *arguments]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 500
+        while time.monotonic() < deadline and process.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.5)
+        assert process.poll() is None, log.read_text()[-3000:]
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
 
 
 def save_adapter(compiler: MemoryCompiler, path: Path) -> Path:

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from configs.load import ConfigError, load_config
-from configs.schema import CollectConfig
+from configs.schema import EXECUTOR_KEY, CollectConfig
 from data_gen.endpoint_teacher import TEACHING, WRITING
 from data_gen.rows import load_rows
 from executor.endpoint import EndpointStop
@@ -22,6 +22,7 @@ from memcompiler.cli import app
 from memcompiler.commands import run_collect
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
+from tests import vllm_engines
 from tests.faulty_server import FaultyServer, hashed
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +125,28 @@ def test_malformed_emissions_give_no_row(whole, tmp_path):
     rows = load_rows(tmp_path / "run" / "rows")
     assert (episodes[0]["task_id"], 0) not in {(row.task_id, row.t) for row in rows}
     assert all("{0}" not in row.emission for row in rows)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@vllm_engines.marks[-1]
+def test_a_served_model_that_cannot_write_emissions_poisons_no_row(tmp_path, monkeypatch):
+    """A tiny model with random weights behind vLLM's own server, as teacher of two tasks."""
+    monkeypatch.setenv(EXECUTOR_KEY, "k1")
+    model = f"api.model={vllm_engines.folder(False)}"
+    with vllm_engines.server(tmp_path / "log", max_model_len=4096) as url:
+        chosen = [
+            "teacher=endpoint", f"api.base_url={url}/v1", model, f"api.key_env={EXECUTOR_KEY}", "api.concurrency=2",
+            "env.scenes={train: 2, test: 1}", "limit=2", "max_steps=2", "max_new_tokens=16", "actor=expert",
+        ]  # fmt: skip
+        with pytest.raises(ValueError, match="there are no rows to save"):
+            run_collect(load_config(CollectConfig, "collect/quickstart", chosen), tmp_path / "run")
+    episodes = records(tmp_path / "run")
+    steps = [step for episode in episodes for step in episode["steps"]]
+    assert len(episodes) == 2 and len(steps) == 4 and all(step["parse_error"] and step["action"] for step in steps)
+    account = json.loads((tmp_path / "run" / "endpoints.json").read_text())["teacher"]
+    assert account["requests"] == 4 * 3 + 2 and not account["faults"]  # three attempts a step, and two rationales
+    assert sum(role["tokens_out"] for role in account["roles"].values()) > 4 * 3
 
 
 def test_the_cache_makes_a_second_run_free(whole, tmp_path):

@@ -10,11 +10,9 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -251,43 +249,13 @@ def test_signals_and_exit_status_pass_through() -> None:
 # -- vLLM -------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def vllm_server(log: Path) -> Iterator[str]:
-    """`memcompiler serve executor` on a tiny model; ends by SIGTERM."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--block-size", "32",
-                 "--max-num-seqs", "64"]  # fmt: skip
-    settings = {k: v for k, v in vllm_engines.ENVIRONMENT.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    env = {**os.environ, **settings, EXECUTOR_KEY: "k1"}
-    command = serve("executor", "--model", str(vllm_engines.folder(False)), "--port", str(port), "--", *arguments)
-    with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + 500
-        while time.monotonic() < deadline and process.poll() is None:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.5)
-        assert process.poll() is None, log.read_text()[-3000:]
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        finally:
-            process.kill()
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 @vllm_engines.marks[-1]
 def test_the_real_server_acts_as_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXECUTOR_KEY, "k1")
     theirs = FrozenExecutor.load(vllm_engines.folder(False), torch.float32, "cpu")
-    with vllm_server(tmp_path / "log") as url:
+    with vllm_engines.server(tmp_path / "log") as url:
         ours = remote(url)
         prompts, names = [theirs.encode(r) for r in requests()], [r.admissible or () for r in requests()]
         for _ in range(2):  # the second time, much of it is in the prefix cache
