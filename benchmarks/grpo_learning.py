@@ -1,12 +1,17 @@
 """Does GRPO learn, and through which channel? Several seeds, held-out success at every checkpoint.
 
-    python benchmarks/grpo_learning.py --out out/grpo-learning 201 202 203 [--jobs 2] [--variants both text ...]
+    python benchmarks/grpo_learning.py --out out/grpo-learning --jobs 2 211 212 213 [a.b=c ...]
 
 Each seed is another set of scenes, another collection and another short SFT run, from which every variant starts (the
-`linear` projector from an SFT run of its own). Held-out tasks are played at every checkpoint, at temperature 1 (the
-policy that GRPO improves) and greedily; the change from the SFT checkpoint to the last one is paired by task, with a
-bootstrap interval over the tasks of all seeds. What stands in --out already is not made again, so that a run that was
-stopped goes on.
+`linear` projector from an SFT run of its own). Held-out tasks are played greedily at some checkpoints; the change from
+the SFT checkpoint to the last one is paired by task, with a bootstrap interval over the tasks of all seeds. What stands
+in --out already is not made again, so that a run that was stopped goes on.
+
+both    text tokens and soft tokens (pathwise gradient), the setting of configs/grpo/quickstart.yaml
+text    text tokens alone; the soft tokens that the executor reads still change with LoRA
+latent  soft tokens alone, pathwise
+score   soft tokens alone, by the score function: the paper's Eq. 8
+linear  as `both`, with a deterministic linear projector
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,12 +33,12 @@ from eval.metrics import bootstrap_mean, wilson
 LINEAR = "compiler.soft.projector=linear"
 VARIANTS = {  # name: settings of GRPO
     "both": [],
-    "text": ["latent_weight=0"],
+    "text": ["latent_weight=0", "latent_gradient=score"],
     "latent": ["text_weight=0"],
+    "score": ["text_weight=0", "latent_gradient=score"],
     "linear": [LINEAR],
 }
 FAMILIES = ("", "text", "visual")
-TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 Outcomes = dict[str, tuple[str, bool]]  # task: family, success
 
 
@@ -70,26 +76,25 @@ def one_start(root: Path, seed: int, name: str, a: argparse.Namespace) -> None:
 
 
 def held_out(out: Path, seed: int, checkpoint: Path, name: str, a: argparse.Namespace) -> None:
-    for how, temperature in TEMPERATURES.items():
-        run(
-            out, how, "eval", "-c", "eval/quickstart", f"env.seed={seed}", f"seed={seed}", "deliveries=[compiled]",
-            f"limit={a.limit}", f"compiler.checkpoint={checkpoint}", f"compiler.temperature={temperature}",
-            *([LINEAR] if name == "linear" else []), "--out", f"{out}/{how}-run",
-        )  # fmt: skip
+    run(
+        out, "eval", "eval", "-c", "eval/quickstart", f"env.seed={seed}", f"seed={seed}", "deliveries=[compiled]",
+        f"limit={a.limit}", f"compiler.checkpoint={checkpoint}", *([LINEAR] if name == "linear" else []),
+        "--out", f"{out}/run",
+    )  # fmt: skip
 
 
-def outcomes(root: Path, seed: int, name: str, update: int, how: str) -> Outcomes:
+def outcomes(root: Path, seed: int, name: str, update: int) -> Outcomes:
     start = start_of(root, seed, name)
     folder = root / str(seed) / name / f"eval-{update}" if update else start.with_name(f"eval-{start.name}")
-    found = read_episodes(folder / f"{how}-run" / "episodes.jsonl")
+    found = read_episodes(folder / "run" / "episodes.jsonl")
     return {f"{seed}/{e.task_id}": (e.family, e.success) for e in found}
 
 
 def rows(root: Path, a: argparse.Namespace) -> Iterator[dict]:
-    """A row per variant, policy, family and checkpoint: success over all seeds' tasks, and its change since SFT."""
+    """A row per variant, family and checkpoint: success over all seeds' tasks, and its change since SFT."""
     updates = range(0, a.updates + 1, a.every)
-    for name, how in itertools.product(a.variants, TEMPERATURES):
-        every = {u: {k: v for s in a.seeds for k, v in outcomes(root, s, name, u, how).items()} for u in updates}
+    for name in a.variants:
+        every = {u: {k: v for s in a.seeds for k, v in outcomes(root, s, name, u).items()} for u in updates}
         for family, update in itertools.product(FAMILIES, updates):
             tasks = [k for k, (of, _) in every[0].items() if family in ("", of)]
             success = [float(every[update][k][1]) for k in tasks]
@@ -99,44 +104,59 @@ def rows(root: Path, a: argparse.Namespace) -> Iterator[dict]:
                 s: fmean(x for x, k in zip(success, tasks, strict=True) if k.startswith(f"{s}/")) for s in a.seeds
             }
             yield {
-                "variant": name, "policy": how, "family": family or "all", "update": update, "n": len(tasks),
+                "variant": name, "family": family or "all", "update": update, "n": len(tasks),
                 "success": fmean(success), "interval": [i.low, i.high], "change": fmean(change),
                 "change_interval": [c.low, c.high], "better": change.count(1.0), "worse": change.count(-1.0),
                 "by_seed": by_seed,
             }  # fmt: skip
 
 
-def plot(found: list[dict], variants: list[str], path: Path) -> None:
+def training_success(root: Path, name: str, a: argparse.Namespace) -> list[list[float]]:
+    """Of sampled training episodes, by seed and update: what `reward` in metrics.jsonl is."""
+    files = [root / str(seed) / name / "grpo" / "metrics.jsonl" for seed in a.seeds]
+    return [[json.loads(line)["reward"] for line in file.read_text().splitlines()] for file in files]
+
+
+def plot(found: list[dict], root: Path, a: argparse.Namespace) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.4), dpi=150, layout="constrained")
-    for panel, family in zip(figure.subplots(1, 3, sharey=True), ("all", "text", "visual"), strict=True):
-        for i, name in enumerate(variants):
-            line = [r for r in found if (r["variant"], r["family"], r["policy"]) == (name, family, "sampled")]
+    figure = Figure(figsize=(13, 3.4), dpi=150, layout="constrained")
+    training, *held = figure.subplots(1, 4, sharey=True)
+    for i, name in enumerate(a.variants):
+        by_seed = training_success(root, name, a)
+        curve = [100 * fmean(values) for values in zip(*by_seed, strict=True)]
+        low, high = ([100 * f(values) for values in zip(*by_seed, strict=True)] for f in (min, max))
+        training.fill_between(range(1, len(curve) + 1), low, high, color=f"C{i}", alpha=0.12, lw=0)
+        training.plot(range(1, len(curve) + 1), curve, color=f"C{i}", label=name)
+        for panel, family in zip(held, ("all", "text", "visual"), strict=True):
+            line = [r for r in found if (r["variant"], r["family"]) == (name, family)]
             at, low, high = [r["update"] for r in line], *zip(*(r["interval"] for r in line), strict=True)
             panel.fill_between(at, [100 * x for x in low], [100 * x for x in high], color=f"C{i}", alpha=0.12, lw=0)
-            panel.plot(at, [100 * r["success"] for r in line], color=f"C{i}", marker="o", ms=3, label=name)
-        panel.set_title(f"{family} tasks (n = {line[0]['n']})", loc="left", fontsize=10)
+            panel.plot(at, [100 * r["success"] for r in line], color=f"C{i}", marker="o", ms=3)
+            panel.set_title(f"held-out, {family} (n = {line[0]['n']})", loc="left", fontsize=9)
+    training.set_title("training, sampled; band: seeds", loc="left", fontsize=9)
+    training.set_ylabel("success %")
+    training.legend(frameon=False, fontsize=8)
+    for panel in figure.axes:
         panel.set_xlabel("GRPO update")
         panel.grid(alpha=0.25)
-    figure.axes[0].set_ylabel("held-out success at T = 1, %")
-    figure.axes[0].legend(frameon=False, fontsize=8)
-    FigureCanvasAgg(figure).print_png(str(path))
+    FigureCanvasAgg(figure).print_png(str(root / "curves.png"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--updates", type=int, default=16)
-    parser.add_argument("--every", type=int, default=8, help="updates between checkpoints that are evaluated")
-    parser.add_argument("--sft-steps", type=int, default=80)
+    parser.add_argument("--updates", type=int, default=12)
+    parser.add_argument("--every", type=int, default=6, help="updates between checkpoints that are evaluated")
+    parser.add_argument("--sft-steps", type=int, default=100)
     parser.add_argument("--limit", type=int, default=96, help="held-out tasks of each seed")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("rest", nargs="+", help="seeds, then settings of GRPO as a.b=c")
     a = parser.parse_args()
     a.seeds, a.overrides = [int(x) for x in a.rest if "=" not in x], [x for x in a.rest if "=" in x]
+    started = time.perf_counter()
     with ThreadPoolExecutor(a.jobs) as pool:
         each: Callable[[Callable, list], list] = lambda f, xs: list(pool.map(lambda x: f(a.out, *x, a), xs))
         each(one_seed, [(seed, "linear" in a.variants) for seed in a.seeds])
@@ -145,17 +165,18 @@ def main() -> None:
         each(one_variant, [(seed, name) for name in a.variants for seed in a.seeds])
     found = list(rows(a.out, a))
     (a.out / "results.json").write_text(json.dumps(found, indent=1))
-    plot(found, a.variants, a.out / "curves.png")
-    print("| variant | policy | tasks | before % | after % [95 %] | change [95 %] | better / worse | by seed |")
-    print("| --- | --- | --- | ---: | ---: | ---: | ---: | --- |")
+    plot(found, a.out, a)
+    print("| variant | tasks | before % | after % [95 %] | change [95 %] | better / worse | by seed |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | --- |")
     for row in (r for r in found if r["update"] == a.updates):
         print(f"| {' | '.join(cells(row))} |")
+    print(f"this call: {(time.perf_counter() - started) / 60:.0f} minutes")
 
 
 def cells(row: dict) -> list[str]:
     (low, high), (lower, upper) = row["interval"], row["change_interval"]
     return [
-        row["variant"], row["policy"], f"{row['family']} (n = {row['n']})",
+        row["variant"], f"{row['family']} (n = {row['n']})",
         f"{100 * (row['success'] - row['change']):.1f}",
         f"{100 * row['success']:.1f} [{100 * low:.1f}, {100 * high:.1f}]",
         f"{100 * row['change']:+.1f} [{100 * lower:+.1f}, {100 * upper:+.1f}]", f"{row['better']} / {row['worse']}",

@@ -57,7 +57,8 @@ class AlfworldGames:
         return [*SPLITS, *(name for name in found if name not in SPLITS)]
 
     def tasks(self, split: str) -> list[Task]:
-        """The games of a split that alfworld itself would play, sorted by path.
+        """The games of a split that alfworld itself would play, in an order that is always the same and has nothing to
+        do with their kinds: the first n are a fair sample (by path, they would all be of one kind).
 
         Raises:
             ValueError: for a split that is neither ALFWorld's nor a folder of games (as an export makes).
@@ -92,11 +93,15 @@ class AlfworldGames:
         folder = self._folder()
         if not (folder / split).is_dir():
             raise FileNotFoundError(f"there is no folder {folder / split}. {_HOW_TO_GET}")
-        paths = sorted(path.relative_to(folder).as_posix() for path in (folder / split).glob("*/*/game.tw-pddl"))
-        tasks = [task for path in paths if (task := _task(split, folder, path)) is not None]
+        paths = (path.relative_to(folder).as_posix() for path in (folder / split).glob("*/*/game.tw-pddl"))
+        tasks = [task for path in sorted(paths, key=_shuffled) if (task := _task(split, folder, path)) is not None]
         if not tasks:
             raise FileNotFoundError(f"{folder / split} holds no playable game (game.tw-pddl). {_HOW_TO_GET}")
         return tasks
+
+
+def _shuffled(path: str) -> bytes:
+    return hashlib.blake2b(path.encode()).digest()
 
 
 def _task(split: str, folder: Path, relative: str) -> Task | None:
