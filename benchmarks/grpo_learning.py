@@ -35,7 +35,8 @@ VARIANTS = {  # name: settings of GRPO
     "both": [],
     "text": ["latent_weight=0", "latent_gradient=score"],
     "latent": ["text_weight=0"],
-    "score": ["text_weight=0", "latent_gradient=score"],
+    # At the rates of `both` its noise undoes the checkpoint, at a quarter of its spread it explores nothing.
+    "score": ["text_weight=0", "latent_gradient=score", "projector_lr=1.0e-3", "latent_temperature=1.0"],
     "linear": [LINEAR],
 }
 FAMILIES = ("", "text", "visual")
@@ -149,7 +150,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--updates", type=int, default=12)
-    parser.add_argument("--every", type=int, default=6, help="updates between checkpoints that are evaluated")
+    parser.add_argument("--every", type=int, default=12, help="updates between checkpoints that are evaluated")
     parser.add_argument("--sft-steps", type=int, default=100)
     parser.add_argument("--limit", type=int, default=96, help="held-out tasks of each seed")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")

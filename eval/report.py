@@ -1,4 +1,5 @@
 """One HTML file per run that opens offline: results with intervals, figures, replays of the same tasks side by side.
+eval/compare.py makes the page that sets several runs side by side.
 
 Everything that comes from episodes is data, never markup: Jinja2 escapes it, no value is ever put into a script or a
 style, and a content security policy lets only our own script (by its hash) run, whatever a model may have written.
@@ -11,6 +12,7 @@ import difflib
 import hashlib
 import io
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,17 +38,20 @@ from eval.metrics import (
     ordered,
     succeeded,
 )  # fmt: skip
+from eval.paper import read_results
 from eval.plots import DPI, deliveries_plot, family_title, read_metrics, training_plot
 
 MAX_BYTES = 15_000_000  # a phone opens this; more tasks are left out, and the page says so
 TASKS = 12  # replayed tasks, each under every delivery
+SHORT_HASH = 12  # characters of a hash that a reader compares
 SCREEN_DPI = 96
 PICTURE_PIXELS = 256  # longer sides are reduced: rendered benchmarks would fill the page with a few episodes
 SIDE_BY_SIDE = ("none", "static", "compiled")  # what a reader sees first
 CAPTIONS = {"deliveries": "Success by delivery", "training": "Training losses"}
 _TEMPLATES = Path(__file__).parent / "templates"
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
-EpisodeSource = Callable[[], Iterable[Episode]]
+EpisodeSource = Callable[[bool], Iterable[Episode]]  # called with whether pictures are wanted: numbers need none
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,18 @@ class StateLine:
     pieces: tuple[Piece, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Replays:
+    """How many tasks a page replays, and how large it may be. `only`: these task ids and no others, in any number."""
+
+    tasks: int = TASKS
+    only: tuple[str, ...] = ()
+    max_bytes: int = MAX_BYTES
+
+
+REPLAYS = Replays()
+
+
 @overload
 def write_report(results: Path | str, /) -> Path: ...
 @overload
@@ -105,56 +122,75 @@ def write_report(
     """
     if isinstance(results, Path | str):
         return write_run_report(Path(results))
-    return _write(results, lambda: episodes, out_path, plots, max_bytes)
+    return _write(results, lambda pictures: episodes, out_path, plots, Replays(max_bytes=max_bytes))
 
 
-def write_run_report(run_dir: Path, max_bytes: int = MAX_BYTES) -> Path:
+def write_run_report(run_dir: Path, out_path: Path | None = None, replays: Replays = REPLAYS) -> Path:
     """`report.html` of a run folder, from its `results.json`, `episodes.jsonl` and, if there is one, `metrics.jsonl`.
-    Of a matrix, all cells in one page: their episodes are read from the cells' folders.
 
     Raises:
-        FileNotFoundError: when the run has no results yet; a partial run is not reported as a whole.
-        ValueError: when `episodes.jsonl` is damaged, or cells of a matrix have not been played yet.
+        FileNotFoundError: when the run's episodes are not there.
+        ValueError: when there are no whole results yet (a partial run is not reported as a whole), `episodes.jsonl`
+            is damaged, or `replays` names a task that was not played.
     """
-    results_path, episodes_path = run_dir / "results.json", run_dir / "episodes.jsonl"
-    results = json.loads(_existing(results_path).read_text(encoding="utf-8"))
-    if not results.get("complete", True):
-        missing = ", ".join(results.get("missing", ()))
-        raise ValueError(f"{run_dir} is not complete: go on with it (--on-exists resume). Not played: {missing}")
-    in_cells = "cells" in results
-    source = (lambda: read_matrix(run_dir, results)) if in_cells else partial(read_episodes, _existing(episodes_path))
+    results, source = load_run(run_dir)
     plots = [deliveries_plot(results, run_dir / "plots" / "deliveries.png")]
     metrics_path = run_dir / "metrics.jsonl"
     if metrics_path.exists() and read_metrics(metrics_path):
         plots.append(training_plot(metrics_path, run_dir / "plots" / "training.png"))
-    return _write(results, source, run_dir / "report.html", plots, max_bytes)
+    return _write(results, source, out_path or run_dir / "report.html", plots, replays)
+
+
+def load_run(run_dir: Path) -> tuple[dict[str, Any], EpisodeSource]:
+    """A whole run's results and its episodes; of a matrix, those of all cells (see `read_matrix`).
+
+    Raises:
+        FileNotFoundError, ValueError: as `write_run_report`.
+    """
+    results = read_results(run_dir)
+    if "cells" in results:
+        for cell in results["cells"].values():
+            _existing(run_dir / cell["path"] / "episodes.jsonl")
+        return results, partial(read_matrix, run_dir, results)
+    return results, partial(read_episodes, _existing(run_dir / "episodes.jsonl"))
 
 
 def _existing(path: Path) -> Path:
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: `memcompiler eval` writes it when the run is complete")
-    return path
+    if path.exists():
+        return path
+    inside = sorted(results.parent.name for results in path.parent.glob("*/results.json"))
+    hint = f"; there are runs inside: {', '.join(inside)}" if inside else ""
+    raise FileNotFoundError(f"{path} is missing: name a run folder of `memcompiler eval`, which writes it{hint}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which episodes are replayed
 
 
-def select(heads: Iterable[Head], tasks: int = TASKS) -> list[list[Head]]:
+def select(
+    heads: Iterable[Head],
+    tasks: int = TASKS,
+    columns: Sequence[str] | None = None,
+    pair: tuple[str, str] | None = None,
+) -> list[list[Head]]:
     """Tasks to replay, each with one episode per delivery: by rule, so that nobody can pick the pretty ones.
 
-    Tasks are sorted into heaps by family and by how the two `compared` deliveries ended. Heaps give one task in turn:
+    Tasks are sorted into heaps by family and by how the two deliveries of the pair ended. Heaps give one task in turn:
     wins, losses, both failed, both succeeded. Within a heap, tasks that more deliveries played come first, then the
     order of a hash of the task id.
+
+    Args:
+        columns: deliveries in the order in which they are shown (default: that of every table).
+        pair: whose outcomes sort the tasks (default: see `compared`).
     """
     of_task: dict[str, dict[str, Head]] = defaultdict(dict)
     for head in sorted(heads, key=lambda head: (head.task_id, head.delivery, head.seed)):
         of_task[head.task_id].setdefault(head.delivery, head)
-    deliveries = ordered({delivery for played in of_task.values() for delivery in played})
-    pair = compared(deliveries) if deliveries else ()
+    columns = columns or ordered({delivery for played in of_task.values() for delivery in played})
+    pair = pair or (compared(columns) if columns else None)
     heaps: dict[tuple[int, str], list[str]] = defaultdict(list)
     for task, played in of_task.items():
-        won, baseline_won = (delivery in played and played[delivery].success for delivery in pair)
+        won, baseline_won = (delivery in played and played[delivery].success for delivery in pair or ())
         turn = {(True, False): 0, (False, True): 1, (False, False): 2, (True, True): 3}[won, baseline_won]
         heaps[turn, next(iter(played.values())).family].append(task)
     piles = [
@@ -163,7 +199,7 @@ def select(heads: Iterable[Head], tasks: int = TASKS) -> list[list[Head]]:
     ]
     rounds = max(map(len, piles), default=0)
     turns = [pile[i] for i in range(rounds) for pile in piles if i < len(pile)]
-    return [[of_task[task][name] for name in deliveries if name in of_task[task]] for task in turns[:tasks]]
+    return [[of_task[task][name] for name in columns if name in of_task[task]] for task in turns[:tasks]]
 
 
 def compared(deliveries: Sequence[str]) -> tuple[str, str]:
@@ -176,11 +212,25 @@ def head_of(episode: Episode) -> Head:
     return Head(episode.delivery, episode.task_id, episode.seed, episode.family, succeeded(episode))
 
 
-def _load(source: EpisodeSource, chosen: Sequence[Sequence[Head]]) -> list[list[Episode]]:
+def named(heads: Sequence[Head], only: Sequence[str]) -> list[Head]:
+    """The heads of the tasks that `only` names; all where it names none.
+
+    Raises:
+        ValueError: naming the first task that was not played, and ids like it.
+    """
+    ids = {head.task_id for head in heads}
+    for task in only:
+        if task not in ids:
+            like = difflib.get_close_matches(task, ids, n=3, cutoff=0) or ["none"]
+            raise ValueError(f"there is no replay of task {task!r}; ids like it: {', '.join(like)}")
+    return [head for head in heads if not only or head.task_id in only]
+
+
+def load_chosen(source: EpisodeSource, chosen: Sequence[Sequence[Head]]) -> list[list[Episode]]:
     """The chosen episodes, in the chosen order, in one pass over the source."""
     wanted = {(head.delivery, head.task_id, head.seed): None for task in chosen for head in task}
     found: dict[tuple[str, str, int], Episode] = {}
-    for episode in source():
+    for episode in source(True):
         key = (episode.delivery, episode.task_id, episode.seed)
         if key in wanted:
             found.setdefault(key, episode)
@@ -192,25 +242,32 @@ def _load(source: EpisodeSource, chosen: Sequence[Sequence[Head]]) -> list[list[
 
 
 def _write(
-    results: Mapping[str, Any], source: EpisodeSource, out_path: Path, plots: Sequence[Path], max_bytes: int
+    results: Mapping[str, Any], source: EpisodeSource, out_path: Path, plots: Sequence[Path], replays: Replays
 ) -> Path:
-    heads = [head_of(episode) for episode in source()]
-    chosen = select(heads)
+    heads = [head_of(episode) for episode in source(False)]
+    chosen = select(named(heads, replays.only), len(replays.only) or replays.tasks)
+    page = {**_page(results, plots), "played": len({head.task_id for head in heads}), "only": replays.only}
+    return write_page("report.html.j2", page, load_chosen(source, chosen), out_path, replays.max_bytes)
+
+
+def write_page(
+    template: str, page: Mapping[str, Any], tasks: Sequence[Sequence[Episode]], out_path: Path, max_bytes: int
+) -> Path:
+    """Render a page with as many of the tasks, in their order, as fit into it.
+
+    Args:
+        template: one that extends `base.html.j2`.
+        page: what it shows beside the replays.
+        tasks: each with its episodes side by side.
+    """
     environment = _environment()
-    page = {**_page(results, plots), "max_megabytes": max_bytes / 1e6}
-    bare = _render_page(environment, page, [], 0, 0)
-    tasks = _fitting(environment, _load(source, chosen), max_bytes - len(bare))
-    html = _render_page(environment, page, tasks, len({head.task_id for head in heads}), len(chosen) - len(tasks))
+    style, script = (_TEMPLATES.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    own = {"style": Markup(style), "script": Markup(script), "policy": _policy(style, script)}
+    render = partial(environment.get_template(template).render, **page, **own, max_megabytes=max_bytes / 1e6)
+    fitting = _fitting(environment, tasks, max_bytes - len(_utf8(render(tasks=[], left_out=len(tasks)))))
     out_path.parent.mkdir(parents=True, exist_ok=True)
-    out_path.write_bytes(html)
+    out_path.write_bytes(_utf8(render(tasks=fitting, left_out=len(tasks) - len(fitting))))
     return out_path
-
-
-def _render_page(
-    environment: Environment, page: Mapping[str, Any], tasks: Sequence[Markup], played: int, left_out: int
-) -> bytes:
-    html = environment.get_template("report.html.j2").render(**page, tasks=tasks, played=played, left_out=left_out)
-    return _utf8(html)
 
 
 def _fitting(environment: Environment, tasks: Sequence[Sequence[Episode]], budget: int) -> list[Markup]:
@@ -235,7 +292,6 @@ def _render_task(template: Any, number: int, episodes: Sequence[Episode]) -> tup
 
 def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
     """Everything that the page shows beside the replays."""
-    style, script = (_TEMPLATES.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     deliveries = ordered(results["results"])
     shown = sorted(deliveries, key=lambda name: name not in SIDE_BY_SIDE)[: len(SIDE_BY_SIDE)]
     meta = {k: v for k, v in results.items() if k not in ("results", "paired_difference")}
@@ -246,21 +302,23 @@ def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
         "shown": shown,
         "families": families(results),
         "kinds": sorted({kind for summary in results["results"].values() for kind in summary["by_kind"]}),
-        "facts": {
-            k: f"{v:.4g}" if isinstance(v, float) else v for k, v in meta.items() if isinstance(v, str | int | float)
-        },
+        "facts": {k: short(v) for k, v in meta.items() if isinstance(v, str | int | float) and k != "complete"},
         "meta": json.dumps(meta, indent=2, ensure_ascii=False, default=str),
         "pairs": _pairs(results),
         "plots": [_plot(path) for path in plots],
-        "style": Markup(style),
-        "script": Markup(script),
-        "policy": _policy(style, script),
     }
 
 
+def short(value: object) -> str:
+    """A value as a reader takes it in: hashes by their first characters, floats in four digits, the rest as JSON."""
+    if isinstance(value, str):
+        return f"{value[:SHORT_HASH]}…" if _HASH.fullmatch(value) else value
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
+
+
 def _pairs(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Paired differences over all tasks and by family, for the table of differences."""
-    return [{"a": a, "b": b, "all": pair, "by_family": pair["by_family"]} for a, b, pair in compared_pairs(results)]
+    """Paired differences for the table of differences."""
+    return [{"a": a, "b": b, "all": pair} for a, b, pair in compared_pairs(results)]
 
 
 def _plot(path: Path) -> dict[str, Any]:

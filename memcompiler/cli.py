@@ -136,11 +136,24 @@ def evaluate(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run folder with results.json and episodes.jsonl.")]) -> None:
-    """Write RUN/report.html again."""
-    from eval.report import write_run_report
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders with results.json; the first is the baseline.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="HTML file (default: in the first run).")] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Replay so many tasks, as far as the page holds them.")] = 12,
+    task: Annotated[list[str] | None, typer.Option(help="Replay this task; may be given several times.")] = None,
+) -> None:
+    """Write RUN/report.html again, or compare several runs in FIRST/compare.html. Either is one file that opens
+    offline."""
+    from eval.compare import write_comparison
+    from eval.report import Replays, write_run_report
 
-    typer.echo(str(write_run_report(run)))
+    replays = Replays(tasks, tuple(task or ()))
+
+    def write() -> None:
+        page = write_comparison(runs, out, replays) if len(runs) > 1 else write_run_report(runs[0], out, replays)
+        typer.echo(str(page))
+
+    _guard(write)
 
 
 @paper_app.command("table")

@@ -14,14 +14,15 @@
   const words = (text) => (text || "").split(" ");
 
   function apply() {
-    const { outcome = "", family = "", emission = "" } = chosen();
+    const { outcome = "", family = "", kind = "", emission = "" } = chosen();
     const deliveries = pressed();
     let shown = 0;
     for (const task of tasks) {
       const articles = [...task.querySelectorAll("article")];
       const candidates = articles.filter((a) => deliveries.has(a.dataset.delivery));
       const outcomes = new Set(candidates.map((a) => a.dataset.outcome === "success"));
-      const taskMatches = (!family || task.dataset.family === family) && (outcome !== "disagree" || outcomes.size > 1);
+      const taskMatches = (!family || task.dataset.family === family) && (!kind || task.dataset.kind === kind)
+        && (outcome !== "disagree" || outcomes.size > 1);
       const matches = (a) => taskMatches && candidates.includes(a)
         && (!outcome || outcome === "disagree" || a.dataset.outcome === outcome)
         && (!emission || words(a.dataset.emissions).includes(emission));

@@ -113,9 +113,11 @@ def test_the_report_shows_results_and_replays(tmp_path: Path) -> None:
 
 def test_a_run_folder_becomes_a_report(tmp_path: Path) -> None:
     per_delivery = make_run()
-    with pytest.raises(FileNotFoundError, match=r"results\.json"):
+    with pytest.raises(ValueError, match=r"results\.json does not exist: evaluate first"):
         write_report(tmp_path)
     (tmp_path / "results.json").write_text(json.dumps(results(per_delivery, META)), encoding="utf-8")
+    with pytest.raises(FileNotFoundError, match=r"episodes\.jsonl is missing"):
+        write_report(tmp_path)
     rows = [json.dumps(each.to_json(images=True)) for episodes in per_delivery.values() for each in episodes]
     (tmp_path / "episodes.jsonl").write_text("\n".join(rows), encoding="utf-8")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n', encoding="utf-8")
@@ -134,6 +136,24 @@ def test_a_broken_episode_says_so(tmp_path: Path) -> None:
     assert outcome(broken) == "broken"
     page = Page(write({"none": [broken]}, tmp_path / "report.html"))
     assert "out of memory" in page.text and "1 executor failure" in page.text
+
+
+def test_a_step_shows_everything_that_happened(tmp_path: Path) -> None:
+    soft = {"n": 4.0, "mu_norm": 71.5, "sigma_mean": 1.25}
+    told = step(0, soft=soft, reason="the mug was there", op_errors=("create: key exists",), executor_text="look!")
+    seen = Page(write({"compiled": [episode("t0", "compiled", True, steps=[told])]}, tmp_path / "report.html"))
+    text = " ".join(seen.text.split())
+    for part in ("soft tokens n 4 mu norm 71.5 sigma mean 1.25", "because the mug was there", "create: key exists",
+                 "executor promptprompt 0", "look choice wrote: look!", "observation 1"):  # fmt: skip
+        assert part in text
+
+
+def test_replays_can_be_filtered_by_outcome_family_type_and_emission(tmp_path: Path) -> None:
+    page = Page(write(make_run(), tmp_path / "report.html"))
+    filters = [attrs["data-filter"] for tag, attrs in page.tags if tag == "select"]
+    assert filters == ["outcome", "family", "kind", "emission"]
+    assert page.attributes("data-kind") == ["pick"] * 4
+    assert all(f"dataset.{name}" in page.inside["script"][1] for name in ("family", "kind", "outcome", "emissions"))
 
 
 # Nothing from outside, nothing from inside
