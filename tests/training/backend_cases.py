@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -59,24 +60,24 @@ def killed(out: Path, backend: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def grpo_trainer(out: Path, backend: str) -> GrpoTrainer:
+def grpo_trainer(out: Path, backend: str, **settings: Any) -> GrpoTrainer:
     return test_grpo.trainer(
         out, minibatches=2, iterations=2, kl=0.1, micro_batch_size=2, grad_clip=0.5, backend=backend,
-        importance_cap=2.0,
+        importance_cap=2.0, **settings,
     )  # fmt: skip
 
 
-def grpo(out: Path, backend: str) -> None:
+def grpo(out: Path, backend: str, name: str = "grpo", **settings: Any) -> None:
     """Two updates on given samples, 3 and 2 and then 2 and none of them; then one whole update, rollouts and all."""
-    t = grpo_trainer(out / "grpo", backend)
+    t = grpo_trainer(out / name, backend, **settings)
     t.sampler.generator.manual_seed(0)
-    samples = samples_of(t.engine.run(t.sampler, t.jobs_of(0), t.config.group_size), t.sampler)[:5]
+    samples = samples_of(t.engine.run(t.sampler, t.jobs_of(0), t.config.group_size), t.sampler, t.pathwise)[:5]
     first, alone = distributed.rank() == 0, distributed.world_size() == 1
     t.learn(samples if alone else samples[:3] if first else samples[3:], 0)
     t.learn(samples[:2] if first else [], 1)
     weights = t.backend.weights()
     if first:
-        save_file(weights, out / "grpo.safetensors")
+        save_file(weights, out / f"{name}.safetensors")
     t.update = 2
     metrics, _ = t._update(2)
     assert metrics["mismatch_kl"] < 1e-8, metrics  # what rolled out is what trains: its weights came along
@@ -86,7 +87,12 @@ def grpo(out: Path, backend: str) -> None:
     t.save()
 
 
-CASES = {"sft": sft, "resumed": resumed, "grpo": grpo, "killed": killed}
+def pathwise(out: Path, backend: str) -> None:
+    """As `grpo`, the executor in the gradient's path: whole on every process, whatever the backend."""
+    grpo(out, backend, "pathwise", **test_grpo.PATHWISE)
+
+
+CASES = {"sft": sft, "resumed": resumed, "grpo": grpo, "pathwise": pathwise, "killed": killed}
 
 
 def main(out: Path, kinds: str, names: str) -> None:

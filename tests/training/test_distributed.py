@@ -49,6 +49,7 @@ def alone(tmp_path_factory) -> Path:
     assert distributed.world_size() == 1
     cases.sft(out, "replicated")
     cases.grpo(out, "replicated")
+    cases.pathwise(out, "replicated")
     moved = [(a - b).abs().max() for a, b in zip(steps(out, 2).values(), steps(out, 3).values(), strict=True)]
     assert max(moved) > 1e-4  # far more than what the comparisons allow for
     return out
@@ -60,13 +61,14 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
         shutil.copytree(
             alone / "sft" / "checkpoints" / "step-000002", out / backend / "resumed" / "checkpoints" / "step-000002"
         )
-    done = torchrun(out, ",".join(backends), "sft,resumed,grpo")
+    done = torchrun(out, ",".join(backends), "sft,resumed,grpo,pathwise")
     assert done.returncode == 0, done.stderr[-4000:]
     for backend in backends:
         for step in (2, 3):
             assert_same(steps(alone, step), steps(out / backend, step))
         assert_same(steps(alone, 3), steps(out / backend, 3, "resumed"))
-        assert_same(load_file(alone / "grpo.safetensors"), load_file(out / backend / "grpo.safetensors"))
+        for name in ("grpo.safetensors", "pathwise.safetensors"):
+            assert_same(load_file(alone / name), load_file(out / backend / name))
         shutil.rmtree(out / backend / "sft" / "checkpoints" / "step-000003")
         goes_on_alone = cases.sft_trainer(out / backend / "sft", "replicated")
         assert goes_on_alone.resume() and goes_on_alone.step == 2
