@@ -1,10 +1,11 @@
-"""The frozen executor behind a vLLM OpenAI server: acts as `executor.frozen` does. Text models.
+"""The frozen executor behind a vLLM OpenAI server: acts as `executor.frozen` does.
 
 How prompts travel (vLLM 0.31):
-- without soft tokens, as token ids over /v1/completions;
-- with soft tokens, as the parts of one chat message: text, `prompt_embeds`, text. A server that `memcompiler serve
-  executor` starts has a chat template that adds nothing, so that the parts are the prompt. The server tokenises the
-  text itself and says what it has read: anything but our own ids is refused, never used.
+- of text alone, as token ids over /v1/completions;
+- with soft tokens or a picture, as the parts of one chat message: text, `prompt_embeds`, text, and the picture as a PNG
+  wherever it likes, for its place is the image token in the text. A server that `memcompiler serve executor` starts has
+  a chat template that adds nothing, so that the texts are the prompt. The server tokenises them itself and says what it
+  has read, a pad for each patch of the picture included: anything but our own ids is refused, never used.
   (/v1/completions takes embeddings, too, but of whole prompts only: 100 times the bytes at the paper's size.)
 
 How commands are scored: neither way returns prompt log-probabilities from a prefix cache, and embeddings exclude them.
@@ -31,7 +32,9 @@ from compiler.remote import RemoteError, RemoteServer
 from configs.schema import EXECUTOR_KEY
 from executor.frozen import Action, ExecutorPrompt, TokenExecutor
 from executor.prompt import ExecutorRequest
+from executor.vision import load_reader
 from executor.weights import input_embeddings
+from memory.trajectory import png_bytes
 
 _MOST_SCORED = 128  # vLLM's limit of logprob_token_ids
 # Whatever the server's defaults are: the likeliest token.
@@ -57,8 +60,10 @@ class RemoteExecutor(TokenExecutor):
 
     Args:
         url: of the server, such as http://127.0.0.1:8000.
-        name: the model's Hugging Face name or folder: its tokenizer, and its embedding table if that is asked for.
+        name: the model's Hugging Face name or folder: its tokenizer or processor, and its embedding table if that is
+            asked for.
         dtype: in which soft tokens travel: the server's.
+        images: False keeps pictures from a model that could see them.
         timeout: seconds that one call of `act` may take, retries included.
 
     Raises:
@@ -69,11 +74,9 @@ class RemoteExecutor(TokenExecutor):
     def __init__(
         self, url: str, name: str | Path, dtype: torch.dtype = torch.bfloat16,
         mode: Literal["choice", "guided", "generate"] = "choice", instructions: str = "", max_new_tokens: int = 64,
-        memory_token: str = "auto", timeout: float = 120.0, parallel: int = 64,
+        memory_token: str = "auto", timeout: float = 120.0, parallel: int = 64, images: bool = True,
     ) -> None:  # fmt: skip
-        from transformers import AutoTokenizer
-
-        super().__init__(AutoTokenizer.from_pretrained(name), instructions, memory_token, images=False)
+        super().__init__(load_reader(name), instructions, memory_token, images)
         self.name, self.dtype, self.mode, self.max_new_tokens = str(name), dtype, mode, max_new_tokens
         start = f"memcompiler serve executor --model {name}"
         self.server = RemoteServer(url, EXECUTOR_KEY, start, timeout, parallel)
@@ -152,9 +155,9 @@ class RemoteExecutor(TokenExecutor):
         """The server's one choice for each prompt, followed by its path."""
         asked = list(zip(prompts, paths, settings, strict=True))
         made: list[dict[str, Any]] = [{}] * len(asked)
-        for path, with_soft in (("/v1/completions", False), ("/v1/chat/completions", True)):
-            mine = [i for i, (prompt, _, _) in enumerate(asked) if (prompt.soft is not None) == with_soft]
-            bodies = [(self._chat if with_soft else self._completion)(*asked[i]) for i in mine]
+        for path, of_parts in (("/v1/completions", False), ("/v1/chat/completions", True)):
+            mine = [i for i, (prompt, _, _) in enumerate(asked) if _has_parts(prompt) == of_parts]
+            bodies = [(self._chat if of_parts else self._completion)(*asked[i]) for i in mine]
             for i, answer in zip(mine, self.server.post_all(path, bodies) if mine else (), strict=True):
                 made[i] = self._choice(answer, (*asked[i][0].ids, *asked[i][1]))
         return made
@@ -165,19 +168,27 @@ class RemoteExecutor(TokenExecutor):
         return {"model": self.served_name, "prompt": ids, **logprobs, **settings}
 
     def _chat(self, prompt: ExecutorPrompt, path: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
-        assert prompt.soft is not None
-        ids = self._with_room(prompt, path, settings)
-        first, n = ids.index(self.placeholder), len(prompt.soft)
-        parts = [
-            {"type": "text", "text": self._text(ids[:first])},
-            {"type": "prompt_embeds", "data": _packed(prompt.soft.to("cpu", self.dtype))},
-            {"type": "text", "text": self._text(ids[first + n :])},
-        ]
+        parts = list(self._parts(prompt, self._with_room(prompt, path, settings)))
         logprobs = {"logprobs": True} if "logprob_token_ids" in settings else {}
         return {
             "model": self.served_name, "messages": [{"role": "user", "content": parts}],
             "add_generation_prompt": False, **logprobs, **settings,
         }  # fmt: skip
+
+    def _parts(self, prompt: ExecutorPrompt, ids: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Text, soft tokens, text; and the picture, whose pads are one image token in the text."""
+        if prompt.picture is not None:
+            pad = self.tokenizer.convert_tokens_to_ids(self.image_token)
+            ids = [id for i, id in enumerate(ids) if id != pad or ids[i - 1] != pad]
+            png = base64.b64encode(png_bytes(prompt.picture.image)).decode("ascii")
+            yield {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}}
+        if prompt.soft is None:
+            yield {"type": "text", "text": self._text(ids)}
+            return
+        first, n = ids.index(self.placeholder), len(prompt.soft)
+        yield {"type": "text", "text": self._text(ids[:first])}
+        yield {"type": "prompt_embeds", "data": _packed(prompt.soft.to("cpu", self.dtype))}
+        yield {"type": "text", "text": self._text(ids[first + n :])}
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -205,6 +216,10 @@ class RemoteExecutor(TokenExecutor):
                 f"its tokenizer must be {self.name}'s. Start it by `{self.server.start}`"
             )
         return choice
+
+
+def _has_parts(prompt: ExecutorPrompt) -> bool:
+    return prompt.soft is not None or prompt.picture is not None
 
 
 def _nodes(row: int, actions: Sequence[Sequence[int]]) -> Iterator[_Node]:

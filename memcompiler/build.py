@@ -109,7 +109,6 @@ def load_executor(
     if config.engine == "http":
         from executor.remote import RemoteExecutor
 
-        common.pop("images")  # it reads text
         return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), timeout=config.timeout_s, **common)
     from executor.frozen import FrozenExecutor
 

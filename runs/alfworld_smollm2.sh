@@ -20,10 +20,10 @@ models=("compiler.model=$model" "executor.model=$model")
 collect=() sft=() grpo=() eval=()
 if [[ ${SMALL:-0} == 1 ]]; then
   cpu=(compiler.dtype=float32 executor.dtype=float32)
-  collect=(limit=16 memory.k=1)
-  sft=("${cpu[@]}" max_steps=16 batch_size=8 micro_batch_size=4 save_every=4)
-  grpo=("${cpu[@]}" limit=16 memory.k=1 updates=1 tasks=2 group_size=2 max_steps=4 micro_batch_size=4)
-  eval=("${cpu[@]}" limit=6 memory.k=1 memory.experience_limit=16 max_steps=12)
+  collect=(limit=24)
+  sft=("${cpu[@]}" max_steps=12 batch_size=8 micro_batch_size=4 save_every=4)
+  grpo=("${cpu[@]}" limit=24 updates=1 tasks=2 group_size=2 max_steps=4 micro_batch_size=4)
+  eval=("${cpu[@]}" limit=4 memory.experience_limit=24 max_steps=8 "deliveries=[none, static, compiled_text, compiled, expert_compiler]")
 fi
 
 case ${1:-} in

@@ -50,12 +50,17 @@ marks = [
 
 
 @functools.cache
-def folder(vlm: bool) -> Path:
-    """The weights of `tiny_models.vlm_backbone()`, or of `lm_backbone()`, as a Hugging Face folder."""
+def folder(vlm: bool, free_rows: int = 0) -> Path:
+    """The weights of `tiny_models.vlm_backbone()`, or of `lm_backbone()`, as a Hugging Face folder.
+
+    `free_rows` of the vocabulary belong to no token, as in most models: vLLM's chat messages take one for soft tokens.
+    """
     path = Path(tempfile.mkdtemp(prefix="memcompiler-vllm-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     backbone = tiny_models.vlm_backbone() if vlm else tiny_models.lm_backbone()
     model = backbone.model if vlm else as_llama(backbone.model)
+    if free_rows:
+        model.resize_token_embeddings(len(backbone.tokenizer) + free_rows)
     save(path, model, backbone.tokenizer, backbone.processor if vlm else None)
     return path
 
@@ -85,8 +90,8 @@ def trained(vlm: bool = True, seed: int = 1, **kwargs: Any) -> MemoryCompiler:
 
 
 @contextlib.contextmanager
-def server(log: Path, max_model_len: int = 1024) -> Iterator[str]:
-    """The URL of `memcompiler serve executor` on a tiny model, whose key is k1; ends by SIGTERM."""
+def server(log: Path, model: Path, max_model_len: int = 1024) -> Iterator[str]:
+    """The URL of `memcompiler serve executor`, whose key is k1; ends by SIGTERM."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -95,7 +100,7 @@ def server(log: Path, max_model_len: int = 1024) -> Iterator[str]:
                  "--max-num-seqs", "64"]  # fmt: skip
     settings = {k: v for k, v in ENVIRONMENT.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     env = {**os.environ, **settings, EXECUTOR_KEY: "k1"}
-    ours = ["--model", str(folder(False)), "--port", str(port)]
+    ours = ["--model", str(model), "--port", str(port)]
     command = [sys.executable, "-m", "memcompiler", "serve", "executor", *ours, "--", *arguments]
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from PIL import Image
 
 from agent.delivery import Delivery
 from agent.episode import Limits, run_episodes
@@ -115,8 +116,8 @@ def standing_in() -> Iterator[tuple[str, type[StandIn], Callable[[], None]]]:
     kill()
 
 
-def remote(url: str, **kwargs: Any) -> RemoteExecutor:
-    return RemoteExecutor(url, vllm_engines.folder(False), torch.float32, **kwargs)
+def remote(url: str, model: Path | None = None, **kwargs: Any) -> RemoteExecutor:
+    return RemoteExecutor(url, model or vllm_engines.folder(False), torch.float32, **kwargs)
 
 
 # -- without vLLM -----------------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def test_signals_and_exit_status_pass_through() -> None:
 def test_the_real_server_acts_as_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXECUTOR_KEY, "k1")
     theirs = FrozenExecutor.load(vllm_engines.folder(False), torch.float32, "cpu")
-    with vllm_engines.server(tmp_path / "log") as url:
+    with vllm_engines.server(tmp_path / "log", vllm_engines.folder(False)) as url:
         ours = remote(url)
         prompts, names = [theirs.encode(r) for r in requests()], [r.admissible or () for r in requests()]
         for _ in range(2):  # the second time, much of it is in the prefix cache
@@ -279,3 +280,25 @@ def test_the_real_server_acts_as_hugging_face(tmp_path: Path, monkeypatch: pytes
             remote(url)
     said = (tmp_path / "log").read_text()
     assert "--enable-prompt-embeds" in said and "k1" not in said.replace("k1_", "")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@vllm_engines.marks[-1]
+def test_the_real_server_sees_as_hugging_face_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With picture and soft tokens, with one of them, with none."""
+    monkeypatch.setenv(EXECUTOR_KEY, "k1")
+    views = [Image.new("RGB", (64, 64), (40 * i, 90, 200)) for i in range(3)]
+    seeing = [replace(request(i, soft=i != 1), image=view) for i, view in enumerate(views)]
+    asked, model = [*seeing, request(3), request(1, soft=False)], vllm_engines.folder(True, free_rows=8)
+    theirs = FrozenExecutor.load(model, torch.float32, "cpu")
+    with vllm_engines.server(tmp_path / "log", model) as url:
+        ours = remote(url, model)
+        prompts, names = [theirs.encode(r) for r in asked], [r.admissible or () for r in asked]
+        assert [p.picture is not None for p in prompts] == [True] * 3 + [False] * 2
+        for a, b in zip(ours.likelihoods(prompts, names), theirs.likelihoods(prompts, names), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
+        assert ours.act(asked) == theirs.act(asked)
+        other = [replace(prompts[0], picture=prompts[1].picture)]  # the picture is read
+        assert not torch.allclose(ours.likelihoods(other, names[:1])[0], theirs.likelihoods(prompts[:1], names[:1])[0])
+        assert not remote(url, model, images=False).sees_images

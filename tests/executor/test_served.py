@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import base64
 import functools
 import io
-import shutil
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +17,7 @@ from executor.grounding import Grounding
 from executor.prompt import Delivered, ExecutorRequest, executor_parts
 from executor.served import SOFT_PARTS, VllmExecutor, engine_settings
 from executor.vision import load_reader
-from tests import tiny_models, vllm_engines
-from training.tiny.models import save
+from tests import vllm_engines
 
 pytestmark = vllm_engines.marks
 
@@ -228,10 +223,7 @@ def with_free_vocabulary() -> VllmExecutor:
     """Cached: an engine that is collected takes what all engines of this process share along with it."""
     from vllm import LLM
 
-    path, backbone = Path(tempfile.mkdtemp(prefix="memcompiler-vllm-")), tiny_models.vlm_backbone()
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    backbone.model.resize_token_embeddings(len(backbone.tokenizer) + 8)
-    save(path, backbone.model, backbone.tokenizer, backbone.processor)
+    path = vllm_engines.folder(True, free_rows=8)
     llm = LLM(model=str(path), **engine_settings(), **vllm_engines.SETTINGS)
     return VllmExecutor(llm, load_reader(path), path)
 
