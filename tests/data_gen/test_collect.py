@@ -137,7 +137,8 @@ def test_a_served_model_that_cannot_write_emissions_poisons_no_row(tmp_path, mon
     with vllm_engines.server(tmp_path / "log", model, max_model_len=4096) as url:
         chosen = [
             "teacher=endpoint", f"api.base_url={url}/v1", f"api.model={model}", f"api.key_env={EXECUTOR_KEY}",
-            "api.concurrency=2", "env.scenes={train: 2, test: 1}", "limit=2", "max_steps=2", "max_new_tokens=16", "actor=expert",
+            "api.concurrency=2", "env.scenes={train: 2, test: 1}", "limit=2", "max_steps=2", "max_new_tokens=16",
+            "actor=expert",
         ]  # fmt: skip
         with pytest.raises(ValueError, match="there are no rows to save"):
             run_collect(load_config(CollectConfig, "collect/quickstart", chosen), tmp_path / "run")
