@@ -9,7 +9,7 @@
 #   bash runs/alfworld_smollm2.sh eval     # valid_seen, every delivery
 #
 # MODEL is a Hugging Face name or folder (default: HuggingFaceTB/SmolLM2-135M-Instruct), OUT the run folder.
-# SMALL=1 is the subset that two CPU cores can do in about an hour: it proves that all of it runs, and no more.
+# SMALL=1 is a subset for two CPU cores, to see that all of it runs, and no more.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
