@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
-from stage import run
+from stage import collect, run, sft
 
 from eval.episodes import read_episodes
 from eval.metrics import bootstrap_mean, wilson
@@ -45,14 +45,10 @@ Outcomes = dict[str, tuple[str, bool]]  # task: family, success
 
 def one_seed(root: Path, seed: int, linear: bool, a: argparse.Namespace) -> None:
     """Rows and SFT checkpoints of a seed."""
-    out = root / str(seed)
-    world = [f"env.seed={seed}", f"seed={seed}"]
-    run(out, "collect", "collect", "-c", "collect/quickstart", *world, "--out", f"{out}/collect")
-    for kind, extra in (("gaussian", []), ("linear", [LINEAR]))[: 2 if linear else 1]:
-        run(
-            out, f"sft-{kind}", "train", "sft", "-c", "sft/quickstart", f"rows={out}/collect/rows", f"seed={seed}",
-            f"max_steps={a.sft_steps}", *extra, "--out", f"{out}/sft-{kind}",
-        )  # fmt: skip
+    collect(root, seed)
+    sft(root, seed, "gaussian", f"max_steps={a.sft_steps}")
+    if linear:
+        sft(root, seed, "linear", f"max_steps={a.sft_steps}", LINEAR)
 
 
 def one_variant(root: Path, seed: int, name: str, a: argparse.Namespace) -> None:

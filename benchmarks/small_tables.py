@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from stage import run
+from stage import collect, run, sft
 
-VARIANTS = {  # folder: settings of SFT
+VARIANTS = {  # name: settings of SFT
     "n4": ["compiler.soft.n_tokens=4"],
     "n8": ["compiler.soft.n_tokens=8"],
     "n16": ["compiler.soft.n_tokens=16"],
@@ -28,21 +28,6 @@ VARIANTS = {  # folder: settings of SFT
     "no-orth": ["compiler.soft.n_tokens=16", "weights.orth=0"],
     "linear": ["compiler.soft.n_tokens=16", "compiler.soft.projector=linear"],
 }
-
-
-def one_seed(out: Path, seed: int) -> float:
-    world = [f"env.seed={seed}", f"seed={seed}"]
-    folder = out / str(seed)
-    return run(folder, "collect", "collect", "-c", "collect/quickstart", *world, "--out", f"{folder}/collect")
-
-
-def one_variant(out: Path, seed: int, name: str) -> float:
-    rows = f"rows={out}/{seed}/collect/rows"
-    target = f"{out}/{seed}/{name}"
-    return run(
-        out / str(seed), f"sft-{name}", "train", "sft", "-c", "sft/quickstart", rows, f"seed={seed}", *VARIANTS[name],
-        "--out", target,
-    )  # fmt: skip
 
 
 def one_table(out: Path, number: int, seeds: list[int], variants: list[str], limit: int) -> float:
@@ -56,10 +41,11 @@ def one_table(out: Path, number: int, seeds: list[int], variants: list[str], lim
             "no_orth": _of(checkpoint, "no-orth", 16),
             "linear": {**_of(checkpoint, "linear", 16), "compiler.soft.projector": "linear"},
         }
-        axes["variant"] = {k: v for k, v in levels.items() if Path(v["compiler.checkpoint"]).name in variants}
+        trained = {"n0": "n16", "no_orth": "no-orth"}  # where a level is not called as its SFT run
+        axes["variant"] = {name: level for name, level in levels.items() if trained.get(name, name) in variants}
     else:
         for level in axes["seed"].values():
-            level["compiler.checkpoint"] = f"{checkpoint}/n4"
+            level["compiler.checkpoint"] = f"{checkpoint}/sft-n4"
     # Of table 4, levels may be left out here, which an override of eval/table4-small could not say.
     base = {
         3: ["eval/tables-small"], 5: ["eval/table5-small"],
@@ -73,7 +59,7 @@ def one_table(out: Path, number: int, seeds: list[int], variants: list[str], lim
 
 
 def _of(checkpoint: str, name: str, n: int) -> dict[str, Any]:
-    return {"compiler.checkpoint": f"{checkpoint}/{name}", "compiler.soft.n_tokens": n}
+    return {"compiler.checkpoint": f"{checkpoint}/sft-{name}", "compiler.soft.n_tokens": n}
 
 
 def main() -> None:
@@ -88,9 +74,9 @@ def main() -> None:
     a = parser.parse_args()
     started = time.perf_counter()
     with ThreadPoolExecutor(a.jobs) as pool:
-        list(pool.map(lambda seed: one_seed(a.out, seed), a.seeds))
+        list(pool.map(lambda seed: collect(a.out, seed), a.seeds))
         pairs = [(name, seed) for name in a.variants for seed in a.seeds]
-        seconds = list(pool.map(lambda pair: one_variant(a.out, pair[1], pair[0]), pairs))
+        seconds = list(pool.map(lambda pair: sft(a.out, pair[1], pair[0], *VARIANTS[pair[0]]), pairs))
         wall = dict(
             zip((3, 4), pool.map(lambda n: one_table(a.out, n, a.seeds, a.variants, a.limit), (3, 4)), strict=True)
         )

@@ -20,4 +20,18 @@ def run(out: Path, log: str, *command: str) -> float:
         with (out / f"{log}.log").open("w") as file:
             subprocess.run([sys.executable, "-m", "memcompiler", *command], check=True, stdout=file, stderr=file)
         mark.write_text(f"{time.perf_counter() - started:.1f}")
-    return float(mark.read_text() or "nan")
+    return float(mark.read_text())
+
+
+def collect(root: Path, seed: int) -> float:
+    """The expert's rows on the homes of a seed, in ROOT/SEED/collect."""
+    out = root / str(seed)
+    world = [f"env.seed={seed}", f"seed={seed}"]
+    return run(out, "collect", "collect", "-c", "collect/quickstart", *world, "--out", f"{out}/collect")
+
+
+def sft(root: Path, seed: int, name: str, *settings: str) -> float:
+    """An SFT run on those rows, in ROOT/SEED/sft-NAME."""
+    out = root / str(seed)
+    own = [f"rows={out}/collect/rows", f"seed={seed}", *settings]
+    return run(out, f"sft-{name}", "train", "sft", "-c", "sft/quickstart", *own, "--out", f"{out}/sft-{name}")

@@ -247,10 +247,11 @@ def user_message(*parts: str | bytes) -> Message:
     """A user turn of texts and pictures (PNG), in order."""
     if all(isinstance(part, str) for part in parts):
         return {"role": "user", "content": "".join(map(str, parts))}
-    return {"role": "user", "content": [_content(part) for part in parts]}
+    return {"role": "user", "content": [content_part(part) for part in parts]}
 
 
-def _content(part: str | bytes) -> dict[str, Any]:
+def content_part(part: str | bytes) -> dict[str, Any]:
+    """A text, or a picture (PNG), as a part of a message."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(part).decode()}}

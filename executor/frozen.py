@@ -133,13 +133,17 @@ class TokenExecutor:
         return (likelihoods / (self.temperature or 1.0)).log_softmax(0)
 
     def _chosen(self, request: ExecutorRequest, prompt: ExecutorPrompt, likelihoods: Tensor) -> Action:
-        policy = self.policy(likelihoods.float().cpu())
-        drawn = torch.multinomial(policy.exp(), 1, generator=self.generator) if self.temperature else policy.argmax()
-        action = (request.admissible or ())[int(drawn)]
+        drawn: dict[str, Any] = {}  # a greedy action keeps neither pixels nor soft tokens in its episode's record
+        if self.temperature:
+            policy = self.policy(likelihoods.float().cpu())
+            at = int(torch.multinomial(policy.exp(), 1, generator=self.generator))
+            drawn = {"prompt": prompt, "logprob": float(policy[at])}
+        else:
+            at = int(likelihoods.argmax())
+        action = (request.admissible or ())[at]
         return Action(
-            action, Grounding.CHOICE, action, prompt.ids, len(prompt.ids), len(self.action_ids(action)),
-            prompt=prompt, logprob=float(policy[int(drawn)]),
-        )  # fmt: skip
+            action, Grounding.CHOICE, action, prompt.ids, len(prompt.ids), len(self.action_ids(action)), **drawn
+        )
 
 
 class FrozenExecutor(TokenExecutor):

@@ -30,9 +30,10 @@ from torch import Tensor
 
 from compiler.remote import RemoteError, RemoteServer
 from configs.schema import EXECUTOR_KEY
+from executor.endpoint import content_part
 from executor.frozen import Action, ExecutorPrompt, TokenExecutor
 from executor.prompt import ExecutorRequest
-from executor.vision import load_reader
+from executor.vision import folded, load_reader
 from executor.weights import input_embeddings
 from memory.trajectory import png_bytes
 
@@ -175,20 +176,18 @@ class RemoteExecutor(TokenExecutor):
             "add_generation_prompt": False, **logprobs, **settings,
         }  # fmt: skip
 
-    def _parts(self, prompt: ExecutorPrompt, ids: Sequence[int]) -> Iterator[dict[str, Any]]:
+    def _parts(self, prompt: ExecutorPrompt, ids: list[int]) -> Iterator[dict[str, Any]]:
         """Text, soft tokens, text; and the picture, whose pads are one image token in the text."""
         if prompt.picture is not None:
-            pad = self.tokenizer.convert_tokens_to_ids(self.image_token)
-            ids = [id for i, id in enumerate(ids) if id != pad or ids[i - 1] != pad]
-            png = base64.b64encode(png_bytes(prompt.picture.image)).decode("ascii")
-            yield {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}}
+            ids = folded(ids, {self.tokenizer.convert_tokens_to_ids(self.image_token)})
+            yield content_part(png_bytes(prompt.picture.image))
         if prompt.soft is None:
-            yield {"type": "text", "text": self._text(ids)}
+            yield content_part(self._text(ids))
             return
         first, n = ids.index(self.placeholder), len(prompt.soft)
-        yield {"type": "text", "text": self._text(ids[:first])}
+        yield content_part(self._text(ids[:first]))
         yield {"type": "prompt_embeds", "data": _packed(prompt.soft.to("cpu", self.dtype))}
-        yield {"type": "text", "text": self._text(ids[first + n :])}
+        yield content_part(self._text(ids[first + n :]))
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -21,7 +21,7 @@ from torch import Tensor
 from compiler.vllm_extension import llm_class, run
 from executor.frozen import Action, ExecutorPrompt, TokenExecutor
 from executor.prompt import ExecutorRequest
-from executor.vision import load_reader
+from executor.vision import folded, load_reader
 from executor.weights import input_embeddings
 
 if TYPE_CHECKING:
@@ -199,8 +199,7 @@ class VllmExecutor(TokenExecutor):
         """Picture and soft tokens each hold one place in what vLLM is given; it makes room for them itself."""
         assert prompt.picture is not None
         wide = {self.placeholder, self.tokenizer.convert_tokens_to_ids(self.image_token)}
-        folded = [id for i, id in enumerate(ids) if id not in wide or ids[i - 1] != id]
-        request = {"prompt_token_ids": folded, "multi_modal_data": {"image": [prompt.picture.image]}}
+        request = {"prompt_token_ids": folded(ids, wide), "multi_modal_data": {"image": [prompt.picture.image]}}
         return request if soft is None else {**request, SOFT_PARTS: ([soft], self.placeholder)}
 
     def _run(self, requests: Sequence[_Asked], params: Sequence[Any]) -> list[RequestOutput]:

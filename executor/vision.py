@@ -6,7 +6,7 @@ its body knows the positions of a prompt (`get_rope_index`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,11 @@ def read(processor: Any, text: str, image: Image) -> tuple[tuple[int, ...], Pict
     image = image.convert("RGB")
     inputs = processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
     return tuple(inputs["input_ids"][0].tolist()), Picture(image, inputs["pixel_values"], inputs["image_grid_thw"])
+
+
+def folded(ids: Sequence[int], wide: Collection[int]) -> list[int]:
+    """Ids with each run of one of the tokens `wide` as a single token: what a server makes room for by itself."""
+    return [id for i, id in enumerate(ids) if id not in wide or i == 0 or ids[i - 1] != id]
 
 
 def sight(

@@ -217,7 +217,7 @@ class GrpoTrainer:
         draw = None
         if self.pathwise:
             prompt = ExecutorPrompt((self.executor.placeholder,) * n, None)
-            draw = Draw(prompt, ("",), 0, z)
+            draw = Draw(prompt, ("",), 0, z, 0.0)
         sample = Sample(Encoded((end,)), (end,), z, zeros, 1, 0.0, 0, self.update, draw)
         old = zeros if self._looks_back() else None
         return [[sample], [zeros], [old], [zeros if self.config.kl else None]]
@@ -271,8 +271,7 @@ class GrpoTrainer:
         """(B, 1): of the actions that the executor drew, with the gradient of its soft tokens."""
         draws = [s.draw for s in samples if s.draw is not None]
         noise = torch.stack([draw.noise for draw in draws]).to(gaussian.mu)
-        z = gaussian.mu + self.compiler.decoding.soft_temperature * gaussian.log_sigma.exp() * noise
-        soft = self.compiler.projector.to_embeddings(z)
+        soft = self.compiler.projector.to_embeddings(gaussian.at(noise, self.compiler.decoding.soft_temperature))
         prompts = [replace(draw.prompt, soft=row) for draw, row in zip(draws, soft, strict=True)]
         scores = self.executor.likelihoods(prompts, [draw.candidates for draw in draws])
         chosen = [self.executor.policy(s)[draw.chosen] for s, draw in zip(scores, draws, strict=True)]

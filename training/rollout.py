@@ -23,7 +23,7 @@ from compiler.model import Decoding, MemoryCompiler
 from compiler.records import Compilation, Compiler, CompileRequest
 from envs.base import Environment
 from executor.frozen import Executor, ExecutorPrompt
-from soft_mem.projector import Projector
+from soft_mem.projector import Gaussian, Projector
 from training import checkpoint
 from training.losses import group_advantages
 
@@ -38,6 +38,7 @@ class Draw:
     candidates: tuple[str, ...]
     chosen: int
     noise: Tensor  # (N, d_executor)
+    logprob: float  # as the executor says that acted
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +154,7 @@ def _sample(step: StepRecord, compiler: MemoryCompiler, advantage: float, episod
     draw, last = None, compiled.latent_logprobs.float()
     if pathwise:
         draw = _draw(step, compiled, compiler.decoding.soft_temperature)
-        assert step.decision is not None
-        last = torch.tensor([step.decision.logprob])
+        last = torch.tensor([draw.logprob])
     return Sample(
         prompt, compiled.emission_ids, compiled.z, torch.cat([compiled.text_logprobs.float(), last]),
         len(compiled.text_logprobs), advantage, episode, compiled.weight_version, draw,
@@ -163,13 +163,12 @@ def _sample(step: StepRecord, compiler: MemoryCompiler, advantage: float, episod
 
 def _draw(step: StepRecord, compiled: Compilation, temperature: float) -> Draw:
     action = step.decision
-    if action is None or action.prompt is None or not step.admissible or compiled.log_sigma is None:
+    if action is None or action.prompt is None or action.logprob is None or not step.admissible:
         raise ValueError(
             "a pathwise gradient needs actions that were drawn among admissible ones: this environment lists none, or "
             "the executor writes free text (latent_gradient=score goes without)"
         )
-    assert compiled.z is not None and compiled.mu is not None
-    noise = (compiled.z - compiled.mu) / (temperature * compiled.log_sigma.exp()) if temperature else None
-    zeros = torch.zeros_like(compiled.mu)
+    assert compiled.z is not None and compiled.mu is not None and compiled.log_sigma is not None
+    noise = Gaussian(compiled.mu, compiled.log_sigma).noise_of(compiled.z, temperature)
     prompt = replace(action.prompt, soft=None)  # made again, with its gradient, from mu, sigma and noise
-    return Draw(prompt, step.admissible, step.admissible.index(action.action), zeros if noise is None else noise)
+    return Draw(prompt, step.admissible, step.admissible.index(action.action), noise, action.logprob)

@@ -288,7 +288,6 @@ def test_soft_tokens_learn_by_the_path_what_wins(tmp_path, projector):
     t = trainer(tmp_path, make_env=Bandit, projector=projector, group_size=8, **settings, **draws)
     frozen = t.executor.hash()
     rewards = [metrics["reward"] for metrics, _ in t.updates()]
-    print(rewards)
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
     assert t.executor.hash() == frozen
 
