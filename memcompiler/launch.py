@@ -8,7 +8,6 @@ folder. If one of them ends, all are ended, and the run goes on from its newest 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shlex
 import signal
@@ -25,6 +24,7 @@ from rich.console import Console
 
 from configs.load import ConfigError, to_yaml
 from configs.schema import GrpoConfig, ServeConfig
+from memcompiler.children import end_with_parent
 
 console = Console(width=120)
 START_S = 1800.0  # that a service may take to load its model
@@ -138,17 +138,11 @@ def _start(name: str, command: Sequence[str], gpus: Sequence[str], log: Path | N
     with contextlib.ExitStack() as stack:
         words = stack.enter_context(log.open("wb")) if log else None
         process = subprocess.Popen(
-            command, env=env, stdout=words, stderr=words, start_new_session=True, preexec_fn=_end_with_parent
+            command, env=env, stdout=words, stderr=words, start_new_session=True, preexec_fn=end_with_parent
         )
     where = f" on GPU {gpus[0]}" if gpus and gpus[0] else ""
     console.print(f"  {name}: process {process.pid}{where}{f', log {log}' if log else ''}")
     return Child(name, process, log or Path(os.devnull), f"http://127.0.0.1:{port}" if port else "")
-
-
-def _end_with_parent() -> None:
-    """In the child: have the kernel send it SIGTERM when the launcher is gone, however it went (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _wait_until_ready(child: Child, children: Sequence[Child]) -> None:

@@ -23,6 +23,7 @@ import typer
 from configs.load import ConfigError
 from configs.schema import COMPILER_KEY, EXECUTOR_KEY, ServeConfig
 from memcompiler import build
+from memcompiler.children import end_with_parent
 
 if TYPE_CHECKING:
     from compiler.service import Backend, CompilerService
@@ -191,9 +192,9 @@ def _bracketed(host: str) -> str:
 
 
 def _run(command: Sequence[str], env: dict[str, str]) -> int:
-    """Exit status of a child that is sent the signals we get (128 + n where signal n ended it)."""
+    """Exit status of a child that is sent the signals we get, SIGTERM at last (128 + n where signal n ended it)."""
     # A session of its own: Ctrl-C reaches it once, through us.
-    child = subprocess.Popen(command, env=env, start_new_session=True)
+    child = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=end_with_parent)
     before = {
         number: signal.signal(number, lambda n, frame: child.poll() is None and child.send_signal(n))
         for number in (signal.SIGINT, signal.SIGTERM)

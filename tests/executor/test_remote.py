@@ -236,15 +236,29 @@ def test_only_loopback_is_served() -> None:
         run_serve_compiler(ServeConfig(), "127.0.0.1", 8012)
 
 
-def test_signals_and_exit_status_pass_through() -> None:
+@pytest.fixture
+def forwarding() -> Iterator[subprocess.Popen[str]]:
+    """A parent of `_run`, whose child says "up", and "down" when it is ended by SIGTERM."""
     code = (
-        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print('up', flush=True); time.sleep(60)"
+        "import signal, sys, time; signal.signal(15, lambda *_: (print('down', flush=True), sys.exit(7))); "
+        "print('up', flush=True); time.sleep(60)"
     )
     ours = f"import sys; from memcompiler.serving import _run; sys.exit(_run([sys.executable, '-c', {code!r}], None))"
-    parent = subprocess.Popen([sys.executable, "-c", ours], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None and parent.stdout.readline() == "up\n"
-    parent.send_signal(signal.SIGTERM)
-    assert parent.wait(60) == 7
+    with subprocess.Popen([sys.executable, "-c", ours], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "up\n"
+        yield parent
+        parent.kill()
+
+
+def test_signals_and_exit_status_pass_through(forwarding: subprocess.Popen[str]) -> None:
+    forwarding.send_signal(signal.SIGTERM)
+    assert forwarding.wait(60) == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells the child")
+def test_a_server_does_not_outlive_a_kill_of_its_parent(forwarding: subprocess.Popen[str]) -> None:
+    forwarding.kill()
+    assert forwarding.stdout is not None and forwarding.stdout.readline() == "down\n"
 
 
 # -- vLLM -------------------------------------------------------------------------------------------------------------
