@@ -1,0 +1,140 @@
+"""Does the frozen executor choose what the expert would? Deliveries compared step by step, before paying for episodes.
+
+    python benchmarks/next_action.py --config eval/alfworld-smollm2 --out out/next-action [a.b=c ...]
+
+The expert plays, so every delivery is asked at the same states of the same tasks, and a delivery under which the
+executor would be lost after two steps is still asked at the tenth. At each step the executor scores the admissible
+commands of a prompt made by the agent's own loop, and its choice is compared with the expert's command. This is a
+proxy: it says nothing about recovering from one's own mistakes.
+
+Steps of an episode are not independent: intervals are bootstraps over tasks (each task's mean over its steps), as are
+differences, paired by task.
+
+choice      share of steps at which the expert's command is the likeliest
+nats        -log p(the expert's command) among the admissible ones
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from agent.episode import Limits
+from agent.records import Episode
+from configs.load import load_config
+from configs.schema import EvalConfig
+from data_gen.collect import jobs_for
+from data_gen.teacher import ExpertExecutor
+from eval.metrics import Interval, bootstrap_mean
+from eval.runner import Evaluation
+from executor.frozen import Action, FrozenExecutor
+from executor.prompt import ExecutorRequest
+from memcompiler.commands import chosen_tasks, filled_bank
+from memcompiler.environments import default_split
+from memcompiler.evaluate import Loaded
+from memcompiler.progress import progress
+
+
+@dataclass
+class Led:
+    """The expert acts; `Action.text` is what the executor would have done, `logprob` what it gives the expert's."""
+
+    executor: FrozenExecutor
+
+    def __post_init__(self) -> None:
+        self.expert, self.accepts_soft = ExpertExecutor(), self.executor.accepts_soft
+        self.sees_images = self.executor.sees_images
+
+    @torch.no_grad()
+    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+        prompts = [self.executor.encode(request) for request in requests]
+        commands = [request.admissible or () for request in requests]
+        led = self.expert.act(requests)
+        scores = self.executor.likelihoods(prompts, commands)
+        return [self._led(*row) for row in zip(led, commands, scores, strict=True)]
+
+    def _led(self, expert: Action, commands: Sequence[str], likelihoods: torch.Tensor) -> Action:
+        policy = self.executor.policy(likelihoods.float().cpu())
+        own = commands[int(policy.argmax())]
+        return replace(expert, text=own, logprob=float(policy[commands.index(expert.action)]))
+
+
+def measured(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
+    """Per task, the means over its steps."""
+    made = {}
+    for episode in episodes:
+        if not episode.success:
+            raise RuntimeError(f"the expert did not solve {episode.task_id} ({episode.stop_reason}): nothing to follow")
+        steps = episode.steps
+        made[episode.task_id] = {
+            "choice": fmean(step.executor_text == step.action for step in steps),
+            "nats": fmean(-step.decision.logprob for step in steps),  # type: ignore[union-attr, operator]
+            "chance": fmean(1 / len(step.admissible or "?") for step in steps),
+            "uniform": fmean(math.log(len(step.admissible or "?")) for step in steps),
+            "steps": len(steps),
+        }
+    return made
+
+
+def over_tasks(
+    made: dict[str, dict[str, float]], name: str, base: dict[str, dict[str, float]] | None = None
+) -> Interval:
+    """Mean over tasks, or, with a base, the mean of the paired differences."""
+    return bootstrap_mean([made[task][name] - (base[task][name] if base else 0.0) for task in sorted(made)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings of the evaluation")
+    parser.add_argument("--config", "-c", default="eval/alfworld-smollm2")
+    parser.add_argument("--out", type=Path, default=Path("out/next-action"))
+    a = parser.parse_args()
+    config = load_config(EvalConfig, a.config, a.overrides)
+    a.out.mkdir(parents=True, exist_ok=True)
+    made: dict[str, dict[str, dict[str, float]]] = {}
+    with Loaded() as loaded:
+        envs = loaded.environments(config)
+        tasks, experience = chosen_tasks(config, envs, config.split or default_split(config.env))
+        jobs = jobs_for(tasks, filled_bank(config, envs, experience, a.out), config.memory.k)
+        executor, compiler = Led(loaded.executor(config)), loaded.compiler(config)
+        limits = Limits(config.max_steps, config.seed)
+        evaluation = Evaluation(envs.lease, jobs, executor, compiler, limits, config.concurrency)
+        for name in config.deliveries:
+            with progress(name, len(jobs)) as advance:
+                made[name] = measured(evaluation.run(name, advance))
+            (a.out / "next_action.json").write_text(json.dumps(made, indent=1))
+    print(table(made))
+
+
+def table(made: dict[str, dict[str, dict[str, float]]]) -> str:
+    first = next(iter(made.values()))
+    steps = int(sum(values["steps"] for values in first.values()))
+    chance, uniform = (100 * over_tasks(first, "chance").mean, over_tasks(first, "uniform").mean)
+    lines = [
+        f"{len(first)} tasks, {steps} steps; at random: choice {chance:.1f} %, nats {uniform:.2f}", "",
+        "| delivery | choice % | minus the first | nats | minus the first |", "| --- | ---: | ---: | ---: | ---: |",
+    ]  # fmt: skip
+    for name, values in made.items():
+        choice, nats = over_tasks(values, "choice"), over_tasks(values, "nats")
+        cells = [name, _shown(choice, 100, "{:.1f}"), "-", _shown(nats, 1, "{:.2f}"), "-"]
+        if values is not first:
+            cells[2] = _shown(over_tasks(values, "choice", first), 100, "{:+.1f}")
+            cells[4] = _shown(over_tasks(values, "nats", first), 1, "{:+.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _shown(interval: Interval, scale: float, form: str) -> str:
+    mean, low, high = (form.format(scale * value) for value in (interval.mean, interval.low, interval.high))
+    return f"{mean} [{low}, {high}]"
+
+
+if __name__ == "__main__":
+    main()
