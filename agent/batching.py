@@ -34,8 +34,9 @@ class Cohort:
     async def call(self, index: int, backend: Batch, request: Any) -> tuple[Any, float]:
         """What `backend` answers to `request`, and this request's share of the batch's seconds.
 
-        An exception in a batch reaches every episode that waits for it; one that a backend returns in the place of a
-        result, only the episode whose result that is.
+        An exception in a batch reaches every episode that waits for it. Only one episode is struck by a ValueError,
+        which says that its request cannot be served (`_answers`), or by an exception that a backend returns in the
+        place of its result.
         """
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((index, backend, request, future))
@@ -68,7 +69,7 @@ class Cohort:
             mine = [w for w in waiting if w[1] == backend]
             started = time.perf_counter()
             try:
-                results = backend([request for _, _, request, _ in mine])
+                results = _answers(backend, [request for _, _, request, _ in mine])
             except Exception as error:  # the episodes decide what a failed backend means to them
                 for _, _, _, future in mine:
                     future.set_exception(error)
@@ -79,3 +80,13 @@ class Cohort:
                     future.set_exception(result)
                 else:
                     future.set_result((result, seconds))
+
+
+def _answers(backend: Batch, requests: Sequence[Any]) -> list[Any]:
+    """One result for each request. Where one of them is bad (ValueError), each is asked alone: which one is it?"""
+    try:
+        return backend(requests)
+    except ValueError as error:
+        if len(requests) == 1:
+            return [error]
+        return [_answers(backend, [request])[0] for request in requests]

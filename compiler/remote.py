@@ -32,6 +32,10 @@ class RemoteError(RuntimeError):
     """A server that cannot be reached, is too slow, refuses a request, or answers what it should not."""
 
 
+class RefusedError(RemoteError, ValueError):
+    """A request that is not served for what it holds (4xx); others may be."""
+
+
 class RemoteServer:
     """One server.
 
@@ -100,7 +104,8 @@ class RemoteServer:
                     return self._json(response, path)
                 why = f"{response.status_code}: {_said(response)}"
                 if response.status_code not in _BUSY:
-                    raise RemoteError(f"{self.url}{path} answered {why}")
+                    trouble = RefusedError if response.is_client_error else RemoteError
+                    raise trouble(f"{self.url}{path} answered {why}")
                 wait = _seconds(response.headers.get("retry-after", ""))
             wait = min(max(wait, pause), _LONGEST_PAUSE)
             if time.monotonic() + wait > deadline or stop.wait(wait):

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compiler.remote import RemoteError, RemoteServer
+from compiler.remote import RefusedError, RemoteError, RemoteServer
 from configs.schema import EXECUTOR_KEY
 from executor.endpoint import content_part
 from executor.frozen import Action, ExecutorPrompt, TokenExecutor
@@ -202,7 +202,7 @@ class RemoteExecutor(TokenExecutor):
         return ids
 
     def _choice(self, answer: Any, ids: Sequence[int]) -> dict[str, Any]:
-        """The one choice of an answer. Raises: RemoteError, where the server has not read `ids`."""
+        """The one choice of an answer. Raises: RefusedError, where the server has not read `ids`."""
         try:
             (choice,) = answer["choices"]
             read = answer.get("prompt_token_ids") or choice["prompt_token_ids"]
@@ -210,7 +210,7 @@ class RemoteExecutor(TokenExecutor):
             raise RemoteError(f"{self.server.url} does not answer as vLLM 0.31 does: is it one?") from None
         # In the places of soft tokens the server has a mark of its own.
         if len(read) != len(ids) or any(b not in (a, self.placeholder) for a, b in zip(read, ids, strict=True)):
-            raise RemoteError(
+            raise RefusedError(
                 f"{self.server.url} read a prompt as other tokens than ours: its chat template must add nothing, and "
                 f"its tokenizer must be {self.name}'s. Start it by `{self.server.start}`"
             )

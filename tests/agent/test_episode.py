@@ -111,6 +111,28 @@ def test_failures_end_their_own_episode_only():
     assert episode.stop_reason is StopReason.EXECUTOR_FAILURE and "no answer" in episode.error
 
 
+@pytest.mark.parametrize("role", ["compiler", "executor"])
+def test_a_request_that_cannot_be_served_ends_its_own_episode_only(role):
+    class Choosy(Recorder):
+        def compile(self, requests):
+            self.check("compiler", requests)
+            return super().compile(requests)
+
+        def act(self, requests):
+            self.check("executor", requests)
+            return super().act(requests)
+
+        def check(self, mine, requests):
+            if role == mine and any("goal 4" in r.goal and len(r.history) == 1 for r in requests):
+                raise ValueError("the prompt is too long")
+
+    choosy = Choosy()
+    jobs = [job(3), job(4), job(2)]
+    episodes, _ = run(jobs, Delivery("compiled", "compiled", choosy), choosy)
+    assert [str(e.stop_reason) for e in episodes] == ["success", f"{role}_failure", "success"]
+    assert episodes[1].error == "ValueError: the prompt is too long" and len(episodes[1].steps) == 2
+
+
 def test_deliveries_show_what_they_should():
     for name in ("none", "static"):
         _, recorder = run([job(2)], Delivery(name, name))
