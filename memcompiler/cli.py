@@ -6,6 +6,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
+
+
+class RunsByDefault(TyperGroup):
+    """`report RUN ...` is `report runs RUN ...`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in {*self.commands, *ctx.help_option_names}:
+            args = ["runs", *args]
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Compile memory for embodied agents, don't inject it."
@@ -17,7 +28,10 @@ data_app = typer.Typer(no_args_is_help=True, help="Look at SFT rows, push them t
 env_app = typer.Typer(no_args_is_help=True, help="Write generated homes as ALFWorld games; serve any environment.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure side by side; the last line is the ratio.")
 tiny_app = typer.Typer(no_args_is_help=True, help="Reproduce and test the tiny models that the repository ships.")
-paper_app = typer.Typer(no_args_is_help=True, help="The paper's tables and figures beside what runs measured.")
+report_app = typer.Typer(
+    no_args_is_help=True, cls=RunsByDefault,
+    help="Evaluations as a page that opens offline, one (RUN) or several compared (RUN RUN ...), or beside the paper.",
+)  # fmt: skip
 serve_app = typer.Typer(no_args_is_help=True, help="Serve compiler and executor over HTTP, on loopback.")
 app.add_typer(train_app, name="train")
 app.add_typer(serve_app, name="serve")
@@ -27,7 +41,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(env_app, name="env")
 app.add_typer(bench_app, name="bench")
 app.add_typer(tiny_app, name="tiny")
-app.add_typer(paper_app, name="paper")
+app.add_typer(report_app, name="report")
 
 Config = Annotated[str | None, typer.Option("--config", "-c", help="YAML file, or a name in configs/.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Run folder.")]
@@ -135,8 +149,8 @@ def evaluate(
     _guard(run_eval, settings, out, on_exists)
 
 
-@app.command()
-def report(
+@report_app.command("runs")
+def report_runs(
     runs: Annotated[list[Path], typer.Argument(help="Run folders with results.json; the first is the baseline.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="HTML file (default: in the first run).")] = None,
     tasks: Annotated[int, typer.Option(min=1, help="Replay so many tasks, as far as the page holds them.")] = 12,
@@ -156,33 +170,36 @@ def report(
     _guard(write)
 
 
-@paper_app.command("table")
-def paper_table(
-    number: Annotated[int, typer.Argument(help="1 to 6.")],
-    runs: Annotated[list[Path], typer.Argument(help="Run folders with results.json, such as a matrix of evaluations.")],
+@report_app.command("paper")
+def report_paper(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(help="Run folders (none: the paper's table); for a figure one, and a.b=c over its settings."),
+    ] = None,
+    table: Annotated[int | None, typer.Option(help="1 to 6, from runs with results.json.")] = None,
+    figure: Annotated[
+        int | None, typer.Option(help="3: attention by step, 4: soft and text tokens; a run, or a cell of a matrix.")
+    ] = None,
+    deliveries: Annotated[str, typer.Option(help="Of a figure, such as static,compiled.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="So many tasks for a figure (default: all).")] = None,
+    seed: Annotated[int, typer.Option(help="Of figure 4: seed of t-SNE, of the probe's split and its shuffles.")] = 0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to (default: RUN/paper).")] = None,
 ) -> None:
-    """One of the paper's tables with what RUN measured beside it: Markdown, JSON, PNG (docs/paper-tables.md)."""
-    from memcompiler.paper import run_table
+    """One of the paper's tables, or of its measured figures, with what RUN measured beside it: Markdown, JSON, PNG
+    (docs/paper-tables.md)."""
+    from memcompiler.paper import run_figure, run_table
 
-    _guard(run_table, number, runs, out)
-
-
-@paper_app.command("figure")
-def paper_figure(
-    number: Annotated[int, typer.Argument(help="3: attention by step; 4: soft and text tokens.")],
-    run: Annotated[Path, typer.Argument(help="A run folder with episodes.jsonl, or a cell of a matrix.")],
-    overrides: Overrides = None,
-    deliveries: Annotated[str, typer.Option(help="Such as static,compiled.")] = "",
-    limit: Annotated[int | None, typer.Option(min=1, help="So many tasks of the run (default: all).")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of t-SNE, of the probe's split and its shuffles.")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to (default: RUN/paper).")] = None,
-) -> None:
-    """One of the paper's measured figures from RUN's episodes and models (transformers): Markdown, JSON, PNG."""
-    from memcompiler.paper import run_figure
-
-    named = tuple(name for name in deliveries.split(",") if name)
-    _guard(run_figure, number, run, overrides or [], out, named, limit, seed)
+    if (table is None) == (figure is None):
+        raise typer.BadParameter("say which: --table N or --figure N")
+    folders = [Path(run) for run in runs or [] if "=" not in run or Path(run).is_dir()]  # a cell's name has one, too
+    overrides = [run for run in runs or [] if Path(run) not in folders]
+    if table is not None:
+        if overrides:
+            raise typer.BadParameter(f"no such run: {overrides[0]}")
+        _guard(run_table, table, folders, out)
+    else:
+        named = tuple(name for name in deliveries.split(",") if name)
+        _guard(run_figure, figure, folders, overrides, out, named, limit, seed)
 
 
 @app.command()

@@ -1,7 +1,7 @@
-"""`memcompiler paper`: the paper's tables and figures from runs of `memcompiler eval`, its own figures beside ours.
+"""`memcompiler report paper`: the paper's tables and figures from runs of `memcompiler eval`, its figures beside ours.
 
-    memcompiler paper table 3 RUN ...    OUT/table3.md, .json, .png
-    memcompiler paper figure 3 RUN       OUT/figure3.md, .json, .png   (4 likewise)
+    memcompiler report paper --table 3 RUN ...    OUT/table3.md, .json, .png
+    memcompiler report paper --figure 3 RUN       OUT/figure3.md, .json, .png   (4 likewise)
 
 A figure needs a run's episodes and its models: what the record keeps as ids goes through them once more.
 """
@@ -33,7 +33,7 @@ FIGURES = (3, 4)
 
 
 def run_table(number: int, runs: Sequence[Path], out: Path | None) -> None:
-    """Print table `number` and write it to OUT (default: `paper` in the first run).
+    """Print table `number` and write it to OUT (default: `paper` in the first run; without runs, nowhere).
 
     Raises:
         ValueError: no such table, or a run that has no results.
@@ -41,26 +41,34 @@ def run_table(number: int, runs: Sequence[Path], out: Path | None) -> None:
     from eval.paper import paper_table, table_plot, to_markdown
 
     table = paper_table(number, runs)
-    _write(out or runs[0] / "paper", f"table{number}", to_markdown(table), table.to_json())
-    table_plot(table, (out or runs[0] / "paper") / f"table{number}.png")
+    target = out or (runs[0] / "paper" if runs else None)
+    if target is None:
+        typer.echo(to_markdown(table))
+        return
+    _write(target, f"table{number}", to_markdown(table), table.to_json())
+    table_plot(table, target / f"table{number}.png")
 
 
 def run_figure(
-    number: int, run: Path, overrides: Sequence[str], out: Path | None, deliveries: Sequence[str], limit: int | None,
-    seed: int = 0,
+    number: int, runs: Sequence[Path], overrides: Sequence[str], out: Path | None, deliveries: Sequence[str],
+    limit: int | None, seed: int = 0,
 ) -> None:  # fmt: skip
-    """Compute figure `number` from the episodes of RUN, of a matrix from those of one cell.
+    """Compute figure `number` from the episodes of a run, of a matrix from those of one cell.
 
     Args:
+        runs: exactly one.
         overrides: settings over the run's own, such as where its models are now.
         limit: so many tasks of the run (default: all).
 
     Raises:
         ConfigError: no run, no checkpoint, or an executor without weights at hand.
-        ValueError: no such figure, or models and record do not go together.
+        ValueError: no such figure, not one run, or models and record do not go together.
     """
     if number not in FIGURES:
         raise ValueError(f"figures {' and '.join(map(str, FIGURES))} are measured; there is no figure {number}")
+    if len(runs) != 1:
+        raise ValueError(f"a figure is made from one run: name one, not {len(runs)}")
+    [run] = runs
     replay = Replay.of(run, overrides)
     target, name = out or run / "paper", f"figure{number}"
     if number == 3:
