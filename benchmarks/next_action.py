@@ -12,6 +12,9 @@ differences, paired by task.
 
 choice      share of steps at which the expert's command is the likeliest
 nats        -log p(the expert's command) among the admissible ones
+text        -log p(the expert's command) among all texts
+
+`told` is a control of this benchmark's own: guidance that is the very command.
 """
 
 from __future__ import annotations
@@ -20,14 +23,17 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import torch
 
-from agent.episode import Limits
+from agent.delivery import Delivery
+from agent.episode import Limits, run_episodes
 from agent.records import Episode
+from compiler.language import Emission, render
+from compiler.records import Compilation, CompileRequest
 from configs.load import load_config
 from configs.schema import EvalConfig
 from data_gen.collect import jobs_for
@@ -42,9 +48,25 @@ from memcompiler.evaluate import Loaded
 from memcompiler.progress import progress
 
 
+class Telling:
+    """A compiler whose guidance is the expert's command."""
+
+    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
+        plans = [request.expert() if request.expert else None for request in requests]
+        emissions = [Emission(guidance=plan[0] if plan else "look") for plan in plans]
+        return [Compilation(render(emission), emission) for emission in emissions]
+
+
+@dataclass(frozen=True, slots=True)
+class LedAction(Action):
+    """The expert's; `text` is what the executor would have done, `logprob`: the expert's among admissible ones."""
+
+    text_logprob: float = 0.0  # the expert's among all texts
+
+
 @dataclass
 class Led:
-    """The expert acts; `Action.text` is what the executor would have done, `logprob` what it gives the expert's."""
+    """The expert acts, and the executor says what it would have done."""
 
     executor: FrozenExecutor
 
@@ -60,10 +82,12 @@ class Led:
         scores = self.executor.likelihoods(prompts, commands)
         return [self._led(*row) for row in zip(led, commands, scores, strict=True)]
 
-    def _led(self, expert: Action, commands: Sequence[str], likelihoods: torch.Tensor) -> Action:
+    def _led(self, expert: Action, commands: Sequence[str], likelihoods: torch.Tensor) -> LedAction:
         policy = self.executor.policy(likelihoods.float().cpu())
+        at = commands.index(expert.action)
         own = commands[int(policy.argmax())]
-        return replace(expert, text=own, logprob=float(policy[commands.index(expert.action)]))
+        logprob, among_texts = float(policy[at]), float(likelihoods[at])
+        return LedAction(expert.action, expert.how, own, (), 0, 0, logprob=logprob, text_logprob=among_texts)
 
 
 def measured(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
@@ -76,6 +100,7 @@ def measured(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
         made[episode.task_id] = {
             "choice": fmean(step.executor_text == step.action for step in steps),
             "nats": fmean(-step.decision.logprob for step in steps),  # type: ignore[union-attr, operator]
+            "text": fmean(-step.decision.text_logprob for step in steps),  # type: ignore[union-attr]
             "chance": fmean(1 / len(step.admissible or "?") for step in steps),
             "uniform": fmean(math.log(len(step.admissible or "?")) for step in steps),
             "steps": len(steps),
@@ -109,7 +134,10 @@ def main() -> None:
         for name in config.deliveries:
             with progress(name, len(jobs)) as advance:
                 made[name] = measured(evaluation.run(name, advance))
-            (a.out / "next_action.json").write_text(json.dumps(made, indent=1))
+        with progress("told", len(jobs)) as advance:
+            told = Delivery("told", "compiled", Telling(), soft=False)
+            made["told"] = measured(run_episodes(envs.lease, jobs, told, executor, limits, config.concurrency, advance))
+    (a.out / "next_action.json").write_text(json.dumps(made, indent=1))
     print(table(made))
 
 
@@ -119,11 +147,13 @@ def table(made: dict[str, dict[str, dict[str, float]]]) -> str:
     chance, uniform = (100 * over_tasks(first, "chance").mean, over_tasks(first, "uniform").mean)
     lines = [
         f"{len(first)} tasks, {steps} steps; at random: choice {chance:.1f} %, nats {uniform:.2f}", "",
-        "| delivery | choice % | minus the first | nats | minus the first |", "| --- | ---: | ---: | ---: | ---: |",
+        "| delivery | choice % | minus the first | nats | minus the first | text |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip
     for name, values in made.items():
         choice, nats = over_tasks(values, "choice"), over_tasks(values, "nats")
-        cells = [name, _shown(choice, 100, "{:.1f}"), "-", _shown(nats, 1, "{:.2f}"), "-"]
+        text = _shown(over_tasks(values, "text"), 1, "{:.1f}")
+        cells = [name, _shown(choice, 100, "{:.1f}"), "-", _shown(nats, 1, "{:.2f}"), "-", text]
         if values is not first:
             cells[2] = _shown(over_tasks(values, "choice", first), 100, "{:+.1f}")
             cells[4] = _shown(over_tasks(values, "nats", first), 1, "{:+.2f}")
