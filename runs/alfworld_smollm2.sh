@@ -9,7 +9,7 @@
 #   bash runs/alfworld_smollm2.sh eval     # valid_seen, every delivery
 #
 # MODEL is a Hugging Face name or folder (default: HuggingFaceTB/SmolLM2-135M-Instruct), OUT the run folder.
-# SMALL=1 is a subset for two CPU cores, to see that all of it runs, and no more.
+# SMALL=1 is a subset for two CPU cores, some 40 minutes: 180 games, 48 steps, one GRPO update, 6 games.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,10 +20,11 @@ models=("compiler.model=$model" "executor.model=$model")
 collect=() sft=() grpo=() eval=()
 if [[ ${SMALL:-0} == 1 ]]; then
   cpu=(compiler.dtype=float32 executor.dtype=float32)
-  collect=(limit=24)
-  sft=("${cpu[@]}" max_steps=12 batch_size=8 micro_batch_size=4 save_every=4)
-  grpo=("${cpu[@]}" limit=24 updates=1 tasks=2 group_size=2 max_steps=4 micro_batch_size=4)
-  eval=("${cpu[@]}" limit=4 memory.experience_limit=24 max_steps=8 "deliveries=[none, static, compiled_text, compiled, expert_compiler]")
+  collect=(limit=180 memory.k=1)
+  sft=("${cpu[@]}" max_steps=48 batch_size=12 micro_batch_size=6 lr=1.0e-3 projector_lr=1.0e-3 save_every=6)
+  grpo=("${cpu[@]}" limit=180 memory.k=1 updates=1 tasks=2 group_size=4 max_steps=8 micro_batch_size=4)
+  eval=("${cpu[@]}" limit=6 memory.k=1 memory.experience_limit=60 max_steps=15
+    "deliveries=[none, static, compiled_text, compiled, expert_compiler]")
 fi
 
 case ${1:-} in
