@@ -24,6 +24,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -55,6 +56,9 @@ class Telling:
         plans = [request.expert() if request.expert else None for request in requests]
         emissions = [Emission(guidance=plan[0] if plan else "look") for plan in plans]
         return [Compilation(render(emission), emission) for emission in emissions]
+
+
+TOLD = Delivery("told", "compiled", Telling(), soft=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +131,17 @@ def main() -> None:
     with Loaded() as loaded:
         envs = loaded.environments(config)
         tasks, experience = chosen_tasks(config, envs, config.split or default_split(config.env))
-        jobs = jobs_for(tasks, filled_bank(config, envs, experience, a.out), config.memory.k)
+        bank = filled_bank(config, envs, experience, a.out)
+        jobs, top = jobs_for(tasks, bank, config.memory.k), jobs_for(tasks, bank, min(1, config.memory.k))
         executor, compiler = Led(loaded.executor(config)), loaded.compiler(config)
         limits = Limits(config.max_steps, config.seed)
-        evaluation = Evaluation(envs.lease, jobs, executor, compiler, limits, config.concurrency)
-        for name in config.deliveries:
+        evaluation = Evaluation(envs.lease, jobs, executor, compiler, limits, config.concurrency, top)
+        told = partial(run_episodes, envs.lease, jobs, TOLD, executor, limits, config.concurrency)
+        plays = {**{name: partial(evaluation.run, name) for name in config.deliveries}, TOLD.name: told}
+        for name, play in plays.items():
             with progress(name, len(jobs)) as advance:
-                made[name] = measured(evaluation.run(name, advance))
-        with progress("told", len(jobs)) as advance:
-            told = Delivery("told", "compiled", Telling(), soft=False)
-            made["told"] = measured(run_episodes(envs.lease, jobs, told, executor, limits, config.concurrency, advance))
-    (a.out / "next_action.json").write_text(json.dumps(made, indent=1))
+                made[name] = measured(play(advance))
+            (a.out / "next_action.json").write_text(json.dumps(made, indent=1))
     print(table(made))
 
 

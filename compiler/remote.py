@@ -25,6 +25,7 @@ from configs.schema import COMPILER_KEY
 from soft_mem.projector import Projector
 
 _BUSY = (429, 503)
+_UNFIT = (400, 413, 422)  # what a request holds cannot be served; a wrong key or address is the matter of all
 _CONNECT, _LONGEST_PAUSE = 5.0, 5.0  # seconds
 
 
@@ -33,7 +34,7 @@ class RemoteError(RuntimeError):
 
 
 class RefusedError(RemoteError, ValueError):
-    """A request that is not served for what it holds (4xx); others may be."""
+    """A request that is not served for what it holds; others may be."""
 
 
 class RemoteServer:
@@ -104,7 +105,7 @@ class RemoteServer:
                     return self._json(response, path)
                 why = f"{response.status_code}: {_said(response)}"
                 if response.status_code not in _BUSY:
-                    trouble = RefusedError if response.is_client_error else RemoteError
+                    trouble = RefusedError if response.status_code in _UNFIT else RemoteError
                     raise trouble(f"{self.url}{path} answered {why}")
                 wait = _seconds(response.headers.get("retry-after", ""))
             wait = min(max(wait, pause), _LONGEST_PAUSE)

@@ -197,9 +197,11 @@ def report_paper(
         if overrides:
             raise typer.BadParameter(f"no such run: {overrides[0]}")
         _guard(run_table, table, folders, out)
+    elif len(folders) != 1:
+        raise typer.BadParameter(f"a figure is made from one run: name one, not {len(folders)}")
     else:
         named = tuple(name for name in deliveries.split(",") if name)
-        _guard(run_figure, figure, folders, overrides, out, named, limit, seed)
+        _guard(run_figure, figure, folders[0], overrides, out, named, limit, seed)
 
 
 @app.command()

@@ -50,25 +50,21 @@ def run_table(number: int, runs: Sequence[Path], out: Path | None) -> None:
 
 
 def run_figure(
-    number: int, runs: Sequence[Path], overrides: Sequence[str], out: Path | None, deliveries: Sequence[str],
-    limit: int | None, seed: int = 0,
+    number: int, run: Path, overrides: Sequence[str], out: Path | None, deliveries: Sequence[str], limit: int | None,
+    seed: int = 0,
 ) -> None:  # fmt: skip
-    """Compute figure `number` from the episodes of a run, of a matrix from those of one cell.
+    """Compute figure `number` from the episodes of RUN, of a matrix from those of one cell.
 
     Args:
-        runs: exactly one.
         overrides: settings over the run's own, such as where its models are now.
         limit: so many tasks of the run (default: all).
 
     Raises:
         ConfigError: no run, no checkpoint, or an executor without weights at hand.
-        ValueError: no such figure, not one run, or models and record do not go together.
+        ValueError: no such figure, or models and record do not go together.
     """
     if number not in FIGURES:
         raise ValueError(f"figures {' and '.join(map(str, FIGURES))} are measured; there is no figure {number}")
-    if len(runs) != 1:
-        raise ValueError(f"a figure is made from one run: name one, not {len(runs)}")
-    [run] = runs
     replay = Replay.of(run, overrides)
     target, name = out or run / "paper", f"figure{number}"
     if number == 3:
