@@ -120,14 +120,20 @@ def _ask_endpoint(
 
 def run_train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
     """Train (or go on training) and leave checkpoints and metrics in OUT."""
+    from training import distributed
+
+    if config.executor.engine != "hf":
+        raise ConfigError("SFT's gradient passes through the executor: it needs executor.engine=hf")
+    with distributed.group():
+        return _train_sft(config, out, on_exists)
+
+
+def _train_sft(config: SftConfig, out: Path, on_exists: str) -> MemoryCompiler:
     from data_gen.rows import load_rows, row_folders
     from memcompiler.leakage import guard_rows, record_rows
     from training import distributed
     from training.sft import SftTrainer, run_sft
 
-    if config.executor.engine != "hf":
-        raise ConfigError("SFT's gradient passes through the executor: it needs executor.engine=hf")
-    distributed.init()
     parts = {folder: load_rows(folder) for folder in row_folders(config.rows)}
     problems = [
         problem

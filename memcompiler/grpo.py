@@ -29,9 +29,15 @@ ROLLOUTS = "rollouts.jsonl"
 def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
     """Train (or go on training); OUT gets checkpoints, metrics.jsonl (a line per update) and rollouts.jsonl."""
     from training import distributed
+
+    with distributed.group():
+        return _train_grpo(config, out, on_exists)
+
+
+def _train_grpo(config: GrpoConfig, out: Path, on_exists: str) -> MemoryCompiler:
+    from training import distributed
     from training.grpo import GrpoTrainer, run_grpo
 
-    distributed.init()
     run = None
     if distributed.rank() == 0:
         run = RunFolder.create(out, config, on_exists=on_exists, ignore=distributed.HOW)  # type: ignore[arg-type]

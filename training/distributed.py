@@ -6,6 +6,9 @@ Numbers travel as pickled objects (torch's object collectives): the processes of
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,23 +21,36 @@ HOW = (  # settings that say how and where a step is computed: a run may go on w
     "executor_urls",
 )  # fmt: skip
 TIMEOUT = "MEMCOMPILER_DIST_TIMEOUT"  # minutes that a collective waits for the slowest rank (default 30)
+SETTLE = 0.3  # seconds in which threads of the group let go of what they hold: microseconds of work, but not at once
 
 
-def init() -> None:
-    """Join the process group that torchrun describes; nothing to do for a single process.
+@contextmanager
+def group() -> Iterator[None]:
+    """Join the process group that torchrun describes, and leave it at the end; nothing to do for a single process.
+
+    A process that ends at once may abort on its way out, and torchrun then takes a finished run for a failed one: a
+    thread of gloo's lets go of a collective's tensors a moment after everybody has the result, which Python's end turns
+    into SIGABRT (pytorch#179291). Destroying the group waits for no thread while FSDP or DeepSpeed hold on to it. After
+    an error nobody waits for the others: torchrun ends them.
 
     Raises:
         ValueError: the time-out in the environment is not a positive number of minutes.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        try:
-            timeout = timedelta(minutes=float(os.environ.get(TIMEOUT, "30")))
-        except ValueError as error:
-            raise ValueError(f"{TIMEOUT} must be minutes, not {os.environ[TIMEOUT]!r}") from error
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(backend, timeout=timeout)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield
+        return
+    try:
+        timeout = timedelta(minutes=float(os.environ.get(TIMEOUT, "30")))
+    except ValueError as error:
+        raise ValueError(f"{TIMEOUT} must be minutes, not {os.environ[TIMEOUT]!r}") from error
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=timeout)
+    yield
+    barrier()  # whoever leaves closes connections that others may still read from
+    time.sleep(SETTLE)
+    dist.destroy_process_group()
 
 
 def rank() -> int:

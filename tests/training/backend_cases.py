@@ -98,12 +98,13 @@ CASES = {"sft": sft, "resumed": resumed, "grpo": grpo, "pathwise": pathwise, "ki
 def main(out: Path, kinds: str, names: str) -> None:
     from training import backend as backends
 
-    distributed.init()
-    assert distributed.world_size() == 2
     backends.Zero2.persistent = 0  # or ZeRO-3 would leave models as small as these whole
-    for kind in kinds.split(","):
-        for name in names.split(","):
-            CASES[name](out / kind, kind)
+    with distributed.group():
+        assert distributed.world_size() == 2
+        for kind in kinds.split(","):
+            for name in names.split(","):
+                CASES[name](out / kind, kind)
+    assert distributed.world_size() == 1  # left
 
 
 if __name__ == "__main__":
