@@ -315,8 +315,10 @@ class CollectConfig(Settings):
     attempts: int = Field(default=3, ge=1)  # at an emission, before one that cannot be read counts as NOACTION
     actor: Literal["expert", "teacher", "executor"] = "expert"  # who acts while an endpoint teacher compiles
     executor: ExecutorConfig = ExecutorConfig()  # of actor executor
-    concurrency: int = Field(default=16, ge=1)  # endpoint teacher: tasks of a round, after which the bank grows
-    shard: str = Field(default="0/1", pattern=r"^\d+/\d+$")  # endpoint teacher: i/n plays tasks i, i+n, ... (i from 0)
+    # Tasks of a round, which is recorded when it is over (then an endpoint teacher's bank grows); default: 16 with an
+    # endpoint, 256 with the expert.
+    concurrency: int | None = Field(default=None, ge=1)
+    shard: str = Field(default="0/1", pattern=r"^\d+/\d+$")  # i/n plays tasks i, i+n, ... (i from 0)
     env: EnvConfig = EnvConfig()
     memory: MemoryConfig = MemoryConfig()
     split: str = "train"
@@ -341,9 +343,13 @@ class CollectConfig(Settings):
         i, n = map(int, self.shard.split("/"))
         if i >= n:
             raise ValueError(f"shard {self.shard}: shards of n are numbered 0/n to n-1/n")
-        if self.teacher == "expert" and (self.actor != "expert" or n > 1):
-            raise ValueError("actor and shard are for teacher endpoint: the expert teacher plays all tasks itself")
+        if self.teacher == "expert" and self.actor != "expert":
+            raise ValueError("actor is for teacher endpoint: the expert teacher acts itself")
         return self
+
+    @property
+    def round_size(self) -> int:
+        return self.concurrency or (16 if self.teacher == "endpoint" else 256)
 
 
 class Placement(Settings):

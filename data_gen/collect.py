@@ -1,8 +1,11 @@
 """Collection (paper C.2): a teacher plays the training tasks and leaves SFT rows.
 
-expert    the environment's expert fills the bank first; then the teacher made from its plans plays with what the bank
-          holds (`collect_experience`, `jobs_for`, `collect_rows`)
-endpoint  a model behind an endpoint plays in rounds while the bank grows (`play_rounds`, `rows_from_record`)
+expert    the environment's expert fills the bank first (`collect_experience`); then the teacher made from its plans
+          plays with what the bank holds
+endpoint  a model behind an endpoint plays while the bank grows
+
+Both play in rounds, each recorded when it is over (`play_rounds`, `restore`), and rows come from the record
+(`rows_from_record`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from compiler.language import parse
 from compiler.records import Compilation, CompileRequest
 from data_gen.endpoint_teacher import EndpointTeacher
 from data_gen.rows import SftRow, rows_of
-from data_gen.teacher import ExpertExecutor, ExpertTeacher, rationale
+from data_gen.teacher import ExpertExecutor, ExpertTeacher
 from envs.base import Environment, Task
 from executor.frozen import Executor
 from executor.grounding import Grounding
@@ -31,7 +34,9 @@ from memory.entry import MemoryEntry
 from memory.trajectory import entry_from_trajectory, stated_goal
 
 EPISODES = "episodes.jsonl"
+TOGETHER = 256  # episodes that the expert plays side by side, and that a kill may cost
 BROKEN = (StopReason.ENVIRONMENT_FAILURE, StopReason.EXECUTOR_FAILURE, StopReason.COMPILER_FAILURE)
+Teacher = ExpertTeacher | EndpointTeacher
 
 
 def experience_tasks(candidates: Sequence[Task], tasks: Sequence[Task], limit: int | None = None) -> list[Task]:
@@ -43,19 +48,21 @@ def experience_tasks(candidates: Sequence[Task], tasks: Sequence[Task], limit: i
 def collect_experience(
     make_env: Callable[[], Environment], tasks: Sequence[Task], bank: MemoryBank, max_steps: int = 50,
     on_episode: Callable[[Episode], None] | None = None,
-) -> list[Episode]:  # fmt: skip
-    """The expert plays `tasks`; every episode becomes an entry (raw trajectory and why it succeeded, paper 4.1)."""
-    jobs = [Job(task) for task in tasks]
-    limits = Limits(max_steps)
-    episodes = run_episodes(make_env, jobs, Delivery("expert", "none"), ExpertExecutor(), limits, 256, on_episode)
-    entries = []
-    for task, episode in zip(tasks, episodes, strict=True):
-        actions = [step.action for step in episode.steps]
-        feedback = [step.feedback for step in episode.steps]
-        why = rationale(task.scene, actions) if episode.success else str(episode.stop_reason)
-        entries.append(entry_from_trajectory(task, actions, feedback, episode.success, why))
-    bank.write(entries)
-    return episodes
+) -> None:  # fmt: skip
+    """The expert plays `tasks`; every episode becomes an entry (raw trajectory and why it succeeded, paper 4.1). They
+    are written when the `TOGETHER` episodes of a round are over."""
+    delivery, limits = Delivery("expert", "none"), Limits(max_steps)
+    for start in range(0, len(tasks), TOGETHER):
+        batch = tasks[start : start + TOGETHER]
+        jobs = [Job(task) for task in batch]
+        episodes = run_episodes(make_env, jobs, delivery, ExpertExecutor(), limits, TOGETHER, on_episode)
+        bank.write(_entries(batch, _explained(episodes, ExpertTeacher(), images=False)))
+
+
+def not_experienced(tasks: Sequence[Task], bank: MemoryBank) -> list[Task]:
+    """Those of `tasks` of which the bank holds no episode yet."""
+    known = bank.origins()
+    return [task for task in tasks if (task.id, task.split) not in known]
 
 
 def jobs_for(tasks: Sequence[Task], bank: MemoryBank, k: int) -> list[Job]:
@@ -70,19 +77,7 @@ def jobs_for(tasks: Sequence[Task], bank: MemoryBank, k: int) -> list[Job]:
     return [Job(task, entries, version) for task, entries in zip(tasks, ordered, strict=True)]
 
 
-def collect_rows(
-    make_env: Callable[[], Environment], jobs: Sequence[Job], noise: float, max_steps: int, seed: int,
-    on_episode: Callable[[Episode], None] | None = None,
-) -> tuple[list[SftRow], list[Episode]]:  # fmt: skip
-    """The teacher compiles, the expert acts (and strays with probability `noise`); every step becomes a row, which says
-    whether its episode succeeded: `data_gen.dataset.row_filters` chooses."""
-    delivery = Delivery("teacher", "compiled", ExpertTeacher(), soft=False)
-    executor = ExpertExecutor(noise, seed)
-    episodes = run_episodes(make_env, jobs, delivery, executor, Limits(max_steps, seed), 256, on_episode)
-    return [row for episode in episodes for row in rows_of(episode)], episodes
-
-
-# -- an endpoint teacher, and a bank that grows -----------------------------------------------------------------------
+# -- rounds -----------------------------------------------------------------------------------------------------------
 
 
 class RecordError(ValueError):
@@ -91,19 +86,21 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The bank stays as it is within a round and grows between rounds, so that the result does not depend on which
-    episode ends first.
+    """The bank stays as it is within a round, and grows between rounds if at all, so that the result does not depend on
+    which episode ends first.
 
     Attributes:
         size: tasks of a round, which are played side by side.
         k: entries retrieved for a task.
         seeded: entries that the bank held before the first round.
+        grows: every round's episodes go to the bank, each with why it went so.
     """
 
     size: int
     k: int
     limits: Limits
-    seeded: int = 0
+    seeded: int
+    grows: bool
 
 
 def shard_of(tasks: Sequence[Task], shard: str) -> list[Task]:
@@ -119,12 +116,13 @@ def shard_of(tasks: Sequence[Task], shard: str) -> list[Task]:
 
 
 def play_rounds(
-    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: MemoryBank, teacher: EndpointTeacher,
-    make_executor: Callable[[int], Executor], rounds: Rounds, record: Path, done: int = 0,
+    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: MemoryBank,
+    teacher: Teacher, make_executor: Callable[[int], Executor], rounds: Rounds, record: Path,
+    done: int = 0,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> None:  # fmt: skip
-    """Play what `record` does not hold yet. A round is recorded when all of it is over, and then goes to the bank: a
-    killed run plays at most one round again, in which every model call that was answered comes from the cache.
+    """Play what `record` does not hold yet. A round is recorded when all of it is over, and then goes to a bank that
+    grows: a killed run plays at most one round again, in which every model call that was answered comes from the cache.
 
     Args:
         make_executor: who acts in the round that starts at a task's index; the same for the same index.
@@ -139,11 +137,10 @@ def play_rounds(
         jobs = jobs_for(batch, bank, rounds.k)
         executor = make_executor(start)
         episodes = run_episodes(make_env, jobs, delivery, executor, rounds.limits, rounds.size, on_episode)
-        told = [episode for episode in episodes if episode.stop_reason not in BROKEN]
-        whys = dict(zip(map(id, told), teacher.rationales(told), strict=True))
-        rows = [episode.to_json(images=True) | {"rationale": whys.get(id(episode), "")} for episode in episodes]
+        rows = _explained(episodes, teacher)
         _append(record, rows)
-        bank.write(_entries(batch, rows))
+        if rounds.grows:
+            bank.write(_entries(batch, rows))
 
 
 def restore(record: Path, tasks: Sequence[Task], bank: MemoryBank, rounds: Rounds) -> int:
@@ -156,6 +153,8 @@ def restore(record: Path, tasks: Sequence[Task], bank: MemoryBank, rounds: Round
     done = len(rows) if len(rows) == len(tasks) else len(rows) // rounds.size * rounds.size
     if record.exists():
         os.truncate(record, ends[done])
+    if not rounds.grows:
+        return done
     entries = _entries(tasks[:done], rows[:done])
     bank.write(entries)
     if len(bank) > rounds.seeded + len(entries):
@@ -206,6 +205,13 @@ def _with_requests(episode: Episode, entries: Mapping[str, MemoryEntry]) -> Epis
             step.compilation = Compilation(step.emission_text, parse(step.emission_text).emission, request=request)
         history.append(step.action)
     return episode
+
+
+def _explained(episodes: Sequence[Episode], teacher: Teacher, images: bool = True) -> list[dict[str, Any]]:
+    """Episodes ready for JSON, each with why it went so."""
+    told = [episode for episode in episodes if episode.stop_reason not in BROKEN]
+    whys = dict(zip(map(id, told), teacher.rationales(told), strict=True))
+    return [episode.to_json(images=images) | {"rationale": whys.get(id(episode), "")} for episode in episodes]
 
 
 def _entries(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]]) -> list[MemoryEntry]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from agent.records import Episode
 from compiler.brief_state import PLAN, BriefState, Create, Fold, Op, Update
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
@@ -89,6 +90,15 @@ class ExpertTeacher:
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
         made = [self.emission(request) for request in requests]
         return [Compilation(render(e), e, request=r) for e, r in zip(made, requests, strict=True)]
+
+    def rationales(self, episodes: Sequence[Episode]) -> list[str]:
+        """Why each episode succeeded, or how it stopped."""
+        return [
+            rationale(episode.scene, [step.action for step in episode.steps])
+            if episode.success
+            else str(episode.stop_reason)
+            for episode in episodes
+        ]
 
     def emission(self, request: CompileRequest) -> Emission:
         plan = (request.expert() if request.expert else None) or []

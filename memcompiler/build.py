@@ -66,16 +66,22 @@ def open_endpoint(config: EndpointConfig, cache: Path | None = None) -> Endpoint
     return Endpoint(config, cache)
 
 
+def straying_expert(config: CollectConfig) -> Callable[[int], Executor]:
+    """The expert that acts in a round, by the index of the round's first task: a round can be played again."""
+    from data_gen.teacher import ExpertExecutor
+
+    return lambda start: ExpertExecutor(config.noise, config.seed + start)
+
+
 def load_actor(
     config: CollectConfig, teacher: Endpoint, cache: Path
 ) -> tuple[Callable[[int], Executor], dict[str, Endpoint]]:
     """Who acts while an endpoint teacher compiles, by the index of a round's first task; and all endpoints by role."""
-    from data_gen.teacher import ExpertExecutor
     from executor.api import ApiExecutor
 
     endpoints = {"teacher": teacher}
     if config.actor == "expert":
-        return lambda start: ExpertExecutor(config.noise, config.seed + start), endpoints  # a round can be played again
+        return straying_expert(config), endpoints
     if config.actor == "teacher":
         instructions, length = _rules(config.executor), config.executor.max_new_tokens
         actor: Executor = ApiExecutor(teacher, instructions, length, "actor")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,9 +22,9 @@ from memcompiler.progress import progress
 if TYPE_CHECKING:
     from agent.records import Episode
     from compiler.model import MemoryCompiler
-    from data_gen.rows import SftRow
+    from data_gen.collect import Rounds, Teacher
     from envs.base import Task
-    from executor.frozen import FrozenExecutor
+    from executor.frozen import Executor, FrozenExecutor
     from memory.bank import MemoryBank
 
 console = Console(width=120)
@@ -36,28 +36,28 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
     if (out / "collect.json").exists():
         console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")
         return
-    from data_gen.collect import collect_rows, jobs_for
+    from data_gen.collect import EPISODES, rows_from_record
     from data_gen.dataset import apply_filters, row_filters
     from data_gen.rows import save_rows
+    from eval.episodes import read_episodes
     from memcompiler.data import describe_rows
 
-    facts: dict[str, Any] = {}
     with Environments(config.env) as envs:
-        if config.teacher == "endpoint":
-            bank, tasks, steps, episodes, facts = _ask_endpoint(config, envs, run)
-        else:
-            bank, tasks = training_tasks_and_bank(config, envs, run)
-            jobs = jobs_for(tasks, bank, config.memory.k)
-            with progress("teacher", len(jobs)) as advance:
-                steps, episodes = collect_rows(envs.lease, jobs, config.noise, config.max_steps, config.seed, advance)
+        teach = _ask_endpoint if config.teacher == "endpoint" else _ask_expert
+        bank, tasks, facts = teach(config, envs, run)
+    steps, episodes = rows_from_record(read_episodes(run.path / EPISODES), bank, config.actor != "expert")
     rows, dropped = apply_filters(steps, row_filters(config))
     build.quiet()
     save_rows(rows, out / "rows")
     summary = {
         "tasks": len(tasks), "episodes": len(episodes), "successes": sum(e.success for e in episodes),
-        "teacher": "the environment's expert", "rows": len(rows), "dropped": dropped, "bank_entries": len(bank),
+        "shard": config.shard, "rows": len(rows), "dropped": dropped, "bank_entries": len(bank),
         "bank_version": bank.snapshot(),
-        "emissions": _share(e.emission_kind for episode in episodes for e in episode.steps), **facts,
+        "stop_reasons": _share(str(episode.stop_reason) for episode in episodes),
+        "emissions": _share(e.emission_kind for episode in episodes for e in episode.steps),
+        "malformed": sum(step.parse_error is not None for episode in episodes for step in episode.steps),
+        "misapplied": sum(bool(step.op_errors) for episode in episodes for step in episode.steps),
+        **facts,
     }  # fmt: skip
     describe_rows(run, rows, summary)
     run.write_json("collect.json", summary)
@@ -78,14 +78,28 @@ HOW_TO_ASK = tuple(
 )  # fmt: skip
 
 
+def _ask_expert(
+    config: CollectConfig, envs: Environments, run: RunFolder
+) -> tuple[MemoryBank, list[Task], dict[str, Any]]:
+    """The expert fills the bank, then teaches. Bank, tasks, and what collect.json says of its work."""
+    from agent.episode import Limits
+    from data_gen.collect import Rounds, shard_of
+    from data_gen.teacher import ExpertTeacher
+
+    bank, tasks = training_tasks_and_bank(config, envs, run)
+    tasks = shard_of(tasks, config.shard)
+    rounds = Rounds(config.round_size, config.memory.k, Limits(config.max_steps, config.seed), len(bank), grows=False)
+    _play(envs, run, tasks, bank, ExpertTeacher(), build.straying_expert(config), rounds)
+    return bank, tasks, {"teacher": "the environment's expert"}
+
+
 def _ask_endpoint(
     config: CollectConfig, envs: Environments, run: RunFolder
-) -> tuple[MemoryBank, list[Task], list[SftRow], list[Episode], dict[str, Any]]:
-    """Bank, tasks, rows before the filters, episodes, and what collect.json says of an endpoint teacher's work."""
+) -> tuple[MemoryBank, list[Task], dict[str, Any]]:
+    """A model behind an endpoint teaches while the bank grows. Bank, tasks, and what collect.json says of its work."""
     from agent.episode import Limits
-    from data_gen.collect import EPISODES, Rounds, play_rounds, restore, rows_from_record, shard_of
+    from data_gen.collect import Rounds, shard_of
     from data_gen.endpoint_teacher import EndpointTeacher
-    from eval.episodes import read_episodes
     from memcompiler.leakage import guard_training
 
     tasks, _ = chosen_tasks(config, envs, config.split)
@@ -96,26 +110,29 @@ def _ask_endpoint(
     endpoint = build.open_endpoint(config.api, run.path / build.RESPONSES)
     teacher = EndpointTeacher(endpoint, config.attempts, config.max_new_tokens)
     make_actor, endpoints = build.load_actor(config, endpoint, run.path / build.RESPONSES)
-    rounds = Rounds(config.concurrency, config.memory.k, Limits(config.max_steps, config.seed), seeded)
-    record = run.path / EPISODES
-    if done := restore(record, tasks, bank, rounds):
-        console.print(f"  resumed at task {done} of {len(tasks)}")
+    rounds = Rounds(config.round_size, config.memory.k, Limits(config.max_steps, config.seed), seeded, grows=True)
     try:
-        with progress("teacher", len(tasks), done) as advance:
-            play_rounds(envs.lease, tasks, bank, teacher, make_actor, rounds, record, done, advance)
+        _play(envs, run, tasks, bank, teacher, make_actor, rounds)
     finally:
         accounts = {name: endpoint.account() for name, endpoint in endpoints.items()}
         run.write_json("endpoints.json", accounts)
         for name, account in accounts.items():
             console.print(f"  {name}: {account['requests']} requests, {account['price']:.4f} spent")
-    steps, episodes = rows_from_record(read_episodes(record), bank, config.actor != "expert")
-    facts = {
-        "teacher": config.api.model, "actor": config.actor, "shard": config.shard, "endpoints": accounts,
-        "stop_reasons": _share(str(episode.stop_reason) for episode in episodes),
-        "malformed": sum(step.parse_error is not None for episode in episodes for step in episode.steps),
-        "misapplied": sum(bool(step.op_errors) for episode in episodes for step in episode.steps),
-    }  # fmt: skip
-    return bank, tasks, steps, episodes, facts
+    return bank, tasks, {"teacher": config.api.model, "actor": config.actor, "endpoints": accounts}
+
+
+def _play(
+    envs: Environments, run: RunFolder, tasks: Sequence[Task], bank: MemoryBank, teacher: Teacher,
+    make_actor: Callable[[int], Executor], rounds: Rounds,
+) -> None:  # fmt: skip
+    """What the record does not hold yet, into the record."""
+    from data_gen.collect import EPISODES, play_rounds, restore
+
+    record = run.path / EPISODES
+    if done := restore(record, tasks, bank, rounds):
+        console.print(f"  resumed at task {done} of {len(tasks)}")
+    with progress("teacher", len(tasks), done) as advance:
+        play_rounds(envs.lease, tasks, bank, teacher, make_actor, rounds, record, done, advance)
 
 
 def run_train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
@@ -253,12 +270,14 @@ def filled_bank(
     config: CollectConfig | EvalConfig | GrpoConfig, envs: Environments, experience: Sequence[Task], out: Path
 ) -> MemoryBank:
     """The bank that the settings name, or OUT/bank with what the expert experiences now."""
-    from data_gen.collect import collect_experience
+    from data_gen.collect import collect_experience, not_experienced
 
     bank = build.open_bank(config.memory, out / "bank")
     if experience:
-        with progress("experience", len(experience)) as advance:
-            collect_experience(envs.lease, experience, bank, on_episode=advance)
+        bank.write([])  # there is one, if an empty one
+        left = not_experienced(experience, bank)
+        with progress("experience", len(experience), len(experience) - len(left)) as advance:
+            collect_experience(envs.lease, left, bank, on_episode=advance)
     return bank
 
 

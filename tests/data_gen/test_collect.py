@@ -1,4 +1,5 @@
-"""Collection with an endpoint teacher: a growing bank, faults, budgets, shards, kill -9, and nothing paid twice."""
+"""Collection: kill -9 and shards with either teacher; a growing bank, faults, budgets and nothing paid twice with an
+endpoint."""
 
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -53,9 +55,10 @@ def collect(out: Path, server: FaultyServer, *overrides: str) -> list[dict]:
     return records(out)
 
 
-def records(out: Path) -> list[dict]:
-    """Without what a clock says."""
-    episodes = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
+def records(out: Path, whole_lines: bool = False) -> list[dict]:
+    """Without what a clock says; and without a line that was cut short, where there may be one."""
+    lines = (out / "episodes.jsonl").read_text().splitlines(keepends=True)
+    episodes = [json.loads(line) for line in lines if line.endswith("\n") or not whole_lines]
     for episode in episodes:
         for step in episode["steps"]:
             del step["seconds"]
@@ -285,3 +288,80 @@ def test_kill_9_at_a_random_moment_and_resume(whole, tmp_path):
     assert records(out) == records(whole)
     assert total <= asked <= total + 2 + 2  # two faults (which the kill may swallow), and at most two in flight
     assert len(load_rows(out / "rows")) == len(load_rows(whole / "rows"))
+
+
+# -- the expert teaches -----------------------------------------------------------------------------------------------
+
+EXPERT = ["env.scenes={train: 24, test: 1}", "limit=48", "concurrency=4"]
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_expert_teacher_and_resume(tmp_path):
+    """The same command again: the same records, rows and bank as without a kill, and no recorded task played again."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_collect(load_config(CollectConfig, "collect/quickstart", EXPERT), whole)
+    command = [
+        sys.executable,
+        "-m",
+        "memcompiler",
+        "collect",
+        "-c",
+        "collect/quickstart",
+        "--out",
+        str(killed),
+        *EXPERT,
+    ]
+    env, record = {**os.environ, "OMP_NUM_THREADS": "1"}, killed / "episodes.jsonl"
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while not record.exists() or record.read_bytes().count(b"\n") < 8:
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    before = records(killed, whole_lines=True)
+    print("killed after", len(before), "episodes")
+    assert 8 <= len(before) < 48 and not (killed / "collect.json").exists()
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "resumed at task" in done.stdout
+    assert records(killed) == records(whole) and records(killed)[: len(before)] == before
+    assert load_rows(killed / "rows") == load_rows(whole / "rows")
+    assert MemoryBank(killed / "bank").entries() == MemoryBank(whole / "bank").entries()
+
+
+def test_shards_of_the_expert_play_each_task_once(tmp_path):
+    settings = ["env.scenes={train: 4, test: 1}", "limit=7"]
+    for i in range(2):
+        chosen = load_config(CollectConfig, "collect/quickstart", [*settings, f"shard={i}/2"])
+        run_collect(chosen, tmp_path / f"shard-{i}")
+    run_collect(load_config(CollectConfig, "collect/quickstart", settings), tmp_path / "whole")
+    shards = [tasks_of(records(tmp_path / f"shard-{i}")) for i in range(2)]
+    assert sorted(shards[0] + shards[1]) == sorted(tasks_of(records(tmp_path / "whole"))) and len(shards[0]) == 4
+    banks = [{e.id for e in MemoryBank(tmp_path / name / "bank")} for name in ("shard-0", "shard-1", "whole")]
+    assert banks[0] == banks[1] == banks[2]  # each shard reads the experience of all scenes
+
+
+def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    from data_gen import collect
+    from envs.household import HouseholdEnvironment
+
+    def make_env():
+        return HouseholdEnvironment(source="generated", scenes={"train": 3})
+
+    def stop(episode):
+        if len(bank) >= 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(collect, "TOGETHER", 2)
+    tasks = make_env().tasks("train_experience")[:7]
+    whole, bank = MemoryBank(tmp_path / "whole", create=True), MemoryBank(tmp_path / "cut", create=True)
+    assert collect.not_experienced(tasks, whole) == tasks
+    collect.collect_experience(make_env, tasks, whole)
+    with pytest.raises(KeyboardInterrupt):
+        collect.collect_experience(make_env, tasks, bank, on_episode=stop)
+    assert collect.not_experienced(tasks, bank) == tasks[4:]
+    collect.collect_experience(make_env, tasks[4:], bank)
+    assert bank.entries() == whole.entries() and bank.snapshot() == whole.snapshot()
+    assert collect.not_experienced(tasks, bank) == []
