@@ -316,7 +316,7 @@ class CollectConfig(Settings):
     actor: Literal["expert", "teacher", "executor"] = "expert"  # who acts while an endpoint teacher compiles
     executor: ExecutorConfig = ExecutorConfig()  # of actor executor
     # Tasks of a round, which is recorded when it is over (then an endpoint teacher's bank grows); default: 16 with an
-    # endpoint, 256 with the expert.
+    # endpoint, 64 with the expert.
     concurrency: int | None = Field(default=None, ge=1)
     shard: str = Field(default="0/1", pattern=r"^\d+/\d+$")  # i/n plays tasks i, i+n, ... (i from 0)
     env: EnvConfig = EnvConfig()
@@ -349,7 +349,7 @@ class CollectConfig(Settings):
 
     @property
     def round_size(self) -> int:
-        return self.concurrency or (16 if self.teacher == "endpoint" else 256)
+        return self.concurrency or (16 if self.teacher == "endpoint" else 64)
 
 
 class Placement(Settings):

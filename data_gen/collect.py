@@ -34,7 +34,7 @@ from memory.entry import MemoryEntry
 from memory.trajectory import entry_from_trajectory, stated_goal
 
 EPISODES = "episodes.jsonl"
-TOGETHER = 256  # episodes that the expert plays side by side, and that a kill may cost
+TOGETHER = 64  # episodes of experience that are played side by side, and that a kill may cost
 BROKEN = (StopReason.ENVIRONMENT_FAILURE, StopReason.EXECUTOR_FAILURE, StopReason.COMPILER_FAILURE)
 Teacher = ExpertTeacher | EndpointTeacher
 
@@ -117,15 +117,13 @@ def shard_of(tasks: Sequence[Task], shard: str) -> list[Task]:
 
 def play_rounds(
     make_env: Callable[[], Environment], tasks: Sequence[Task], bank: MemoryBank,
-    teacher: Teacher, make_executor: Callable[[int], Executor], rounds: Rounds, record: Path,
-    done: int = 0,
+    teacher: Teacher, executor: Executor, rounds: Rounds, record: Path, done: int = 0,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> None:  # fmt: skip
     """Play what `record` does not hold yet. A round is recorded when all of it is over, and then goes to a bank that
     grows: a killed run plays at most one round again, in which every model call that was answered comes from the cache.
 
     Args:
-        make_executor: who acts in the round that starts at a task's index; the same for the same index.
         done: tasks that are played already, as `restore` says.
 
     Raises:
@@ -135,7 +133,6 @@ def play_rounds(
     for start in range(done, len(tasks), rounds.size):
         batch = tasks[start : start + rounds.size]
         jobs = jobs_for(batch, bank, rounds.k)
-        executor = make_executor(start)
         episodes = run_episodes(make_env, jobs, delivery, executor, rounds.limits, rounds.size, on_episode)
         rows = _explained(episodes, teacher)
         _append(record, rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from agent.records import Episode
@@ -82,10 +82,6 @@ class ExpertTeacher:
 
     entry: Literal["right", "random"] = "right"
     seed: int = 0
-    _random: random.Random = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
         made = [self.emission(request) for request in requests]
@@ -157,16 +153,14 @@ def _excluded(state: BriefState | None, place: str) -> bool:
 @dataclass(slots=True)
 class ExpertExecutor:
     """Acts on the expert's plan; with probability `noise` it does something else instead, so that rows also cover
-    states off the shortest path. `Action.text` is always the expert's own choice: the label."""
+    states off the shortest path. `Action.text` is always the expert's own choice: the label.
+
+    Chance depends on seed, goal and history alone: an episode is the same whichever others are played beside it."""
 
     noise: float = 0.0
     seed: int = 0
     accepts_soft: bool = False
     sees_images: bool = False
-    _random: random.Random = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         return [self._act(request) for request in requests]
@@ -175,6 +169,7 @@ class ExpertExecutor:
         plan = request.expert() if request.expert else None
         label = plan[0] if plan else "look"
         detours = [c for c in request.admissible or () if c.startswith("go to ") and c != label]
-        wander = detours and self._random.random() < self.noise
-        action = self._random.choice(detours) if wander else label
+        chance = random.Random(f"{self.seed} {request.goal} {request.history}")
+        wander = detours and chance.random() < self.noise
+        action = chance.choice(detours) if wander else label
         return Action(action, Grounding.CHOICE, label, (), 0, 0)

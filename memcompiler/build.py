@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,22 +66,14 @@ def open_endpoint(config: EndpointConfig, cache: Path | None = None) -> Endpoint
     return Endpoint(config, cache)
 
 
-def straying_expert(config: CollectConfig) -> Callable[[int], Executor]:
-    """The expert that acts in a round, by the index of the round's first task: a round can be played again."""
+def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[Executor, dict[str, Endpoint]]:
+    """Who acts while an endpoint teacher compiles, and all endpoints by role."""
     from data_gen.teacher import ExpertExecutor
-
-    return lambda start: ExpertExecutor(config.noise, config.seed + start)
-
-
-def load_actor(
-    config: CollectConfig, teacher: Endpoint, cache: Path
-) -> tuple[Callable[[int], Executor], dict[str, Endpoint]]:
-    """Who acts while an endpoint teacher compiles, by the index of a round's first task; and all endpoints by role."""
     from executor.api import ApiExecutor
 
     endpoints = {"teacher": teacher}
     if config.actor == "expert":
-        return straying_expert(config), endpoints
+        return ExpertExecutor(config.noise, config.seed), endpoints
     if config.actor == "teacher":
         instructions, length = _rules(config.executor), config.executor.max_new_tokens
         actor: Executor = ApiExecutor(teacher, instructions, length, "actor")
@@ -89,7 +81,7 @@ def load_actor(
         actor = load_executor(config.executor, cache)
     if isinstance(actor, ApiExecutor) and actor.endpoint is not teacher:
         endpoints["executor"] = actor.endpoint
-    return lambda start: actor, endpoints
+    return actor, endpoints
 
 
 def load_executor(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -84,12 +84,12 @@ def _ask_expert(
     """The expert fills the bank, then teaches. Bank, tasks, and what collect.json says of its work."""
     from agent.episode import Limits
     from data_gen.collect import Rounds, shard_of
-    from data_gen.teacher import ExpertTeacher
+    from data_gen.teacher import ExpertExecutor, ExpertTeacher
 
     bank, tasks = training_tasks_and_bank(config, envs, run)
     tasks = shard_of(tasks, config.shard)
     rounds = Rounds(config.round_size, config.memory.k, Limits(config.max_steps, config.seed), len(bank), grows=False)
-    _play(envs, run, tasks, bank, ExpertTeacher(), build.straying_expert(config), rounds)
+    _play(envs, run, tasks, bank, ExpertTeacher(), ExpertExecutor(config.noise, config.seed), rounds)
     return bank, tasks, {"teacher": "the environment's expert"}
 
 
@@ -109,10 +109,10 @@ def _ask_endpoint(
     bank, seeded = build.growing_bank(config.memory, run.path / "bank")
     endpoint = build.open_endpoint(config.api, run.path / build.RESPONSES)
     teacher = EndpointTeacher(endpoint, config.attempts, config.max_new_tokens)
-    make_actor, endpoints = build.load_actor(config, endpoint, run.path / build.RESPONSES)
+    actor, endpoints = build.load_actor(config, endpoint, run.path / build.RESPONSES)
     rounds = Rounds(config.round_size, config.memory.k, Limits(config.max_steps, config.seed), seeded, grows=True)
     try:
-        _play(envs, run, tasks, bank, teacher, make_actor, rounds)
+        _play(envs, run, tasks, bank, teacher, actor, rounds)
     finally:
         accounts = {name: endpoint.account() for name, endpoint in endpoints.items()}
         run.write_json("endpoints.json", accounts)
@@ -123,7 +123,7 @@ def _ask_endpoint(
 
 def _play(
     envs: Environments, run: RunFolder, tasks: Sequence[Task], bank: MemoryBank, teacher: Teacher,
-    make_actor: Callable[[int], Executor], rounds: Rounds,
+    actor: Executor, rounds: Rounds,
 ) -> None:  # fmt: skip
     """What the record does not hold yet, into the record."""
     from data_gen.collect import EPISODES, play_rounds, restore
@@ -132,7 +132,7 @@ def _play(
     if done := restore(record, tasks, bank, rounds):
         console.print(f"  resumed at task {done} of {len(tasks)}")
     with progress("teacher", len(tasks), done) as advance:
-        play_rounds(envs.lease, tasks, bank, teacher, make_actor, rounds, record, done, advance)
+        play_rounds(envs.lease, tasks, bank, teacher, actor, rounds, record, done, advance)
 
 
 def run_train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:

@@ -1,6 +1,7 @@
 """Collection: kill -9 and shards with either teacher; a growing bank, faults, budgets and nothing paid twice with an
 endpoint."""
 
+import itertools
 import json
 import os
 import random
@@ -216,7 +217,7 @@ def test_shards_are_disjoint_and_complete(whole, tmp_path):
     played = []
     with FaultyServer(answer=model) as server:
         for i in range(2):
-            played.append(tasks_of(collect(tmp_path / f"shard-{i}", server, f"shard={i}/2")))
+            played.append(tasks_of(collect(tmp_path / f"shard-{i}", server, f"shard={i}/2", "noise=0")))
         with pytest.raises(ValueError, match="empty"):
             collect(tmp_path / "empty", server, "shard=5/6")
     assert not set(played[0]) & set(played[1]) and set(played[0]) | set(played[1]) == set(tasks_of(records(whole)))
@@ -339,6 +340,11 @@ def test_shards_of_the_expert_play_each_task_once(tmp_path):
     run_collect(load_config(CollectConfig, "collect/quickstart", settings), tmp_path / "whole")
     shards = [tasks_of(records(tmp_path / f"shard-{i}")) for i in range(2)]
     assert sorted(shards[0] + shards[1]) == sorted(tasks_of(records(tmp_path / "whole"))) and len(shards[0]) == 4
+    parts, together = (load_rows(sorted(tmp_path.glob(name))) for name in ("shard-*/rows", "whole/rows"))
+    assert sorted(parts, key=lambda row: (row.task_id, row.t)) == sorted(together, key=lambda row: (row.task_id, row.t))
+    assert any(
+        row.action != next_.history[-1] for row, next_ in itertools.pairwise(together) if next_.t > row.t
+    )  # noise
     banks = [{e.id for e in MemoryBank(tmp_path / name / "bank")} for name in ("shard-0", "shard-1", "whole")]
     assert banks[0] == banks[1] == banks[2]  # each shard reads the experience of all scenes
 
