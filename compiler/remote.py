@@ -154,6 +154,17 @@ class RemoteCompiler:
         order = AdapterBody(folder=str(folder.resolve()), version=version).model_dump()
         self._each("/adapter", [[order] for _ in self.servers])
 
+    def hash(self) -> str | None:
+        """SHA-256 of what the services' checkpoint adds to its base; None where they do not say.
+
+        Raises:
+            RemoteError: a service cannot be reached, or they compile with different weights.
+        """
+        weights = {server.url: server.get("/ready").get("weights") for server in self.servers}
+        if len(set(weights.values())) > 1:
+            raise RemoteError(f"the compiler services have different weights: {weights}")
+        return next(iter(weights.values()))
+
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
         """One compilation for each request, in their order.
 

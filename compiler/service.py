@@ -120,14 +120,17 @@ class CompilerService:
     """Queue and thread. `make` loads the compiler, in that thread; all else is thread-safe.
 
     Args:
-        reload: loads the weights of a folder as those of a version; None where the service keeps what it has.
+        reload: loads the weights of a folder as those of a version and returns their SHA-256; None where the service
+            keeps what it has.
+        weights: SHA-256 of what the checkpoint adds to its base, which /ready tells.
     """
 
     def __init__(
         self, make: Callable[[], Backend], limits: Limits | None = None, seed: int = 0,
-        reload: Callable[[Backend, Path, int], None] | None = None,
+        reload: Callable[[Backend, Path, int], str] | None = None, weights: str | None = None,
     ) -> None:  # fmt: skip
         self.limits, self.metrics = limits or Limits(), Metrics()
+        self.weights = weights
         self.failure: Exception | None = None  # why there is no compiler
         self.leaving = False
         self.active = 0  # requests that are being answered
@@ -227,7 +230,7 @@ class CompilerService:
         assert self._backend is not None and self._reload is not None
         try:
             if order.version != self._version:
-                self._reload(self._backend, order.folder, order.version)
+                self.weights = self._reload(self._backend, order.folder, order.version)
                 self._version = order.version
             order.future.set_result(None)
         except Exception as error:
@@ -314,7 +317,7 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
         trouble = service.trouble
         if trouble is not None:
             return JSONResponse({"status": "not ready", "error": trouble}, 503, RETRY_AFTER)
-        return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "ready", "weights": service.weights})
 
     async def metrics() -> PlainTextResponse:
         page = service.metrics.page(ready=service.trouble is None, waiting=service.waiting)

@@ -43,14 +43,6 @@ def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
     }
 
 
-def checkpoint_hash(folder: Path) -> str:
-    """SHA-256 over names and bytes of what a checkpoint adds to its base: adapter and projector."""
-    digest = hashlib.sha256()
-    for path in sorted([*(folder / "adapter").glob("adapter_*"), *folder.glob("projector.*")]):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
 def memory_hash(jobs: Iterable[Job]) -> str:
     """SHA-256 over which entries serve which task: the same memory for every delivery and session."""
     return sha256([[job.task.id, [[entry.id, entry.text] for entry in job.memory]] for job in jobs])

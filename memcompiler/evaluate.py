@@ -195,17 +195,21 @@ def _results(
 
 def _identity(config: EvalConfig, jobs: Sequence[Job], executor: Any, compiler: Compiler | None) -> dict[str, Any]:
     """What must be the same in every session of a run: tasks, memory, weights, prompts."""
+    from compiler.remote import RemoteCompiler
     from envs.manifest import Manifest
-    from eval.provenance import checkpoint_hash, memory_hash, prompt_hashes
-    from training.checkpoint import find
+    from eval.provenance import memory_hash, prompt_hashes
+    from training import checkpoint
 
-    local = compiler is not None and config.compiler.engine != "http"  # a server does not say what it has loaded
-    checkpoint = find(Path(str(config.compiler.checkpoint))) if local else None
+    compiler_hash = None
+    if isinstance(compiler, RemoteCompiler):
+        compiler_hash = compiler.hash()
+    elif compiler is not None:
+        compiler_hash = checkpoint.sha256(checkpoint.find(Path(str(config.compiler.checkpoint))))
     return {
         "tasks_sha256": Manifest.of(config.env.name, (job.task for job in jobs)).sha256,
         "memory_sha256": memory_hash(jobs),
         "executor_hash": executor.hash() if hasattr(executor, "hash") else None,  # a closed model shows no weights
-        "compiler_hash": checkpoint_hash(checkpoint) if checkpoint else None,
+        "compiler_hash": compiler_hash,
         "prompts": prompt_hashes(executor, compiler),
     }
 

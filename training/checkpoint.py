@@ -11,6 +11,7 @@ place and renamed, so a folder that bears the name of a checkpoint is whole, whe
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -169,6 +170,14 @@ def find(path: Path) -> Path:
         if candidate is not None:
             return candidate
     raise CheckpointError(f"no checkpoint in {path}: expected a folder with state.json, or checkpoints/step-*")
+
+
+def sha256(folder: Path) -> str:
+    """Over names and bytes of what a checkpoint adds to its base: adapter and projector."""
+    digest = hashlib.sha256()
+    for path in sorted([*(folder / "adapter").glob("adapter_*"), *folder.glob("projector.*")]):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _sync(folder: Path) -> None:

@@ -41,6 +41,7 @@ def test_services_share_requests_and_take_new_weights(tmp_path):
             folder = sent(newest, tmp_path / f"v{version}")
             remote.load_adapter(folder, version, newest.projector)
             made = remote.compile(ASKED)
+            assert remote.hash() == checkpoint.sha256(folder)
             assert [c.request for c in made] == ASKED and {c.weight_version for c in made} == {version}
             for ours, theirs in zip(made, newest.compile(ASKED), strict=True):
                 assert ours.emission_ids == theirs.emission_ids
@@ -48,6 +49,9 @@ def test_services_share_requests_and_take_new_weights(tmp_path):
         sent(moved(0.3), tmp_path / "other")
         remote.load_adapter(tmp_path / "other", 2, newest.projector)  # a version that is there already: nothing to do
         torch.testing.assert_close(remote.compile(ASKED)[0].mu, made[0].mu)
+        RemoteCompiler(first).load_adapter(tmp_path / "other", 3, newest.projector)
+        with pytest.raises(RemoteError, match="different weights"):
+            remote.hash()
 
 
 def test_weights_come_from_the_folder_agreed_on_or_not_at_all(tmp_path):

@@ -530,6 +530,7 @@ def test_the_command_serves_a_checkpoint_and_leaves_on_sigterm(tmp_path: Path) -
             request = tiny_models.request(0)
             remote = RemoteCompiler(said[1].rsplit("=", 1)[1].strip())
             assert_same(remote.compile([request]), made.eval().compile([request]))
+            assert remote.hash() == checkpoint.sha256(checkpoint.find(tmp_path))  # what an evaluation of it records
         finally:
             process.terminate()
         assert process.wait(60) == 0
