@@ -77,7 +77,7 @@ class Backbone:
         """Any Hugging Face name or folder; a vision-language model if its config has a vision part."""
         config = AutoConfig.from_pretrained(name)
         if hasattr(config, "vision_config"):
-            model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype)
+            model: Any = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype)
             processor: Any = AutoProcessor.from_pretrained(name)
         else:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
@@ -114,9 +114,10 @@ class Backbone:
             tokens[i, where] = torch.tensor(row.ids)
             mask[i, where] = 1
         tokens, mask = tokens.to(device), mask.to(device)
-        with_pictures = [row for row in rows if row.pixels is not None]
-        pixels = torch.cat([row.pixels for row in with_pictures]).to(device) if with_pictures else None
-        grid = torch.cat([row.grid for row in with_pictures]).to(device) if with_pictures else None
+        pictures = [row.pixels for row in rows if row.pixels is not None]
+        grids = [row.grid for row in rows if row.grid is not None]
+        pixels = torch.cat(pictures).to(device) if pictures else None
+        grid = torch.cat(grids).to(device) if grids else None
         return Padded(tokens, mask, self._positions(tokens, mask, grid), pixels, grid)
 
     def common(self, rows: Sequence[Encoded]) -> int:

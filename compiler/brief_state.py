@@ -155,7 +155,8 @@ def parse_brief_state(text: str) -> BriefState:
     Raises:
         ValueError: for text that no Brief State renders to.
     """
-    lines = dict(line.split(": ", 1) if ": " in line else (line.rstrip(":"), "") for line in text.split("\n"))
+    parts = (line.partition(": ") for line in text.split("\n"))
+    lines = {name if separator else name.rstrip(":"): value for name, separator, value in parts}
     if unknown := set(lines) - {"goal", "done", "now", "next", "know", "note"}:
         raise ValueError(f"not a Brief State: unknown lines {sorted(unknown)}")
     beliefs = [_parse_belief(item, local=False) for item in _items(lines.get("know", ""))]

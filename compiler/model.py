@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -82,7 +82,7 @@ class MemoryCompiler(nn.Module):
         self.projector = projector.to(backbone.device)
         for parameter in backbone.model.parameters():
             parameter.requires_grad_(False)
-        self.policy: PeftModel | nn.Module = _with_lora(backbone, lora) if lora else backbone.model
+        self.policy: Any = _with_lora(backbone, lora) if lora else backbone.model
         self.generator = torch.Generator(device=backbone.device).manual_seed(seed)
         self.weight_version = 0  # counted up by whoever changes the weights; every compilation bears it
 
@@ -141,7 +141,9 @@ class MemoryCompiler(nn.Module):
     # -- generation ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
+    def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch.compile's: never called on a compiler)
+        self, requests: Sequence[CompileRequest]
+    ) -> list[Compilation]:
         """Emission and soft tokens for each request, batched; the order of results is that of the requests."""
         size = self.decoding.batch_size
         return [c for i in range(0, len(requests), size) for c in self._compile(requests[i : i + size])]

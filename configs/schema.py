@@ -74,7 +74,7 @@ class CompilerConfig(Served):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: str = "auto"
     # What evaluation and rollouts run on; training scores with hf. http: `memcompiler serve compiler` at `url`.
-    engine: Literal["hf", "vllm", "http"] = "hf"
+    engine: Literal["hf", "vllm", "http"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
     vllm: VllmEngine = VllmEngine()
     memory_token: str = "auto"  # reserved token that marks the N memory positions
     instructions: Literal["none", "full"] = "full"  # none: for tiny models that were trained without
@@ -129,7 +129,7 @@ class ExecutorConfig(Served):
     device: str = "auto"
     # What evaluation and rollouts run on; SFT needs hf, for the gradient. http: `memcompiler serve executor` at `url`.
     # api: a closed model, which reads text only.
-    engine: Literal["hf", "vllm", "http", "api"] = "hf"
+    engine: Literal["hf", "vllm", "http", "api"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
     vllm: VllmEngine = VllmEngine()
     api: EndpointConfig = EndpointConfig()  # of engine api; model, dtype, device and mode are not asked then
     memory_token: str = "auto"

@@ -99,11 +99,11 @@ class ExpertTeacher:
     def emission(self, request: CompileRequest) -> Emission:
         plan = (request.expert() if request.expert else None) or []
         fact = taken(plan)
-        looking = bool(fact) and subgoals(plan)[:1] == [f"find {fact[0]}"]
+        thing = fact[0] if fact and subgoals(plan)[:1] == [f"find {fact[0]}"] else None  # still to be found
         ops = _progress(request.state, plan, request.history) if request.state is not None else []
-        if looking and request.state is not None:
-            ops += _ruled_out(request, fact[0])
-        guidance = self._guidance(request, fact[0]) if looking else None
+        if thing is not None and request.state is not None:
+            ops += _ruled_out(request, thing)
+        guidance = self._guidance(request, thing) if thing is not None else None
         return Emission(*(guidance or ("", "")), tuple(ops))
 
     def _guidance(self, request: CompileRequest, thing: str) -> tuple[str, str] | None:

@@ -54,7 +54,8 @@ class Transition:
 class Environment(Protocol):
     """One live episode at a time. Stateless between episodes: `reset` starts afresh."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def tasks(self, split: str) -> list[Task]:
         """All tasks of a split, in an order that does not depend on the file system.

@@ -225,7 +225,7 @@ def _picture(pixels: Any) -> Image:
 
 def from_settings(
     id: str, splits: Mapping[str, Mapping[str, Any]], goal: str = "", actions: Sequence[str] = (),
-    keys: Mapping[str, str | None] | None = None,
+    keys: Mapping[str, Any] | None = None,
 ) -> GymnasiumTextEnvironment:  # fmt: skip
     """The same from JSON values, as a configuration or a worker's arguments hold them."""
     episodes = {name: Episodes(**split) for name, split in splits.items()}

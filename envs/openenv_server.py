@@ -45,7 +45,7 @@ def serve_openenv(
 def openenv_app(make_env: Callable[[], Environment], split: str, max_sessions: int = 64) -> FastAPI:
     """The ASGI application behind `serve_openenv`; errors are the same."""
     try:
-        from openenv.core.env_server import create_fastapi_app
+        from openenv.core.env_server import create_fastapi_app  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ModuleNotFoundError("openenv is missing: pip install 'memcompiler[openenv]'") from error
     env = make_env()
@@ -143,7 +143,7 @@ def _classes() -> tuple[Any, Any, Any, Any]:
 
     Made here because their bases come from a package that only those who serve have installed.
     """
-    from openenv.core.env_server import interfaces, types
+    from openenv.core.env_server import interfaces, types  # pyright: ignore[reportMissingImports]
 
     class CommandAction(types.Action):
         command: str

@@ -53,7 +53,7 @@ def axes(config: EvalConfig) -> dict[str, dict[str, Mapping[str, Any]]]:
     named: dict[str, dict[str, Mapping[str, Any]]] = {}
     for axis, levels in config.matrix.items():
         pairs = list(levels.items() if isinstance(levels, Mapping) else ((str(v), {axis: v}) for v in levels))
-        by_name = {_plain(name): overrides for name, overrides in pairs}
+        by_name: dict[str, Mapping[str, Any]] = {_plain(name): overrides for name, overrides in pairs}
         if not pairs or len(by_name) < len(pairs) or _plain(axis) in (*named, DELIVERY):
             raise ConfigError(f"matrix.{axis}: needs a name of its own, and one level or more with names of their own")
         named[_plain(axis)] = by_name

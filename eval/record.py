@@ -94,7 +94,7 @@ class EpisodeRecord:
                     return
                 try:
                     row = json.loads(line)
-                    row["delivery"], row["task_id"]
+                    _ = row["delivery"], row["task_id"]
                 except (ValueError, KeyError, TypeError) as error:
                     raise RecordError(f"{self.path}, line {number} is no episode: start anew (overwrite)") from error
                 yield line, row

@@ -330,7 +330,9 @@ def _players(engine: str, config: DeliveryBench, script: Script) -> Iterator[Pla
         torch.cuda.empty_cache()
 
 
-def _configs(config: DeliveryBench, engine: str, device: str, needed: int = 1) -> tuple[ExecutorConfig, CompilerConfig]:
+def _configs(
+    config: DeliveryBench, engine: Literal["hf", "vllm"], device: str, needed: int = 1
+) -> tuple[ExecutorConfig, CompilerConfig]:
     import torch
 
     eager = not torch.cuda.is_available()  # compiling for a CPU takes minutes and gains little

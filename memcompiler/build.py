@@ -93,11 +93,7 @@ def load_executor(
 
         return ApiExecutor(open_endpoint(config.api, cache), _rules(config), config.max_new_tokens)
     quiet()
-    name = model_path(config.model)
-    common: dict[str, Any] = {
-        "mode": config.mode, "instructions": _rules(config),
-        "max_new_tokens": config.max_new_tokens, "memory_token": config.memory_token, "images": config.images,
-    }  # fmt: skip
+    name, common = model_path(config.model), _common(config)
     if config.engine == "vllm":
         _cpu_defaults()
         from executor.served import VllmExecutor
@@ -108,12 +104,26 @@ def load_executor(
         from executor.remote import RemoteExecutor
 
         return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), timeout=config.timeout_s, **common)
+    return load_frozen(config)
+
+
+def load_frozen(config: ExecutorConfig) -> FrozenExecutor:
+    """The executor in this process, whatever `engine` says: a gradient can pass through it."""
+    quiet()
     from executor.frozen import FrozenExecutor
 
-    dtype, device = dtype_of(config.dtype), device_of(config.device)
     return FrozenExecutor.load(
-        name, dtype, device, batch_size=config.batch_size, temperature=config.temperature, **common
-    )
+        model_path(config.model), dtype_of(config.dtype), device_of(config.device), batch_size=config.batch_size,
+        temperature=config.temperature, **_common(config),
+    )  # fmt: skip
+
+
+def _common(config: ExecutorConfig) -> dict[str, Any]:
+    """What all executors with weights of their own take."""
+    return {
+        "mode": config.mode, "instructions": _rules(config), "max_new_tokens": config.max_new_tokens,
+        "memory_token": config.memory_token, "images": config.images,
+    }  # fmt: skip
 
 
 def _rules(config: ExecutorConfig) -> str:

@@ -157,21 +157,24 @@ def _train_sft(config: SftConfig, out: Path, on_exists: str) -> MemoryCompiler:
         for folder, part in parts.items()
         for problem in guard_rows(folder, (row.task_id for row in part), config.allow_leakage)
     ]
+    run = None
     if distributed.rank() == 0:
         run = RunFolder.create(out, config, on_exists=on_exists, ignore=distributed.HOW)  # type: ignore[arg-type]
         record_rows(run, list(parts), problems)
     distributed.barrier()
-    executor = build.load_executor(config.executor)
+    executor = build.load_frozen(config.executor)
     compiler = build.load_compiler(config.compiler, executor, config.seed)
     rows = [row for part in parts.values() for row in part]
     trainer = SftTrainer(config, compiler, executor, rows, out, _bank_facts(list(parts)))
-    if trainer.resume():
-        if distributed.rank() == 0:
-            run.keep_metrics(lambda row: row["step"] <= trainer.step)
+    resumed = trainer.resume()
+    if run is not None:  # also where it starts over, having been killed before its first checkpoint
+        run.keep_metrics(lambda row: row["step"] <= trainer.step)
+    if resumed:
         console.print(f"  resumed at step {trainer.step} of {trainer.total}")
     with progress("sft", trainer.total, trainer.step) as advance:
 
         def log(metrics: dict[str, float]) -> None:
+            assert run is not None  # only rank 0 logs
             run.append_metrics(metrics)
             terms = " ".join(f"{k[5:]} {v:.2f}" for k, v in metrics.items() if k.startswith("loss_"))
             advance(f"loss {metrics['loss']:.2f}  {terms}")
@@ -191,7 +194,7 @@ def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwr
     sft = config.sft.model_copy(update={"rows": str(out / "collect" / "rows")})
     with _stage("2/4 SFT: LoRA and projector against the frozen executor", seconds, "sft"):
         run_train_sft(sft, out / "sft", on_exists)
-        executor = build.load_executor(config.eval.executor)
+        executor = build.load_frozen(config.eval.executor)
         frozen = json.loads((_last(out / "sft") / "state.json").read_text())["executor_hash"] == executor.hash()
         console.print(f"  executor unchanged: {frozen} (sha256 {executor.hash()[:16]}...)")
     with _stage("3/4 GRPO: text and soft tokens from success alone", seconds, "grpo"):

@@ -208,7 +208,7 @@ def _identity(config: EvalConfig, jobs: Sequence[Job], executor: Any, compiler: 
     return {
         "tasks_sha256": Manifest.of(config.env.name, (job.task for job in jobs)).sha256,
         "memory_sha256": memory_hash(jobs),
-        "executor_hash": executor.hash() if hasattr(executor, "hash") else None,  # a closed model shows no weights
+        "executor_hash": executor.hash(),
         "compiler_hash": compiler_hash,
         "prompts": prompt_hashes(executor, compiler),
     }

@@ -49,9 +49,9 @@ def _train_grpo(config: GrpoConfig, out: Path, on_exists: str) -> MemoryCompiler
         trainer = GrpoTrainer(config, compiler, executor, _engine(config, envs, executor, out), jobs, out, facts)
         if trainer.resume():
             console.print(f"  resumed at update {trainer.update} of {config.updates}")
-            if run is not None:
-                run.keep_metrics(lambda row: row["update"] <= trainer.update)
-                run.keep_rows(ROLLOUTS, lambda row: row["update"] <= trainer.update)
+        if run is not None:  # also where it starts over, having been killed before its first checkpoint
+            run.keep_metrics(lambda row: row["update"] <= trainer.update)
+            run.keep_rows(ROLLOUTS, lambda row: row["update"] <= trainer.update)
         with progress("grpo", config.updates, trainer.update) as advance:
             run_grpo(trainer, lambda metrics, groups: advance(_record(config, run, metrics, groups)))
     if run is not None:
@@ -127,8 +127,9 @@ def _jobs(config: GrpoConfig, envs: Environments, run: RunFolder | None, out: Pa
 
     if run is not None:
         bank, tasks = training_tasks_and_bank(config, envs, run)
-    distributed.barrier()
-    if run is None:
+        distributed.barrier()
+    else:
+        distributed.barrier()
         kept = Manifest.read(out / MANIFEST).ids
         tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in kept]
         bank = build.open_bank(config.memory, out / "bank")

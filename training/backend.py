@@ -22,6 +22,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from compiler.model import MemoryCompiler
 from configs.schema import GrpoConfig, SftConfig
@@ -93,7 +94,7 @@ class Replicated:
         parameters = self._trainable()
         self._sum_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip)
-        value = _finite(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        value = _finite(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return value
@@ -197,14 +198,13 @@ class Fsdp(Replicated):
         pass  # scattered during backward
 
     def whole(self, parameter: Tensor) -> Tensor:
-        return super().whole(parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter)
+        return super().whole(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
 
     def _held(self, parameter: Tensor) -> Tensor:
-        return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def _like(self, value: Tensor, parameter: Tensor) -> Tensor:
-        from torch.distributed.tensor import distribute_tensor
-
+        assert isinstance(parameter, DTensor)
         value = value.to(parameter.device, parameter.dtype)
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
@@ -259,7 +259,7 @@ class Zero2(Replicated):
     def _put(self, parameter: nn.Parameter, value: Tensor) -> None:
         parameter.copy_(value)
 
-    def _put_master(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+    def _put_master(self, parameter: Any, value: Tensor, key: str | None) -> None:
         """This process's slice of the fp32 weights, or of a moment."""
         parameter.set_full_hp_param(value.float(), key)
 
@@ -280,7 +280,8 @@ class Zero2(Replicated):
             if parameter.requires_grad:
                 moments[f"{name}:step"] = step.clone()
                 for key in ("exp_avg", "exp_avg_sq"):
-                    moments[f"{name}:{key}"] = safe_get_full_optimizer_state(parameter, key).detach().cpu().clone()
+                    whole: Any = safe_get_full_optimizer_state(parameter, key)
+                    moments[f"{name}:{key}"] = whole.detach().cpu().clone()
         return moments
 
     def _load_moments(self, moments: dict[str, Tensor]) -> None:
@@ -340,7 +341,7 @@ class Zero3(Zero2):
             if distributed.rank() == 0:
                 parameter.copy_(value)
 
-    def _put_master(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+    def _put_master(self, parameter: Any, value: Tensor, key: str | None) -> None:
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         size = parameter.ds_tensor.numel()  # the last slice is padded

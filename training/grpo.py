@@ -43,6 +43,8 @@ from training.losses import clipped_surrogate, cosine_with_warmup, kl_estimate
 from training.rollout import FAILURES, Draw, Group, RolloutEngine, Sample, samples_of
 
 if TYPE_CHECKING:
+    from executor.api import ApiExecutor
+    from executor.remote import RemoteExecutor
     from executor.served import VllmExecutor
 
 
@@ -69,8 +71,9 @@ class GrpoTrainer:
     """Owns optimiser and cursor; `updates()` yields the metrics of each update and the groups it learnt from."""
 
     def __init__(
-        self, config: GrpoConfig, compiler: MemoryCompiler, executor: FrozenExecutor | VllmExecutor,
-        engine: RolloutEngine, jobs: Sequence[Job], out: Path, facts: dict[str, Any] | None = None,
+        self, config: GrpoConfig, compiler: MemoryCompiler,
+        executor: FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor, engine: RolloutEngine,
+        jobs: Sequence[Job], out: Path, facts: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         if not jobs:
             raise ValueError("there are no tasks to train on: check split, limit and the environment's data")
@@ -216,6 +219,7 @@ class GrpoTrainer:
         z, zeros = torch.zeros(n, self.compiler.projector.config.d_executor), torch.zeros(1 + self.latents)
         draw = None
         if self.pathwise:
+            assert isinstance(self.executor, FrozenExecutor)  # its settings say so
             prompt = ExecutorPrompt((self.executor.placeholder,) * n, None)
             draw = Draw(prompt, ("",), 0, z, 0.0)
         sample = Sample(Encoded((end,)), (end,), z, zeros, 1, 0.0, 0, self.update, draw)
@@ -269,6 +273,7 @@ class GrpoTrainer:
 
     def _drawn(self, gaussian: Gaussian, samples: Sequence[Sample]) -> Tensor:
         """(B, 1): of the actions that the executor drew, with the gradient of its soft tokens."""
+        assert isinstance(self.executor, FrozenExecutor)  # pathwise: its settings say so
         draws = [s.draw for s in samples if s.draw is not None]
         noise = torch.stack([draw.noise for draw in draws]).to(gaussian.mu)
         soft = self.compiler.projector.to_embeddings(gaussian.at(noise, self.compiler.decoding.soft_temperature))

@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -199,7 +199,7 @@ def compare_game(path: Path, seed: int, steps: int) -> Compared:
     return compared
 
 
-def _walk(game: Game, walkthrough: Sequence[str], draw: random.Random) -> Iterator[str]:
+def _walk(game: Game, walkthrough: Sequence[str], draw: random.Random) -> Generator[str, tuple[str, ...], None]:
     """Commands of one walk; `send` it the commands that are admissible after each."""
     admissible: tuple[str, ...] = ("look",)
     for command in walkthrough:

@@ -113,15 +113,19 @@ def assert_same_weights(folder: Path, step: int) -> None:
 
 
 def test_kill_and_resume_give_the_same_weights(quickstart, tmp_path):
-    """kill -9 in the middle of SFT, then the same command again: equal to a run that was never stopped."""
+    """kill -9 before SFT's first checkpoint and again in its middle, then the same command: weights and metrics equal
+    those of a run that was never stopped."""
     common = ["train", "sft", "-c", "sft/quickstart", f"rows={quickstart / 'collect' / 'rows'}", "max_steps=24",
               "batch_size=4", "save_every=5"]  # fmt: skip
     whole = memcompiler(*common, "--out", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr[-3000:]
+    kill_after(2, common, tmp_path / "killed")
     kill_after(8, common, tmp_path / "killed")
     resumed = memcompiler(*common, "--out", str(tmp_path / "killed"))
     assert resumed.returncode == 0 and "resumed at step" in resumed.stdout, resumed.stdout + resumed.stderr[-2000:]
     assert_same_weights(tmp_path, 24)
+    rows = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 25))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ class Vocabulary:
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
         words = np.arange(256, len(tokenizer) - len(SPECIAL))
         places = [f"{name} {i}" for name, count in RECEPTACLES.items() for i in range(1, min(count, 6) + 1)]
-        return cls(words, [f"home {i}" for i in range(1, 65)], OBJECTS, places)
+        return cls(words, [f"home {i}" for i in range(1, 65)], list[str](OBJECTS), places)
 
 
 def repeated_segments(vocabulary: Vocabulary, rng: np.random.Generator, batch: int) -> tuple[Tensor, Tensor]:
@@ -91,7 +92,7 @@ def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
 
 
 def memory_documents(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Any,
     vocabulary: Vocabulary,
     rng: random.Random,
     batch: int,

@@ -84,7 +84,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
-    from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+    from transformers import (
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,  # pyright: ignore[reportAttributeAccessIssue]
+    )
 
     area = IMAGE_SIZE * IMAGE_SIZE
     size = {"shortest_edge": area, "longest_edge": area}
@@ -101,7 +104,7 @@ def make_compiler(
     tokenizer: PreTrainedTokenizerFast, hidden: int = 128, layers: int = 4
 ) -> Qwen2_5_VLForConditionalGeneration:
     """An untrained Qwen2.5-VL. head_dim is 32, the smallest that vLLM accepts."""
-    ids = dict(zip(SPECIAL, tokenizer.convert_tokens_to_ids(list(SPECIAL)), strict=True))
+    ids = {name: tokenizer.get_vocab()[name] for name in SPECIAL}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}
     config = Qwen2_5_VLConfig(
         text_config={**_decoder(tokenizer, hidden, layers), "rope_parameters": rope},

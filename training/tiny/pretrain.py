@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import Qwen2ForCausalLM
 
 from compiler.backbone import Backbone, Encoded
 from compiler.prompt import Part, compiler_parts
@@ -296,7 +297,7 @@ def start_from_text(target: torch.nn.Module, text_model: torch.nn.Module) -> Non
     target.model.language_model.load_state_dict(weights)  # type: ignore[union-attr]
 
 
-def text_base(seed: int, log: Log) -> tuple[Any, torch.nn.Module]:
+def text_base(seed: int, log: Log) -> tuple[Any, Qwen2ForCausalLM]:
     """Tokenizer, and a Qwen2 that has been through the text curriculum."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
