@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from eval.episodes import read_episodes
-from eval.metrics import results
+from eval.metrics import AFTER_GRPO, results
 from eval.table import print_results, to_markdown
 
 
@@ -33,9 +33,11 @@ def main() -> None:
         if not (run / "results.json").exists():
             command = [sys.executable, "-m", "memcompiler", "quickstart", f"seed={seed}", *overrides, "--out", str(run)]
             subprocess.run(command, check=True)
-        for episode in read_episodes(run / "eval" / "episodes.jsonl"):
-            episode.task_id = f"{seed}/{episode.task_id}"
-            pooled.setdefault(episode.delivery, []).append(episode)
+        for folder in ("eval", "eval-grpo"):
+            for episode in read_episodes(run / folder / "episodes.jsonl"):
+                episode.task_id = f"{seed}/{episode.task_id}"
+                name = AFTER_GRPO if folder == "eval-grpo" else episode.delivery
+                pooled.setdefault(name, []).append(episode)
         for name, row in json.loads((run / "results.json").read_text())["results"].items():
             by_seed.setdefault(name, {})[seed] = row["success"]["mean"]
     summary = results(pooled, {"environment": "household", "split": "test", "seed": seeds, "success_by_seed": by_seed})
