@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from executor.served import VllmExecutor
     from memory.bank import MemoryBank
 
+    AnyExecutor = FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESPONSES = "responses.sqlite"  # a run's file of endpoints' answers
 
@@ -84,9 +86,7 @@ def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[E
     return actor, endpoints
 
 
-def load_executor(
-    config: ExecutorConfig, cache: Path | None = None
-) -> FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor:
+def load_executor(config: ExecutorConfig, cache: Path | None = None) -> AnyExecutor:
     """`cache`: file for a closed model's answers, where the settings name none."""
     if config.engine == "api":
         from executor.api import ApiExecutor
@@ -132,9 +132,7 @@ def _rules(config: ExecutorConfig) -> str:
     return RULES if config.instructions == "full" else ""
 
 
-def load_compiler(
-    config: CompilerConfig, executor: FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor | None, seed: int = 0
-) -> MemoryCompiler:
+def load_compiler(config: CompilerConfig, executor: AnyExecutor | None, seed: int = 0) -> MemoryCompiler:
     """Base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones. Always the Hugging
     Face model, which training needs; `load_served_compiler` makes the engine that is fast."""
     import torch

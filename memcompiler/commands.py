@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from compiler.model import MemoryCompiler
     from data_gen.collect import Rounds, Teacher
     from envs.base import Task
-    from executor.frozen import Executor, FrozenExecutor
+    from executor.frozen import Executor
     from memory.bank import MemoryBank
 
 console = Console(width=120)
@@ -194,7 +194,7 @@ def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwr
     sft = config.sft.model_copy(update={"rows": str(out / "collect" / "rows")})
     with _stage("2/4 SFT: LoRA and projector against the frozen executor", seconds, "sft"):
         run_train_sft(sft, out / "sft", on_exists)
-        executor = build.load_frozen(config.eval.executor)
+        executor = build.load_executor(config.eval.executor)
         frozen = json.loads((_last(out / "sft") / "state.json").read_text())["executor_hash"] == executor.hash()
         console.print(f"  executor unchanged: {frozen} (sha256 {executor.hash()[:16]}...)")
     with _stage("3/4 GRPO: text and soft tokens from success alone", seconds, "grpo"):
@@ -219,7 +219,7 @@ def _from(config: Starting, checkpoint: Path) -> Starting:
 
 
 def _before_and_after(
-    config: EvalConfig, out: Path, executor: FrozenExecutor, on_exists: str
+    config: EvalConfig, out: Path, executor: build.AnyExecutor, on_exists: str
 ) -> tuple[dict[str, Any], list[Episode]]:
     """All deliveries after SFT, and the full one again after GRPO (`compiled_grpo`): results and episodes."""
     from eval.episodes import read_episodes
