@@ -348,14 +348,14 @@ def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path, monkey
 
     def stop(episode):
         if len(bank) >= 4:
-            raise KeyboardInterrupt
+            raise RuntimeError("stop")
 
     monkeypatch.setattr(collect, "TOGETHER", 2)
     tasks = make_env().tasks("train_experience")[:7]
     whole, bank = MemoryBank(tmp_path / "whole", create=True), MemoryBank(tmp_path / "cut", create=True)
     assert collect.not_experienced(tasks, whole) == tasks
     collect.collect_experience(make_env, tasks, whole)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError, match="stop"):
         collect.collect_experience(make_env, tasks, bank, on_episode=stop)
     assert collect.not_experienced(tasks, bank) == tasks[4:]
     collect.collect_experience(make_env, tasks[4:], bank)
