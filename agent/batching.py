@@ -16,7 +16,7 @@ T = TypeVar("T")
 Batch = Callable[[Sequence[Any]], list[Any]]
 
 
-class Cohort:
+class StepBatcher:
     """Episodes that move in step. Backends are plain callables from a list of requests to a list of results."""
 
     def __init__(self) -> None:

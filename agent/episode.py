@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from agent.batching import Cohort
-from agent.delivery import Delivery
+from agent.batching import StepBatcher
+from agent.deliveries import Delivery
 from agent.records import Episode, StepRecord, StopReason
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from compiler.records import Compilation, CompileRequest
 from envs.base import Environment, EnvironmentFailure, Observation, Task
-from executor.endpoint import EndpointStop
-from executor.frozen import Executor
+from executor.hf import Executor
 from executor.prompt import ExecutorRequest, executor_text
+from lm.endpoint import EndpointStop
 from memory.entry import MemoryEntry
 from memory.trajectory import stated_goal
 
@@ -32,7 +32,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EpisodeSpec:
     """One episode to run: the task and what was retrieved for it, M = Retrieve(bank, goal), fixed all episode long."""
 
     task: Task
@@ -83,18 +83,24 @@ class EpisodeExpert:
 
 
 async def run_episode(
-    env: Environment, job: Job, delivery: Delivery, executor: Executor, limits: Limits, cohort: Cohort, index: int
+    env: Environment,
+    spec: EpisodeSpec,
+    delivery: Delivery,
+    executor: Executor,
+    limits: Limits,
+    batcher: StepBatcher,
+    index: int,
 ) -> Episode:
     """One episode. A failure of environment, compiler or executor ends it with a named reason; it never raises them.
 
     Raises:
         EndpointStop: no endpoint may be asked any more, for any episode.
     """
-    task = job.task
+    task = spec.task
     episode = Episode(
         task.id, task.goal, task.scene, task.split, task.kind, task.family, delivery.name, limits.seed,
-        memory_ids=tuple(entry.id for entry in job.memory), bank_version=job.bank_version,
-        memory_text="\n\n".join(entry.text for entry in job.memory),
+        memory_ids=tuple(entry.id for entry in spec.memory), bank_version=spec.bank_version,
+        memory_text="\n\n".join(entry.text for entry in spec.memory),
     )  # fmt: skip
     try:
         expert, state, history = EpisodeExpert(env), BriefState(goal_text(task)), []
@@ -102,8 +108,8 @@ async def run_episode(
         for t in range(limits.max_steps):
             step = StepRecord(t, observation.text, observation.image, observation.admissible, render_brief_state(state))
             episode.steps.append(step)
-            compiled = await _compile(expert, job, delivery, state, observation, history, cohort, index, step)
-            await _act(expert, job, delivery, executor, state, compiled, observation, history, cohort, index, step)
+            compiled = await _compile(expert, spec, delivery, state, observation, history, batcher, index, step)
+            await _act(expert, spec, delivery, executor, state, compiled, observation, history, batcher, index, step)
             if compiled is not None:
                 state, step.op_errors = apply_ops(compiled.emission.ops, state)
             step.brief_after = render_brief_state(state)
@@ -128,19 +134,19 @@ async def run_episode(
 
 
 async def _compile(
-    expert: EpisodeExpert, job: Job, delivery: Delivery, state: BriefState, observation: Observation,
-    history: Sequence[str], cohort: Cohort, index: int, step: StepRecord,
+    expert: EpisodeExpert, spec: EpisodeSpec, delivery: Delivery, state: BriefState, observation: Observation,
+    history: Sequence[str], batcher: StepBatcher, index: int, step: StepRecord,
 ) -> Compilation | None:  # fmt: skip
     """(M, b_t, o_t) -> emission and soft tokens."""
     if delivery.compiler is None:
         return None
     request = CompileRequest(
-        goal_text(job.task), job.memory, state if delivery.brief_state else None, observation.text, observation.image,
+        goal_text(spec.task), spec.memory, state if delivery.brief_state else None, observation.text, observation.image,
         tuple(history), expert,
     )  # fmt: skip
     try:
         compiled: Compilation
-        compiled, step.seconds["compiler"] = await cohort.call(index, delivery.compiler.compile, request)
+        compiled, step.seconds["compiler"] = await batcher.call(index, delivery.compiler.compile, request)
     except EndpointStop:  # a spent budget, a wrong key: the run's end, not this episode's
         raise
     except Exception as error:
@@ -162,20 +168,20 @@ async def _compile(
 
 
 async def _act(
-    expert: EpisodeExpert, job: Job, delivery: Delivery, executor: Executor, state: BriefState,
-    compiled: Compilation | None, observation: Observation, history: Sequence[str], cohort: Cohort, index: int,
+    expert: EpisodeExpert, spec: EpisodeSpec, delivery: Delivery, executor: Executor, state: BriefState,
+    compiled: Compilation | None, observation: Observation, history: Sequence[str], batcher: StepBatcher, index: int,
     step: StepRecord,
 ) -> None:  # fmt: skip
     """The executor reads goal, delivery, history and o_t, and decides on one action."""
-    delivered = delivery.deliver(job.memory, state, compiled)
+    delivered = delivery.deliver(spec.memory, state, compiled)
     if not executor.accepts_soft:  # a closed model reads text only, and the record must show what it read
         delivered = replace(delivered, soft=None)
     image = observation.image if executor.sees_images else None
     request = ExecutorRequest(
-        goal_text(job.task), delivered, tuple(history), observation.text, observation.admissible, expert, image
+        goal_text(spec.task), delivered, tuple(history), observation.text, observation.admissible, expert, image
     )
     try:
-        action, step.seconds["executor"] = await cohort.call(index, executor.act, request)
+        action, step.seconds["executor"] = await batcher.call(index, executor.act, request)
     except EndpointStop:
         raise
     except Exception as error:
@@ -189,22 +195,22 @@ async def _act(
 
 
 def run_episodes(
-    make_env: Callable[[], Environment], jobs: Sequence[Job], delivery: Delivery, executor: Executor,
+    make_env: Callable[[], Environment], specs: Sequence[EpisodeSpec], delivery: Delivery, executor: Executor,
     limits: Limits, concurrency: int = 64, on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:  # fmt: skip
-    """All jobs, at most `concurrency` at a time, each with an environment of its own; results in the order of jobs.
+    """All specs, at most `concurrency` at a time, each with an environment of its own; results in the order of specs.
 
     Where `make_env` is a pool's `lease` (or anything whose owner has a `capacity`), no more than that run at a time: an
     episode that waits for a worker would wait for those that wait for it in the cohort.
     """
     concurrency = min(concurrency, getattr(getattr(make_env, "__self__", make_env), "capacity", concurrency))
-    cohort = Cohort()
+    batcher = StepBatcher()
 
-    def episode_of(job: Job) -> Callable[[int], Awaitable[Episode]]:
+    def episode_of(spec: EpisodeSpec) -> Callable[[int], Awaitable[Episode]]:
         async def run(index: int) -> Episode:
             env = make_env()
             try:
-                episode = await run_episode(env, job, delivery, executor, limits, cohort, index)
+                episode = await run_episode(env, spec, delivery, executor, limits, batcher, index)
             finally:
                 trouble = await _close(env)
             episode.error = episode.error or trouble
@@ -222,7 +228,7 @@ def run_episodes(
         asyncio.get_running_loop().set_default_executor(threads)
         awake = asyncio.create_task(_stay_awake())
         try:
-            episodes.extend(await cohort.run([episode_of(job) for job in jobs], concurrency))
+            episodes.extend(await batcher.run([episode_of(spec) for spec in specs], concurrency))
         finally:
             awake.cancel()
 

@@ -30,23 +30,23 @@ from statistics import fmean
 
 import torch
 
-from agent.delivery import Delivery
+from agent.deliveries import Delivery
 from agent.episode import Limits, run_episodes
+from agent.expert import ExpertExecutor
 from agent.records import Episode
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
 from configs.load import load_config
 from configs.schema import EvalConfig
-from data_gen.collect import jobs_for
-from data_gen.teacher import ExpertExecutor
+from data_gen.collect import specs_for
 from eval.metrics import Interval, bootstrap_mean
 from eval.runner import Evaluation
-from executor.frozen import Action, FrozenExecutor
+from executor.hf import Action, FrozenExecutor
 from executor.prompt import ExecutorRequest
 from memcompiler.commands import chosen_tasks, filled_bank
 from memcompiler.environments import default_split
-from memcompiler.evaluate import Loaded
-from memcompiler.progress import progress
+from memcompiler.evaluate import ModelCache
+from runtime.progress import progress
 
 
 class Telling:
@@ -83,14 +83,14 @@ class Led:
         prompts = [self.executor.encode(request) for request in requests]
         commands = [request.admissible or () for request in requests]
         led = self.expert.act(requests)
-        scores = self.executor.likelihoods(prompts, commands)
+        scores = self.executor.candidate_logprobs(prompts, commands)
         return [self._led(*row) for row in zip(led, commands, scores, strict=True)]
 
-    def _led(self, expert: Action, commands: Sequence[str], likelihoods: torch.Tensor) -> LedAction:
-        policy = self.executor.policy(likelihoods.float().cpu())
+    def _led(self, expert: Action, commands: Sequence[str], candidate_logprobs: torch.Tensor) -> LedAction:
+        policy = self.executor.policy(candidate_logprobs.float().cpu())
         at = commands.index(expert.action)
         own = commands[int(policy.argmax())]
-        logprob, among_texts = float(policy[at]), float(likelihoods[at])
+        logprob, among_texts = float(policy[at]), float(candidate_logprobs[at])
         return LedAction(expert.action, expert.how, own, (), 0, 0, logprob=logprob, text_logprob=among_texts)
 
 
@@ -128,18 +128,18 @@ def main() -> None:
     config = load_config(EvalConfig, a.config, a.overrides)
     a.out.mkdir(parents=True, exist_ok=True)
     made: dict[str, dict[str, dict[str, float]]] = {}
-    with Loaded() as loaded:
+    with ModelCache() as loaded:
         envs = loaded.environments(config)
         tasks, experience = chosen_tasks(config, envs, config.split or default_split(config.env))
         bank = filled_bank(config, envs, experience, a.out)
-        jobs, top = jobs_for(tasks, bank, config.memory.k), jobs_for(tasks, bank, min(1, config.memory.k))
+        specs, top = specs_for(tasks, bank, config.memory.k), specs_for(tasks, bank, min(1, config.memory.k))
         executor, compiler = Led(loaded.executor(config)), loaded.compiler(config)
         limits = Limits(config.max_steps, config.seed)
-        evaluation = Evaluation(envs.lease, jobs, executor, compiler, limits, config.concurrency, top)
-        told = partial(run_episodes, envs.lease, jobs, TOLD, executor, limits, config.concurrency)
+        evaluation = Evaluation(envs.lease, specs, executor, compiler, limits, config.concurrency, top)
+        told = partial(run_episodes, envs.lease, specs, TOLD, executor, limits, config.concurrency)
         plays = {**{name: partial(evaluation.run, name) for name in config.deliveries}, TOLD.name: told}
         for name, play in plays.items():
-            with progress(name, len(jobs)) as advance:
+            with progress(name, len(specs)) as advance:
                 made[name] = measured(play(advance))
             (a.out / "next_action.json").write_text(json.dumps(made, indent=1))
     print(table(made))

@@ -69,7 +69,7 @@ class Served(Settings):
 
 class CompilerConfig(Served):
     start: ClassVar[str] = "memcompiler serve compiler --checkpoint RUN"
-    model: str = "assets/compiler-tiny"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
+    model: str = "zoo/household/compiler"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
     checkpoint: str | None = None  # a checkpoint of `train sft` or `train grpo`: adapter and projector
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: str = "auto"
@@ -124,7 +124,7 @@ class EndpointConfig(Settings):
 
 class ExecutorConfig(Served):
     start: ClassVar[str] = "memcompiler serve executor --model NAME"
-    model: str = "assets/executor-tiny"
+    model: str = "zoo/household/executor"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: str = "auto"
     # What evaluation and rollouts run on; SFT needs hf, for the gradient. http: `memcompiler serve executor` at `url`.

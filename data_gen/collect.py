@@ -17,18 +17,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.delivery import Delivery
-from agent.episode import Job, Limits, run_episodes
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import Episode, StopReason
 from compiler.brief_state import parse_brief_state
 from compiler.language import parse
 from compiler.records import Compilation, CompileRequest
 from data_gen.endpoint_teacher import EndpointTeacher
 from data_gen.rows import SftRow, rows_of
-from data_gen.teacher import ExpertExecutor, ExpertTeacher
 from envs.base import Environment, Task
-from executor.frozen import Executor
 from executor.grounding import Grounding
+from executor.hf import Executor
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry
 from memory.trajectory import entry_from_trajectory, stated_goal
@@ -54,8 +54,8 @@ def collect_experience(
     delivery, limits = Delivery("expert", "none"), Limits(max_steps)
     for start in range(0, len(tasks), TOGETHER):
         batch = tasks[start : start + TOGETHER]
-        jobs = [Job(task) for task in batch]
-        episodes = run_episodes(make_env, jobs, delivery, ExpertExecutor(), limits, TOGETHER, on_episode)
+        specs = [EpisodeSpec(task) for task in batch]
+        episodes = run_episodes(make_env, specs, delivery, ExpertExecutor(), limits, TOGETHER, on_episode)
         bank.write(_entries(batch, _explained(episodes, ExpertTeacher(), images=False)))
 
 
@@ -65,7 +65,7 @@ def not_experienced(tasks: Sequence[Task], bank: MemoryBank) -> list[Task]:
     return [task for task in tasks if (task.id, task.split) not in known]
 
 
-def jobs_for(tasks: Sequence[Task], bank: MemoryBank, k: int) -> list[Job]:
+def specs_for(tasks: Sequence[Task], bank: MemoryBank, k: int) -> list[EpisodeSpec]:
     """M = Retrieve(bank, goal) for every task, without entries of the task itself; the bank's version goes along.
 
     Entries stand in the order of their ids (hashes), not of their rank: the right one usually ranks first, and a place
@@ -74,7 +74,7 @@ def jobs_for(tasks: Sequence[Task], bank: MemoryBank, k: int) -> list[Job]:
     version = bank.snapshot()
     found = bank.retrieve_many(tasks, k) if k else [[] for _ in tasks]
     ordered = [tuple(sorted(entries, key=lambda entry: entry.id)) for entries in found]
-    return [Job(task, entries, version) for task, entries in zip(tasks, ordered, strict=True)]
+    return [EpisodeSpec(task, entries, version) for task, entries in zip(tasks, ordered, strict=True)]
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ def play_rounds(
     delivery = Delivery("teacher", "compiled", teacher, soft=False)
     for start in range(done, len(tasks), rounds.size):
         batch = tasks[start : start + rounds.size]
-        jobs = jobs_for(batch, bank, rounds.k)
-        episodes = run_episodes(make_env, jobs, delivery, executor, rounds.limits, rounds.size, on_episode)
+        specs = specs_for(batch, bank, rounds.k)
+        episodes = run_episodes(make_env, specs, delivery, executor, rounds.limits, rounds.size, on_episode)
         rows = _explained(episodes, teacher)
         _append(record, rows)
         if rounds.grows:

@@ -135,7 +135,7 @@ def _in_view(thing: str, steps: Sequence[StepRecord]) -> bool:
 
 def _missing(wanted: Needs, episode: Episode) -> list[str]:
     """Steps that the goal needs and that were never taken, as often as it needs them."""
-    from data_gen.teacher import subgoals  # imports torch, which tables and reports do without
+    from agent.expert import subgoals  # imports torch, which tables and reports do without
 
     taken = subgoals([step.action for step in episode.steps if not refused(step)])
     kinds = Counter(re.sub(r" \d+$", "", name) for name in taken)  # "put mug in cabinet 2": any cabinet will do

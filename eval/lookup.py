@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agent.episode import Job, goal_text
+from agent.episode import EpisodeSpec, goal_text
+from agent.expert import entry_for_goal, taken
 from agent.records import Episode
-from data_gen.teacher import entry_for_goal, taken
 
 
-def lookup(episodes: Iterable[Episode], jobs: Iterable[Job]) -> dict[str, float]:
+def lookup(episodes: Iterable[Episode], specs: Iterable[EpisodeSpec]) -> dict[str, float]:
     """Share of episodes whose first guidance names the place that the right entry holds (where there is one)."""
-    named = [_first_place(e) == truth for e, job in zip(episodes, jobs, strict=True) if (truth := _right_place(job))]
+    named = [_first_place(e) == truth for e, spec in zip(episodes, specs, strict=True) if (truth := _right_place(spec))]
     return {"accuracy": sum(named) / max(1, len(named)), "n": len(named)}
 
 
-def chance(jobs: Iterable[Job]) -> float:
+def chance(specs: Iterable[EpisodeSpec]) -> float:
     """Look-up accuracy of citing a random one of the retrieved entries."""
     shares = [
-        sum(fact[1] == truth for e in job.memory if (fact := taken(e.provenance.actions))) / len(job.memory)
-        for job in jobs
-        if (truth := _right_place(job))
+        sum(fact[1] == truth for e in spec.memory if (fact := taken(e.provenance.actions))) / len(spec.memory)
+        for spec in specs
+        if (truth := _right_place(spec))
     ]
     return sum(shares) / max(1, len(shares))
 
 
-def _right_place(job: Job) -> str | None:
+def _right_place(spec: EpisodeSpec) -> str | None:
     """Where the right entry says that the goal's object is; None if no entry says so."""
-    entry = entry_for_goal(goal_text(job.task), job.memory)
+    entry = entry_for_goal(goal_text(spec.task), spec.memory)
     fact = taken(entry.provenance.actions) if entry else None
     return fact[1] if fact else None
 

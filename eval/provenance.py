@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agent.episode import SOFT_MARK, Job
+from agent.episode import SOFT_MARK, EpisodeSpec
 from compiler.brief_state import Belief, BriefState
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
@@ -43,9 +43,9 @@ def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
     }
 
 
-def memory_hash(jobs: Iterable[Job]) -> str:
+def memory_hash(specs: Iterable[EpisodeSpec]) -> str:
     """SHA-256 over which entries serve which task: the same memory for every delivery and session."""
-    return sha256([[job.task.id, [[entry.id, entry.text] for entry in job.memory]] for job in jobs])
+    return sha256([[spec.task.id, [[entry.id, entry.text] for entry in spec.memory]] for spec in specs])
 
 
 def environment_version(name: str, packages: Mapping[str, str]) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from agent.delivery import Delivery, ShuffledSoft
+from agent.deliveries import Delivery, ShuffledSoft
 from agent.disclosure import RuleDisclosure
-from agent.episode import Job, Limits, run_episodes
+from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.expert import ExpertTeacher
 from agent.records import Episode
 from compiler.records import Compiler
-from data_gen.teacher import ExpertTeacher
 from envs.base import Environment
-from executor.frozen import Executor
+from executor.hf import Executor
 
 # Deliveries whose episodes depend on those that run beside them: a run that was killed plays them again as a whole.
 INTERDEPENDENT = frozenset({"compiled_shuffled_soft"})
@@ -24,31 +24,33 @@ class Evaluation:
     """Everything that one comparison holds fixed.
 
     Attributes:
-        jobs: the tasks with what was retrieved for each.
+        specs: the tasks with what was retrieved for each.
         top_jobs: the same tasks with the best entry alone, for `static_top1` (empty where nobody asks for it).
     """
 
     make_env: Callable[[], Environment]
-    jobs: Sequence[Job]
+    specs: Sequence[EpisodeSpec]
     executor: Executor
     compiler: Compiler | None
     limits: Limits
     concurrency: int = 64
-    top_jobs: Sequence[Job] = ()
+    top_specs: Sequence[EpisodeSpec] = ()
 
     def run(
         self, name: str, on_episode: Callable[[Episode], None] | None = None, played: Container[str] = ()
     ) -> list[Episode]:
-        """All jobs under delivery `name`, but for the tasks that were played already.
+        """All specs under delivery `name`, but for the tasks that were played already.
 
         Raises:
             ValueError: no tasks, or a compiled delivery without a compiler.
         """
-        if not self.jobs:
+        if not self.specs:
             raise ValueError("there are no tasks to evaluate: check split, limit and the environment's data")
-        jobs = [job for job in (self.top_jobs if name == "static_top1" else self.jobs) if job.task.id not in played]
+        specs = [
+            spec for spec in (self.top_specs if name == "static_top1" else self.specs) if spec.task.id not in played
+        ]
         delivery = make_delivery(name, self.compiler, self.limits.seed)
-        return run_episodes(self.make_env, jobs, delivery, self.executor, self.limits, self.concurrency, on_episode)
+        return run_episodes(self.make_env, specs, delivery, self.executor, self.limits, self.concurrency, on_episode)
 
 
 def make_delivery(name: str, compiler: Compiler | None, seed: int) -> Delivery:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from executor.endpoint import Endpoint, Message, user_message
-from executor.frozen import Action
 from executor.grounding import ground
+from executor.hf import Action
 from executor.prompt import ExecutorRequest, executor_parts
+from lm.endpoint import Endpoint, Message, user_message
 from memory.trajectory import png_bytes
 
 
 class ApiExecutor:
-    """A backend of the protocol `executor.frozen.Executor`. It reads the prompt that every executor reads, answers in
+    """A backend of the protocol `executor.hf.Executor`. It reads the prompt that every executor reads, answers in
     free text, and the answer is grounded; commands that the prompt does not list are not listed to it either.
 
     Args:

@@ -29,15 +29,15 @@ from rich.table import Table
 
 from configs.schema import CompilerConfig, ExecutorConfig, Settings, Soft, VllmEngine
 from memcompiler import build
-from memcompiler.progress import progress
+from runtime.progress import progress
 
 if TYPE_CHECKING:
-    from agent.delivery import Delivery
-    from compiler.model import MemoryCompiler
+    from agent.deliveries import Delivery
+    from compiler.hf import MemoryCompiler
     from compiler.records import Compilation, CompileRequest
-    from executor.frozen import Action, FrozenExecutor
+    from executor.hf import Action, FrozenExecutor
     from executor.prompt import ExecutorRequest
-    from executor.served import VllmExecutor
+    from executor.vllm import VllmExecutor
     from memory.entry import MemoryEntry
     from soft_mem.projector import Projector
 
@@ -111,10 +111,10 @@ class Script:
 
     def __init__(self, config: DeliveryBench) -> None:
         from compiler.prompt import INSTRUCTIONS
-        from compiler.served import encoder
-        from executor.frozen import TokenExecutor
+        from compiler.vllm import encoder
+        from executor.hf import TokenExecutor
         from executor.prompt import RULES
-        from executor.vision import load_reader
+        from lm.vision import load_reader
 
         self.config, name = config, build.model_path(config.model)
         self.compiler, self._instructions = encoder(name), INSTRUCTIONS
@@ -304,7 +304,7 @@ def _delivery(name: str) -> Delivery:
     """How the loop words a delivery. Its compiler is not asked through it: the players' is, under the clock."""
     from typing import cast
 
-    from agent.delivery import Delivery
+    from agent.deliveries import Delivery
     from compiler.records import Compiler
 
     return Delivery(name, "static") if name == "static" else Delivery(name, "compiled", cast(Compiler, object()))
@@ -386,7 +386,7 @@ def _vllm_players(config: DeliveryBench, needed: int) -> Players:
     """The compiler's fresh LoRA and projector are made by the Hugging Face model, which then goes."""
     import torch
 
-    from compiler.served import VllmCompiler
+    from compiler.vllm import VllmCompiler
 
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cache_gib(config, needed)))

@@ -14,14 +14,14 @@ from configs.schema import CollectConfig, CompilerConfig, EndpointConfig, Execut
 if TYPE_CHECKING:
     import torch
 
-    from compiler.model import Decoding, MemoryCompiler
-    from compiler.remote import RemoteCompiler
-    from compiler.served import VllmCompiler
+    from compiler.client import RemoteCompiler
+    from compiler.hf import Decoding, MemoryCompiler
+    from compiler.vllm import VllmCompiler
     from executor.api import ApiExecutor
-    from executor.endpoint import Endpoint
-    from executor.frozen import Executor, FrozenExecutor
-    from executor.remote import RemoteExecutor
-    from executor.served import VllmExecutor
+    from executor.client import RemoteExecutor
+    from executor.hf import Executor, FrozenExecutor
+    from executor.vllm import VllmExecutor
+    from lm.endpoint import Endpoint
     from memory.bank import MemoryBank
 
     AnyExecutor = FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor
@@ -31,9 +31,9 @@ RESPONSES = "responses.sqlite"  # a run's file of endpoints' answers
 
 
 def model_path(name: str) -> str:
-    """A shipped model's folder for `assets/...` from anywhere; any other name or path as it is."""
+    """A shipped model's folder for `zoo/...` from anywhere; any other name or path as it is."""
     shipped = REPOSITORY / name
-    return str(shipped) if name.startswith("assets/") and not Path(name).exists() else name
+    return str(shipped) if name.startswith("zoo/") and not Path(name).exists() else name
 
 
 def quiet() -> None:
@@ -63,14 +63,14 @@ def growing_bank(config: MemoryConfig, path: Path) -> tuple[MemoryBank, int]:
 
 
 def open_endpoint(config: EndpointConfig, cache: Path | None = None) -> Endpoint:
-    from executor.endpoint import Endpoint
+    from lm.endpoint import Endpoint
 
     return Endpoint(config, cache)
 
 
 def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[Executor, dict[str, Endpoint]]:
     """Who acts while an endpoint teacher compiles, and all endpoints by role."""
-    from data_gen.teacher import ExpertExecutor
+    from agent.expert import ExpertExecutor
     from executor.api import ApiExecutor
 
     endpoints = {"teacher": teacher}
@@ -96,12 +96,12 @@ def load_executor(config: ExecutorConfig, cache: Path | None = None) -> AnyExecu
     name, common = model_path(config.model), _common(config)
     if config.engine == "vllm":
         _cpu_defaults()
-        from executor.served import VllmExecutor
+        from executor.vllm import VllmExecutor
 
         engine = config.vllm.model_dump()
         return VllmExecutor.load(name, config.dtype, engine, temperature=config.temperature, **common)
     if config.engine == "http":
-        from executor.remote import RemoteExecutor
+        from executor.client import RemoteExecutor
 
         return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), timeout=config.timeout_s, **common)
     return load_frozen(config)
@@ -110,7 +110,7 @@ def load_executor(config: ExecutorConfig, cache: Path | None = None) -> AnyExecu
 def load_frozen(config: ExecutorConfig) -> FrozenExecutor:
     """The executor in this process, whatever `engine` says: a gradient can pass through it."""
     quiet()
-    from executor.frozen import FrozenExecutor
+    from executor.hf import FrozenExecutor
 
     return FrozenExecutor.load(
         model_path(config.model), dtype_of(config.dtype), device_of(config.device), batch_size=config.batch_size,
@@ -137,8 +137,8 @@ def load_compiler(config: CompilerConfig, executor: AnyExecutor | None, seed: in
     Face model, which training needs; `load_served_compiler` makes the engine that is fast."""
     import torch
 
-    from compiler.backbone import Backbone
-    from compiler.model import LoraSettings, MemoryCompiler
+    from compiler.hf import LoraSettings, MemoryCompiler
+    from lm.backbone import Backbone
     from soft_mem.projector import Projector, ProjectorConfig
     from training import checkpoint
 
@@ -172,7 +172,7 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0) -> VllmCompiler:
         ConfigError: no checkpoint to serve.
     """
     _cpu_defaults()
-    from compiler.served import VllmCompiler
+    from compiler.vllm import VllmCompiler
     from training import checkpoint
 
     if config.checkpoint is None:
@@ -190,13 +190,13 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0) -> VllmCompiler:
 
 def load_remote_compiler(config: CompilerConfig, seed: int = 0, urls: Sequence[str] = ()) -> RemoteCompiler:
     """The trained compiler behind `memcompiler serve compiler`: at the settings' url, or at several."""
-    from compiler.remote import RemoteCompiler
+    from compiler.client import RemoteCompiler
 
     return RemoteCompiler(urls or str(config.url), config.temperature, seed=seed, timeout=config.timeout_s)
 
 
 def _decoding(config: CompilerConfig) -> Decoding:
-    from compiler.model import Decoding
+    from compiler.hf import Decoding
 
     return Decoding(config.temperature, config.max_new_tokens, config.batch_size)
 

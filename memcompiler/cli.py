@@ -27,7 +27,7 @@ bank_app = typer.Typer(no_args_is_help=True, help="Look at a memory bank, import
 data_app = typer.Typer(no_args_is_help=True, help="Look at SFT rows, push them to the Hugging Face hub.")
 env_app = typer.Typer(no_args_is_help=True, help="Write generated homes as ALFWorld games; serve any environment.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure side by side; the last line is the ratio.")
-tiny_app = typer.Typer(no_args_is_help=True, help="Reproduce and test the tiny models that the repository ships.")
+zoo_app = typer.Typer(no_args_is_help=True, help="Reproduce and test the tiny models that the repository ships.")
 report_app = typer.Typer(
     no_args_is_help=True, cls=RunsByDefault,
     help="Evaluations as a page that opens offline, one (RUN) or several compared (RUN RUN ...), or beside the paper.",
@@ -40,7 +40,7 @@ app.add_typer(bank_app, name="bank")
 app.add_typer(data_app, name="data")
 app.add_typer(env_app, name="env")
 app.add_typer(bench_app, name="bench")
-app.add_typer(tiny_app, name="tiny")
+app.add_typer(zoo_app, name="zoo")
 app.add_typer(report_app, name="report")
 
 Config = Annotated[str | None, typer.Option("--config", "-c", help="YAML file, or a name in configs/.")]
@@ -187,7 +187,7 @@ def report_paper(
 ) -> None:
     """One of the paper's tables, or of its measured figures, with what RUN measured beside it: Markdown, JSON, PNG
     (docs/paper-tables.md)."""
-    from memcompiler.paper import run_figure, run_table
+    from eval.paper.commands import run_figure, run_table
 
     if (table is None) == (figure is None):
         raise typer.BadParameter("say which: --table N or --figure N")
@@ -275,7 +275,7 @@ def parity(
     plain: Annotated[bool, typer.Option(help="TextWorld untouched, its parsers not memoised.")] = False,
 ) -> None:  # fmt: skip
     """Play the same commands in TextWorld and in the native engine; exit 1 if any answer differs."""
-    from memcompiler.engines import run_parity
+    from memcompiler.env import run_parity
 
     _guard(run_parity, games, steps, seed, per_game, jobs, plain)
 
@@ -309,7 +309,7 @@ def env_export(
     from configs.schema import CollectConfig
 
     settings = _load(CollectConfig, config, overrides, False)
-    from memcompiler.engines import run_export
+    from memcompiler.env import run_export
 
     _guard(run_export, settings.env, split, limit, out)
 
@@ -326,7 +326,7 @@ def env_serve(
     from configs.schema import CollectConfig
 
     settings = _load(CollectConfig, config, overrides, False)
-    from memcompiler.engines import run_serve
+    from memcompiler.env import run_serve
 
     _guard(run_serve, settings, host, port, sessions)
 
@@ -372,7 +372,7 @@ def bench_env(
     seed: Annotated[int, typer.Option(help="Seed of the games and of the walks.")] = 0,
 ) -> None:
     """Resets and steps per second of TextWorld and of the native engine, on the same games and commands."""
-    from memcompiler.engines import run_bench
+    from memcompiler.env import run_bench
 
     _guard(run_bench, games, number, steps, seed)
 
@@ -410,30 +410,30 @@ def bench_delivery(
     _guard(run_bench_delivery, model, memory_tokens, steps, concurrency, engine, dtype, n_soft, out)
 
 
-@tiny_app.command("gate")
-def tiny_gate(
-    model: Annotated[str, typer.Option(help="Compiler base to test.")] = "assets/compiler-tiny",
+@zoo_app.command("gate")
+def zoo_gate(
+    model: Annotated[str, typer.Option(help="Compiler base to test.")] = "zoo/household/compiler",
     scenes: Annotated[int, typer.Option(help="Held-out scenes.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the scenes.")] = 1,
 ) -> None:
     """The look-up gate: does the base name the place that the right memory entry holds? Exits 1 at 95 % or below."""
-    from training.tiny.gate import run_gate
+    from zoo.household.gate import run_gate
 
     raise typer.Exit(run_gate(model, scenes, seed))
 
 
-@tiny_app.command("compiler")
-def tiny_compiler(out: Out = Path("assets/compiler-tiny"), seed: int = 0) -> None:
+@zoo_app.command("compiler")
+def zoo_compiler(out: Out = Path("zoo/household/compiler"), seed: int = 0) -> None:
     """Pretrain the tiny compiler base from nothing (CPU, about an hour); writes the model and its RECORD.json."""
-    from training.tiny.pretrain import pretrain_compiler
+    from zoo.household.pretrain import pretrain_compiler
 
     pretrain_compiler(out, seed)
 
 
-@tiny_app.command("executor")
-def tiny_executor(out: Out = Path("assets/executor-tiny"), seed: int = 0) -> None:
+@zoo_app.command("executor")
+def zoo_executor(out: Out = Path("zoo/household/executor"), seed: int = 0) -> None:
     """Train the tiny executor from nothing (CPU, about an hour); writes the model and its RECORD.json."""
-    from training.tiny.pretrain import pretrain_executor
+    from zoo.household.pretrain import pretrain_executor
 
     pretrain_executor(out, seed)
 
@@ -468,7 +468,7 @@ def _known_failures() -> tuple[type[Exception], ...]:
     """Imported when something has failed: a command that only starts another program is spared what they import."""
     from configs.load import ConfigError
     from envs.base import EnvironmentFailure
-    from executor.endpoint import EndpointStop
+    from lm.endpoint import EndpointStop
     from memcompiler.launch import LaunchError
     from memory.bank import BankError
     from training.checkpoint import CheckpointError

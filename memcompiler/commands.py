@@ -17,14 +17,14 @@ from configs.run_folder import RunFolder
 from configs.schema import CollectConfig, EvalConfig, GrpoConfig, QuickstartConfig, SftConfig
 from memcompiler import build
 from memcompiler.environments import Environments, experience_split
-from memcompiler.progress import progress
+from runtime.progress import progress
 
 if TYPE_CHECKING:
     from agent.records import Episode
-    from compiler.model import MemoryCompiler
+    from compiler.hf import MemoryCompiler
     from data_gen.collect import Rounds, Teacher
     from envs.base import Task
-    from executor.frozen import Executor
+    from executor.hf import Executor
     from memory.bank import MemoryBank
 
 console = Console(width=120)
@@ -32,7 +32,7 @@ console = Console(width=120)
 
 def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> None:
     """Bank and SFT rows of a split: OUT/bank, OUT/rows."""
-    run = RunFolder.create(out, config, on_exists=on_exists, ignore=HOW_TO_ASK)  # type: ignore[arg-type]
+    run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)  # type: ignore[arg-type]
     if (out / "collect.json").exists():
         console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")
         return
@@ -68,7 +68,7 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
 
 
 # What a collection that is continued may change: it bears on how the endpoints are asked, not on what.
-HOW_TO_ASK = tuple(
+MAY_CHANGE_ON_RESUME = tuple(
     f"{block}.{name}"
     for block in ("api", "executor.api")
     for name in (
@@ -83,8 +83,8 @@ def _ask_expert(
 ) -> tuple[MemoryBank, list[Task], dict[str, Any]]:
     """The expert fills the bank, then teaches. Bank, tasks, and what collect.json says of its work."""
     from agent.episode import Limits
+    from agent.expert import ExpertExecutor, ExpertTeacher
     from data_gen.collect import Rounds, shard_of
-    from data_gen.teacher import ExpertExecutor, ExpertTeacher
 
     bank, tasks = training_tasks_and_bank(config, envs, run)
     tasks = shard_of(tasks, config.shard)
@@ -159,7 +159,7 @@ def _train_sft(config: SftConfig, out: Path, on_exists: str) -> MemoryCompiler:
     ]
     run = None
     if distributed.rank() == 0:
-        run = RunFolder.create(out, config, on_exists=on_exists, ignore=distributed.HOW)  # type: ignore[arg-type]
+        run = RunFolder.create(out, config, on_exists=on_exists, ignore=distributed.MAY_CHANGE_ON_RESUME)  # type: ignore[arg-type]
         record_rows(run, list(parts), problems)
     distributed.barrier()
     executor = build.load_frozen(config.executor)
@@ -225,7 +225,7 @@ def _before_and_after(
     from eval.episodes import read_episodes
     from eval.matrix import Cell
     from eval.metrics import AFTER_GRPO, difference
-    from memcompiler.evaluate import Loaded, evaluate
+    from memcompiler.evaluate import ModelCache, evaluate
 
     made: dict[str, dict[str, Any]] = {}
     episodes: dict[str, list[Episode]] = {}
@@ -233,7 +233,7 @@ def _before_and_after(
     for stage, names in deliveries.items():
         cell = _from(config, out / stage).model_copy(update={"deliveries": names})
         folder = out / ("eval" if stage == "sft" else "eval-grpo")
-        with Loaded.holding(cell, executor, build.load_compiler(cell.compiler, executor, cell.seed)) as loaded:
+        with ModelCache.holding(cell, executor, build.load_compiler(cell.compiler, executor, cell.seed)) as loaded:
             made[stage] = evaluate(Cell({}, cell), folder, loaded, on_exists)
         episodes[stage] = list(read_episodes(folder / "episodes.jsonl"))
     results = made["sft"]

@@ -167,8 +167,8 @@ def all_probes() -> list[Probe]:
         Probe("deepspeed", partial(is_installed, "deepspeed"), sync),
         Probe("lancedb", full_text_search, f"{sync} --reinstall-package lancedb"),
         Probe("built-in engine", household_step, "make test ARGS=tests/envs"),
-        Probe("compiler-tiny", partial(shipped_model, "compiler-tiny"), _restore("compiler-tiny", "compiler")),
-        Probe("executor-tiny", partial(shipped_model, "executor-tiny"), _restore("executor-tiny", "executor")),
+        Probe("compiler-tiny", partial(shipped_model, "compiler"), _restore("compiler")),
+        Probe("executor-tiny", partial(shipped_model, "executor"), _restore("executor")),
         Probe("gpu", gpus, core=False),
         Probe("ALFWorld games", alfworld_games, _fetch_games(sync), core=False),
         Probe("alfworld", partial(imports, "textworld", "alfworld"), f"{sync} --extra alfworld", core=False),
@@ -237,9 +237,9 @@ def household_step() -> str:
 
 def shipped_model(name: str) -> str:
     """The model's files are those that its record names (`"sha256": {file: digest}`)."""
-    folder = REPOSITORY / "assets" / name
+    folder = REPOSITORY / "zoo" / "household" / name
     if not any(folder.glob("*.safetensors")):
-        raise Missing(f"no weights in assets/{name}")
+        raise Missing(f"no weights in zoo/household/{name}")
     record = folder / "RECORD.json"
     digests: dict[str, str] = (
         json.loads(record.read_text(encoding="utf-8")).get("sha256", {}) if record.exists() else {}
@@ -247,9 +247,9 @@ def shipped_model(name: str) -> str:
     for file, digest in sorted(digests.items()):
         path = folder / file
         if not path.is_file():
-            raise Missing(f"assets/{name}/{file} is not there")
+            raise Missing(f"zoo/household/{name}/{file} is not there")
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise RuntimeError(f"assets/{name}/{file} is not the file that RECORD.json describes")
+            raise RuntimeError(f"zoo/household/{name}/{file} is not the file that RECORD.json describes")
     return f"{len(digests)} files verified" if digests else "there; no digests to verify"
 
 
@@ -359,15 +359,15 @@ def _install_embodied_bench(benchmark: str) -> str:
     return f'export {place.variable}="$(conda run -n {place.conda} which python)"  # to install: docs/environments.md'
 
 
-def _restore(name: str, command: str) -> str:
+def _restore(name: str) -> str:
     """Bring back a shipped model: from git where it is committed, else by training it again."""
     tracked = subprocess.run(
-        ["git", "ls-files", "--error-unmatch", f"assets/{name}/RECORD.json"],
+        ["git", "ls-files", "--error-unmatch", f"zoo/household/{name}/RECORD.json"],
         cwd=REPOSITORY, capture_output=True, stdin=subprocess.DEVNULL,
     ) if shutil.which("git") else None  # fmt: skip
     if tracked is not None and tracked.returncode == 0:
-        return f"git checkout -- assets/{name}"
-    return f".venv/bin/memcompiler tiny {command}"
+        return f"git checkout -- zoo/household/{name}"
+    return f".venv/bin/memcompiler zoo {name}"
 
 
 def _fetch_games(sync: str) -> str:

@@ -27,10 +27,10 @@ from configs.run_folder import RunFolder, RunFolderError, to_json, write_atomica
 from configs.schema import EvalConfig
 from memcompiler import build
 from memcompiler.environments import Environments, default_split
-from memcompiler.progress import progress
+from runtime.progress import progress
 
 if TYPE_CHECKING:
-    from agent.episode import Job
+    from agent.episode import EpisodeSpec
     from agent.records import Episode
     from compiler.records import Compiler
     from envs.base import Task
@@ -42,7 +42,7 @@ console = Console(width=120)
 RESULTS = "results.json"
 
 
-class Loaded:
+class ModelCache:
     """What evaluations have in use: executor, compiler, environments. Made when one asks for it, kept while the next
     ask for the same, and let go before another is made. Close it after use (it is a context manager)."""
 
@@ -50,13 +50,13 @@ class Loaded:
         self._held: dict[str, tuple[object, Any]] = {}
 
     @classmethod
-    def holding(cls, config: EvalConfig, executor: Any, compiler: Compiler | None) -> Loaded:
+    def holding(cls, config: EvalConfig, executor: Any, compiler: Compiler | None) -> ModelCache:
         """With models that are there already."""
         loaded = cls()
         loaded._held = {"executor": (config.executor, executor), "compiler": (_compiler_key(config), compiler)}
         return loaded
 
-    def __enter__(self) -> Loaded:
+    def __enter__(self) -> ModelCache:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,13 +99,13 @@ def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dic
     made = cells(config)
     check_baseline(config, made)
     _check_checkpoints(made)
-    with Loaded() as loaded:
+    with ModelCache() as loaded:
         if config.matrix:
             return _run_matrix(config, made, out, loaded, on_exists)
         return evaluate(made[0], out, loaded, on_exists)
 
 
-def evaluate(cell: Cell, out: Path, loaded: Loaded, on_exists: str, banks: Path | None = None) -> dict[str, Any]:
+def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, banks: Path | None = None) -> dict[str, Any]:
     """One cell: play what has not been played, then write results.json and report.html.
 
     Args:
@@ -126,9 +126,9 @@ def evaluate(cell: Cell, out: Path, loaded: Loaded, on_exists: str, banks: Path 
     return results
 
 
-def _play(cell: Cell, run: RunFolder, loaded: Loaded, banks: Path | None) -> dict[str, Any]:
+def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) -> dict[str, Any]:
     from agent.episode import Limits
-    from data_gen.collect import jobs_for
+    from data_gen.collect import specs_for
     from eval.record import EpisodeRecord
     from eval.runner import Evaluation
     from memcompiler.commands import chosen_tasks
@@ -138,10 +138,10 @@ def _play(cell: Cell, run: RunFolder, loaded: Loaded, banks: Path | None) -> dic
     envs = loaded.environments(config)
     tasks, experience = chosen_tasks(config, envs, split)
     bank = _filled_bank(config, envs, experience, run.path if banks is None else banks / bank_key(config, split))
-    jobs = jobs_for(tasks, bank, config.memory.k)
-    top = jobs_for(tasks, bank, min(1, config.memory.k)) if "static_top1" in config.deliveries else []
+    specs = specs_for(tasks, bank, config.memory.k)
+    top = specs_for(tasks, bank, min(1, config.memory.k)) if "static_top1" in config.deliveries else []
     executor, compiler = loaded.executor(config), loaded.compiler(config)
-    identity = _identity(config, jobs, executor, compiler)
+    identity = _identity(config, specs, executor, compiler)
     changed = run.record(
         environment=config.env.model_dump(), split=split, bank_version=bank.snapshot(), tasks=len(tasks), **identity
     )
@@ -150,25 +150,30 @@ def _play(cell: Cell, run: RunFolder, loaded: Loaded, banks: Path | None) -> dic
             f"{run.path} was started with other {', '.join(different)}: its episodes and new ones would not compare. "
             "Evaluate into another folder (--out), or start anew (--on-exists overwrite)"
         )
-    record_evaluation(run, config, jobs, bank)
+    record_evaluation(run, config, specs, bank)
     evaluation = Evaluation(
-        envs.lease, jobs, executor, compiler, Limits(config.max_steps, config.seed), config.concurrency, top
+        envs.lease, specs, executor, compiler, Limits(config.max_steps, config.seed), config.concurrency, top
     )
     record = EpisodeRecord(run.path, cell.levels)
     _drop_unfinished(record, len(tasks))
     played = record.played()
     for name in config.deliveries:
         done = played.get(name, [])
-        with progress(f"{cell.name} {name}".strip(), len(jobs), len(done)) as advance:
+        with progress(f"{cell.name} {name}".strip(), len(specs), len(done)) as advance:
             evaluation.run(name, _both(record.append, advance), set(done))
     episodes = record.episodes(config.deliveries, [task.id for task in tasks])
-    return _results(cell, run, episodes, jobs, bank, split, identity)
+    return _results(cell, run, episodes, specs, bank, split, identity)
 
 
 def _results(
-    cell: Cell, run: RunFolder, episodes: Mapping[str, Sequence[Episode]], jobs: Sequence[Job], bank: MemoryBank,
-    split: str, identity: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+    cell: Cell,
+    run: RunFolder,
+    episodes: Mapping[str, Sequence[Episode]],
+    specs: Sequence[EpisodeSpec],
+    bank: MemoryBank,
+    split: str,
+    identity: Mapping[str, Any],
+) -> dict[str, Any]:
     from eval.lookup import chance, lookup
     from eval.matrix import baseline_of
     from eval.metrics import HIGHER_IS_BETTER, results
@@ -177,15 +182,26 @@ def _results(
     config = cell.config
     facts = json.loads((run.path / "environment.json").read_text(encoding="utf-8"))
     meta = {
-        "environment": config.env.name, "split": split, "seed": config.seed, "scene_seed": config.env.seed,
-        "n_tasks": len(jobs), "bank_version": bank.snapshot(), "bank_entries": len(bank), "max_steps": config.max_steps,
-        "chance_lookup": chance(jobs), **identity,
-        "lookup": {name: lookup(e, jobs) for name, e in episodes.items() if name.startswith("compiled")},
-        "complete": True, "levels": dict(cell.levels), "baseline": config.baseline,
-        "higher_is_better": HIGHER_IS_BETTER, "git": facts["git"], "versions": facts["packages"],
+        "environment": config.env.name,
+        "split": split,
+        "seed": config.seed,
+        "scene_seed": config.env.seed,
+        "n_tasks": len(specs),
+        "bank_version": bank.snapshot(),
+        "bank_entries": len(bank),
+        "max_steps": config.max_steps,
+        "chance_lookup": chance(specs),
+        **identity,
+        "lookup": {name: lookup(e, specs) for name, e in episodes.items() if name.startswith("compiled")},
+        "complete": True,
+        "levels": dict(cell.levels),
+        "baseline": config.baseline,
+        "higher_is_better": HIGHER_IS_BETTER,
+        "git": facts["git"],
+        "versions": facts["packages"],
         "environment_version": environment_version(config.env.name, facts["packages"]),
         "config": config.model_dump(mode="json"),
-    }  # fmt: skip
+    }
     pairs = [(name, base) for name in episodes if (base := baseline_of(config, cell, name))]
     made = results(episodes, meta, pairs)
     for name, summary in made["results"].items():
@@ -193,9 +209,11 @@ def _results(
     return made
 
 
-def _identity(config: EvalConfig, jobs: Sequence[Job], executor: Any, compiler: Compiler | None) -> dict[str, Any]:
+def _identity(
+    config: EvalConfig, specs: Sequence[EpisodeSpec], executor: Any, compiler: Compiler | None
+) -> dict[str, Any]:
     """What must be the same in every session of a run: tasks, memory, weights, prompts."""
-    from compiler.remote import RemoteCompiler
+    from compiler.client import RemoteCompiler
     from envs.manifest import Manifest
     from eval.provenance import memory_hash, prompt_hashes
     from training import checkpoint
@@ -206,8 +224,8 @@ def _identity(config: EvalConfig, jobs: Sequence[Job], executor: Any, compiler: 
     elif compiler is not None:
         compiler_hash = checkpoint.sha256(checkpoint.find(Path(str(config.compiler.checkpoint))))
     return {
-        "tasks_sha256": Manifest.of(config.env.name, (job.task for job in jobs)).sha256,
-        "memory_sha256": memory_hash(jobs),
+        "tasks_sha256": Manifest.of(config.env.name, (spec.task for spec in specs)).sha256,
+        "memory_sha256": memory_hash(specs),
         "executor_hash": executor.hash(),
         "compiler_hash": compiler_hash,
         "prompts": prompt_hashes(executor, compiler),
@@ -287,7 +305,9 @@ def _both(first: Callable[[Any], None], then: Callable[[Any], None]) -> Callable
 # matrix ---------------------------------------------------------------------------------------------------------------
 
 
-def _run_matrix(config: EvalConfig, made: Sequence[Cell], out: Path, loaded: Loaded, on_exists: str) -> dict[str, Any]:
+def _run_matrix(
+    config: EvalConfig, made: Sequence[Cell], out: Path, loaded: ModelCache, on_exists: str
+) -> dict[str, Any]:
     """Every cell in turn, each resumed by itself; then all of them in one table."""
     from eval.report import write_run_report
     from eval.table import print_results

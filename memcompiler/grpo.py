@@ -14,12 +14,12 @@ from configs.schema import ExecutorConfig, GrpoConfig
 from memcompiler import build
 from memcompiler.commands import training_tasks_and_bank
 from memcompiler.environments import Environments
-from memcompiler.progress import progress
+from runtime.progress import progress
 
 if TYPE_CHECKING:
-    from agent.episode import Job
-    from compiler.model import MemoryCompiler
-    from executor.frozen import Executor
+    from agent.episode import EpisodeSpec
+    from compiler.hf import MemoryCompiler
+    from executor.hf import Executor
     from training.rollout import Group, RolloutEngine
 
 console = Console(width=120)
@@ -40,13 +40,13 @@ def _train_grpo(config: GrpoConfig, out: Path, on_exists: str) -> MemoryCompiler
 
     run = None
     if distributed.rank() == 0:
-        run = RunFolder.create(out, config, on_exists=on_exists, ignore=distributed.HOW)  # type: ignore[arg-type]
+        run = RunFolder.create(out, config, on_exists=on_exists, ignore=distributed.MAY_CHANGE_ON_RESUME)  # type: ignore[arg-type]
     distributed.barrier()
     with Environments(config.env) as envs:
-        jobs, facts = _jobs(config, envs, run, out)
+        specs, facts = _specs(config, envs, run, out)
         executor = build.load_executor(_executor_of(config))
         compiler = build.load_compiler(config.compiler, executor, config.seed)
-        trainer = GrpoTrainer(config, compiler, executor, _engine(config, envs, executor, out), jobs, out, facts)
+        trainer = GrpoTrainer(config, compiler, executor, _engine(config, envs, executor, out), specs, out, facts)
         if trainer.resume():
             console.print(f"  resumed at update {trainer.update} of {config.updates}")
         if run is not None:  # also where it starts over, having been killed before its first checkpoint
@@ -96,12 +96,12 @@ def run_bench_rollout(config: GrpoConfig, out: Path, updates: int) -> None:
     run = RunFolder.create(out, config, on_exists="overwrite")
     rates: dict[str, list[float]] = {"batched": [], "one at a time": []}
     with Environments(config.env) as envs:
-        jobs, _ = _jobs(config, envs, run, out)
+        specs, _ = _specs(config, envs, run, out)
         batched = _engine(config, envs, executor, out)
         engines = {"batched": batched, "one at a time": replace(batched, concurrency=1)}
-        batched.run(compiler, jobs[: config.tasks], 2)  # warm-up
+        batched.run(compiler, specs[: config.tasks], 2)  # warm-up
         for update in range(updates):
-            chosen = [jobs[(update * config.tasks + i) % len(jobs)] for i in range(config.tasks)]
+            chosen = [specs[(update * config.tasks + i) % len(specs)] for i in range(config.tasks)]
             for name, engine in engines.items():
                 compiler.generator.manual_seed(update)
                 started = time.perf_counter()
@@ -117,10 +117,12 @@ def run_bench_rollout(config: GrpoConfig, out: Path, updates: int) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _jobs(config: GrpoConfig, envs: Environments, run: RunFolder | None, out: Path) -> tuple[list[Job], dict[str, Any]]:
+def _specs(
+    config: GrpoConfig, envs: Environments, run: RunFolder | None, out: Path
+) -> tuple[list[EpisodeSpec], dict[str, Any]]:
     """Training tasks with their memory. Rank 0 (which has the run folder) checks them and fills the bank; the others
     take what it has made."""
-    from data_gen.collect import jobs_for
+    from data_gen.collect import specs_for
     from envs.manifest import Manifest
     from memcompiler.leakage import MANIFEST
     from training import distributed
@@ -133,7 +135,7 @@ def _jobs(config: GrpoConfig, envs: Environments, run: RunFolder | None, out: Pa
         kept = Manifest.read(out / MANIFEST).ids
         tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in kept]
         bank = build.open_bank(config.memory, out / "bank")
-    return jobs_for(tasks, bank, config.memory.k), {"bank_version": bank.snapshot()}
+    return specs_for(tasks, bank, config.memory.k), {"bank_version": bank.snapshot()}
 
 
 def _executor_of(config: GrpoConfig) -> ExecutorConfig:

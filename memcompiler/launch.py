@@ -24,7 +24,7 @@ from rich.console import Console
 
 from configs.load import ConfigError, to_yaml
 from configs.schema import GrpoConfig, ServeConfig
-from memcompiler.children import end_with_parent
+from runtime.processes import end_with_parent
 
 console = Console(width=120)
 START_S = 1800.0  # that a service may take to load its model

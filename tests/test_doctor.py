@@ -142,9 +142,9 @@ class _Nothing:
 
 def test_shipped_model(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "REPOSITORY", tmp_path)
-    probe = Probe("tiny", partial(doctor.shipped_model, "tiny"), "git checkout -- assets/tiny")
-    assert run_probe(probe) == Check("tiny", "missing", "no weights in assets/tiny", probe.fix)
-    folder = tmp_path / "assets" / "tiny"
+    probe = Probe("tiny", partial(doctor.shipped_model, "tiny"), "git checkout -- zoo/household/tiny")
+    assert run_probe(probe) == Check("tiny", "missing", "no weights in zoo/household/tiny", probe.fix)
+    folder = tmp_path / "zoo" / "household" / "tiny"
     folder.mkdir(parents=True)
     weights = folder / "model.safetensors"
     weights.write_bytes(b"weights")
@@ -156,7 +156,7 @@ def test_shipped_model(monkeypatch, tmp_path):
     assert "is not the file that RECORD.json describes" in run_probe(probe).detail
     (folder / "RECORD.json").write_text(json.dumps({"sha256": {**digests, "tokenizer.json": "0"}}))
     weights.write_bytes(b"weights")
-    assert run_probe(probe).detail == "assets/tiny/tokenizer.json is not there"
+    assert run_probe(probe).detail == "zoo/household/tiny/tokenizer.json is not there"
 
 
 def test_alfworld_games(monkeypatch, tmp_path):
@@ -262,13 +262,13 @@ def test_remedies_use_the_private_uv_where_there_is_no_other(monkeypatch):
 
 def test_shipped_models_are_restored_from_git_where_they_are_committed(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "REPOSITORY", tmp_path)
-    assert doctor._restore("compiler-tiny", "compiler") == ".venv/bin/memcompiler tiny compiler"
-    record = tmp_path / "assets" / "compiler-tiny" / "RECORD.json"
+    assert doctor._restore("compiler") == ".venv/bin/memcompiler zoo compiler"
+    record = tmp_path / "zoo" / "household" / "compiler" / "RECORD.json"
     record.parent.mkdir(parents=True)
     record.touch()
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
-    assert doctor._restore("compiler-tiny", "compiler") == "git checkout -- assets/compiler-tiny"
+    assert doctor._restore("compiler") == "git checkout -- zoo/household/compiler"
 
 
 # --- this machine ---

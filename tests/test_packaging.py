@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-NO_PACKAGES = {"assets", "benchmarks", "docs", "out", "runs", "build", "dist", "tests"}
+NO_PACKAGES = {"benchmarks", "docs", "out", "build", "dist", "tests"}
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ import functools
 import torch
 from PIL import Image
 
-from compiler.backbone import Backbone
 from compiler.brief_state import BriefState, Create
-from compiler.model import Decoding, LoraSettings, MemoryCompiler
+from compiler.hf import Decoding, LoraSettings, MemoryCompiler
 from compiler.records import CompileRequest
+from lm.backbone import Backbone
 from memory.entry import MemoryEntry, Provenance
 from soft_mem.projector import Projector, ProjectorConfig
-from training.tiny.models import make_compiler, make_executor, make_processor, make_tokenizer
+from zoo.household.models import make_compiler, make_executor, make_processor, make_tokenizer
 
 
 @functools.cache

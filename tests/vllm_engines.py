@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.model import MemoryCompiler
-from compiler.served import VllmCompiler, encoder
-from compiler.served import engine_settings as compiler_settings
+from compiler.hf import MemoryCompiler
+from compiler.vllm import VllmCompiler, encoder
+from compiler.vllm import engine_settings as compiler_settings
 from configs.schema import EXECUTOR_KEY
-from executor.served import engine_settings as executor_settings
+from executor.vllm import engine_settings as executor_settings
 from tests import tiny_models
-from training.tiny.models import as_llama, save
+from zoo.household.models import as_llama, save
 
 BLOCK = 32  # tokens of a block of the prefix cache
 RANK = 4
@@ -137,7 +137,7 @@ def served(compiler: MemoryCompiler, path: Path, **kwargs: Any) -> VllmCompiler:
 def in_a_process_of_its_own() -> None:
     """The compiler on an engine in another process, as on a GPU; then that process is killed. For a subprocess: how
     vLLM runs its engine is settled once per process."""
-    from tests.compiler.test_served import SAMPLING, assert_scored_alike, requests
+    from tests.compiler.test_vllm import SAMPLING, assert_scored_alike, requests
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     reference = trained(decoding=SAMPLING)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from compiler.model import MemoryCompiler
+from compiler.hf import MemoryCompiler
 from configs.schema import GrpoConfig, SftConfig
 from training import distributed
 from training.checkpoint import Tensors, trained_parameters

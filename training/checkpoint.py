@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from compiler.model import MemoryCompiler
+from compiler.hf import MemoryCompiler
 from soft_mem.projector import Projector, ProjectorConfig
 
 PREFIX = "step-"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-HOW = (  # settings that say how and where a step is computed: a run may go on with others
+MAY_CHANGE_ON_RESUME = (  # settings that say how and where a step is computed: a run may go on with others
     "backend", "micro_batch_size", "placement.actors", "placement.rollouts", "placement.executors", "rollout_urls",
     "executor_urls",
 )  # fmt: skip

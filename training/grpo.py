@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from agent.episode import Job
-from compiler.backbone import Encoded
-from compiler.model import Decoding, MemoryCompiler
+from agent.episode import EpisodeSpec
+from compiler.hf import Decoding, MemoryCompiler
 from configs.schema import GrpoConfig
-from executor.frozen import ExecutorPrompt, FrozenExecutor, TokenExecutor
+from executor.hf import ExecutorPrompt, FrozenExecutor, TokenExecutor
+from lm.backbone import Encoded
 from soft_mem.projector import Gaussian
 from training import checkpoint, distributed
 from training.backend import BACKENDS, make_optimizer
@@ -44,8 +44,8 @@ from training.rollout import FAILURES, Draw, Group, RolloutEngine, Sample, sampl
 
 if TYPE_CHECKING:
     from executor.api import ApiExecutor
-    from executor.remote import RemoteExecutor
-    from executor.served import VllmExecutor
+    from executor.client import RemoteExecutor
+    from executor.vllm import VllmExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class GrpoTrainer:
     def __init__(
         self, config: GrpoConfig, compiler: MemoryCompiler,
         executor: FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor, engine: RolloutEngine,
-        jobs: Sequence[Job], out: Path, facts: dict[str, Any] | None = None,
+        specs: Sequence[EpisodeSpec], out: Path, facts: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        if not jobs:
+        if not specs:
             raise ValueError("there are no tasks to train on: check split, limit and the environment's data")
         self.config, self.compiler, self.executor, self.engine = config, compiler, executor, engine
-        self.jobs, self.out, self.facts = list(jobs), out, facts or {}
+        self.specs, self.out, self.facts = list(specs), out, facts or {}
         self.executor_hash = executor.hash()
         compiler.decoding = sampling(config)
         self.pathwise = config.latent_gradient == "pathwise"
@@ -99,7 +99,7 @@ class GrpoTrainer:
         if found is None:
             return False
         tensors, state = checkpoint.read(found, self.compiler)
-        if (state["tasks"], state["seed"]) != (len(self.jobs), self.config.seed):
+        if (state["tasks"], state["seed"]) != (len(self.specs), self.config.seed):
             raise checkpoint.CheckpointError(f"{found} was made on {state['tasks']} tasks with seed {state['seed']}")
         self.backend.load(tensors)
         self.update = state["step"]
@@ -115,20 +115,20 @@ class GrpoTrainer:
         tensors = self.backend.state()  # all ranks: it may have to be gathered
         if distributed.rank() == 0:
             state = {
-                "stage": "grpo", "step": self.update, "total": self.config.updates, "tasks": len(self.jobs),
+                "stage": "grpo", "step": self.update, "total": self.config.updates, "tasks": len(self.specs),
                 "seed": self.config.seed, "executor_hash": self.executor_hash, **self.facts,
             }  # fmt: skip
             checkpoint.save(self.out / "checkpoints", self.compiler, tensors, state, self.config.keep)
         distributed.barrier()
 
-    def jobs_of(self, update: int) -> list[Job]:
+    def specs_of(self, update: int) -> list[EpisodeSpec]:
         """The tasks of an update: the training tasks in a fresh permutation each time all have been seen."""
-        n, size = len(self.jobs), self.config.tasks
+        n, size = len(self.specs), self.config.tasks
         chosen = []
         for position in range(update * size, (update + 1) * size):
             epoch, i = divmod(position, n)
             generator = torch.Generator().manual_seed(self.config.seed * 100_003 + epoch)
-            chosen.append(self.jobs[torch.randperm(n, generator=generator)[i]])
+            chosen.append(self.specs[torch.randperm(n, generator=generator)[i]])
         return chosen
 
     def _update(self, update: int) -> tuple[dict[str, float], list[Group]]:
@@ -153,7 +153,7 @@ class GrpoTrainer:
     def _rollout(self, update: int) -> Callable[[], Rollout]:
         """This rank's rollouts for `update`, by the weights as they are now: to be called at once, or in another thread
         while they change."""
-        mine = self.jobs_of(update)[distributed.rank() :: distributed.world_size()]
+        mine = self.specs_of(update)[distributed.rank() :: distributed.world_size()]
         if self.sampler is not self.compiler:
             checkpoint.put(self.sampler, self.backend.weights())
         self.sampler.weight_version = self.update
@@ -278,7 +278,7 @@ class GrpoTrainer:
         noise = torch.stack([draw.noise for draw in draws]).to(gaussian.mu)
         soft = self.compiler.projector.to_embeddings(gaussian.at(noise, self.compiler.decoding.soft_temperature))
         prompts = [replace(draw.prompt, soft=row) for draw, row in zip(draws, soft, strict=True)]
-        scores = self.executor.likelihoods(prompts, [draw.candidates for draw in draws])
+        scores = self.executor.candidate_logprobs(prompts, [draw.candidates for draw in draws])
         chosen = [self.executor.policy(s)[draw.chosen] for s, draw in zip(scores, draws, strict=True)]
         return torch.stack(chosen)[:, None].to(gaussian.mu.device)
 

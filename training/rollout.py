@@ -15,14 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from agent.delivery import Delivery
-from agent.episode import Job, Limits, run_episodes
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode, StepRecord, StopReason
-from compiler.backbone import Encoded
-from compiler.model import Decoding, MemoryCompiler
+from compiler.hf import Decoding, MemoryCompiler
 from compiler.records import Compilation, Compiler, CompileRequest
 from envs.base import Environment
-from executor.frozen import Executor, ExecutorPrompt
+from executor.hf import Executor, ExecutorPrompt
+from lm.backbone import Encoded
 from soft_mem.projector import Gaussian, Projector
 from training import checkpoint
 from training.losses import group_advantages
@@ -82,9 +82,9 @@ class Group:
         return any(self.advantages)
 
 
-class Served(Protocol):
-    """An engine beside the trainer that compiles with weights it is given: `compiler.served.VllmCompiler`, or services
-    (`compiler.remote.RemoteCompiler`)."""
+class RolloutPolicy(Protocol):
+    """An engine beside the trainer that compiles with weights it is given: `compiler.vllm.VllmCompiler`, or services
+    (`compiler.client.RemoteCompiler`)."""
 
     decoding: Decoding
     generator: torch.Generator
@@ -102,17 +102,17 @@ class RolloutEngine:
     executor: Executor
     limits: Limits
     concurrency: int = 64
-    served: Served | None = None
+    served: RolloutPolicy | None = None
     scratch: Path | None = None  # where weights for `served` are put: a folder that it sees, too
 
-    def run(self, compiler: MemoryCompiler, jobs: Sequence[Job], group_size: int) -> list[Group]:
-        """One group of `group_size` episodes per job, in the order of jobs.
+    def run(self, compiler: MemoryCompiler, specs: Sequence[EpisodeSpec], group_size: int) -> list[Group]:
+        """One group of `group_size` episodes per spec, in their order.
 
         Raises:
             RuntimeError: when every episode failed; the message holds the first failure.
         """
         delivery = Delivery("compiled", "compiled", self._up_to_date(compiler))
-        repeated = [job for job in jobs for _ in range(group_size)]
+        repeated = [spec for spec in specs for _ in range(group_size)]
         episodes = run_episodes(self.make_env, repeated, delivery, self.executor, self.limits, self.concurrency)
         if all(episode.stop_reason in FAILURES for episode in episodes):
             raise RuntimeError(f"every episode of the update failed; the first: {episodes[0].error}")

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiler.backbone import Encoded
-from compiler.model import MemoryCompiler
+from compiler.hf import MemoryCompiler
 from configs.schema import SftConfig
 from data_gen.rows import SftRow
-from executor.frozen import ExecutorPrompt, FrozenExecutor
+from executor.hf import ExecutorPrompt, FrozenExecutor
+from lm.backbone import Encoded
 from soft_mem.inject import memory_targets
 from soft_mem.losses import gauss_nll, negative_entropy, orthogonality, soft_mse
 from training import checkpoint, distributed

@@ -2,15 +2,15 @@
 
 import pytest
 
-from agent.delivery import Delivery, ShuffledSoft
-from agent.episode import Job, Limits, run_episodes
+from agent.deliveries import Delivery, ShuffledSoft
+from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import StopReason
 from compiler.brief_state import Create, Fold
 from compiler.language import Emission, render
 from compiler.records import Compilation
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from executor.frozen import Action
 from executor.grounding import Grounding
+from executor.hf import Action
 from tests.tiny_models import entry
 
 COMMANDS = ("north", "south")
@@ -64,18 +64,18 @@ class Recorder:
         return [Action("north", Grounding.CHOICE, "north", (1, 2), 2, 1) for _ in requests]
 
 
-def job(steps: int, kind: str = "") -> Job:
-    return Job(Task(str(steps), f"goal {steps}", "home 1", "test", kind), (entry(1, "the memory"),), 7)
+def spec(steps: int, kind: str = "") -> EpisodeSpec:
+    return EpisodeSpec(Task(str(steps), f"goal {steps}", "home 1", "test", kind), (entry(1, "the memory"),), 7)
 
 
-def run(jobs, delivery=None, executor=None, **kwargs):
+def run(specs, delivery=None, executor=None, **kwargs):
     recorder = Recorder()
     delivery = delivery or Delivery("compiled", "compiled", recorder)
-    return run_episodes(CountingEnv, jobs, delivery, executor or recorder, Limits(max_steps=5), **kwargs), recorder
+    return run_episodes(CountingEnv, specs, delivery, executor or recorder, Limits(max_steps=5), **kwargs), recorder
 
 
 def test_the_executor_reads_b_t_and_operations_apply_after_it_acts():
-    [episode], recorder = run([job(3)])
+    [episode], recorder = run([spec(3)])
     assert recorder.seen[0].delivered.state == "" and recorder.seen[0].delivered.guidance == "go north"
     assert recorder.seen[1].delivered.state == "now: a\nnext: b"
     assert episode.steps[0].brief_before == "goal: in home 1: goal 3"
@@ -89,12 +89,12 @@ def test_the_executor_reads_b_t_and_operations_apply_after_it_acts():
 
 
 def test_step_limit():
-    [episode], _ = run([job(9)])
+    [episode], _ = run([spec(9)])
     assert (episode.success, episode.stop_reason, len(episode.steps)) == (False, StopReason.STEP_LIMIT, 5)
 
 
 def test_failures_end_their_own_episode_only():
-    episodes, _ = run([job(2), job(2, "broken"), job(3, "crash"), job(4)])
+    episodes, _ = run([spec(2), spec(2, "broken"), spec(3, "crash"), spec(4)])
     assert [str(e.stop_reason) for e in episodes] == [
         "success",
         "environment_failure",
@@ -107,7 +107,7 @@ def test_failures_end_their_own_episode_only():
         def act(self, requests):
             raise TimeoutError("no answer")
 
-    [episode], _ = run([job(2)], executor=Broken())
+    [episode], _ = run([spec(2)], executor=Broken())
     assert episode.stop_reason is StopReason.EXECUTOR_FAILURE and "no answer" in episode.error
 
 
@@ -127,28 +127,28 @@ def test_a_request_that_cannot_be_served_ends_its_own_episode_only(role):
                 raise ValueError("the prompt is too long")
 
     choosy = Choosy()
-    jobs = [job(3), job(4), job(2)]
-    episodes, _ = run(jobs, Delivery("compiled", "compiled", choosy), choosy)
+    specs = [spec(3), spec(4), spec(2)]
+    episodes, _ = run(specs, Delivery("compiled", "compiled", choosy), choosy)
     assert [str(e.stop_reason) for e in episodes] == ["success", f"{role}_failure", "success"]
     assert episodes[1].error == "ValueError: the prompt is too long" and len(episodes[1].steps) == 2
 
 
 def test_deliveries_show_what_they_should():
     for name in ("none", "static"):
-        _, recorder = run([job(2)], Delivery(name, name))
+        _, recorder = run([spec(2)], Delivery(name, name))
         assert recorder.seen[0].delivered.memory == ("the memory" if name == "static" else "")
         assert recorder.seen[0].delivered.guidance == ""
     recorder = Recorder()
-    run([job(3)], Delivery("compiled_no_brief", "compiled", recorder, brief_state=False), recorder)
+    run([spec(3)], Delivery("compiled_no_brief", "compiled", recorder, brief_state=False), recorder)
     assert recorder.seen[1].delivered.state == "" and recorder.seen[1].history == ("north",)
     with pytest.raises(ValueError, match="compiler"):
         Delivery("compiled", "compiled")
 
 
 def test_batches_depend_on_the_episodes_only():
-    jobs = [job(2), job(4), job(3), job(1), job(2)]
-    episodes, recorder = run(jobs, concurrency=3)
-    again, twin = run(jobs, concurrency=3)
+    specs = [spec(2), spec(4), spec(3), spec(1), spec(2)]
+    episodes, recorder = run(specs, concurrency=3)
+    again, twin = run(specs, concurrency=3)
     assert [e.task_id for e in episodes] == ["2", "4", "3", "1", "2"]
     assert recorder.batches == twin.batches and max(map(len, recorder.batches)) == 3
     assert [len(e.steps) for e in episodes] == [len(e.steps) for e in again] == [2, 4, 3, 1, 2]
@@ -165,5 +165,5 @@ def test_shuffled_soft_keeps_text_and_moves_soft():
             return made
 
     recorder = Soft()
-    run([job(1), job(2), job(1)], Delivery("s", "compiled", ShuffledSoft(recorder)), recorder)
+    run([spec(1), spec(2), spec(1)], Delivery("s", "compiled", ShuffledSoft(recorder)), recorder)
     assert [r.delivered.soft[0, 0].item() for r in recorder.seen[:3]] == [1.0, 2.0, 0.0]

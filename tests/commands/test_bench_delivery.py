@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from compiler.brief_state import BriefState, render_brief_state
 from compiler.prompt import INSTRUCTIONS, compiler_parts
-from compiler.served import encoder
-from executor.frozen import TokenExecutor
+from compiler.vllm import encoder
+from executor.hf import TokenExecutor
 from executor.prompt import RULES, Delivered, ExecutorRequest
-from executor.vision import load_reader
+from lm.vision import load_reader
 from memcompiler.bench_delivery import ACTION_TOKENS, EMISSION_TOKENS, GUIDANCE, REASON, DeliveryBench, Script
 from memcompiler.cli import app
 
-MODEL, MEMORY, STEPS, SOFT = "assets/executor-tiny", 200, 3, 4
+MODEL, MEMORY, STEPS, SOFT = "zoo/household/executor", 200, 3, 4
 SIZES = [
     "--model", MODEL, "--memory-tokens", str(MEMORY), "--steps", str(STEPS), "--concurrency", "1,2",
     "--n-soft", str(SOFT), "--dtype", "float32",

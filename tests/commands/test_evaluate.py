@@ -24,7 +24,7 @@ from memcompiler.cli import app
 from memcompiler.evaluate import run_eval
 
 ROOT = Path(__file__).parents[2]
-TINY = {"model": "assets/executor-tiny", "dtype": "float32", "instructions": "none", "max_new_tokens": 16}
+TINY = {"model": "zoo/household/executor", "dtype": "float32", "instructions": "none", "max_new_tokens": 16}
 PLAIN: dict[str, Any] = {
     "env": {"name": "household", "scenes": {"train": 2, "test": 3}}, "executor": TINY, "limit": 8, "max_steps": 4,
     "concurrency": 4, "deliveries": ["none", "static", "static_top1", "disclosure", "expert_compiler"],

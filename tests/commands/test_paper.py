@@ -16,12 +16,12 @@ from memcompiler import build
 from memcompiler.cli import app
 
 COMPILER: dict[str, Any] = {
-    "model": "assets/compiler-tiny", "dtype": "float32", "instructions": "none", "max_new_tokens": 24,
+    "model": "zoo/household/compiler", "dtype": "float32", "instructions": "none", "max_new_tokens": 24,
     "soft": {"n_tokens": 4, "emb_std": "auto"},
 }  # fmt: skip
 SMALL: dict[str, Any] = {
     "env": {"name": "household", "scenes": {"train": 2, "test": 3}, "visual_share": 0.5}, "compiler": COMPILER,
-    "executor": {"model": "assets/executor-tiny", "dtype": "float32", "instructions": "none", "max_new_tokens": 16},
+    "executor": {"model": "zoo/household/executor", "dtype": "float32", "instructions": "none", "max_new_tokens": 16},
     "memory": {"k": 2}, "deliveries": ["none", "static", "compiled_text", "compiled"], "baseline": "none", "limit": 4,
     "max_steps": 4,
 }  # fmt: skip
@@ -131,8 +131,8 @@ def test_a_table_of_the_paper_alone() -> None:
 
 
 def test_a_cell_of_a_matrix_reads_the_bank_that_it_shares(tmp_path: Path) -> None:
+    from eval.paper.commands import Replay
     from memcompiler.evaluate import bank_key
-    from memcompiler.paper import Replay
 
     cell = tmp_path / "cells" / "seed=0"
     cell.parent.mkdir()

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiler.remote import RemoteCompiler, RemoteError
+from compiler.client import RemoteCompiler, RemoteError
 from configs.schema import CompilerConfig, ServeConfig
 from memcompiler.serving import _reloader
 from tests import tiny_models
-from tests.compiler.test_service import listening
+from tests.compiler.test_server import listening
 from training import checkpoint
 
 ASKED = [tiny_models.request(i, image=False) for i in range(5)]

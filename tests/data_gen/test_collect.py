@@ -20,7 +20,7 @@ from configs.load import ConfigError, load_config
 from configs.schema import EXECUTOR_KEY, CollectConfig
 from data_gen.endpoint_teacher import TEACHING, WRITING
 from data_gen.rows import load_rows
-from executor.endpoint import EndpointStop
+from lm.endpoint import EndpointStop
 from memcompiler.cli import app
 from memcompiler.commands import run_collect
 from memory.bank import BankError, MemoryBank

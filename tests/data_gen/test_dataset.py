@@ -141,7 +141,7 @@ def test_a_card_without_records_says_so(tmp_path: Path) -> None:
 
 
 def test_inspect_prints_what_rows_hold(collected: Path, repository: Path) -> None:
-    tokenizer = str(repository / "assets" / "compiler-tiny")
+    tokenizer = str(repository / "zoo" / "household" / "compiler")
     result = CliRunner().invoke(app, ["data", "inspect", str(collected / "r*"), "--tokenizer", tokenizer])
     assert result.exit_code == 0, result.output
     for said in ("steps per episode", "compiler input, tokens", "played: 8 episodes", "NOACTION", "take"):

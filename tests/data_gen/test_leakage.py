@@ -125,7 +125,7 @@ def guarded(config: CollectConfig, out: Path) -> leakage.Audit:
     return guarded_tasks(config, out).audit
 
 
-def guarded_tasks(config: CollectConfig, out: Path) -> leakage.Guarded:
+def guarded_tasks(config: CollectConfig, out: Path) -> leakage.LeakageCheck:
     with Environments(config.env) as envs:
         run = RunFolder.create(out, config, on_exists="resume")
         return leakage.guard_training(config, *chosen_tasks(config, envs, config.split), envs, run)
@@ -228,13 +228,13 @@ def test_train_sft_refuses_rows_without_a_manifest(tmp_path):
 
 
 def evaluated(tmp_path: Path, tasks: list[Task], **compiler: str) -> dict:
-    from data_gen.collect import jobs_for
+    from data_gen.collect import specs_for
 
     bank = MemoryBank(tmp_path / "bank")
     bank.write([entry("own", tasks[0].id), entry("other", "elsewhere", "train")])
     config = EvalConfig.model_validate({"env": "alfworld", "compiler": compiler})
     run = RunFolder.create(tmp_path / "eval", config, on_exists="overwrite")
-    return leakage.record_evaluation(run, config, jobs_for(tasks, bank, 4), bank)
+    return leakage.record_evaluation(run, config, specs_for(tasks, bank, 4), bank)
 
 
 def test_an_evaluation_records_what_compiler_and_bank_know(collected, tmp_path):

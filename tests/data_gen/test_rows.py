@@ -10,10 +10,10 @@ import pytest
 from datasets import Dataset, Image, load_from_disk
 from PIL import Image as Picture
 
-from agent.delivery import Delivery
-from agent.episode import Job, Limits, run_episodes
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.expert import ExpertExecutor, ExpertTeacher
 from data_gen.rows import SftRow, load_rows, row_folders, rows_of, save_rows
-from data_gen.teacher import ExpertExecutor, ExpertTeacher
 from envs.household import HouseholdEnvironment
 
 
@@ -79,10 +79,10 @@ def test_what_holds_no_rows_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_rows_say_how_their_episode_went() -> None:
     env = HouseholdEnvironment(scenes={"train": 1})
-    jobs = [Job(task) for task in env.tasks("train")[:3]]
+    specs = [EpisodeSpec(task) for task in env.tasks("train")[:3]]
     delivery = Delivery("teacher", "compiled", ExpertTeacher(), soft=False)
     play = lambda steps: run_episodes(
-        lambda: HouseholdEnvironment(scenes={"train": 1}), jobs, delivery, ExpertExecutor(), Limits(steps)
+        lambda: HouseholdEnvironment(scenes={"train": 1}), specs, delivery, ExpertExecutor(), Limits(steps)
     )
     for episode in play(30):
         assert episode.success

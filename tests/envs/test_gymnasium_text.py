@@ -9,13 +9,13 @@ gymnasium = pytest.importorskip("gymnasium", reason="the extra `gym` is not inst
 import numpy as np  # noqa: E402
 from gymnasium import spaces  # noqa: E402
 
-from agent.delivery import Delivery  # noqa: E402
-from agent.episode import Job, Limits, run_episodes  # noqa: E402
+from agent.deliveries import Delivery  # noqa: E402
+from agent.episode import EpisodeSpec, Limits, run_episodes  # noqa: E402
 from agent.records import StopReason  # noqa: E402
 from envs.base import Environment, EnvironmentFailure  # noqa: E402
 from envs.gymnasium_text import Episodes, GymnasiumTextEnvironment, Keys  # noqa: E402
-from executor.frozen import Action  # noqa: E402
 from executor.grounding import Grounding  # noqa: E402
+from executor.hf import Action  # noqa: E402
 
 
 class Guess(gymnasium.Env):
@@ -184,10 +184,10 @@ class Counter:
 
 
 def test_the_loop_plays_it_and_survives_its_crash():
-    jobs = [Job(task) for task in guess().tasks("train")]
-    played = run_episodes(guess, jobs, Delivery("none", "none"), Counter(), Limits(5))
+    specs = [EpisodeSpec(task) for task in guess().tasks("train")]
+    played = run_episodes(guess, specs, Delivery("none", "none"), Counter(), Limits(5))
     assert [len(episode.steps) for episode in played] == [3, 3]
     assert {episode.stop_reason for episode in played} == {StopReason.DONE}
     crash = lambda: GymnasiumTextEnvironment(Broken, SPLITS, goal="g")
-    [failed] = run_episodes(crash, jobs[:1], Delivery("none", "none"), Counter(), Limits(5))
+    [failed] = run_episodes(crash, specs[:1], Delivery("none", "none"), Counter(), Limits(5))
     assert failed.stop_reason == StopReason.ENVIRONMENT_FAILURE and "the simulator is gone" in failed.error

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from agent.delivery import Delivery
-from agent.episode import Job, Limits, run_episodes
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.expert import ExpertExecutor
 from agent.records import StopReason
-from data_gen.teacher import ExpertExecutor
 from envs.base import Environment, EnvironmentFailure, Task
 from envs.pool import EnvironmentPool, PoolLimits, WorkerFailure, WorkerSpec
 from tests.envs.hosted_examples import alive
@@ -251,12 +251,12 @@ def test_the_loop_never_asks_for_more_than_the_pool_has_and_batches_alike() -> N
             seen.append([(r.history, r.expert()) for r in requests])
             return super().act(requests)
 
-    jobs = [Job(task(n)) for n in (2, 4, 3, 1, 2, 5, 1)]
+    specs = [EpisodeSpec(task(n)) for n in (2, 4, 3, 1, 2, 5, 1)]
     runs = []
     with EnvironmentPool(COUNTDOWN, 2, PoolLimits(lease_s=20)) as pool:
         for _ in range(2):
             seen: list = []
-            episodes = run_episodes(pool.lease, jobs, Delivery("none", "none"), Batches(), Limits(9), concurrency=64)
+            episodes = run_episodes(pool.lease, specs, Delivery("none", "none"), Batches(), Limits(9), concurrency=64)
             assert [len(e.steps) for e in episodes] == [2, 4, 3, 1, 2, 5, 1] and all(e.success for e in episodes)
             runs.append(seen)
     assert runs[0] == runs[1] and max(map(len, runs[0])) == 2
@@ -277,8 +277,8 @@ def test_episodes_wait_for_slow_environments_side_by_side() -> None:
         def close(self):
             raise OSError("the display is gone")
 
-    jobs = [Job(task(1))] * 4
-    episodes = run_episodes(Meeting, jobs, Delivery("none", "none"), ExpertExecutor(), Limits(9))  # type: ignore[arg-type]
+    specs = [EpisodeSpec(task(1))] * 4
+    episodes = run_episodes(Meeting, specs, Delivery("none", "none"), ExpertExecutor(), Limits(9))  # type: ignore[arg-type]
     assert len(set(together)) == 4 and [e.error for e in episodes] == ["met"] * 4
 
 
@@ -296,7 +296,9 @@ def test_a_failing_close_does_not_lose_the_episode() -> None:
             env.close = close
             return env
 
-        [episode] = run_episodes(lease, [Job(task(2))], Delivery("none", "none"), ExpertExecutor(), Limits(9), 1)
+        [episode] = run_episodes(
+            lease, [EpisodeSpec(task(2))], Delivery("none", "none"), ExpertExecutor(), Limits(9), 1
+        )
     assert episode.stop_reason is StopReason.SUCCESS and "OSError: the display is gone" in episode.error
 
 
@@ -310,7 +312,9 @@ def test_an_expert_that_fails_ends_its_own_episode_only() -> None:
             return super().act(requests)
 
     with EnvironmentPool(COUNTDOWN, 2) as pool:
-        episodes = run_episodes(pool.lease, [Job(task(3)), Job(task(5))], Delivery("none", "none"), Killer(), Limits(9))
+        episodes = run_episodes(
+            pool.lease, [EpisodeSpec(task(3)), EpisodeSpec(task(5))], Delivery("none", "none"), Killer(), Limits(9)
+        )
     reasons = sorted(str(e.stop_reason) for e in episodes)
     assert reasons == ["environment_failure", "success"]
     assert "died (killed by SIGKILL) in expert" in "".join(e.error for e in episodes)
@@ -345,11 +349,11 @@ else:
 
 LOOP = """
 import sys
-from agent.delivery import Delivery
-from agent.episode import Job, Limits, run_episodes
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
 from envs.base import Task
 from envs.pool import EnvironmentPool, WorkerSpec
-from executor.frozen import Action
+from executor.hf import Action
 from executor.grounding import Grounding
 
 class Sleeper:
@@ -359,8 +363,8 @@ class Sleeper:
         return [Action("sleep 60", Grounding.CHOICE, "", (), 0, 0) for _ in requests]
 
 pool = EnvironmentPool(WorkerSpec("tests.envs.hosted_examples:Countdown"), 2)
-jobs = [Job(Task("9", "wait", "", "test", ""))] * 4
-run_episodes(pool.lease, jobs, Delivery("none", "none"), Sleeper(), Limits(9))
+specs = [EpisodeSpec(Task("9", "wait", "", "test", ""))] * 4
+run_episodes(pool.lease, specs, Delivery("none", "none"), Sleeper(), Limits(9))
 """
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from agent.delivery import Delivery
-from agent.episode import Job, Limits, run_episodes
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import StopReason
 from envs.pool import EnvironmentPool, PoolLimits, WorkerSpec
-from executor.frozen import Action
 from executor.grounding import Grounding
+from executor.hf import Action
 from tests.envs.hosted_examples import alive
 
 HOMES = WorkerSpec("envs.household:HouseholdEnvironment", {"scenes": {"train": 2, "test": 2}, "images": False})
@@ -83,11 +83,11 @@ def test_two_thousand_episodes_survive_a_saboteur(capsys) -> None:
         resident = []
         ever = set(pool.pids)
         for number in range(ROUNDS):
-            jobs = [Job(tasks[(number + i) % len(tasks)]) for i in range(JOBS)]
+            specs = [EpisodeSpec(tasks[(number + i) % len(tasks)]) for i in range(JOBS)]
             episodes = run_episodes(
-                pool.lease, jobs, Delivery("none", "none"), FirstCommand(), Limits(4), on_episode=saboteur.on_episode
+                pool.lease, specs, Delivery("none", "none"), FirstCommand(), Limits(4), on_episode=saboteur.on_episode
             )
-            assert [e.task_id for e in episodes] == [job.task.id for job in jobs]
+            assert [e.task_id for e in episodes] == [spec.task.id for spec in specs]
             for episode in episodes:
                 reasons[str(episode.stop_reason)] += 1
                 if episode.stop_reason is StopReason.ENVIRONMENT_FAILURE:

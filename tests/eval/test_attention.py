@@ -20,7 +20,7 @@ from transformers import (
 
 from agent.episode import SOFT_MARK
 from agent.records import Episode, StepRecord
-from eval.attention import (
+from eval.paper.attention import (
     Attention,
     attention_at,
     curves,
@@ -28,13 +28,13 @@ from eval.attention import (
     last_token_logits,
     memory_positions,
 )
-from eval.latents import Played
-from executor.frozen import ExecutorPrompt, FrozenExecutor
+from eval.paper.latents import RecordedEpisode
+from executor.hf import ExecutorPrompt, FrozenExecutor
 from executor.prompt import Delivered, ExecutorRequest, executor_text
-from executor.vision import sight
+from lm.vision import vision_inputs
 from soft_mem.inject import inject
 from tests import tiny_models
-from training.tiny.models import make_compiler, make_processor
+from zoo.household.models import make_compiler, make_processor
 
 GROUPED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
                            "num_key_value_heads": 2, "initializer_range": 0.2}  # fmt: skip
@@ -60,7 +60,7 @@ def own_weights(executor: FrozenExecutor, prompt: ExecutorPrompt) -> torch.Tenso
     embeddings = model.get_input_embeddings()(tokens)
     if prompt.soft is not None:
         embeddings = inject(embeddings, tokens, executor.placeholder, prompt.soft[None])
-    seen = sight(model, tokens, torch.ones_like(tokens), [prompt.picture]) if executor.is_vlm else {}
+    seen = vision_inputs(model, tokens, torch.ones_like(tokens), [prompt.picture]) if executor.is_vlm else {}
     with torch.no_grad():
         out = model(inputs_embeds=embeddings, attention_mask=torch.ones_like(tokens), output_attentions=True, **seen)
     model.set_attn_implementation(before)
@@ -99,10 +99,10 @@ def test_looking_leaves_the_model_as_it_was() -> None:
     before = executor.model.config._attn_implementation
     candidates = [("look", "go to shelf 1")]
     prompt = executor.encode(request())
-    scores = executor.likelihoods([prompt], candidates)[0]
+    scores = executor.candidate_logprobs([prompt], candidates)[0]
     last_token_logits(executor, prompt)
     assert executor.model.config._attn_implementation == before
-    assert torch.equal(executor.likelihoods([prompt], candidates)[0], scores)
+    assert torch.equal(executor.candidate_logprobs([prompt], candidates)[0], scores)
 
 
 def test_attention_that_is_not_full_is_refused_and_the_model_restored() -> None:
@@ -160,7 +160,7 @@ def test_one_step_s_mean_is_over_the_memory_tokens_alone() -> None:
     executor = text_executor("qwen2")
     soft = torch.randn(4, 64)
     episode = recorded(executor, "compiled", soft, emission_kind="EXPERIENCE", guidance="open cabinet 2")
-    of = Played(episode, (None,))
+    of = RecordedEpisode(episode, (None,))
     got = attention_at(executor, of, 0, soft)
     places = memory_positions(executor, episode, 0)
     logits = last_token_logits(executor, executor_prompt(executor, episode, 0, soft))
@@ -175,7 +175,7 @@ def test_one_step_s_mean_is_over_the_memory_tokens_alone() -> None:
 def test_no_memory_is_no_point_and_another_prompt_is_an_error() -> None:
     executor = text_executor("qwen2")
     nothing = recorded(executor, "none")
-    assert attention_at(executor, Played(nothing, (None,)), 0, None) is None
+    assert attention_at(executor, RecordedEpisode(nothing, (None,)), 0, None) is None
     episode = recorded(executor, "static")
     episode.steps[0].observation = "You see a cup 1."
     with pytest.raises(ValueError, match="not the recorded one"):

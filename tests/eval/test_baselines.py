@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from agent.disclosure import PIECES, RuleDisclosure, disclose, words
-from agent.episode import Job, Limits
+from agent.episode import EpisodeSpec, Limits
 from compiler.brief_state import Belief, BriefState, Create, Update
 from compiler.records import CompileRequest
 from envs.base import Observation, Task, Transition
 from eval.runner import Evaluation, make_delivery
-from executor.frozen import Action
 from executor.grounding import Grounding
+from executor.hf import Action
 from memory.entry import MemoryEntry, Provenance
 
 GOAL = "in home 3: put a mug in cabinet"
@@ -106,10 +106,10 @@ class Reader:
 
 def test_static_top1_shows_the_best_entry_and_static_shows_all() -> None:
     tasks = [Task(f"t{i}", "put a mug in cabinet", "home 3", "test", "") for i in range(3)]
-    jobs, top = ([Job(task, memory) for task in tasks] for memory in ((OTHER, RIGHT), (RIGHT,)))
+    specs, top = ([EpisodeSpec(task, memory) for task in tasks] for memory in ((OTHER, RIGHT), (RIGHT,)))
     for name, shown in (("static", f"{OTHER.text}\n\n{RIGHT.text}"), ("static_top1", RIGHT.text), ("none", "")):
         reader = Reader()
-        evaluation = Evaluation(OneRoom, jobs, reader, None, Limits(2), top_jobs=top)
+        evaluation = Evaluation(OneRoom, specs, reader, None, Limits(2), top_specs=top)
         episodes = evaluation.run(name, played={"t1"})
         assert reader.seen == [shown] * 2 and [e.task_id for e in episodes] == ["t0", "t2"]
         assert {e.delivery for e in episodes} == {name}

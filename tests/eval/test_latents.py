@@ -11,15 +11,26 @@ import torch
 
 from agent.records import Episode, StepRecord
 from compiler.brief_state import BriefState, render_brief_state
-from compiler.model import MemoryCompiler
+from compiler.hf import MemoryCompiler
 from compiler.records import CompileRequest
-from eval.latents import SOFT, TEXT, Gathered, Played, Recompiled, Tokens, plane, played, recompiled, separability
-from executor.frozen import FrozenExecutor
+from eval.paper.latents import (
+    SOFT,
+    TEXT,
+    Gathered,
+    Recompiled,
+    RecordedEpisode,
+    Tokens,
+    plane,
+    played,
+    recompiled,
+    separability,
+)
+from executor.hf import FrozenExecutor
 from memory.entry import MemoryEntry
 from tests import tiny_models
 
 
-def step_of(compiler: MemoryCompiler, memory: tuple[MemoryEntry, ...], delivery: str = "compiled") -> Played:
+def step_of(compiler: MemoryCompiler, memory: tuple[MemoryEntry, ...], delivery: str = "compiled") -> RecordedEpisode:
     """An episode of one step, its compilation recorded as `run_episode` and `to_json` do."""
     episode = Episode("t", "put a mug in cabinet", "home 1", "test", "", "", delivery, 0)
     state = BriefState("in home 1: put a mug in cabinet")
@@ -33,7 +44,7 @@ def step_of(compiler: MemoryCompiler, memory: tuple[MemoryEntry, ...], delivery:
     step = StepRecord(0, "You see a mug 1.", None, ("look",), render_brief_state(state), soft=soft)
     step.compilation = made
     episode.steps.append(step)
-    return Played(episode, ((made.prompt_ids, made.emission_ids),))
+    return RecordedEpisode(episode, ((made.prompt_ids, made.emission_ids),))
 
 
 @pytest.mark.parametrize("delivery", ["compiled", "compiled_no_brief"])
@@ -49,7 +60,7 @@ def test_soft_tokens_come_back(delivery: str) -> None:
 
 
 def test_sampled_soft_tokens_are_said_to_be() -> None:
-    from compiler.model import Decoding
+    from compiler.hf import Decoding
 
     compiler = tiny_models.memory_compiler(decoding=Decoding(1.0, 12), projector={"init_log_sigma": 1.0})
     of = step_of(compiler, ())

@@ -15,7 +15,7 @@ from configs.load import load_config
 from configs.schema import EvalConfig
 from eval.matrix import cells, joined
 from eval.metrics import bootstrap_mean, summarise, wilson
-from eval.paper import (
+from eval.paper.tables import (
     MEASURED,
     NOT_MEASURED,
     PAPER,

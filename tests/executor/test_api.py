@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from agent.delivery import Delivery
-from agent.episode import Job, Limits, run_episodes
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import StopReason
 from compiler.language import Emission, render
 from compiler.records import Compilation
@@ -17,9 +17,9 @@ from configs.load import ConfigError, load_config
 from configs.schema import EvalConfig
 from envs.base import Observation, Task, Transition
 from executor.api import ApiExecutor
-from executor.endpoint import Endpoint, EndpointStop
 from executor.grounding import Grounding
 from executor.prompt import Delivered, ExecutorRequest
+from lm.endpoint import Endpoint, EndpointStop
 from memcompiler import build
 from tests.faulty_server import FaultyServer
 
@@ -51,14 +51,14 @@ class Guide:
         return [Compilation(render(emission), emission, soft=torch.zeros(4, 8)) for _ in requests]
 
 
-def jobs(n):
-    return [Job(Task(f"task {i}", "put a mug in cabinet", "home 1", "test", "")) for i in range(n)]
+def specs(n):
+    return [EpisodeSpec(Task(f"task {i}", "put a mug in cabinet", "home 1", "test", "")) for i in range(n)]
 
 
 def play(server, n=2, delivery=None, **settings):
     executor = ApiExecutor(Endpoint(server.config(**settings)), "Answer with a command.")
     delivery = delivery or Delivery("none", "none")
-    return run_episodes(Rooms, jobs(n), delivery, executor, Limits(max_steps=2), n), executor
+    return run_episodes(Rooms, specs(n), delivery, executor, Limits(max_steps=2), n), executor
 
 
 def test_soft_tokens_are_dropped_and_the_record_says_so():

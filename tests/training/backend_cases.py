@@ -71,7 +71,7 @@ def grpo(out: Path, backend: str, name: str = "grpo", **settings: Any) -> None:
     """Two updates on given samples, 3 and 2 and then 2 and none of them; then one whole update, rollouts and all."""
     t = grpo_trainer(out / name, backend, **settings)
     t.sampler.generator.manual_seed(0)
-    samples = samples_of(t.engine.run(t.sampler, t.jobs_of(0), t.config.group_size), t.sampler, t.pathwise)[:5]
+    samples = samples_of(t.engine.run(t.sampler, t.specs_of(0), t.config.group_size), t.sampler, t.pathwise)[:5]
     first, alone = distributed.rank() == 0, distributed.world_size() == 1
     t.learn(samples if alone else samples[:3] if first else samples[3:], 0)
     t.learn(samples[:2] if first else [], 1)

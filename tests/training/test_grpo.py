@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from agent.episode import Job, Limits
+from agent.episode import EpisodeSpec, Limits
 from agent.records import StopReason
-from compiler.model import Decoding
+from compiler.hf import Decoding
 from configs.schema import GrpoConfig
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from executor.frozen import FrozenExecutor
+from executor.hf import FrozenExecutor
 from tests import tiny_models
 from tests.tiny_models import entry
 from training import checkpoint
@@ -75,8 +75,10 @@ class LuckyEnv:
         pass
 
 
-def job(i: int, kind: str = "") -> Job:
-    return Job(Task(f"t{i}", f"put a mug in cabinet {i}", f"home {i}", "train", kind), (entry(i, "in home 1: look"),))
+def spec(i: int, kind: str = "") -> EpisodeSpec:
+    return EpisodeSpec(
+        Task(f"t{i}", f"put a mug in cabinet {i}", f"home {i}", "train", kind), (entry(i, "in home 1: look"),)
+    )
 
 
 def executor(**kwargs) -> FrozenExecutor:
@@ -92,15 +94,15 @@ def engine(make_env=None, **kwargs) -> RolloutEngine:
 PATHWISE = {"latent_gradient": "pathwise", "executor": {"temperature": 30.0}}
 
 
-def trainer(tmp_path, jobs=None, make_env=None, projector="gaussian", **settings) -> GrpoTrainer:
+def trainer(tmp_path, specs=None, make_env=None, projector="gaussian", **settings) -> GrpoTrainer:
     defaults = {
         "compiler": {"max_new_tokens": 8}, "updates": 4, "tasks": 2, "group_size": 4, "lr": 1e-3, "save_every": 2,
         "micro_batch_size": 3,
     }  # fmt: skip
     config = GrpoConfig(**(defaults | settings))
-    played, jobs = engine(make_env, temperature=config.executor.temperature), jobs or [job(i) for i in range(3)]
+    played, specs = engine(make_env, temperature=config.executor.temperature), specs or [spec(i) for i in range(3)]
     compiler = tiny_models.memory_compiler(False, projector={"kind": projector})
-    return GrpoTrainer(config, compiler, played.executor, played, jobs, tmp_path)
+    return GrpoTrainer(config, compiler, played.executor, played, specs, tmp_path)
 
 
 def trainable(t: GrpoTrainer) -> dict[str, torch.Tensor]:
@@ -109,7 +111,7 @@ def trainable(t: GrpoTrainer) -> dict[str, torch.Tensor]:
 
 def fresh_samples(t: GrpoTrainer, update: int = 0) -> list[Sample]:
     t.compiler.generator.manual_seed(update)
-    return samples_of(t.engine.run(t.compiler, t.jobs_of(update), t.config.group_size), t.compiler, t.pathwise)
+    return samples_of(t.engine.run(t.compiler, t.specs_of(update), t.config.group_size), t.compiler, t.pathwise)
 
 
 # -- the arithmetic ---------------------------------------------------------------------------------------------------
@@ -384,7 +386,7 @@ def test_flat_groups_are_dropped_and_counted(tmp_path):
 
 
 def test_a_dead_environment_costs_its_episode_only(tmp_path):
-    t = trainer(tmp_path, jobs=[job(0, "fragile"), job(1, "fragile")])
+    t = trainer(tmp_path, specs=[spec(0, "fragile"), spec(1, "fragile")])
     metrics, groups = t._update(0)
     assert metrics["failures"] == 2 and metrics["samples"] == (8 - 2) * 2
     for group in groups:
@@ -395,7 +397,7 @@ def test_a_dead_environment_costs_its_episode_only(tmp_path):
 
 def test_when_everything_fails_the_run_stops(tmp_path):
     numbers = itertools.count(step=4)
-    t = trainer(tmp_path, jobs=[job(0, "fragile")])
+    t = trainer(tmp_path, specs=[spec(0, "fragile")])
     t.engine = RolloutEngine(lambda: LuckyEnv(next(numbers)), t.executor, Limits(3))
     with pytest.raises(RuntimeError, match=r"every episode of the update failed.*simulator is gone"):
         t._update(0)
@@ -415,8 +417,8 @@ def test_rewards_are_binary_and_at_the_end():
 
 
 def test_tasks_come_in_permutations(tmp_path):
-    t = trainer(tmp_path, jobs=[job(i) for i in range(5)])
-    seen = [j.task.id for u in range(5) for j in t.jobs_of(u)]
+    t = trainer(tmp_path, specs=[spec(i) for i in range(5)])
+    seen = [j.task.id for u in range(5) for j in t.specs_of(u)]
     assert sorted(seen[:5]) == sorted(seen[5:]) == [f"t{i}" for i in range(5)] and seen[:5] != seen[5:]
 
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from configs.schema import SftConfig
 from data_gen.rows import SftRow, load_rows, save_rows
-from executor.frozen import FrozenExecutor
+from executor.hf import FrozenExecutor
 from tests import tiny_models
 from training import checkpoint
 from training.losses import cosine_with_warmup, token_nll

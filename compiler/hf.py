@@ -1,0 +1,327 @@
+"""The Memory Compiler pi_C (paper Eq. 3 and 5): LoRA-tuned (V)LM, N memory tokens, projector. Hugging Face backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from compiler.language import Emission, Parsed, ParseError, parse
+from compiler.prompt import compiler_parts
+from compiler.records import Compilation, CompileRequest
+from lm.backbone import Backbone, Encoded, Padded
+from soft_mem.projector import Gaussian, Projector
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """Paper Table 7. Adapters go on the language model only, never on the vision tower."""
+
+    rank: int = 16
+    alpha: int = 32
+    dropout: float = 0.1
+    targets: tuple[str, ...] = ("q_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How an emission and its soft tokens are drawn. Temperature 0 is greedy text, and the soft tokens' mean.
+
+    top_k 0 and top_p 1 mean no truncation: a truncated distribution has to be truncated in the same way when it is
+    scored again, and even then the ratio is biased where the set of likely tokens has changed.
+    """
+
+    temperature: float = 0.0
+    max_new_tokens: int = 512
+    batch_size: int = 64
+    latent_temperature: float | None = None  # default: as the text
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def soft_temperature(self) -> float:
+        return self.temperature if self.latent_temperature is None else self.latent_temperature
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One forward pass over [prompt | emission | memory tokens].
+
+    logits (B, E, V) predict the emission's E tokens; text_mask (B, E) marks the real ones; h_text (B, E, d) and
+    h_soft (B, N, d) are hidden states at the emission's and the memory tokens' positions.
+    """
+
+    logits: Tensor
+    text_mask: Tensor
+    targets: Tensor
+    h_text: Tensor
+    h_soft: Tensor
+    gaussian: Gaussian
+
+
+class MemoryCompiler(nn.Module):
+    """Compiles requests in batches; the same module is what SFT and GRPO train."""
+
+    def __init__(
+        self, backbone: Backbone, projector: Projector, decoding: Decoding | None = None, instructions: str = "",
+        lora: LoraSettings | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if projector.config.d_compiler != backbone.hidden_size:
+            raise ValueError(
+                f"projector reads {projector.config.d_compiler}-d states, the compiler has {backbone.hidden_size}"
+            )
+        self.backbone = backbone
+        self.decoding = decoding or Decoding()
+        self.instructions = instructions
+        self.projector = projector.to(backbone.device)
+        for parameter in backbone.model.parameters():
+            parameter.requires_grad_(False)
+        self.policy: Any = _with_lora(backbone, lora) if lora else backbone.model
+        self.generator = torch.Generator(device=backbone.device).manual_seed(seed)
+        self.weight_version = 0  # counted up by whoever changes the weights; every compilation bears it
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
+
+    def encode(self, request: CompileRequest) -> Encoded:
+        return self.backbone.encode(compiler_parts(request, images=self.backbone.is_vlm), self.instructions)
+
+    def emission_ids(self, text: str) -> tuple[int, ...]:
+        """Tokens of an emission with its end-of-turn token: what SFT trains and what decoding produces."""
+        return (*self.backbone.tokenizer(text, add_special_tokens=False)["input_ids"], self.backbone.end_id)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.projector.config.n_tokens
+
+    # -- one forward pass (SFT, GRPO, parity tests) -------------------------------------------------------------------
+
+    def score(self, prompts: Sequence[Encoded], emissions: Sequence[Sequence[int]]) -> Scored:
+        """Logits of the emissions and the soft tokens' Gaussian. The memory tokens follow the end-of-turn token."""
+        memory = (self.backbone.memory_id,) * self.n_tokens
+        rows = [prompt.extended((*emission, *memory)) for prompt, emission in zip(prompts, emissions, strict=True)]
+        batch = self.backbone.pad(rows, side="right")
+        hidden = self.backbone.hidden(batch)
+        starts = torch.tensor([len(prompt.ids) for prompt in prompts], device=hidden.device)
+        lengths = torch.tensor([len(emission) for emission in emissions], device=hidden.device)
+        text_at = starts[:, None] + torch.arange(int(lengths.max()), device=hidden.device)
+        text_mask = text_at < (starts + lengths)[:, None]
+        text_at = text_at.clamp(max=hidden.shape[1] - 1)
+        soft_at = (starts + lengths)[:, None] + torch.arange(self.n_tokens, device=hidden.device)
+        h_soft = _take(hidden, soft_at)
+        return Scored(
+            logits=self.backbone.logits(_take(hidden, text_at - 1)),
+            text_mask=text_mask,
+            targets=batch.tokens.gather(1, text_at),
+            h_text=_take(hidden, text_at),
+            h_soft=h_soft,
+            gaussian=self.projector(h_soft),
+        )
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """fp32 logits with reserved tokens ruled out: the policy's distribution, when sampling and when re-scoring."""
+        banned = torch.tensor(self.backbone.suppressed, dtype=torch.long, device=logits.device)
+        return logits.float().index_fill(-1, banned, -torch.inf)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Log-probabilities (..., V) of the distribution that `decoding` samples from, in fp32.
+
+        `tokens` (...) were sampled earlier: they count as possible even if truncation would leave them out now.
+        """
+        logits = self.allowed(logits) / (self.decoding.temperature or 1.0)
+        if self.decoding.top_k or self.decoding.top_p < 1:
+            logits = _truncated(logits, self.decoding.top_k, self.decoding.top_p, tokens)
+        return logits.log_softmax(-1)
+
+    # -- generation ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch.compile's: never called on a compiler)
+        self, requests: Sequence[CompileRequest]
+    ) -> list[Compilation]:
+        """Emission and soft tokens for each request, batched; the order of results is that of the requests."""
+        size = self.decoding.batch_size
+        return [c for i in range(0, len(requests), size) for c in self._compile(requests[i : i + size])]
+
+    def _compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
+        was_training = self.training
+        self.eval()  # dropout off: the sampled distribution is the one that is re-scored
+        prompts = [self.encode(request) for request in requests]
+        decoded = _Decoder(self, prompts, [tuple(entry.id for entry in request.memory) for request in requests]).run()
+        self.train(was_training)
+        z = self.projector.draw(decoded.gaussian, self.decoding.soft_temperature, self.generator)
+        latent = decoded.gaussian.log_prob(z, self.decoding.soft_temperature or 1.0)
+        return [
+            record(self, request, prompt.ids, draft, decoded.gaussian, z, latent, i)
+            for i, (request, prompt, draft) in enumerate(zip(requests, prompts, decoded.rows, strict=True))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What was sampled, (T,) log-probabilities; `ids` ends with the end-of-turn token, forced where truncated."""
+
+    ids: tuple[int, ...]
+    logprobs: Tensor
+    truncated: bool
+
+
+class Drafting(Protocol):
+    """What a backend's drafts are read with."""
+
+    backbone: Backbone
+    projector: Projector
+    weight_version: int
+
+
+def record(
+    backend: Drafting, request: CompileRequest, prompt_ids: tuple[int, ...], draft: Draft, gaussian: Gaussian,
+    z: Tensor, latent: Tensor, i: int,
+) -> Compilation:  # fmt: skip
+    """A draft as the compilation that every backend owes; row i of the batch's gaussian, z (B, N, d) and latent
+    log-probabilities (B, N) is its own."""
+    text = backend.backbone.tokenizer.decode(draft.ids[:-1])
+    parsed = Parsed(Emission(), ParseError.TRUNCATED) if draft.truncated else parse(text)
+    return Compilation(
+        text=text, emission=parsed.emission, parse_error=parsed.error, prompt_ids=prompt_ids, emission_ids=draft.ids,
+        text_logprobs=draft.logprobs, z=z[i].float().cpu(), mu=gaussian.mu[i].float().cpu(),
+        log_sigma=gaussian.log_sigma[i].float().cpu(), soft=backend.projector.to_embeddings(z[i]).float().cpu(),
+        latent_logprobs=latent[i].cpu(), request=request, tokens_in=len(prompt_ids),
+        tokens_out=len(draft.ids) + z.shape[1], weight_version=backend.weight_version,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Decoded:
+    rows: list[Draft]
+    gaussian: Gaussian
+
+
+class _Decoder:
+    """Batched sampling with a cache, then the memory tokens over the same cache: the prompt is read once, and what rows
+    of the same task memory have in common (the episodes of a group) once for all of them.
+
+    A row that has ended goes on as padding that nothing attends to (`real` is 0) and that takes up no position.
+
+    Args:
+        memories: which task memory each prompt begins with.
+    """
+
+    def __init__(self, compiler: MemoryCompiler, prompts: Sequence[Encoded], memories: Sequence[object]) -> None:
+        self.compiler, self.backbone = compiler, compiler.backbone
+        self.cache = DynamicCache(config=self.backbone.model.config.get_text_config())
+        whole = self.backbone.pad(prompts, "left")
+        self.position = whole.next_positions  # ([3,] B, 1)
+        begun = self._read_common(prompts, memories)  # (B, P), 1 where the cache holds a row's token
+        # What is left of every row: its last columns. Where another row has more left, some of them are read already.
+        left = whole.mask.sum(1) - begun.sum(1)
+        columns = torch.arange(int(left.max()), device=left.device).flip(0)
+        mask = (columns < left[:, None]).long()
+        self.mask = torch.cat([begun, mask], 1)
+        width = mask.shape[1]
+        self.rest = replace(
+            whole, tokens=whole.tokens[:, -width:], mask=self.mask, positions=whole.positions[..., -width:]
+        )
+
+    def _read_common(self, prompts: Sequence[Encoded], memories: Sequence[object]) -> Tensor:
+        """Fill the cache with what prompts of the same memory begin with; returns its mask (B, P)."""
+        groups = [[i for i, m in enumerate(memories) if m == memory] for memory in dict.fromkeys(memories)]
+        common = [self.backbone.common([prompts[i] for i in rows]) for rows in groups]
+        if not any(common):
+            return torch.zeros((len(prompts), 0), dtype=torch.long, device=self.backbone.device)
+        # A row that shares nothing gets some token that its mask hides.
+        ids = [prompts[rows[0]].ids[: n or 1] for rows, n in zip(groups, common, strict=True)]
+        beginnings = self.backbone.pad([Encoded(each) for each in ids], "left")
+        self.backbone.hidden(beginnings, self.cache)
+        group_of = {i: g for g, rows in enumerate(groups) for i in rows}
+        order = torch.tensor([group_of[i] for i in range(len(prompts))], device=self.backbone.device)
+        self.cache.batch_select_indices(order)
+        shares = torch.tensor(common, device=order.device) > 0
+        return (beginnings.mask * shares[:, None])[order]
+
+    def run(self) -> _Decoded:
+        end, n = self.backbone.end_id, self.compiler.n_tokens
+        hidden = self.backbone.hidden(self.rest, self.cache)[:, -1]
+        alive = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+        tokens, logprobs, real = [], [], []
+        for _ in range(self.compiler.decoding.max_new_tokens):
+            if tokens:
+                hidden = self._feed(tokens[-1], real[-1])[:, -1]
+            token, logprob = self._sample(self.backbone.logits(hidden))
+            tokens.append(torch.where(alive, token, end)[:, None])
+            logprobs.append(logprob[:, None])
+            real.append(alive[:, None])
+            alive = alive & (token != end)
+            if not alive.any():
+                break
+        # The last token is not in the cache yet; a row that ran out of budget gets its end-of-turn token now.
+        tail = torch.full((len(alive), 1 + n), self.backbone.memory_id, device=hidden.device)
+        tail[:, 0] = end
+        follows = torch.cat([real[-1], alive[:, None], torch.ones_like(tail[:, 1:], dtype=torch.bool)], 1)
+        h_soft = self._feed(torch.cat([tokens[-1], tail], 1), follows)[:, -n:]
+        rows = _rows(torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(real, 1), alive, end)
+        return _Decoded(rows, self.compiler.projector(h_soft))
+
+    def _feed(self, tokens: Tensor, real: Tensor) -> Tensor:
+        """Hidden states (B, K, d) of K more columns."""
+        counts = real.long()
+        self.mask = torch.cat([self.mask, counts], 1)
+        positions = self.position + counts.cumsum(1) - counts
+        self.position = self.position + counts.sum(1, keepdim=True)
+        return self.backbone.hidden(Padded(tokens, self.mask, positions, None, None), self.cache)
+
+    def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Token and its log-probability at the sampling temperature, (B,) each; reserved tokens are never sampled."""
+        logprobs = self.compiler.logprobs(logits)
+        if self.compiler.decoding.temperature == 0:
+            token = logprobs.argmax(-1)
+        else:
+            token = torch.multinomial(logprobs.exp(), 1, generator=self.compiler.generator).squeeze(1)
+        return token, logprobs.gather(1, token[:, None]).squeeze(1)
+
+
+def _rows(tokens: Tensor, logprobs: Tensor, real: Tensor, truncated: Tensor, end: int) -> list[Draft]:
+    lengths = real.sum(1).tolist()
+    return [
+        Draft((*ids[:n], *((end,) if cut else ())), values[:n].cpu(), cut)
+        for ids, values, n, cut in zip(tokens.tolist(), logprobs, lengths, truncated.tolist(), strict=True)
+    ]
+
+
+def _truncated(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None) -> Tensor:
+    """Only the `top_k` likeliest tokens, and of those the fewest that hold a share of `top_p`; the rest at -inf."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    out = torch.zeros_like(ordered, dtype=torch.bool) if not top_k else (rank >= top_k).expand_as(ordered)
+    if top_p < 1:
+        held = ordered.masked_fill(out, -torch.inf).softmax(-1)
+        out = out | (held.cumsum(-1) - held >= top_p)
+    out = torch.zeros_like(out).scatter(-1, order, out)
+    if keep is not None:
+        out = out.scatter(-1, keep.unsqueeze(-1), False)
+    return logits.masked_fill(out, -torch.inf)
+
+
+def _take(hidden: Tensor, at: Tensor) -> Tensor:
+    """hidden (B, T, d) at positions (B, K) -> (B, K, d)."""
+    return hidden.gather(1, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+
+
+def _with_lora(backbone: Backbone, settings: LoraSettings) -> PeftModel:
+    """LoRA on the language model's projections (paper: q_proj, v_proj), never on the vision tower's."""
+    names = [
+        name
+        for name, module in backbone.model.named_modules()
+        if isinstance(module, nn.Linear) and name.split(".")[-1] in settings.targets and "visual" not in name
+    ]
+    if not names:
+        raise ValueError(f"no layers named {settings.targets} in {type(backbone.model).__name__}")
+    config = LoraConfig(
+        r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=names, bias="none"
+    )
+    return get_peft_model(backbone.model, config)

@@ -1,0 +1,309 @@
+"""The Memory Compiler served by vLLM: prompts, distribution and soft tokens are those of `compiler.hf`.
+
+Two passes over a batch, each of them batched continuously by the engine:
+1. the emissions are sampled;
+2. prompt, emission and the N memory tokens are read as one new request, whose last N hidden states go through the
+   projector. The prefix cache holds the rest up to a whole block, so that this pass computes at most N + one block of
+   new tokens (and one more where the end of turn was forced).
+
+Token-in/token-out: prompts enter as ids and nothing that was generated is tokenised again.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+from compiler.hf import Decoding, Draft, record
+from compiler.language import grammar
+from compiler.prompt import compiler_parts, images_of
+from compiler.records import Compilation, CompileRequest
+from lm.backbone import Backbone
+from lm.vllm_extension import EXTENSION, engine_trouble, llm_class, run, tail_of, take_tails, watched
+from soft_mem.projector import Gaussian, Projector
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from vllm import LLM, RequestOutput
+    from vllm.lora.request import LoRARequest
+
+_SERIALS = itertools.count(1)  # of adapters: engine and prefix cache know an adapter by its name and number
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """`ids` as the model reads them; `folded`, as vLLM takes them: each image's pads folded into one."""
+
+    ids: tuple[int, ...]
+    folded: tuple[int, ...]
+    images: tuple[Image, ...]
+
+    def followed_by(self, ids: Sequence[int] = ()) -> dict[str, Any]:
+        """A request for vLLM."""
+        pictures = {"multi_modal_data": {"image": list(self.images)}} if self.images else {}
+        return {"prompt_token_ids": [*self.folded, *ids], **pictures}
+
+
+class VllmCompiler:
+    """A backend of the protocol `compiler.records.Compiler`. One at a time per engine; not for several threads.
+
+    Args:
+        llm: an engine made by `load`, or with the settings of `engine_settings`.
+        backbone: encodes prompts; its model needs no weights.
+        constrained: emissions follow the emission language's grammar. Their log-probabilities are then those of the
+            constrained distribution, which GRPO does not score again: leave it off for training.
+    """
+
+    def __init__(
+        self, llm: LLM, backbone: Backbone, projector: Projector, decoding: Decoding | None = None,
+        instructions: str = "", seed: int = 0, constrained: bool = False, device: str = "cpu",
+    ) -> None:  # fmt: skip
+        self.llm, self.backbone, self.device = llm, backbone, torch.device(device)
+        self.decoding, self.instructions, self.constrained = decoding or Decoding(), instructions, constrained
+        self.projector = self._frozen(projector)
+        self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        self.lora: LoRARequest | None = None
+        self.weight_version = 0
+        self.reissued = 0  # second passes that had to be repeated because the prefix cache held part of the tail
+        self.cached_tokens: list[int] = []  # of each prompt of the last batch, from the prefix cache
+        self._adapters = tempfile.TemporaryDirectory(prefix="memcompiler-adapters-")
+        self._tail_keys = itertools.count()
+        self._failure: str | None = None
+        watched(llm, lambda: llm.collective_rpc("watch_tails"))
+
+    @classmethod
+    def load(
+        cls, name: str | Path, projector: Projector, dtype: Any = "bfloat16", memory_token: str = "auto",
+        lora_rank: int = 16, engine: Mapping[str, Any] | None = None, **kwargs: Any,
+    ) -> VllmCompiler:  # fmt: skip
+        """An engine of its own for any Hugging Face name or folder, without adapter until `load_adapter`.
+
+        Args:
+            lora_rank: the largest rank of an adapter to come.
+            engine: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_model_len.
+            kwargs: of the constructor.
+
+        Raises:
+            RuntimeError: vLLM is not installed.
+        """
+        LLM = llm_class()
+        llm = LLM(model=str(name), dtype=dtype, **{**engine_settings(lora_rank), **(engine or {})})
+        return cls(llm, encoder(name, memory_token), projector, **kwargs)
+
+    def load_adapter(self, folder: Path, version: int, projector: Projector) -> None:
+        """From now on compile with these weights (copied: the caller may go on to change folder and projector).
+
+        Every adapter gets a fresh directory, name and number. The engine keeps adapters, and the prefix cache keys and
+        values, by these: an adapter that is overwritten in place is served stale, without an error.
+
+        Args:
+            folder: an adapter in PEFT's format, or a checkpoint that holds one as `adapter/`.
+            version: what compilations will bear as their `weight_version`.
+
+        Raises:
+            ValueError: the projector does not fit the compiler.
+            RuntimeError: vLLM cannot load it. Either way the weights before it stay in force.
+        """
+        from vllm.lora.request import LoRARequest
+
+        serial = next(_SERIALS)
+        source = folder / "adapter" if (folder / "adapter").is_dir() else folder
+        target = Path(self._adapters.name) / f"{serial:06d}-v{version}"
+        frozen = self._frozen(projector)
+        try:
+            shutil.copytree(source, target)
+            request = LoRARequest(f"memcompiler-{serial}", serial, str(target))
+            if not watched(self.llm, lambda: self.llm.llm_engine.add_lora(request)):
+                raise ValueError("the engine does not say why")
+        except Exception as error:  # vLLM's errors have no common class, and differ by where its core runs
+            shutil.rmtree(target, ignore_errors=True)
+            raise RuntimeError(
+                f"vLLM cannot load the adapter {source}: {error}. Check that it is whole, made for this model, and of "
+                "a rank no larger than the engine's max_lora_rank"
+            ) from error
+        before, self.lora = self.lora, request
+        self.projector, self.weight_version = frozen, version
+        if before is not None:
+            watched(self.llm, lambda: self.llm.llm_engine.remove_lora(before.lora_int_id))
+            shutil.rmtree(before.lora_path, ignore_errors=True)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.projector.config.n_tokens
+
+    @property
+    def broken(self) -> str | None:
+        """Why this engine will never compile again, as far as is known without asking it; None if nothing is."""
+        return self._failure or engine_trouble(self.llm)
+
+    # -- compiling ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def compile(self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None) -> list[Compilation]:
+        """Emission and soft tokens for each request, in their order.
+
+        With seeds, each request is drawn as if it were compiled alone by a generator with its seed.
+
+        Raises:
+            ValueError: a prompt leaves no room for its emission, or vLLM would read it as other tokens than we do.
+        """
+        if not requests:
+            return []
+        prompts = [self._prompt(request) for request in requests]
+        own = [torch.Generator(device=self.device).manual_seed(seed) for seed in seeds or ()]
+        drafts = self._sample(prompts, own)
+        temperature = self.decoding.soft_temperature
+        gaussian = self.projector(self._hidden(prompts, drafts).to(self.device))
+        z = self._draw(gaussian, own)
+        latent = gaussian.log_prob(z, temperature or 1.0)
+        rows = zip(requests, prompts, drafts, strict=True)
+        made = [
+            record(self, request, prompt.ids, draft, gaussian, z, latent, i)
+            for i, (request, prompt, draft) in enumerate(rows)
+        ]
+        for compilation, cached in zip(made, self.cached_tokens, strict=True):
+            compilation.tokens_cached = cached
+        return made
+
+    def _prompt(self, request: CompileRequest) -> _Prompt:
+        backbone = self.backbone
+        parts = compiler_parts(request, images=backbone.is_vlm)
+        ids, pad = backbone.encode(parts, self.instructions).ids, backbone.image_id
+        images = tuple(images_of(parts))
+        folded = tuple(id for i, id in enumerate(ids) if id != pad or ids[i - 1] != pad)
+        if images and folded.count(pad) != len(images):
+            raise ValueError(f"{len(images)} images, but {folded.count(pad)} places for them in the compiler's prompt")
+        room = self.llm.model_config.max_model_len - len(ids) - self.n_tokens - 2  # forced end, and a token to ask for
+        if room < self.decoding.max_new_tokens:
+            raise ValueError(
+                f"the compiler's prompt has {len(ids)} tokens and leaves room for {room} of "
+                f"{self.decoding.max_new_tokens}: raise max_model_len, or lower max_new_tokens or memory.k"
+            )
+        return _Prompt(ids, folded, images)
+
+    def _draw(self, gaussian: Gaussian, own: Sequence[torch.Generator]) -> Tensor:
+        """z (B, N, d), each row by a generator of its own, where there are such."""
+        temperature = self.decoding.soft_temperature
+        if not own:
+            return self.projector.draw(gaussian, temperature, self.generator)
+        rows = zip(gaussian.mu.split(1), gaussian.log_sigma.split(1), own, strict=True)
+        return torch.cat([self.projector.draw(Gaussian(mu, s), temperature, by) for mu, s, by in rows])
+
+    def _sample(self, prompts: Sequence[_Prompt], own: Sequence[torch.Generator] = ()) -> list[Draft]:
+        """First pass; the seed of each request comes from a generator of its own, where there are such."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        decoding, end = self.decoding, self.backbone.end_id
+        if not (decoding.temperature == 0 or 0.01 <= decoding.temperature <= 2):
+            raise ValueError(f"vLLM samples at temperature 0, or 0.01 to 2, not at {decoding.temperature}")
+        drawn = [(by, 1) for by in own] or [(self.generator, len(prompts))]
+        seeds = torch.cat([torch.randint(2**31, (n,), generator=by, device=self.device) for by, n in drawn]).tolist()
+        shape = StructuredOutputsParams(grammar=grammar()) if self.constrained else None
+        params = [
+            SamplingParams(
+                temperature=decoding.temperature, top_k=decoding.top_k, top_p=decoding.top_p, seed=seed,
+                max_tokens=decoding.max_new_tokens, stop_token_ids=[end], ignore_eos=True, logprobs=0,
+                logit_bias=dict.fromkeys(self.backbone.suppressed, -torch.inf), detokenize=False,
+                structured_outputs=shape,
+            )
+            for seed in seeds
+        ]  # fmt: skip
+        outputs = self._run([prompt.followed_by() for prompt in prompts], params)
+        self.cached_tokens = [output.num_cached_tokens or 0 for output in outputs]
+        for prompt, output in zip(prompts, outputs, strict=True):
+            if tuple(output.prompt_token_ids or ()) != prompt.ids:
+                raise ValueError("vLLM expanded the prompt's images differently: compare its image processor with ours")
+        return [_draft(output, end) for output in outputs]
+
+    def _hidden(self, prompts: Sequence[_Prompt], drafts: Sequence[Draft]) -> Tensor:
+        """Second pass: final hidden states (B, N, d) of the memory tokens, in fp32.
+
+        A request that was asked before (equal samples of a group) may find part of its tail in the prefix cache, where
+        there are no hidden states: it is asked again, past the cache.
+        """
+        memory = (self.backbone.memory_id,) * self.n_tokens
+        requests = [prompt.followed_by((*draft.ids, *memory)) for prompt, draft in zip(prompts, drafts, strict=True)]
+        rows = self._tails(requests, past_cache=False)
+        short = [i for i, row in enumerate(rows) if row is None]
+        self.reissued += len(short)
+        for i, row in zip(short, self._tails([requests[i] for i in short], past_cache=True), strict=True):
+            rows[i] = row
+        if any(row is None for row in rows):
+            raise RuntimeError("vLLM's workers gave no hidden states for some requests: is the extension installed?")
+        return torch.stack([row for row in rows if row is not None])
+
+    def _tails(self, requests: Sequence[dict[str, Any]], past_cache: bool) -> list[Tensor | None]:
+        from vllm import SamplingParams
+
+        if not requests:
+            return []
+        keys = [str(next(self._tail_keys)) for _ in requests]
+        params = [
+            SamplingParams(
+                temperature=0.0, max_tokens=1, detokenize=False, extra_args=tail_of(key, self.n_tokens),
+                skip_reading_prefix_cache=past_cache,
+            )
+            for key in keys
+        ]  # fmt: skip
+        self._run(requests, params)
+        tails = take_tails(self.llm)
+        return [tails.get(key) for key in keys]
+
+    def _run(self, requests: Sequence[dict[str, Any]], params: Sequence[Any]) -> list[RequestOutput]:
+        try:
+            return run(self.llm, requests, params, self.lora)
+        except Exception:
+            self._failure = engine_trouble(self.llm, at_rest=True)
+            raise
+
+    def _frozen(self, projector: Projector) -> Projector:
+        d = self.backbone.hidden_size
+        if projector.config.d_compiler != d:
+            raise ValueError(f"projector reads {projector.config.d_compiler}-d states, the compiler has {d}")
+        return copy.deepcopy(projector).to(self.device).eval().requires_grad_(False)
+
+
+def engine_settings(lora_rank: int) -> dict[str, Any]:
+    """What this backend asks of `vllm.LLM`, beyond model and dtype."""
+    from vllm.platforms import current_platform
+
+    ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has kernels for
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next((rank for rank in ranks if rank >= lora_rank), lora_rank),
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, as training scores it
+        "worker_extension_cls": EXTENSION,
+        "generation_config": "vllm",  # not the model folder's: its stop tokens and defaults are not ours
+        # On CPU, a request with a seed whose prompt is computed in chunks ends the whole engine (0.31).
+        **({"enable_chunked_prefill": False} if current_platform.is_cpu() else {}),
+    }
+
+
+def encoder(name: str | Path, memory_token: str = "auto") -> Backbone:
+    """A backbone that encodes prompts exactly as the trained one does, but holds no weights."""
+    config = AutoConfig.from_pretrained(name)
+    reader: Any = AutoProcessor if hasattr(config, "vision_config") else AutoTokenizer
+    return Backbone(SimpleNamespace(config=config), reader.from_pretrained(name), memory_token)
+
+
+def _draft(output: RequestOutput, end: int) -> Draft:
+    sampled = output.outputs[0]
+    ids = tuple(sampled.token_ids)
+    rows: Any = sampled.logprobs
+    logprobs = torch.tensor([row[id].logprob for row, id in zip(rows, ids, strict=True)])
+    truncated = ids[-1] != end
+    return Draft((*ids, end) if truncated else ids, logprobs, truncated)

@@ -1,0 +1,280 @@
+"""How much the executor attends to memory, step by step (paper Figure 3), from the model's own queries and keys.
+
+The logit of a head is its scaled q . k after rotary embedding, before mask and softmax; q is that of the prompt's last
+token, which decides on the action, and k those of the memory's tokens. Every attention layer of a transformers model
+calls one function with finished queries and keys: `attending` stands in front of it, looks, and passes on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from agent.records import Episode
+from eval.metrics import DELIVERY_NAMES, bootstrap_mean
+from eval.paper.latents import RecordedEpisode, goal_of
+from eval.plots import ACCENT, CONTROL, DPI, GRID, INK, MUTED
+from executor.hf import ExecutorPrompt, FrozenExecutor
+from executor.prompt import Delivered, ExecutorRequest
+from lm.vision import vision_inputs
+from soft_mem.inject import inject
+
+CHANNELS = ("memory", "text", "soft")  # all memory tokens; those of words; soft tokens
+STATIC = ("static", "static_top1")
+_COLORS = {"static": ACCENT, "compiled": "#d97a34"}  # blue and orange, as in the paper
+_NAME = "memcompiler_attending"
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One step: mean logit over a channel's tokens, heads and layers, and the channel's share of the softmax."""
+
+    t: int
+    logit: dict[str, float]  # by channel; a channel without tokens is not there
+    share: dict[str, float]
+    tokens: int
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model's logits
+
+
+@torch.no_grad()
+def last_token_logits(executor: FrozenExecutor, prompt: ExecutorPrompt) -> Tensor:
+    """(layers, heads, T) fp32: logits of the prompt's last token over all of the prompt's. Their softmax over T is the
+    model's own attention.
+
+    Raises:
+        ValueError: the model's attention cannot be read so (sliding windows, capped logits, attention of its own).
+    """
+    model = executor.model
+    tokens = torch.tensor([prompt.ids], device=model.device)
+    mask = torch.ones_like(tokens)
+    embeddings = model.get_input_embeddings()(tokens)
+    if prompt.soft is not None:
+        embeddings = inject(embeddings, tokens, executor.placeholder, prompt.soft.to(embeddings.device)[None])
+    where = vision_inputs(model, tokens, mask, [prompt.picture]) if executor.is_vlm else {}
+    body = getattr(model, model.base_model_prefix)
+    with attending(model) as layers:
+        body(inputs_embeds=embeddings, attention_mask=mask, use_cache=False, **where)
+    expected = model.config.get_text_config().num_hidden_layers
+    if len(layers) != expected:
+        raise ValueError(
+            f"{type(model).__name__} showed {len(layers)} of {expected} attention layers: Figure 3 needs a model whose "
+            "attention goes through transformers' AttentionInterface"
+        )
+    return torch.stack(layers)
+
+
+@contextmanager
+def attending(model: Any) -> Iterator[list[Tensor]]:
+    """While it is open, every attention layer of the language model adds the logits (heads, T) of its last query."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    layers: list[Tensor] = []
+
+    def look(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+        _check(key.shape[2], options)
+        layers.append(_logits(query[0, :, -1], key[0], options.get("scaling")))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    AttentionInterface.register(_NAME, look)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    config._attn_implementation = _NAME
+    try:
+        yield layers
+    finally:
+        config._attn_implementation = before
+
+
+def _check(length: int, options: dict[str, Any]) -> None:
+    window = options.get("sliding_window")
+    if (window and length > window) or options.get("softcap") or options.get("s_aux") is not None:
+        raise ValueError("Figure 3 reads full attention; this executor has windows, capped logits or sinks")
+
+
+def _logits(query_HD: Tensor, key_KTD: Tensor, scaling: float | None) -> Tensor:
+    """(H, T): H heads of queries share K heads of keys (GQA), in order."""
+    key = key_KTD.repeat_interleave(len(query_HD) // len(key_KTD), dim=0)
+    scale = query_HD.shape[-1] ** -0.5 if scaling is None else scaling
+    return torch.einsum("hd,htd->ht", query_HD.float(), key.float()) * scale
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The prompt of a recorded step, and where memory stands in it
+
+
+def executor_prompt(executor: FrozenExecutor, episode: Episode, t: int, soft: Tensor | None) -> ExecutorPrompt:
+    """What the executor read at step t, built anew from the record.
+
+    Raises:
+        ValueError: it is not, token for token, what was recorded.
+    """
+    step = episode.steps[t]
+    image = step.image if executor.sees_images else None
+    request = ExecutorRequest(
+        goal_of(episode), _delivered(episode, t, soft), tuple(earlier.action for earlier in episode.steps[:t]),
+        step.observation, step.admissible, None, image,
+    )  # fmt: skip
+    prompt = executor.encode(request)
+    if prompt.ids != step.executor_prompt_ids:
+        raise ValueError(
+            f"{episode.task_id}, {episode.delivery}, step {t}: the executor's prompt is not the recorded one: "
+            "another executor, other instructions or another layout"
+        )
+    return prompt
+
+
+def _delivered(episode: Episode, t: int, soft: Tensor | None) -> Delivered:
+    step = episode.steps[t]
+    if episode.delivery in STATIC:
+        return Delivered(memory=episode.memory_text)
+    if not step.emission_kind:
+        return Delivered()
+    lines = [] if episode.delivery == "compiled_no_brief" else step.brief_before.split("\n")[1:]
+    return Delivered(state="\n".join(lines), guidance=step.guidance, reason=step.reason, soft=soft)
+
+
+def memory_positions(executor: FrozenExecutor, episode: Episode, t: int) -> dict[str, list[int]]:
+    """Positions of memory tokens in step t's prompt by channel: all of M where it was pasted; where it was compiled,
+    the guidance with its reason, and the soft tokens. Channels without tokens are left out."""
+    step = episode.steps[t]
+    ids = step.executor_prompt_ids
+    if episode.delivery in STATIC:
+        shown = f"\nmemory:\n{episode.memory_text}" if episode.memory_text else ""
+        skip = len("\nmemory:\n")
+    else:
+        told = f"{step.reason + ' | ' if step.reason else ''}{step.guidance}"
+        shown, skip = (f"\nguide: {told}" if step.guidance else ""), len("\nguide: ")
+    words = _positions(executor, ids, shown, skip) if shown else []
+    soft = [i for i, token in enumerate(ids) if token == executor.placeholder]
+    found = {"memory": sorted({*words, *soft}), "text": words, "soft": soft}
+    return {channel: places for channel, places in found.items() if places}
+
+
+def _positions(executor: FrozenExecutor, ids: Sequence[int], shown: str, skip: int) -> list[int]:
+    """Tokens that hold characters of `shown` behind its first `skip`.
+
+    Raises:
+        ValueError: the text does not stand in the prompt, or the tokens cannot be told from the text.
+    """
+    text = executor.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    again = executor.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    start = text.find(shown)
+    if tuple(again["input_ids"]) != tuple(ids) or start < 0:
+        raise ValueError("a prompt's memory cannot be found among its tokens: the tokenizer does not round-trip")
+    begin, end = start + skip, start + len(shown)
+    return [i for i, (a, b) in enumerate(again["offset_mapping"]) if a < end and b > begin]
+
+
+def attention_at(executor: FrozenExecutor, of: RecordedEpisode, t: int, soft: Tensor | None) -> Attention | None:
+    """What step t's action was decided on; None where its prompt holds no memory (NOACTION, or no delivery)."""
+    places = memory_positions(executor, of.episode, t)
+    if not places:
+        return None
+    logits = last_token_logits(executor, executor_prompt(executor, of.episode, t, soft))
+    weights = logits.softmax(-1)
+    return Attention(
+        t,
+        {channel: logits[..., at].mean().item() for channel, at in places.items()},
+        {channel: weights[..., at].sum(-1).mean().item() for channel, at in places.items()},
+        len(places["memory"]),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Over episodes
+
+
+def curves(of_episodes: Sequence[Sequence[Attention]]) -> dict[str, Any]:
+    """By step: mean over the episodes that got so far and had memory then, with its 95 % bootstrap interval.
+
+    Episodes that end early leave the mean, so that a curve may change though none does: `slope` is the mean over
+    episodes of each one's own trend, per step, over those that have three steps with memory or more.
+
+    Raises:
+        ValueError: no step of any episode has memory.
+    """
+    by_step: dict[int, list[Attention]] = defaultdict(list)
+    for steps in of_episodes:
+        for attention in steps:
+            by_step[attention.t].append(attention)
+    if not by_step:
+        raise ValueError("no step shows memory to the executor: set memory.k, or name other deliveries")
+    channels = [c for c in CHANNELS if any(c in a.logit for steps in of_episodes for a in steps)]
+    return {
+        "episodes": len(of_episodes), "steps_with_memory": sum(map(len, of_episodes)),
+        "tokens": fmean(a.tokens for steps in of_episodes for a in steps),
+        **{
+            quantity: {
+                channel: {
+                    "by_step": _by_step(by_step, quantity, channel),
+                    "slope": _slope(of_episodes, quantity, channel),
+                }
+                for channel in channels
+            }
+            for quantity in ("logit", "share")
+        },
+    }  # fmt: skip
+
+
+def _by_step(by_step: dict[int, list[Attention]], quantity: str, channel: str) -> list[dict[str, Any]]:
+    points = []
+    for t, attentions in sorted(by_step.items()):
+        values = [getattr(a, quantity)[channel] for a in attentions if channel in getattr(a, quantity)]
+        if values:
+            points.append({"t": t, **asdict(bootstrap_mean(values))})
+    return points
+
+
+def _slope(of_episodes: Sequence[Sequence[Attention]], quantity: str, channel: str) -> dict[str, Any] | None:
+    slopes = []
+    for steps in of_episodes:
+        pairs = [(a.t, getattr(a, quantity)[channel]) for a in steps if channel in getattr(a, quantity)]
+        if len(pairs) >= 3:
+            mean = fmean(t for t, _ in pairs)
+            spread = sum((t - mean) ** 2 for t, _ in pairs)
+            slopes.append(sum((t - mean) * value for t, value in pairs) / spread)
+    return asdict(bootstrap_mean(slopes)) if slopes else None
+
+
+def attention_plot(by_delivery: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
+    """Logit and share of attention over steps, one line a delivery with its 95 % band over episodes."""
+    figure = Figure(figsize=(8.6, 3.2), dpi=DPI, layout="constrained")
+    panels = figure.subplots(1, 2)
+    titles = {"logit": "mean pre-softmax logit of memory tokens", "share": "share of attention on memory tokens"}
+    for panel, (quantity, title) in zip(panels, titles.items(), strict=True):
+        for delivery, of_delivery in by_delivery.items():
+            points = of_delivery[quantity]["memory"]["by_step"]
+            t = [point["t"] for point in points]
+            color = _COLORS.get(delivery, CONTROL)
+            low, high = ([point[end] for point in points] for end in ("low", "high"))
+            panel.fill_between(t, low, high, color=color, alpha=0.2, linewidth=0)
+            mean = [point["mean"] for point in points]
+            panel.plot(t, mean, color=color, linewidth=1.6, label=DELIVERY_NAMES.get(delivery, delivery))
+        panel.set_title(title, loc="left", fontsize=9.5, color=INK, fontweight="bold")
+        panel.grid(axis="y", color=GRID, linewidth=0.8)
+        panel.tick_params(colors=MUTED, labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    panels[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    figure.supxlabel("step (band: 95 % over the episodes that got so far)", fontsize=8.5, color=MUTED)
+    FigureCanvasAgg(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", facecolor="white", metadata={"Software": None})
+    return path

@@ -1,0 +1,272 @@
+"""`memcompiler report paper`: the paper's tables and figures from runs of `memcompiler eval`, its figures beside ours.
+
+    memcompiler report paper --table 3 RUN ...    OUT/table3.md, .json, .png
+    memcompiler report paper --figure 3 RUN       OUT/figure3.md, .json, .png   (4 likewise)
+
+A figure needs a run's episodes and its models: what the record keeps as ids goes through them once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from configs.load import ConfigError, load_config
+from configs.run_folder import to_json, write_atomically
+from configs.schema import EvalConfig
+from memcompiler import build
+
+if TYPE_CHECKING:
+    from agent.records import Episode
+    from compiler.hf import MemoryCompiler
+    from eval.paper.latents import Gathered, Recompiled, RecordedEpisode
+    from executor.hf import FrozenExecutor
+    from memory.bank import MemoryBank
+    from memory.entry import MemoryEntry
+
+SOFT_DELIVERIES = ("compiled", "compiled_no_brief")  # whose executor reads the soft tokens of its own step
+FIGURES = (3, 4)
+
+
+def run_table(number: int, runs: Sequence[Path], out: Path | None) -> None:
+    """Print table `number` and write it to OUT (default: `paper` in the first run; without runs, nowhere).
+
+    Raises:
+        ValueError: no such table, or a run that has no results.
+    """
+    from eval.paper.tables import paper_table, table_plot, to_markdown
+
+    table = paper_table(number, runs)
+    target = out or (runs[0] / "paper" if runs else None)
+    if target is None:
+        typer.echo(to_markdown(table))
+        return
+    _write(target, f"table{number}", to_markdown(table), table.to_json())
+    table_plot(table, target / f"table{number}.png")
+
+
+def run_figure(
+    number: int, run: Path, overrides: Sequence[str], out: Path | None, deliveries: Sequence[str], limit: int | None,
+    seed: int = 0,
+) -> None:  # fmt: skip
+    """Compute figure `number` from the episodes of RUN, of a matrix from those of one cell.
+
+    Args:
+        overrides: settings over the run's own, such as where its models are now.
+        limit: so many tasks of the run (default: all).
+
+    Raises:
+        ConfigError: no run, no checkpoint, or an executor without weights at hand.
+        ValueError: no such figure, or models and record do not go together.
+    """
+    if number not in FIGURES:
+        raise ValueError(f"figures {' and '.join(map(str, FIGURES))} are measured; there is no figure {number}")
+    replay = Replay.of(run, overrides)
+    target, name = out or run / "paper", f"figure{number}"
+    if number == 3:
+        made, text = _figure3(replay, deliveries or ("static", "compiled"), limit, target / f"{name}.png")
+    else:
+        made, text = _figure4(replay, deliveries or ("compiled",), limit, seed, target / f"{name}.png")
+    _write(target, name, text, {"figure": number, "run": run.name, **replay.about(), **made})
+
+
+def _write(out: Path, name: str, text: str, record: Mapping[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / f"{name}.json", to_json(record))
+    write_atomically(out / f"{name}.md", text)
+    typer.echo(text)
+    typer.echo(str(out / f"{name}.md"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run once more
+
+
+@dataclass(slots=True)
+class Replay:
+    """A run's settings, with its models and memory loaded where they are needed first."""
+
+    run: Path
+    config: EvalConfig
+    _executor: FrozenExecutor | None = None
+    _compiler: MemoryCompiler | None = None
+    _bank: MemoryBank | None = None
+
+    @classmethod
+    def of(cls, run: Path, overrides: Sequence[str]) -> Replay:
+        """Raises: ConfigError, for a folder that is no single evaluation, or whose executor has no weights."""
+        resolved = run / "config.resolved.yaml"
+        if not resolved.is_file():
+            raise ConfigError(f"{resolved} does not exist: name a run folder of memcompiler eval")
+        config = load_config(EvalConfig, resolved, overrides)
+        if config.matrix:
+            cells = ", ".join(sorted(path.name for path in (run / "cells").glob("*"))) or "none yet"
+            raise ConfigError(f"{run} is a matrix: name one of its cells, {run}/cells/NAME; there are {cells}")
+        if config.executor.engine == "api":
+            raise ConfigError("a closed model shows no attention and no embeddings: evaluate with executor.engine=hf")
+        return cls(run, config)
+
+    @property
+    def executor(self) -> FrozenExecutor:
+        """In transformers, whatever the run was played on."""
+        if self._executor is None:
+            settings = self.config.executor.model_copy(update={"engine": "hf", "mode": "choice"})
+            self._executor = build.load_executor(settings)  # type: ignore[assignment]
+        return self._executor  # type: ignore[return-value]
+
+    @property
+    def compiler(self) -> MemoryCompiler:
+        """Raises: ConfigError, where the settings name no checkpoint."""
+        if self._compiler is None:
+            if self.config.compiler.checkpoint is None:
+                raise ConfigError("soft tokens are made again by the compiler: set compiler.checkpoint")
+            settings = self.config.compiler.model_copy(update={"engine": "hf", "constrained": False})
+            self._compiler = build.load_compiler(settings, self.executor, self.config.seed)
+        return self._compiler
+
+    def memory(self, episode: Episode) -> list[MemoryEntry]:
+        """Raises: BankError, where the bank has not what the episode read."""
+        if self._bank is None:
+            bank = build.open_bank(self.config.memory, self._own_bank())
+            pinned = self.config.memory.version is None and episode.bank_version is not None
+            self._bank = bank.at(episode.bank_version) if pinned else bank  # type: ignore[arg-type]
+        return [self._bank.get(id) for id in episode.memory_ids]
+
+    def _own_bank(self) -> Path:
+        """A cell of a matrix shares its bank with others."""
+        from memcompiler.environments import default_split
+        from memcompiler.evaluate import bank_key
+
+        key = bank_key(self.config, self.config.split or default_split(self.config.env))
+        shared = self.run.parent.parent / "banks" / key
+        return shared / "bank" if shared.is_dir() else self.run / "bank"
+
+    def recompiled(self, of: RecordedEpisode, t: int) -> Recompiled | None:
+        """Step t's soft tokens; None where the executor read none."""
+        from eval.paper.latents import recompiled
+
+        episode = of.episode
+        if episode.delivery not in SOFT_DELIVERIES or episode.steps[t].soft is None:
+            return None
+        return recompiled(self.compiler, of, t, self.memory(episode))
+
+    def about(self) -> dict[str, Any]:
+        config = self.config
+        names = {"executor": config.executor.model, "checkpoint": config.compiler.checkpoint}
+        return {"environment": config.env.name, "split": config.split, "seed": config.seed, **names}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two figures
+
+
+def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: Path) -> tuple[dict[str, Any], str]:
+    from eval.paper.attention import CHANNELS, attention_at, attention_plot, curves
+    from eval.paper.latents import played
+
+    by_delivery: dict[str, list[list[Any]]] = {name: [] for name in deliveries}
+    without = dict.fromkeys(deliveries, 0)
+    drawn = 0
+    for of in played(replay.run / "episodes.jsonl", deliveries, limit):
+        attentions = []
+        for t, step in enumerate(of.episode.steps):
+            if not step.executor_prompt_ids:  # it broke before the executor was asked
+                continue
+            again = replay.recompiled(of, t)
+            drawn += again is not None and again.drawn
+            found = attention_at(replay.executor, of, t, again.soft if again else None)
+            attentions += [found] if found else []
+            without[of.episode.delivery] += found is None
+        by_delivery[of.episode.delivery].append(attentions)
+    made = {name: {**curves(of), "steps_without_memory": without[name]} for name, of in by_delivery.items()}
+    attention_plot(made, png)
+    lines = [
+        f"| {name} | {of['episodes']} | {of['steps_with_memory']} | {channel} | "
+        f"{_ends(of['logit'][channel]['by_step'])} | {_trend(of['logit'][channel]['slope'])} | "
+        f"{_trend(of['share'][channel]['slope'])} |"
+        for name, of in made.items()
+        for channel in CHANNELS
+        if channel in of["logit"]
+    ]
+    heads = ("delivery", "episodes", "steps with memory", "tokens", "logit, first to last step", "trend of the logit "
+             "per step", "trend of the share per step")  # fmt: skip
+    text = _page(3, "mean pre-softmax attention logit of the executor over memory tokens", heads, lines, [
+        "Trend: mean over episodes of each one's own, 95 % bootstrap interval over episodes.",
+        *([f"{drawn} steps had sampled soft tokens: their mean stands for them."] if drawn else []),
+    ])  # fmt: skip
+    return {"deliveries": made, "sampled_soft_steps": drawn}, text
+
+
+def _figure4(
+    replay: Replay, deliveries: Sequence[str], limit: int | None, seed: int, png: Path, most: int = 500
+) -> tuple[dict[str, Any], str]:
+    from eval.paper.latents import SPACES, Gathered, latents_plot, played
+
+    gathered = Gathered()
+    for number, of in enumerate(played(replay.run / "episodes.jsonl", deliveries, limit)):
+        for t, step in enumerate(of.episode.steps):
+            if (again := replay.recompiled(of, t)) is not None:
+                gathered.add(replay.executor, again, f"{step.reason} {step.guidance}".strip(), number)
+    shown, left_out = _spaces(gathered, most, seed)
+    latents_plot(shown, png)
+    lines = [
+        f"| {space} | {apart['n']} | {apart['episodes']} | {apart['silhouette']:.3f} | {100 * apart['probe']:.1f} | "
+        f"{100 * apart['permuted_mean']:.1f} ({100 * apart['permuted_max']:.1f}) | {apart['p_value']:.3f} |"
+        for space, (_, _, apart) in shown.items()
+    ]
+    heads = ("space", "tokens", "episodes", "silhouette", "probe, % of held-out tokens", "shuffled labels, mean "
+             "(highest), %", "p")  # fmt: skip
+    text = _page(4, "soft memory tokens and text memory tokens", heads, lines, [
+        *(f"{space}: {meaning}." for space, meaning in SPACES.items()),
+        *(f"{space}: not measured, {why}." for space, why in left_out.items()),
+        "Probe: logistic regression, tested on episodes that it was not trained on; distinct vectors, as many of each "
+        "kind. p: share of label shuffles that do as well.",
+    ])  # fmt: skip
+    points = {
+        space: [{"kind": str(k), "x": round(float(x), 3), "y": round(float(y), 3)}
+                for k, (x, y) in zip(of.kinds, places, strict=True)]
+        for space, (of, places, _) in shown.items()
+    }  # fmt: skip
+    apart = {space: apart for space, (_, _, apart) in shown.items()}
+    return {"seed_of_figure": seed, "separability": apart, "not_measured": left_out, "points": points}, text
+
+
+def _spaces(gathered: Gathered, most: int, seed: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """(tokens, plane, separability) by space, and why a space is left out.
+
+    Raises:
+        ValueError: both are.
+    """
+    from eval.paper.latents import SPACES, plane, separability
+
+    shown, left_out = {}, {}
+    for space in SPACES:
+        try:
+            tokens = gathered.tokens(space).balanced(most, seed)
+            shown[space] = (tokens, plane(tokens, seed), separability(tokens, seed))
+        except ValueError as error:
+            left_out[space] = str(error)
+    if not shown:
+        raise ValueError("; ".join(f"{space}: {why}" for space, why in left_out.items()))
+    return shown, left_out
+
+
+def _page(number: int, title: str, heads: Sequence[str], lines: Sequence[str], notes: Sequence[str]) -> str:
+    from eval.paper.tables import paper_numbers
+
+    said = f"Paper: {paper_numbers()['figures'][number]} All numbers above are measured."
+    rows = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads), *lines]
+    return "\n".join([f"### Figure {number}: {title}", "", *rows, "", *(f"- {n}" for n in (said, *notes))]) + "\n"
+
+
+def _ends(points: Sequence[Mapping[str, Any]]) -> str:
+    first, last = points[0], points[-1]
+    return f"{first['mean']:.2f} (n {first['n']}) to {last['mean']:.2f} (step {last['t']}, n {last['n']})"
+
+
+def _trend(slope: Mapping[str, Any] | None) -> str:
+    return "–" if slope is None else f"{slope['mean']:+.3f} [{slope['low']:+.3f}, {slope['high']:+.3f}]"

@@ -1,0 +1,280 @@
+"""Soft tokens against text tokens (paper Figure 4), and how both are made again from a run's record.
+
+`episodes.jsonl` keeps token ids and a summary of the soft tokens, not the tensors: they are a function of the recorded
+prompt, the recorded emission and the checkpoint, so `recompiled` puts these through the compiler once more. What it
+gets is checked against the record (prompt ids to the token, the soft tokens' mean norm to a hundredth): another
+checkpoint, bank or prompt layout is an error, not another figure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from agent.records import Episode
+from compiler.brief_state import parse_brief_state
+from compiler.hf import MemoryCompiler
+from compiler.records import CompileRequest
+from eval.episodes import episode_from_json
+from eval.plots import ACCENT, DPI, GRID, INK, MUTED
+from executor.hf import FrozenExecutor
+from memory.entry import MemoryEntry
+from memory.trajectory import stated_goal
+
+SOFT, TEXT = "soft", "text"
+SPACES: Mapping[str, str] = {
+    "executor": "the executor's input embeddings: soft tokens, and the tokens of guidance and reason",
+    "compiler": "the compiler's last hidden states: at the memory tokens, and at the emission's",
+}
+_NORM_TOLERANCE = 0.01
+_COLORS = {SOFT: "#b5532f", TEXT: ACCENT}
+_COMPONENTS = 50  # both t-SNE and the probe read principal components where there are more dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEpisode:
+    """An episode from a record, with the token ids that only compiler steps have (None elsewhere)."""
+
+    episode: Episode
+    compiler_ids: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]  # (prompt, emission) by step
+
+
+@dataclass(frozen=True, slots=True)
+class Recompiled:
+    """One step's soft tokens again: soft (N, d_executor); h_soft (N, d), h_text (T, d) in the compiler; `drawn` where
+    the run had sampled them and `soft` is their mean."""
+
+    soft: Tensor
+    h_soft: Tensor
+    h_text: Tensor
+    drawn: bool
+
+
+def played(record: Path, deliveries: Sequence[str], limit: int | None = None) -> Iterator[RecordedEpisode]:
+    """Episodes of these deliveries with their pictures, the first `limit` tasks of the record.
+
+    Raises:
+        ValueError: no record, or one of the deliveries is not in it.
+    """
+    if not record.is_file():
+        raise ValueError(f"{record} does not exist: name a run folder, of a matrix one of its cells (RUN/cells/NAME)")
+    tasks, seen = set(), set()
+    with record.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+                if row["delivery"] not in deliveries or (row["task_id"] not in tasks and len(tasks) == limit):
+                    continue
+                tasks.add(row["task_id"])
+                ids = tuple(_compiler_ids(step) for step in row["steps"])
+                episode = episode_from_json(row)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{record}, line {number}: {error}") from error
+            seen.add(episode.delivery)
+            yield RecordedEpisode(episode, ids)
+    if absent := [name for name in deliveries if name not in seen]:
+        raise ValueError(f"{record} has no episode of {', '.join(absent)}: evaluate with deliveries that include it")
+
+
+def _compiler_ids(step: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    if "compiler_prompt_ids" not in step:
+        return None
+    return tuple(step["compiler_prompt_ids"]), tuple(step["emission_ids"])
+
+
+def goal_of(episode: Episode) -> str:
+    """The goal as both roles' prompts state it."""
+    return stated_goal(episode.goal, episode.scene)
+
+
+def compile_request(episode: Episode, t: int, memory: Sequence[MemoryEntry]) -> CompileRequest:
+    """What the compiler was asked at step t."""
+    step = episode.steps[t]
+    bare = episode.delivery == "compiled_no_brief"
+    return CompileRequest(
+        goal_of(episode), tuple(memory), None if bare else parse_brief_state(step.brief_before), step.observation,
+        step.image, tuple(earlier.action for earlier in episode.steps[:t]),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def recompiled(
+    compiler: MemoryCompiler, of: RecordedEpisode, t: int, memory: Sequence[MemoryEntry]
+) -> Recompiled | None:
+    """Step t's soft tokens made again; None where no compiler spoke.
+
+    Raises:
+        ValueError: prompt or soft tokens are not those of the record.
+    """
+    ids, step = of.compiler_ids[t], of.episode.steps[t]
+    if ids is None or step.soft is None:
+        return None
+    where = f"{of.episode.task_id}, {of.episode.delivery}, step {t}"
+    prompt = compiler.encode(compile_request(of.episode, t, memory))
+    if prompt.ids != ids[0]:
+        raise ValueError(f"{where}: the compiler's prompt is not the recorded one: other memory, tokenizer or layout")
+    compiler.eval()
+    scored = compiler.score([prompt], [ids[1]])
+    mu = scored.gaussian.mu[0].float()
+    norm, recorded = mu.norm(dim=-1).mean().item(), step.soft["mu_norm"]
+    if len(mu) != step.soft["n"] or abs(norm - recorded) > _NORM_TOLERANCE * recorded:
+        raise ValueError(
+            f"{where}: {len(mu)} soft tokens of norm {norm:.4g}, the record has {step.soft['n']:.0f} of "
+            f"{recorded:.4g}: compiler.checkpoint is not what the run was played with"
+        )
+    drawn = abs(step.soft["z_norm"] - recorded) > _NORM_TOLERANCE * recorded
+    soft = compiler.projector.to_embeddings(scored.gaussian.mu)[0]
+    return Recompiled(soft.float().cpu(), scored.h_soft[0].float().cpu(), scored.h_text[0].float().cpu(), drawn)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens of both kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """vectors (n, d), kinds (n,) of SOFT or TEXT, and the episode (n,) that each comes from."""
+
+    vectors: np.ndarray
+    kinds: np.ndarray
+    episodes: np.ndarray
+
+    def balanced(self, most: int, seed: int) -> Tokens:
+        """Distinct vectors, equally many of both kinds and at most `most` of each, drawn by `seed`.
+
+        A text token has the same input embedding wherever it stands: counted again and again, it would be on both
+        sides of the probe's split.
+
+        Raises:
+            ValueError: one kind is missing.
+        """
+        _, first = np.unique(np.ascontiguousarray(self.vectors), axis=0, return_index=True)
+        of_kind = [np.sort(first)[self.kinds[np.sort(first)] == kind] for kind in (SOFT, TEXT)]
+        n = min(most, *map(len, of_kind))
+        if n < 10:
+            raise ValueError(f"{n} distinct tokens of one kind are too few: play more episodes, with soft tokens")
+        rng = np.random.default_rng(seed)
+        chosen = np.concatenate([np.sort(rng.choice(rows, n, replace=False)) for rows in of_kind])
+        return Tokens(self.vectors[chosen], self.kinds[chosen], self.episodes[chosen])
+
+
+class Gathered:
+    """Tokens of both kinds in both spaces, step by step."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[tuple[np.ndarray, str, int]]] = {space: [] for space in SPACES}
+
+    def add(self, executor: FrozenExecutor, again: Recompiled, guidance: str, episode: int) -> None:
+        """`guidance`: the text channel of the same step, reason and guidance ("" where there is none)."""
+        ids = executor.tokenizer(guidance, add_special_tokens=False)["input_ids"]
+        embedded = executor.embedding_table[ids].detach().float().cpu()
+        for space, soft, text in (("executor", again.soft, embedded), ("compiler", again.h_soft, again.h_text)):
+            self._rows[space] += [(soft.numpy(), SOFT, episode), (text.numpy(), TEXT, episode)]
+
+    def tokens(self, space: str) -> Tokens:
+        rows = [row for row in self._rows[space] if len(row[0])]
+        if not rows:
+            raise ValueError("no step has soft tokens: name a run that played the delivery `compiled`")
+        repeats = [len(vectors) for vectors, _, _ in rows]
+        return Tokens(
+            np.concatenate([vectors for vectors, _, _ in rows]), np.repeat([kind for _, kind, _ in rows], repeats),
+            np.repeat([episode for _, _, episode in rows], repeats),
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How far apart they are
+
+
+def separability(tokens: Tokens, seed: int = 0, permutations: int = 100) -> dict[str, Any]:
+    """Silhouette of the two kinds, and a linear probe's accuracy on episodes that it has not seen.
+
+    Returns:
+        `silhouette` in [-1, 1]; `probe` accuracy in [0, 1] beside `chance` (the larger kind's share of the held-out
+        tokens), `permuted_mean` and `permuted_max` (the same probe on shuffled labels) and `p_value`.
+
+    Raises:
+        ValueError: fewer than two episodes, or a split that leaves one kind out.
+    """
+    from sklearn.metrics import silhouette_score
+    from sklearn.model_selection import GroupShuffleSplit
+
+    if len(set(tokens.episodes.tolist())) < 2:
+        raise ValueError("a probe is tested on other episodes than it is trained on: there is only one")
+    splitter = GroupShuffleSplit(1, test_size=0.5, random_state=seed)
+    train, test = next(splitter.split(tokens.vectors, groups=tokens.episodes))
+    y = (tokens.kinds == SOFT).astype(int)
+    if len(set(y[train])) < 2 or len(set(y[test])) < 2:
+        raise ValueError("one half of the episodes has tokens of one kind only: play more episodes")
+    rng = np.random.default_rng(seed)
+    score = _probe(tokens.vectors, train, test)
+    permuted = [score(rng.permutation(y)) for _ in range(permutations)]
+    accuracy = score(y)
+    return {
+        "n": len(y), "episodes": len(set(tokens.episodes.tolist())), "dimensions": tokens.vectors.shape[1],
+        "silhouette": float(silhouette_score(tokens.vectors, y)), "probe": accuracy,
+        "chance": float(max(y[test].mean(), 1 - y[test].mean())), "permuted_mean": float(np.mean(permuted)),
+        "permuted_max": float(np.max(permuted)),
+        "p_value": (1 + sum(p >= accuracy for p in permuted)) / (1 + permutations), "permutations": permutations,
+    }  # fmt: skip
+
+
+def _probe(vectors: np.ndarray, train: np.ndarray, test: np.ndarray) -> Any:
+    """Labels -> held-out accuracy of logistic regression on standardised principal components of the training half."""
+    from sklearn.decomposition import PCA
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    components = min(_COMPONENTS, vectors.shape[1], len(train) - 1)
+    reduced = make_pipeline(StandardScaler(), PCA(components, random_state=0)).fit(vectors[train])
+    known, unknown = reduced.transform(vectors[train]), reduced.transform(vectors[test])
+
+    def score(labels: np.ndarray) -> float:
+        if len(set(labels[train])) < 2:
+            return float(max(np.mean(labels[test]), 1 - np.mean(labels[test])))
+        return float(LogisticRegression(max_iter=1000).fit(known, labels[train]).score(unknown, labels[test]))
+
+    return score
+
+
+def plane(tokens: Tokens, seed: int = 0) -> np.ndarray:
+    """(n, 2): t-SNE of the tokens, the same for the same seed."""
+    from sklearn.decomposition import PCA
+    from sklearn.manifold import TSNE
+
+    vectors, n = tokens.vectors, len(tokens.vectors)
+    if vectors.shape[1] > _COMPONENTS:
+        vectors = PCA(min(_COMPONENTS, n), random_state=seed).fit_transform(vectors)
+    return TSNE(2, perplexity=min(30, (n - 1) / 3), init="pca", random_state=seed).fit_transform(vectors)
+
+
+def latents_plot(spaces: Mapping[str, tuple[Tokens, np.ndarray, Mapping[str, Any]]], path: Path) -> Path:
+    """A panel a space: (tokens, their place in the plane, their separability)."""
+    figure = Figure(figsize=(4.2 * len(spaces), 4.4), dpi=DPI, layout="constrained")
+    panels = figure.subplots(1, len(spaces), squeeze=False)[0]
+    for panel, (space, (tokens, places, apart)) in zip(panels, spaces.items(), strict=True):
+        for kind in (TEXT, SOFT):
+            at = places[tokens.kinds == kind]
+            panel.scatter(at[:, 0], at[:, 1], s=9, color=_COLORS[kind], alpha=0.6, linewidths=0, label=f"{kind} tokens")
+        panel.set_title(
+            f"{space}: silhouette {apart['silhouette']:.2f}, probe {100 * apart['probe']:.1f} %", loc="left",
+            fontsize=9.5, color=INK, fontweight="bold",
+        )  # fmt: skip
+        panel.set_xticks([])
+        panel.set_yticks([])
+        panel.spines[:].set_color(GRID)
+    panels[0].legend(frameon=False, fontsize=8, labelcolor=MUTED)
+    FigureCanvasAgg(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", facecolor="white", metadata={"Software": None})
+    return path

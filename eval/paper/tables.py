@@ -1,0 +1,544 @@
+"""The paper's tables with what a run measured beside what the paper printed, each row marked as one or the other.
+
+A measured value stands in a column of the paper only where it is of that benchmark and that split; everything else (the
+built-in household tasks, other splits) gets columns of its own, where the paper has nothing. What was not measured is
+said to be so. The paper's figures are in `numbers.yaml`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from agent.records import Episode
+from eval.episodes import read_episodes, read_matrix
+from eval.metrics import DELIVERY_NAMES, ROLES, split_name, usage, wilson
+from eval.plots import ACCENT, DPI, GRID, INK, MUTED
+
+NUMBERS = Path(__file__).with_name("numbers.yaml")
+TABLES = (1, 2, 3, 4, 5, 6)
+NOT_MEASURED = "not measured"
+PAPER, MEASURED = "paper", "measured"
+_AXES = frozenset({"executor", "environment", "split", "seed"})
+_RESAMPLES = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class TableCell:
+    """A number in its column's unit. The paper's have no interval; `relative` is the change against no memory, %."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    relative: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`executor` and `method` under which the paper or a run has `cells`, by column."""
+
+    executor: str
+    method: str
+    source: str  # PAPER | MEASURED
+    cells: Mapping[str, TableCell]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    number: int
+    title: str
+    columns: tuple[str, ...]
+    plotted: tuple[str, ...]  # the columns that a figure shows: averages, not each subset
+    rows: tuple[Row, ...]
+    runs: tuple[Mapping[str, Any], ...]
+    notes: tuple[str, ...]
+
+    def measured(self, row: Row) -> bool:
+        """Has a run the same executor and method?"""
+        return any(r.source == MEASURED and (r.executor, r.method) == (row.executor, row.method) for r in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `tableN.json` holds; a cell that a measured row lacks is null, and so is a whole row's counterpart."""
+        rows = [
+            {
+                "executor": row.executor, "method": row.method, "source": row.source,
+                **({"measured": self.measured(row)} if row.source == PAPER else {}),
+                "cells": {c: asdict(row.cells[c]) if c in row.cells else None for c in self.columns},
+            }
+            for row in self.rows
+        ]  # fmt: skip
+        head = {"table": self.number, "title": self.title, "columns": list(self.columns)}
+        return {**head, "rows": rows, "runs": list(self.runs), "notes": list(self.notes)}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What a column shows: one metric on one environment, over `splits` together, of all tasks or of one family."""
+
+    name: str
+    environment: str
+    splits: tuple[str, ...]
+    metric: str = "success"
+    family: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One delivery of one group of cells in a run's results."""
+
+    delivery: str
+    environment: str
+    split: str
+    executor: str
+    levels: Mapping[str, str]
+    summary: Mapping[str, Any]
+    efficiency: Mapping[str, TableCell] = field(default_factory=dict)
+
+    def cell(self, metric: str, family: str) -> TableCell | None:
+        """In percent, or in the unit of Table 5's column."""
+        if metric in _EFFICIENCY:
+            return self.efficiency.get(metric)
+        summary = self.summary["by_family"].get(family) if family else self.summary
+        return _percent(summary[metric]) if summary else None
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How a run's results become rows and columns of one of the paper's tables.
+
+    Attributes:
+        methods: name of the paper's row by delivery; in Table 4 by `variant/delivery`.
+        metrics: what environments that the paper has not are shown by.
+        axes: axes of a matrix that rows and columns tell already; others stand beside the method's name.
+        by_method: rows of one method together (the paper has one executor), instead of rows of one executor.
+    """
+
+    columns: tuple[Column, ...]
+    methods: Mapping[str, str]
+    metrics: tuple[str, ...] = ("success",)
+    axes: frozenset[str] = _AXES
+    by_method: bool = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The six tables
+
+
+def _embodiedbench(metric: str) -> tuple[Column, ...]:
+    columns: list[Column] = []
+    for name, environment, spatial in (
+        ("EB-ALFRED", "eb_alfred", "spatial"), ("EB-Habitat", "eb_habitat", "spatial_relationship"),
+    ):  # fmt: skip
+        splits = {
+            "Base": "base", "Com.": "common_sense", "Comp.": "complex_instruction", "Vis.": "visual_appearance",
+            "Spat.": spatial, "Long": "long_horizon",
+        }  # fmt: skip
+        columns.append(Column(f"{name} Avg.", environment, tuple(splits.values()), metric))
+        columns += [Column(f"{name} {short}", environment, (split,), metric) for short, split in splits.items()]
+    return tuple(columns)
+
+
+_ALFWORLD = Column("AlfWorld", "alfworld", ("valid_unseen",))
+_SCIENCEWORLD = Column("ScienceWorld", "scienceworld", ("agentsquare",))
+_HABITAT = tuple(
+    c for c in _embodiedbench("success") if c.name in ("EB-Habitat Avg.", "EB-Habitat Spat.", "EB-Habitat Vis.")
+)
+_METHODS = {"none": "No Mem", "static": "AMMI (static injection)", "compiled": "Ours"}
+_EFFICIENCY: Mapping[str, tuple[str, tuple[str, ...]]] = {  # column -> role, and what of its usage
+    "Compiler s": ("compiler", ("seconds",)),
+    "Executor s": ("executor", ("seconds",)),
+    "Exec In": ("executor", ("tokens_in",)),
+    "Exec Out": ("executor", ("tokens_out",)),
+    "Compiler tokens": ("compiler", ("tokens_in", "tokens_out")),
+}
+
+SPECS: Mapping[int, Spec] = {
+    1: Spec(_embodiedbench("success"), _METHODS),
+    2: Spec((_ALFWORLD, _SCIENCEWORLD), _METHODS),
+    3: Spec(
+        (_ALFWORLD, _SCIENCEWORLD, replace(_SCIENCEWORLD, name="ScienceWorld progress", metric="progress")),
+        {
+            "compiled": "MemCompiler (Full)", "compiled_text": "w/o Soft-Mem (text only)",
+            "compiled_no_brief": "w/o Brief State (raw obs as state)",
+            "static": "AMMI (static injection, same memory)", "none": "No Memory",
+        },
+        metrics=("success", "progress"), by_method=True,
+    ),
+    4: Spec(
+        tuple(sorted(_HABITAT, key=lambda c: ("Avg.", "Spat.", "Vis.").index(c.name.split()[1]))),
+        {
+            "n0/compiled_text": "N=0 (text only)", "n4/compiled": "N=4", "n8/compiled": "N=8",
+            "n16/compiled": "N=16 (default)", "n32/compiled": "N=32",
+            "no_orth/compiled": "N=16, w/o orth. constraint", "linear/compiled": "N=16, linear proj. (no Gaussian)",
+        },
+        axes=_AXES | {"variant"}, by_method=True,
+    ),
+    5: Spec(
+        (*(Column(name, "", (), name) for name in _EFFICIENCY), Column("Success %", "", ())),
+        {"static": "AMMI", "compiled": "SCMC"}, by_method=True,
+    ),
+    6: Spec(_embodiedbench("progress"), _METHODS, metrics=("progress",)),
+}  # fmt: skip
+
+
+def paper_numbers() -> dict[str, Any]:
+    """`numbers.yaml`: `tables`, `figures`, `models`."""
+    return yaml.safe_load(NUMBERS.read_text(encoding="utf-8"))
+
+
+def paper_table(number: int, runs: Sequence[Path]) -> Table:
+    """Table `number` of the paper, with what evaluations in `runs` (each with a results.json) measured.
+
+    Raises:
+        ValueError: no such table, a run without whole results, or two measurements for the same cell.
+    """
+    if number not in SPECS:
+        raise ValueError(f"the paper's results are in tables {', '.join(map(str, TABLES))}; there is no table {number}")
+    spec, printed = SPECS[number], paper_numbers()["tables"][number]
+    results = [read_results(run) for run in runs]
+    found = [m for run, of_run in zip(runs, results, strict=True) for m in measurements(of_run, run, number == 5)]
+    further = _further_columns(spec, found)
+    rows = [*_paper_rows(printed), *_measured_rows(spec, (*spec.columns, *further), found, printed)]
+    plotted = [c for c in printed.get("relative_of", printed["columns"])] + [c.name for c in further if not c.family]
+    return Table(
+        number, f"Table {number}. {printed['title']}", tuple(printed["columns"]) + tuple(c.name for c in further),
+        tuple(plotted), tuple(_ordered(rows, spec, printed)),
+        tuple(_about(run, of_run) for run, of_run in zip(runs, results, strict=True)),
+        tuple(_notes(number, found, results)),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run measured
+
+
+def read_results(run: Path) -> dict[str, Any]:
+    """A run's results.json.
+
+    Raises:
+        ValueError: there is none, or it is not whole; says what to do.
+    """
+    path = run / "results.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: evaluate first (memcompiler eval -c CONFIG --out {run})")
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): evaluate again") from error
+    if not isinstance(results, dict) or not results.get("results"):
+        missing = ", ".join(results.get("missing", ())) if isinstance(results, dict) else ""
+        raise ValueError(
+            f"{path} holds no results{f', {missing} are missing' if missing else ''}: go on with --on-exists resume"
+        )
+    return results
+
+
+def measurements(results: Mapping[str, Any], run: Path, efficiency: bool = False) -> list[Measured]:
+    """One record per name in results; with `efficiency`, what Table 5 shows of each, from the run's episodes."""
+    names = paper_numbers()["models"]
+    taken = _efficiencies(results, run) if efficiency else {}
+    found = []
+    for name, summary in results["results"].items():
+        group, delivery = split_name(name)
+        cells = [c for c in results.get("cells", {}).values() if c["group"] == group] or [results]
+        for key in ("environment", "split"):
+            if len({cell[key] for cell in cells}) > 1:
+                raise ValueError(f"{name} mixes {key}s: a matrix that varies them names them in an axis")
+        found.append(Measured(
+            summary.get("delivery", delivery), cells[0]["environment"], str(cells[0]["split"]),
+            _executor(cells[0].get("config", {}), names), summary.get("levels", {}), summary, taken.get(name, {}),
+        ))  # fmt: skip
+    return found
+
+
+def _executor(config: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    settings = config.get("executor", {})
+    api = settings.get("engine") == "api"
+    model = (settings.get("api", {}).get("model") if api else settings.get("model")) or "unknown executor"
+    short = str(model).rstrip("/").rsplit("/", 1)[-1]
+    return names.get(short, short)
+
+
+def _efficiencies(results: Mapping[str, Any], run: Path) -> dict[str, dict[str, TableCell]]:
+    """Table 5's columns by name in results. Where the run's episodes are not there, they have no intervals."""
+    by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for episode in _episodes(results, run):
+        by_name[episode.delivery].append({role: usage(episode.steps, role) for role in ROLES})
+    in_all = {name: [summary["usage"]] for name, summary in results["results"].items() if "usage" in summary}
+    return {name: _per_call(taken) for name, taken in {**in_all, **by_name}.items()}
+
+
+def _episodes(results: Mapping[str, Any], run: Path) -> Iterable[Episode]:
+    if "cells" not in results:
+        path = run / "episodes.jsonl"
+        return read_episodes(path, images=False) if path.exists() else ()
+    whole = all((run / cell["path"] / "episodes.jsonl").exists() for cell in results["cells"].values())
+    return read_matrix(run, results, images=False) if whole else ()
+
+
+def _per_call(taken: Sequence[Mapping[str, Any]]) -> dict[str, TableCell]:
+    """Means over all calls with their 95 % bootstrap interval over episodes; what a role never did is left out."""
+    rng = np.random.default_rng(0)
+    picks = rng.integers(len(taken), size=(_RESAMPLES, len(taken)))
+    cells = {}
+    for column, (role, keys) in _EFFICIENCY.items():
+        calls = np.array([of[role]["calls"] for of in taken], dtype=float)
+        sums = np.array([sum(of[role][key] for key in keys) for of in taken], dtype=float)
+        if not calls.sum():
+            continue
+        value = float(sums.sum() / calls.sum())
+        resampled = calls[picks].sum(1)
+        means = sums[picks].sum(1)[resampled > 0] / resampled[resampled > 0]
+        ends = [float(q) for q in np.quantile(means, (0.025, 0.975))] if len(taken) > 1 else [None, None]
+        cells[column] = TableCell(value, *ends, n=len(taken) if len(taken) > 1 else None)  # type: ignore[arg-type]
+    return cells
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows and columns
+
+
+def _paper_rows(printed: Mapping[str, Any]) -> list[Row]:
+    rows = []
+    for executor, methods in printed["executors"].items():
+        for method, numbers in methods.items():
+            changes = dict(zip(printed.get("relative_of", ()), numbers.get("relative", ()), strict=True))
+            pairs = zip(printed["columns"], numbers["values"], strict=True)
+            cells = {c: TableCell(float(v), relative=changes.get(c)) for c, v in pairs if v is not None}
+            rows.append(Row(executor, method, PAPER, cells))
+    return rows
+
+
+def _further_columns(spec: Spec, found: Sequence[Measured]) -> tuple[Column, ...]:
+    """Columns for what was measured on benchmarks or splits that the paper's table has not."""
+    columns: dict[Column, None] = {}
+    for m in found:
+        if any(_in(column, m) for column in spec.columns):
+            continue
+        families = list(m.summary["by_family"])
+        for metric in spec.metrics:
+            name = f"{m.environment} {m.split}" + (
+                " progress" if metric == "progress" and len(spec.metrics) > 1 else ""
+            )
+            for family in ("", *(families if len(families) > 1 else ())):
+                column = Column(f"{name}: {family}" if family else name, m.environment, (m.split,), metric, family)
+                columns[column] = None
+    return tuple(sorted(columns, key=lambda c: (c.environment, c.splits, spec.metrics.index(c.metric), c.family)))
+
+
+def _in(column: Column, m: Measured) -> bool:
+    return not column.environment or (column.environment == m.environment and m.split in column.splits)
+
+
+def _measured_rows(
+    spec: Spec, columns: Sequence[Column], found: Sequence[Measured], printed: Mapping[str, Any]
+) -> list[Row]:
+    """Raises: ValueError, where two measurements fall into one cell."""
+    by_label: dict[tuple[str, str], list[Measured]] = defaultdict(list)
+    for m in found:
+        by_label[m.executor, _method(spec, m)].append(m)
+    rows = []
+    for (executor, method), of_row in by_label.items():
+        cells = {column.name: _cell(column, of_row, f"{executor}, {method}") for column in columns}
+        rows.append(Row(executor, method, MEASURED, {name: cell for name, cell in cells.items() if cell}))
+    relative = (*printed.get("relative_of", ()), *(c.name for c in columns if c not in spec.columns))
+    return [_against_no_memory(row, rows, spec, relative) for row in rows] if "relative_of" in printed else rows
+
+
+def _method(spec: Spec, m: Measured) -> str:
+    """The name of the paper's row, or the delivery's own; with what else distinguishes it in its matrix."""
+    variant = m.levels.get("variant") if "variant" in spec.axes else None
+    name = spec.methods.get(f"{variant}/{m.delivery}" if variant else m.delivery)
+    if name is None:
+        name = ", ".join(filter(None, (variant, DELIVERY_NAMES.get(m.delivery, m.delivery))))
+    if not any(column.environment for column in spec.columns) and not _in(_ALFWORLD, m):
+        name += f", {m.environment} {m.split}"  # Table 5 has one environment, and no column that tells it
+    others = ", ".join(f"{axis}={level}" for axis, level in m.levels.items() if axis not in spec.axes)
+    return f"{name} [{others}]" if others else name
+
+
+def _cell(column: Column, of_row: Sequence[Measured], where: str) -> TableCell | None:
+    """Over all splits of the column, or nothing: an average over some of them is another quantity."""
+    parts: dict[str, TableCell] = {}
+    for m in of_row:
+        if not _in(column, m) or (cell := m.cell(column.metric, column.family)) is None:
+            continue
+        if m.split in parts:
+            raise ValueError(
+                f"two measurements for {where}, {column.name}: give one run, or name what differs in a matrix's axis"
+            )
+        parts[m.split] = cell
+    if not parts or set(column.splits) - parts.keys():
+        return None
+    return next(iter(parts.values())) if len(parts) == 1 else _together(list(parts.values()), column.metric)
+
+
+def _together(cells: Sequence[TableCell], metric: str) -> TableCell:
+    """Several splits as one: all their episodes, with Wilson's interval, or for progress a normal one."""
+    n = sum(cell.n or 0 for cell in cells)
+    mean = sum(cell.value * (cell.n or 0) for cell in cells) / n
+    if metric == "success":
+        return _percent(asdict(wilson(round(mean * n / 100), n)))
+    halves = [((cell.high or 0.0) - (cell.low or 0.0)) / 2 * (cell.n or 0) / n for cell in cells]
+    half = sum(h * h for h in halves) ** 0.5
+    return TableCell(mean, max(0.0, mean - half), min(100.0, mean + half), n)
+
+
+def _percent(interval: Mapping[str, Any]) -> TableCell:
+    return TableCell(100 * interval["mean"], 100 * interval["low"], 100 * interval["high"], interval["n"])
+
+
+def _against_no_memory(row: Row, rows: Sequence[Row], spec: Spec, columns: Iterable[str]) -> Row:
+    """With the relative change against the same executor's row without memory, where that is not zero."""
+    _, bracket, others = row.method.partition(" [")
+    wanted = spec.methods["none"] + bracket + others
+    base = next((r.cells for r in rows if (r.executor, r.method) == (row.executor, wanted)), {})
+    changed = {
+        name: replace(cell, relative=100 * (cell.value / base[name].value - 1))
+        for name, cell in row.cells.items()
+        if name in columns and name in base and base[name].value
+    }
+    return replace(row, cells={**row.cells, **changed})
+
+
+def _ordered(rows: Sequence[Row], spec: Spec, printed: Mapping[str, Any]) -> list[Row]:
+    """In the paper's order, measured rows beside those that they go with."""
+    executors = list(dict.fromkeys([*printed["executors"], *(row.executor for row in rows)]))
+    methods = [*dict.fromkeys(m for of in printed["executors"].values() for m in of), *spec.methods.values()]
+
+    def place(row: Row) -> tuple[Any, ...]:
+        known = [i for i, method in enumerate(methods) if row.method.startswith(method)]
+        method = max(known, key=lambda i: len(methods[i])) if known else len(methods)
+        first = (method, executors.index(row.executor))
+        return (*(first if spec.by_method else first[::-1]), row.source != PAPER, row.method)
+
+    return sorted(rows, key=place)
+
+
+def _about(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's numbers are of."""
+    cells = list(results.get("cells", {}).values()) or [results]
+    keys = ("environment", "split", "seed", "scene_seed", "n_tasks", "tasks_sha256", "executor_hash", "compiler_hash")
+    return {
+        "run": run.name, "git": results.get("git"),
+        **{key: sorted({str(c[key]) for c in cells if c.get(key) is not None}) for key in keys},
+        "executors": sorted({_executor(cell.get("config", {}), {}) for cell in cells}),
+    }  # fmt: skip
+
+
+def _notes(number: int, found: Sequence[Measured], results: Sequence[Mapping[str, Any]]) -> list[str]:
+    notes = [
+        "Rows marked paper: as printed in arXiv 2605.07594v2. Rows marked measured: this project's runs, with 95 % "
+        "intervals in brackets (Wilson for success, bootstrap for progress) and n, the episodes behind a number.",
+        "In round brackets: the change against the same executor without memory.",
+    ]
+    if number not in (1, 2, 6):
+        notes.pop()
+    if number in (1, 6):
+        notes.append("A measured average stands only where all six subsets were measured: all their episodes together.")
+    if number == 5:
+        configs = [c.get("config", {}) for r in results for c in (list(r.get("cells", {}).values()) or [r])]
+        if any(config.get("concurrency", 1) != 1 for config in configs):
+            notes.append(
+                "Some episodes were batched: their latencies are shares of a batch's, not what one agent waits."
+            )
+        notes.append("Means per call; intervals by bootstrap over episodes.")
+    if not found:
+        notes.append("No run was given.")
+    return notes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text and picture
+
+
+def to_markdown(table: Table) -> str:
+    """The table for GitHub and the terminal."""
+    heads = ["executor", "method", "source", *table.columns, "n"]
+    lines = [f"### {table.title}", "", _line(heads), _line(["---"] * 3 + ["---:"] * (len(heads) - 3))]
+    for row in table.rows:
+        source = (
+            "**measured**" if row.source == MEASURED else PAPER if table.measured(row) else f"paper; {NOT_MEASURED}"
+        )
+        cells = [_text(row.cells.get(column), row.source, column) for column in table.columns]
+        lines.append(_line([_plain(row.executor), _plain(row.method), source, *cells, _sizes(row)]))
+    about = [
+        f"Run {_plain(of['run'])}: " + "; ".join(f"{key} {_plain(', '.join(map(str, of[key])))}" for key in _ABOUT)
+        for of in table.runs
+    ]
+    return "\n".join([*lines, "", *(f"- {note}" for note in (*about, *table.notes))]) + "\n"
+
+
+_ABOUT = ("environment", "split", "seed", "n_tasks", "executors")
+
+
+def _text(cell: TableCell | None, source: str, column: str) -> str:
+    """`52.5 [44.8, 60.1] (+12%)`"""
+    if cell is None:
+        return NOT_MEASURED if source == MEASURED and column not in _EFFICIENCY else "–"  # some have no compiler
+    digits = 3 if column.endswith(" s") else 1
+    shown = f"{cell.value:g}" if source == PAPER else f"{cell.value:.{digits}f}"
+    if cell.low is not None and cell.high is not None:
+        shown += f" [{cell.low:.{digits}f}, {cell.high:.{digits}f}]"
+    return shown if cell.relative is None else f"{shown} ({cell.relative:+.1f}%)"
+
+
+def _sizes(row: Row) -> str:
+    sizes = sorted({cell.n for cell in row.cells.values() if cell.n})
+    return "–" if not sizes else f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _plain(text: str) -> str:
+    """Names from data: a pipe or a line's end would break the table, a bracket or an angle would be read as markup."""
+    return " ".join("".join("\\" + c if c in "\\`*_|~<" else c for c in text).split())
+
+
+def table_plot(table: Table, path: Path) -> Path:
+    """One panel a column: the paper's values as open diamonds, measured ones as dots with their intervals."""
+    labels = list(dict.fromkeys((row.executor, row.method) for row in table.rows))
+    size = (3.4 + 2.3 * len(table.plotted), 1.3 + 0.24 * len(labels))
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    panels = figure.subplots(1, len(table.plotted), sharey=True, squeeze=False)[0]
+    for panel, column in zip(panels, table.plotted, strict=True):
+        for row in table.rows:
+            if (cell := row.cells.get(column)) is not None:
+                _dot(panel, labels.index((row.executor, row.method)), cell, row.source)
+        panel.set_title(column.replace("$", r"\$"), loc="left", fontsize=9, color=INK, fontweight="bold")
+        panel.grid(axis="x", color=GRID, linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.tick_params(colors=MUTED, labelsize=8)
+        panel.tick_params(axis="y", length=0)
+        panel.spines[["top", "right", "left"]].set_visible(False)
+        if column not in _EFFICIENCY:
+            panel.set_xlim(-2, 102)
+    names = [f"{executor}, {method}".replace("$", r"\$") for executor, method in labels]
+    panels[0].set_yticks(range(len(labels)), names, fontsize=7.5)
+    panels[0].set_ylim(len(labels) - 0.4, -0.6)
+    figure.supxlabel("diamond: paper    dot: measured, bar: 95 % interval", fontsize=8.5, color=MUTED)
+    FigureCanvasAgg(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", facecolor="white", metadata={"Software": None})
+    return path
+
+
+def _dot(panel: Any, y: int, cell: TableCell, source: str) -> None:
+    if source == PAPER:
+        panel.plot(cell.value, y, "D", color="white", markeredgecolor=MUTED, markersize=4.5, zorder=2)
+        return
+    if cell.low is not None and cell.high is not None:
+        panel.plot([cell.low, cell.high], [y, y], color=ACCENT, linewidth=4, alpha=0.32, solid_capstyle="butt")
+    panel.plot(cell.value, y, "o", color=ACCENT, markersize=5.5, zorder=3)

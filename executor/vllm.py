@@ -1,0 +1,228 @@
+"""The frozen executor served by vLLM: text and soft tokens in one prompt, actions as `executor.hf` decides on them.
+
+A prompt with soft tokens is token ids with embeddings in the places of the placeholders; the prefix cache goes by both.
+Ids, such embeddings and a picture together are misread by vLLM without an error. Beside a picture, soft tokens enter
+another way: as what vLLM makes of the parts of a chat message (text, `prompt_embeds`, image) before it reads them, so
+that this prompt, too, goes in as ids. What vLLM says it has read is compared with ours at every request.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from executor.hf import Action, ExecutorPrompt, TokenExecutor
+from executor.prompt import ExecutorRequest
+from lm.vision import folded, load_reader
+from lm.vllm_extension import llm_class, run
+from lm.weights import input_embeddings
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+SOFT_PARTS = "_prompt_embeds"  # where vLLM 0.31 keeps a chat message's `prompt_embeds` until the pictures are read
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request as vLLM takes it, and the ids that the model must read."""
+
+    ids: tuple[int, ...]
+    request: dict[str, Any]
+
+
+class VllmExecutor(TokenExecutor):
+    """A backend of the protocol `executor.hf.Executor`. Where commands are enumerated, `mode` says how it acts:
+
+    choice    the most likely command, exactly as the Hugging Face backend chooses: every command is scored behind the
+              prompt, which the prefix cache holds (one short request for each command)
+    guided    greedy decoding that is held to the commands (one request): cheaper, but token by token, so that it may
+              begin with a likely word whose commands are all less likely than another
+    generate  free greedy text, grounded afterwards
+
+    Args:
+        llm: an engine made by `load`, or with the settings of `engine_settings`.
+        reader: the tokenizer of a text model, or the processor of a vision-language model.
+        weights: the model's folder, for `hash` and `embedding_table`.
+
+    Raises:
+        ValueError: pictures for a text model.
+    """
+
+    def __init__(
+        self, llm: LLM, reader: Any, weights: Path, mode: Literal["choice", "guided", "generate"] = "choice",
+        instructions: str = "", max_new_tokens: int = 64, memory_token: str = "auto", images: bool = True,
+        temperature: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__(reader, instructions, memory_token, images, temperature)
+        if self.sees_images and not llm.model_config.is_multimodal_model:
+            raise ValueError("the engine's model takes text only: give it a tokenizer, or images=False")
+        self.llm, self.weights, self.mode, self.max_new_tokens = llm, weights, mode, max_new_tokens
+
+    @classmethod
+    def load(
+        cls, name: str | Path, dtype: Any = "bfloat16", engine: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> VllmExecutor:
+        """An engine of its own for any Hugging Face name or folder.
+
+        Args:
+            engine: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_model_len.
+            kwargs: of the constructor.
+
+        Raises:
+            RuntimeError: vLLM is not installed.
+        """
+        from huggingface_hub import snapshot_download
+
+        LLM = llm_class()
+        folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(str(name)))
+        llm = LLM(model=str(folder), dtype=dtype, **{**engine_settings(), **(engine or {})})
+        return cls(llm, load_reader(folder), folder, **kwargs)
+
+    @functools.cached_property
+    def embedding_table(self) -> Tensor:
+        """(V, d), read from the model's files.
+
+        Raises:
+            ValueError: none of them holds it.
+        """
+        return input_embeddings(self._files(), self.weights)
+
+    def hash(self) -> str:
+        """SHA-256 over the model's files: the engine's own copy is one that nothing here can write."""
+        digest = hashlib.sha256()
+        for path in self._files():
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                while block := file.read(1 << 24):
+                    digest.update(block)
+        return digest.hexdigest()
+
+    def _files(self) -> list[Path]:
+        return sorted(self.weights.glob("*.safetensors"))
+
+    # -- acting -------------------------------------------------------------------------------------------------------
+
+    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+        """One action per request, in order.
+
+        Raises:
+            ValueError: a prompt leaves no room for an action, soft tokens were made for another executor, or vLLM reads
+                a prompt (its picture) as other tokens than the Hugging Face backend does.
+            RuntimeError: the engine failed, or is of a version that takes soft tokens beside pictures in another way.
+        """
+        if not requests:
+            return []
+        admissible = [request.admissible for request in requests]
+        return self._decided(requests, lambda prompts: self._generate(prompts, admissible))
+
+    def _generate(
+        self, prompts: Sequence[ExecutorPrompt], admissible: Sequence[Sequence[str] | None]
+    ) -> list[tuple[list[int], int]]:
+        """Greedy answers (ids without the end token), and how many of the prompt's tokens were in the prefix cache."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        params = [
+            SamplingParams(
+                temperature=0.0, max_tokens=self.max_new_tokens, stop_token_ids=[self.end_id], ignore_eos=True,
+                detokenize=False,
+                structured_outputs=StructuredOutputsParams(choice=list(names))
+                if self.mode == "guided" and names else None,
+            )
+            for names in admissible
+        ]  # fmt: skip
+        outputs = self._run([self._request(prompt, room=self.max_new_tokens) for prompt in prompts], params)
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        cached = [output.num_cached_tokens or 0 for output in outputs]
+        return [(ids[:-1] if ids[-1] == self.end_id else ids, n) for ids, n in zip(answers, cached, strict=True)]
+
+    def candidate_logprobs(
+        self, prompts: Sequence[ExecutorPrompt], candidates: Sequence[Sequence[str]]
+    ) -> list[Tensor]:
+        """log p(candidate, end of turn | prompt) for every candidate of every prompt."""
+        actions = [self.action_ids(name) for names in candidates for name in names]
+        rows = [prompt for prompt, names in zip(prompts, candidates, strict=True) for _ in names]
+        requests = [self._request(prompt, ids, room=1) for prompt, ids in zip(rows, actions, strict=True)]
+        scores = self._scores(requests, actions, past_cache=False)
+        # The cache may hold part of a command that was scored before, and nothing is computed for that part.
+        short = [i for i, score in enumerate(scores) if score is None]
+        again = self._scores([requests[i] for i in short], [actions[i] for i in short], past_cache=True)
+        for i, score in zip(short, again, strict=True):
+            scores[i] = score
+        flat = torch.tensor([score for score in scores if score is not None])
+        return list(flat.split([len(names) for names in candidates]))
+
+    def _scores(
+        self, requests: Sequence[_Asked], actions: Sequence[Sequence[int]], past_cache: bool
+    ) -> list[float | None]:
+        """Log-probability of the last tokens of each request, `actions`; None where the prefix cache held some."""
+        from vllm import SamplingParams
+
+        if not requests:
+            return []
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, skip_reading_prefix_cache=past_cache, detokenize=False
+        )
+        outputs = self._run(requests, [params] * len(requests))
+        return [_tail_score(output, ids) for output, ids in zip(outputs, actions, strict=True)]
+
+    def _request(self, prompt: ExecutorPrompt, then: Sequence[int] = (), room: int = 0) -> _Asked:
+        """Prompt and `then` for vLLM; `room` is how many tokens it may add."""
+        ids = (*prompt.ids, *then)
+        config = self.llm.model_config
+        if len(ids) + room > config.max_model_len:
+            raise ValueError(
+                f"the executor's prompt has {len(prompt.ids)} tokens and leaves no room for {len(then) + room} more: "
+                "raise max_model_len, or give it less memory"
+            )
+        if prompt.soft is not None and prompt.soft.shape[1] != config.get_hidden_size():
+            raise ValueError(f"soft tokens of {prompt.soft.shape[1]} dimensions, not {config.get_hidden_size()}")
+        soft = None if prompt.soft is None else prompt.soft.to("cpu", config.dtype)
+        if prompt.picture is not None:
+            return _Asked(ids, self._with_picture(ids, prompt, soft))
+        if soft is None:
+            return _Asked(ids, {"prompt_token_ids": list(ids)})
+        is_soft = torch.tensor(ids) == self.placeholder
+        is_soft[len(prompt.ids) :] = False
+        embeddings = torch.zeros(len(ids), soft.shape[1], dtype=config.dtype)
+        embeddings[is_soft] = soft
+        mixed = {"prompt_embeds": embeddings, "prompt_is_token_ids": (~is_soft).tolist()}
+        return _Asked(ids, {"prompt_token_ids": list(ids), **mixed})
+
+    def _with_picture(self, ids: Sequence[int], prompt: ExecutorPrompt, soft: Tensor | None) -> dict[str, Any]:
+        """Picture and soft tokens each hold one place in what vLLM is given; it makes room for them itself."""
+        assert prompt.picture is not None
+        wide = {self.placeholder, self.tokenizer.convert_tokens_to_ids(self.image_token)}
+        request = {"prompt_token_ids": folded(ids, wide), "multi_modal_data": {"image": [prompt.picture.image]}}
+        return request if soft is None else {**request, SOFT_PARTS: ([soft], self.placeholder)}
+
+    def _run(self, requests: Sequence[_Asked], params: Sequence[Any]) -> list[RequestOutput]:
+        sent = [dict(asked.request) for asked in requests]  # copies: vLLM takes out and expands what it has read
+        outputs = run(self.llm, sent, params)
+        if any(SOFT_PARTS in request for request in sent):
+            raise RuntimeError("this version of vLLM takes soft tokens beside pictures in another way: use 0.31")
+        if any(tuple(o.prompt_token_ids or ()) != asked.ids for o, asked in zip(outputs, requests, strict=True)):
+            raise ValueError("vLLM read a prompt as other tokens: compare its image processor with the model's own")
+        return outputs
+
+
+def engine_settings() -> dict[str, Any]:
+    """What this backend asks of `vllm.LLM`, beyond model and dtype."""
+    return {"enable_prompt_embeds": True, "enable_prefix_caching": True, "generation_config": "vllm"}
+
+
+def _tail_score(output: RequestOutput, ids: Sequence[int]) -> float | None:
+    total = len(output.prompt_token_ids or ())
+    if (output.num_cached_tokens or 0) > total - len(ids) - 1:  # the token before an id predicts it
+        return None
+    every: Any = output.prompt_logprobs
+    rows = every[-len(ids) :]
+    return sum(row[id].logprob for row, id in zip(rows, ids, strict=True))

@@ -1,0 +1,144 @@
+"""The compiler: decoding with a cache agrees with one full forward pass, for VLM and text LM, padding and all."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import GenerationConfig
+
+from compiler.hf import Decoding
+from configs.schema import CompilerConfig, EvalConfig, GrpoConfig
+from memcompiler import build
+from tests import tiny_models
+
+
+@pytest.mark.parametrize("vlm", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_generation_equals_rescoring(vlm, temperature):
+    compiler = tiny_models.memory_compiler(vlm, decoding=Decoding(temperature=temperature, max_new_tokens=7))
+    requests = [tiny_models.request(i, image=i != 1) for i in range(4)]
+    made = compiler.compile(requests)
+    compiler.eval()
+    scored = compiler.score([compiler.encode(r) for r in requests], [c.emission_ids for c in made])
+    logprobs = (compiler.allowed(scored.logits) / (temperature or 1.0)).log_softmax(-1)
+    for i, c in enumerate(made):
+        n = len(c.text_logprobs)  # a forced end-of-turn token has no log-probability of its own
+        again = logprobs[i, :n].gather(1, torch.tensor(c.emission_ids[:n])[:, None]).squeeze(1)
+        torch.testing.assert_close(again, c.text_logprobs, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(scored.gaussian.mu[i], c.mu, atol=2e-5, rtol=1e-4)
+        latent = scored.gaussian.log_prob(c.z[None].expand_as(scored.gaussian.mu), temperature or 1.0)[i]
+        torch.testing.assert_close(latent, c.latent_logprobs, atol=2e-4, rtol=1e-3)
+
+
+def test_greedy_equals_hugging_face_generate():
+    compiler = tiny_models.memory_compiler(True, decoding=Decoding(max_new_tokens=9))
+    requests = [tiny_models.request(i) for i in range(3)]
+    ours = compiler.compile(requests)
+    backbone = compiler.backbone
+    for request, made in zip(requests, ours, strict=True):
+        batch = backbone.pad([compiler.encode(request)], "left")
+        theirs = backbone.model.generate(
+            input_ids=batch.tokens,
+            attention_mask=batch.mask,
+            pixel_values=batch.pixels,
+            image_grid_thw=batch.grid,
+            mm_token_type_ids=(batch.tokens == backbone.image_id).int(),
+            generation_config=GenerationConfig(
+                max_new_tokens=9,
+                do_sample=False,
+                suppress_tokens=backbone.suppressed,
+                eos_token_id=backbone.end_id,
+                pad_token_id=0,
+            ),
+        )[0, batch.tokens.shape[1] :].tolist()
+        assert list(made.emission_ids[: len(theirs)]) == theirs
+
+
+def test_batching_does_not_change_results():
+    compiler = tiny_models.memory_compiler(True)
+    requests = [tiny_models.request(i) for i in range(5)]
+    together = compiler.compile(requests)
+    alone = [compiler.compile([r])[0] for r in requests]
+    for a, b in zip(together, alone, strict=True):
+        assert a.emission_ids == b.emission_ids
+        torch.testing.assert_close(a.soft, b.soft, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("vlm", [True, False])
+def test_prompts_of_one_memory_share_their_beginning(vlm, monkeypatch):
+    compiler = tiny_models.memory_compiler(vlm)
+    a, b = tiny_models.request(0, image=vlm), tiny_models.request(1, image=vlm)
+    requests = [a, b, replace(a, observation="You see nothing."), tiny_models.request(2, image=vlm), a, b]
+    alone = [compiler.compile([r])[0] for r in requests]
+    read = []
+    hidden = compiler.backbone.hidden
+    monkeypatch.setattr(compiler.backbone, "hidden", lambda batch, *rest: read.append(batch) or hidden(batch, *rest))
+    for together, single in zip(compiler.compile(requests), alone, strict=True):
+        assert together.emission_ids == single.emission_ids
+        torch.testing.assert_close(together.soft, single.soft, atol=1e-5, rtol=1e-4)
+    beginnings, rest = read[:2]
+    groups = [[compiler.encode(requests[i]) for i in rows] for rows in ((0, 2, 4), (1, 5))]
+    common = [compiler.backbone.common(rows) for rows in groups]
+    for rows, n in zip(groups, common, strict=True):
+        begin = rows[0].ids[:n]
+        assert all(row.ids[:n] == begin for row in rows) and compiler.backbone.image_id not in begin
+        assert len(compiler.backbone.tokenizer.decode(begin).split("home 1: put")) > 1  # memory is in it
+    assert beginnings.tokens.shape == (3, max(common)) and beginnings.mask.sum().item() == sum(common) + 1
+    lengths = torch.tensor([len(compiler.encode(r).ids) for r in requests])
+    assert torch.equal(rest.mask.sum(1), lengths)  # every token of every row is attended to, once
+    read_here = rest.mask[:, -rest.tokens.shape[1] :].sum().item()
+    assert read_here == sum(lengths) - 3 * common[0] - 2 * common[1]
+
+
+def test_reserved_tokens_are_never_sampled():
+    compiler = tiny_models.memory_compiler(True, decoding=Decoding(temperature=5.0, max_new_tokens=40))
+    made = compiler.compile([tiny_models.request(i) for i in range(4)])
+    banned = set(compiler.backbone.suppressed)
+    assert not any(banned & set(c.emission_ids) for c in made)
+
+
+def test_the_picture_reaches_the_soft_tokens():
+    compiler = tiny_models.memory_compiler(True)
+    a, b = tiny_models.request(0), tiny_models.request(0)
+    object.__setattr__(b, "image", tiny_models.request(1).image)
+    made = compiler.compile([a, b])
+    assert made[0].prompt_ids == made[1].prompt_ids
+    assert not torch.allclose(made[0].mu, made[1].mu)
+
+
+def test_only_lora_and_projector_train():
+    compiler = tiny_models.memory_compiler(True)
+    names = [n for n, p in compiler.named_parameters() if p.requires_grad]
+    assert names and all("lora_" in n or n.startswith("projector.") for n in names)
+    assert not any("visual" in n for n in names)
+
+
+def test_who_may_hold_emissions_to_the_grammar():
+    """vLLM alone has grammars, and GRPO scores the policy without one."""
+    vllm = {"engine": "vllm", "constrained": True}
+    assert EvalConfig(compiler=vllm).compiler.constrained and not CompilerConfig().constrained
+    with pytest.raises(ValidationError, match="constrained emissions need engine vllm"):
+        CompilerConfig(constrained=True)
+    with pytest.raises(ValidationError, match="bias the ratio"):
+        GrpoConfig(compiler=vllm)
+
+
+@pytest.mark.parametrize("constrained", [True, False])
+def test_the_grammar_is_a_setting_of_the_served_compiler(constrained, monkeypatch):
+    asked = []
+
+    class Recorder:
+        @classmethod
+        def load(cls, *arguments, **settings):
+            asked.append(settings)
+            return cls()
+
+        def load_adapter(self, *arguments):
+            pass
+
+    monkeypatch.setattr("compiler.vllm.VllmCompiler", Recorder)
+    monkeypatch.setattr("training.checkpoint.find", lambda path: path)
+    monkeypatch.setattr("training.checkpoint.load_projector", lambda path: None)
+    build.load_served_compiler(CompilerConfig(engine="vllm", constrained=constrained, checkpoint="somewhere"))
+    assert asked[0]["constrained"] is constrained

@@ -1,0 +1,541 @@
+"""The compiler behind HTTP: every status, one format on both sides, and results equal to the compiler's own."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.records import StopReason
+from compiler.brief_state import Belief, BriefState
+from compiler.client import RemoteCompiler, RemoteError, RemoteServer
+from compiler.hf import Decoding, MemoryCompiler
+from compiler.language import Emission, ParseError, render
+from compiler.records import Compilation, CompileRequest
+from compiler.server.wire import CompileBody, CompileReply, SamplingBody, TensorBody
+from configs.load import load_config
+from configs.schema import COMPILER_KEY, CompilerConfig, EvalConfig, Soft
+from memory.entry import MemoryEntry, Provenance
+from tests import tiny_models, vllm_engines
+
+pytest.importorskip("fastapi", reason="the service needs fastapi, which comes with the vLLM extras")
+pytest.importorskip("uvicorn", reason="the service needs uvicorn, which comes with the vLLM extras")
+
+import uvicorn
+from fastapi.testclient import TestClient
+
+from compiler.server import service as service_module
+from compiler.server.service import CompilerService, ServiceLimits, service_app
+
+ROOT = Path(__file__).parents[2]
+STATE = "goal: in home 1: put a mug in cabinet\nnow: find mug"
+BODY = {"goal": "put a mug in cabinet", "state": STATE, "observation": "You see a shelf 1.",
+        "memory": [{"id": "e1", "text": "in home 1: the mug was in shelf 1"}]}  # fmt: skip
+COMPARED = ("text", "emission", "parse_error", "prompt_ids", "emission_ids", "tokens_in", "tokens_out")
+TENSORS = ("text_logprobs", "mu", "log_sigma", "z", "soft", "latent_logprobs")
+
+
+class Fake:
+    """A compiler that says what it is told to, and blocks while `gate` is closed."""
+
+    def __init__(self) -> None:
+        self.decoding, self.generator = Decoding(), torch.Generator()
+        self.projector = SimpleNamespace(config=SimpleNamespace(emb_std=0.5))
+        self.gate, self.entered, self.batches = threading.Event(), threading.Event(), []
+        self.gate.set()
+
+    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
+        self.entered.set()
+        assert self.gate.wait(20)
+        self.batches.append([request.goal for request in requests])
+        for request in requests:
+            if request.goal == "too long":
+                raise ValueError("the compiler's prompt leaves no room: SECRET is how it begins")
+            if request.goal == "crash":
+                raise RuntimeError("out of memory at SECRET")
+        emission = Emission("go to shelf 1")
+        return [Compilation(render(emission), emission, tokens_in=3, tokens_out=2) for _ in requests]
+
+
+@contextlib.contextmanager
+def serving(
+    backend: Any = None, key: str | None = None, make: Any = None, **limits: Any
+) -> Iterator[tuple[TestClient, CompilerService]]:
+    service = CompilerService(make or (lambda: backend), ServiceLimits(**limits))
+    service.start()
+    with TestClient(service_app(service, key)) as client:
+        if make is None:
+            until(lambda: service.trouble is None)
+        yield client, service
+
+
+@contextlib.contextmanager
+def listening(backend: Any, reload: Any = None, **limits: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The service on a loopback port of its own: its URL, and what kills it."""
+    from memcompiler.serving import _listening
+
+    service = CompilerService(lambda: backend, ServiceLimits(**limits), reload=reload)
+    server = uvicorn.Server(uvicorn.Config(service_app(service), log_level="error"))
+    bound = _listening("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    service.start()
+    thread.start()
+
+    def kill() -> None:
+        server.should_exit = server.force_exit = True
+        thread.join(20)
+        bound.close()
+
+    until(lambda: server.started)
+    yield f"http://127.0.0.1:{bound.getsockname()[1]}", kill
+    kill()
+
+
+def until(true: Callable[[], Any], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def in_background(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Starts it; what is returned waits for its result."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(20)
+        return results[0]
+
+    return result
+
+
+# -- statuses ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_compilation_and_what_stands_beside_it() -> None:
+    with serving(Fake()) as (client, _):
+        assert client.get("/health").status_code == client.get("/ready").status_code == 200
+        answer = client.post("/compile", json=BODY)
+        assert answer.status_code == 200
+        reply = CompileReply.model_validate(answer.json())
+        assert (reply.text, reply.kind, reply.parse_error) == ("> go to shelf 1", "EXPERIENCE", None)
+        assert (reply.tokens_in, reply.tokens_out, reply.cached_tokens, reply.seed) == (3, 2, None, None)
+        assert reply.seconds.queue >= 0 and reply.emb_std == 0.5 and reply.mu is None
+        assert "/compile" in client.get("/openapi.json").json()["paths"]
+
+
+def test_metrics_are_prometheus_text() -> None:
+    with serving(Fake()) as (client, _):
+        for goal in ("a", "b", "too long"):
+            client.post("/compile", json=BODY | {"goal": goal})
+        page = client.get("/metrics")
+        assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+        lines = dict(line.rsplit(" ", 1) for line in page.text.splitlines() if not line.startswith("#"))
+        assert lines['memcompiler_requests_total{code="200"}'] == "2"
+        assert lines['memcompiler_requests_total{code="422"}'] == lines["memcompiler_failures_total"] == "1"
+        assert lines["memcompiler_tokens_in_total"] == "6" and lines["memcompiler_ready"] == "1"
+        assert (
+            lines['memcompiler_request_seconds_bucket{le="+Inf"}'] == lines["memcompiler_request_seconds_count"] == "3"
+        )
+        assert all(re.fullmatch(r'memcompiler_[a-z_]+(\{[a-z]+="[^"]+"\})? [0-9.e+-]+', line)
+                   for line in page.text.splitlines() if not line.startswith("#"))  # fmt: skip
+        families = re.findall(r"# TYPE (\S+) (\S+)", page.text)
+        assert len(dict(families)) == len(families) and ("memcompiler_request_seconds", "histogram") in families
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"goal": 3}, "goal"), ({"unknown": 1}, "unknown"), ({"state": "no Brief State"}, "state"),
+        ({"state": "goal: a\nmood: good"}, "state"), ({"image": "%%%"}, "image: Value error, not base64"),
+        ({"image": base64.b64encode(b"GIF89a" + bytes(40)).decode()}, "image: Value error, not a PNG"),
+        ({"sampling": {"temperature": -1}}, "sampling.temperature"), ({"sampling": {"seed": "x"}}, "sampling.seed"),
+        ({"memory": [{"id": "e1"}]}, "memory.0.text"), ({"tensors": ["h"]}, "tensors.0"),
+    ],
+)  # fmt: skip
+def test_malformed_requests_are_422_and_say_where_but_not_what(change: dict[str, Any], where: str) -> None:
+    with serving(Fake()) as (client, _):
+        answer = client.post("/compile", json=BODY | change)
+        assert answer.status_code == 422 and where in answer.json()["error"]
+        assert "no Brief State" not in answer.text and "%%%" not in answer.text
+
+
+def test_broken_json_and_bombs_are_422() -> None:
+    with serving(Fake()) as (client, _):
+        for raw in (b"", b"{", b"[]", b"\xff\xfe", b'{"goal": ' + b"[" * 10000):
+            assert client.post("/compile", content=raw).status_code == 422, raw[:20]
+        png = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + (60000).to_bytes(4, "big") * 2 + bytes(40)
+        answer = client.post("/compile", json=BODY | {"image": base64.b64encode(png).decode()})
+        assert answer.status_code == 422 and "pixels" in answer.json()["error"]
+
+
+def test_503_while_starting_and_when_it_did_not_start() -> None:
+    gate = threading.Event()
+
+    def make() -> Any:
+        assert gate.wait(20)
+        raise MemoryError("no room")
+
+    with serving(make=make) as (client, service):
+        for answer in (client.get("/ready"), client.post("/compile", json=BODY)):
+            assert answer.status_code == 503 and "starting" in answer.json()["error"]
+            assert answer.headers["retry-after"] == "1"
+        assert client.get("/health").status_code == 200
+        gate.set()
+        until(lambda: service.failure is not None)
+        assert "no room" in client.get("/ready").json()["error"]
+        assert client.post("/compile", json=BODY).status_code == 503
+
+
+def test_503_when_the_engine_has_died() -> None:
+    class Dying(Fake):
+        cached_tokens: tuple[int, ...] = ()
+        broken: str | None = None
+
+        def compile(self, requests: Any, seeds: Any = None) -> Any:
+            self.broken = "vLLM's engine process died"
+            raise RuntimeError(self.broken)
+
+    with serving(Dying()) as (client, _):
+        answer = client.post("/compile", json=BODY)
+        assert answer.status_code == 503 and "died" in answer.json()["error"]
+        assert client.get("/ready").status_code == client.post("/compile", json=BODY).status_code == 503
+        assert "memcompiler_ready 0" in client.get("/metrics").text
+
+
+def test_a_full_queue_is_429_and_empties_again() -> None:
+    fake = Fake()
+    fake.gate.clear()
+    with serving(fake, queue=1, gather=0.0) as (client, service):
+        first = in_background(lambda: client.post("/compile", json=BODY))
+        assert fake.entered.wait(20)  # in the compiler's hands
+        second = in_background(lambda: client.post("/compile", json=BODY))
+        until(lambda: service.waiting == 1)
+        third = client.post("/compile", json=BODY)
+        assert third.status_code == 429 and third.headers["retry-after"] == "1" and "wait" in third.json()["error"]
+        fake.gate.set()
+        assert first().status_code == second().status_code == client.post("/compile", json=BODY).status_code == 200
+
+
+def test_a_slow_compiler_is_504_and_what_timed_out_is_not_compiled_later() -> None:
+    fake = Fake()
+    fake.gate.clear()
+    with serving(fake, timeout=0.3, gather=0.0) as (client, service):
+        answers = [in_background(lambda i=i: client.post("/compile", json=BODY | {"goal": str(i)})) for i in range(3)]
+        assert {answer().status_code for answer in answers} == {504}
+        fake.gate.set()
+        until(lambda: service.waiting == 0 and len(fake.batches) > 0)
+        assert client.post("/compile", json=BODY | {"goal": "last"}).status_code == 200
+        assert len(fake.batches) == 2 and fake.batches[-1] == ["last"]
+
+
+def test_a_large_request_is_413_by_its_header_and_in_fact() -> None:
+    with serving(Fake(), body=1000) as (client, _):
+        large = json.dumps(BODY | {"observation": "x" * 2000}).encode()
+        assert client.post("/compile", content=large).status_code == 413
+        chunks = (large[i : i + 100] for i in range(0, len(large), 100))  # sent without a length
+        assert client.post("/compile", content=chunks).status_code == 413
+        assert client.post("/compile", json=BODY).status_code == 200
+
+
+def test_a_key_is_asked_for_where_there_is_one() -> None:
+    with serving(Fake(), key="k1") as (client, _):
+        assert client.post("/compile", json=BODY).status_code == 401
+        assert client.post("/compile", json=BODY, headers={"Authorization": "Bearer k2"}).status_code == 401
+        assert client.post("/compile", json=BODY, headers={"Authorization": "Bearer k1"}).status_code == 200
+
+
+def test_leaving_finishes_what_runs_and_refuses_what_is_new() -> None:
+    from memcompiler.serving import _leave_gently
+
+    fake, server = Fake(), SimpleNamespace(should_exit=False, force_exit=False, handle_exit=None)
+    fake.gate.clear()
+    with serving(fake) as (client, service):
+        _leave_gently(server, service)
+        running = in_background(lambda: client.post("/compile", json=BODY))
+        assert fake.entered.wait(20)
+        server.handle_exit(15, None)
+        assert client.post("/compile", json=BODY).status_code == client.get("/ready").status_code == 503
+        assert client.get("/health").status_code == 200 and not server.should_exit
+        fake.gate.set()
+        assert running().status_code == 200
+        until(lambda: server.should_exit)
+        assert not server.force_exit
+        server.handle_exit(15, None)
+        assert server.force_exit
+
+
+def test_what_waits_is_compiled_together_and_a_bad_one_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    fake = Fake()
+    fake.gate.clear()
+    goals = ["first", "a", "too long", "b", "crash"]
+    with serving(fake) as (client, service), caplog.at_level(logging.DEBUG):
+        answers = {}
+        for goal in goals:
+            answers[goal] = in_background(lambda goal=goal: client.post("/compile", json=BODY | {"goal": goal}))
+            assert fake.entered.wait(20)  # the first is in the compiler's hands; the others wait
+            until(lambda: service.waiting == len(answers) - 1)
+        fake.gate.set()
+        codes = {goal: answer().status_code for goal, answer in answers.items()}
+        assert codes == {"first": 200, "a": 200, "too long": 422, "b": 200, "crash": 500}
+        assert fake.batches[1] == ["a", "too long", "b", "crash"]  # and then each of them alone
+        assert client.get("/ready").status_code == 200
+    ours = "".join(record.getMessage() for record in caplog.records if record.name.startswith("memcompiler"))
+    assert "RuntimeError at compile" in ours and "SECRET" not in caplog.text and "put a mug" not in caplog.text
+
+
+# -- one format on both sides -----------------------------------------------------------------------------------------
+
+
+def test_every_request_arrives_as_it_was_sent() -> None:
+    state = BriefState("a; b", ("x = 1",), "now; then", ("p",), (Belief("k=1", "v;2"), Belief("n", "m", local=True)))
+    png = base64.b64decode(CompileBody.of(tiny_models.request(0), SamplingBody(), ())["image"])
+    entry = MemoryEntry("e1", "text\nof two lines", Provenance("t", "s", "g", "train", True), (png,))
+    for request in (
+        tiny_models.request(0), tiny_models.request(1, image=False),
+        CompileRequest("goal", (entry,), state, "see\nthis", None, ("look", "go")),
+        CompileRequest("goal", (), None, "see", None, ("look",)),
+    ):  # fmt: skip
+        sent = json.dumps(CompileBody.of(request, SamplingBody(temperature=0.5, seed=2**62), ("z",)))
+        body = CompileBody.model_validate_json(sent)
+        got = body.request()
+        assert replace(got, memory=(), image=None) == replace(request, memory=(), image=None)
+        assert [(e.id, e.text, e.images) for e in got.memory] == [(e.id, e.text, e.images) for e in request.memory]
+        assert (got.image is None) == (request.image is None)
+        if got.image is not None:
+            assert got.image.tobytes() == request.image.tobytes() and got.image.mode == request.image.mode
+        assert body.sampling.seed == 2**62 and body.tensors == ("z",)
+
+
+def test_tensors_keep_every_bit() -> None:
+    tensor = torch.tensor([[1e-45, -0.0, torch.inf], [torch.pi, 3.4e38, torch.finfo(torch.float32).eps]])
+    again = TensorBody.model_validate_json(TensorBody.of(tensor).model_dump_json()).tensor()
+    assert torch.equal(again.view(torch.int32), tensor.view(torch.int32))
+    with pytest.raises(ValueError, match="cannot have 6 values"):
+        TensorBody(shape=(2, 2), data=TensorBody.of(tensor).data).tensor()
+
+
+def test_a_reply_that_this_version_reads_differently_is_refused() -> None:
+    made = Compilation("> go", Emission("go"))
+    reply = CompileReply.of(made, (), None, None, None, service_module.Seconds(queue=0, compile=0))
+    assert reply.compilation(tiny_models.request(0)).emission == made.emission
+    with pytest.raises(ValueError, match="reads its emission as BRIEF, this client as EXPERIENCE"):
+        reply.model_copy(update={"kind": "BRIEF"}).compilation(tiny_models.request(0))
+
+
+def assert_same(ours: list[Compilation], theirs: list[Compilation], atol: float = 0.0) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        for name in COMPARED:
+            assert getattr(mine, name) == getattr(other, name), name
+        for name in TENSORS:
+            torch.testing.assert_close(getattr(mine, name), getattr(other, name), atol=atol, rtol=atol, msg=name)
+
+
+@pytest.mark.parametrize("vlm", [True, False])
+def test_what_comes_back_is_the_compilation_itself(vlm: bool) -> None:
+    compiler = tiny_models.memory_compiler(vlm).eval()
+    compiler.weight_version = 7
+    asked = [tiny_models.request(i, image=i != 1) for i in range(4)]
+    with listening(compiler, gather=0.0, batch=1) as (url, _):
+        made = RemoteCompiler(url).compile(asked)
+        assert_same(made, [c for request in asked for c in compiler.compile([request])])
+        assert all(c.request is request and c.weight_version == 7 for c, request in zip(made, asked, strict=True))
+        assert any(c.parse_error is ParseError.TRUNCATED for c in made)
+        assert all(c.soft.dtype == torch.float32 and c.soft.shape == (4, 64) for c in made)
+    with listening(compiler, gather=0.2) as (url, _):  # together: sums in another order
+        assert_same(RemoteCompiler(url).compile(asked), compiler.compile(asked), atol=1e-5)
+
+
+def test_a_seed_is_drawn_as_by_the_compiler_itself() -> None:
+    compiler = tiny_models.memory_compiler(False).eval()
+    asked = [tiny_models.request(i, image=False) for i in range(3)]
+
+    def alone(seeds: Sequence[int], decoding: Decoding) -> list[Compilation]:
+        compiler.decoding, before = decoding, compiler.decoding
+        made = []
+        for request, seed in zip(asked, seeds, strict=True):
+            compiler.generator.manual_seed(seed)
+            made += compiler.compile([request])
+        compiler.decoding = before
+        return made
+
+    for text, latent in ((1.2, None), (1.0, 0.5), (0.0, 1.0), (1.0, 0.0)):
+        seeds = torch.randint(2**62, (3,), generator=torch.Generator().manual_seed(5)).tolist()
+        theirs = alone(seeds, replace(compiler.decoding, temperature=text, latent_temperature=latent))
+        with listening(compiler, gather=0.1) as (url, _):
+            remote = RemoteCompiler(url, text, latent, seed=5)
+            assert_same(remote.compile(asked), theirs)
+            again = remote.compile(asked)  # goes on with other seeds
+            assert not all(torch.equal(a.z, b.z) and a.text == b.text for a, b in zip(again, theirs, strict=True))
+
+
+def test_a_seed_of_the_services_own_is_named_and_can_be_used_again() -> None:
+    with serving(tiny_models.memory_compiler(False).eval()) as (client, service):
+        asked = BODY | {"sampling": {"temperature": 1.0}, "tensors": ["z"]}
+        first = client.post("/compile", json=asked).json()
+        assert first["mu"] is None and first["z"]["shape"] == [4, 64]
+        again = client.post("/compile", json=asked | {"sampling": {"temperature": 1.0, "seed": first["seed"]}}).json()
+        other = client.post("/compile", json=asked).json()
+        assert {**again, "seconds": 0} == {**first, "seconds": 0} and other["z"] != first["z"]
+        assert service._backend.decoding.temperature == 0.0  # a request's settings do not outlive it
+
+
+# -- the client -------------------------------------------------------------------------------------------------------
+
+
+def test_busy_and_starting_servers_are_asked_again() -> None:
+    fake = Fake()
+    fake.gate.clear()
+    with listening(fake, queue=1, batch=1, gather=0.0) as (url, _):
+        threading.Timer(0.5, fake.gate.set).start()
+        assert len(RemoteCompiler(url, timeout=20).compile([tiny_models.request(0)] * 6)) == 6
+
+
+def test_failures_come_back_in_words_and_in_time() -> None:
+    fake = Fake()
+    with listening(fake) as (url, kill):
+        bad = replace(tiny_models.request(0), goal="too long")
+        with pytest.raises(RemoteError, match="422: the compiler's prompt leaves no room"):
+            RemoteCompiler(url).compile([tiny_models.request(0), bad])
+        fake.gate.clear()
+        with pytest.raises(RemoteError, match=r"did not answer within 0\.5 s"):
+            RemoteCompiler(url, timeout=0.5).compile([tiny_models.request(0)])
+        fake.gate.set()
+        with pytest.raises(RemoteError, match="404"):
+            RemoteServer(url, COMPILER_KEY, "it").post_all("/nowhere", [{}])
+        assert RemoteCompiler(url).compile([]) == []
+        kill()
+        with pytest.raises(RemoteError, match="is it up\\? Start it by `memcompiler serve compiler"):
+            RemoteCompiler(url, timeout=1).compile([tiny_models.request(0)] * 3)
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMPILER_KEY, "k1")
+    server = RemoteServer("http://127.0.0.1:1", COMPILER_KEY, "it", timeout=0.1)
+    assert server._client.headers["authorization"] == "Bearer k1"
+    with pytest.raises(RemoteError) as raised:
+        server.get("/")
+    assert "k1" not in str(raised.value)
+
+
+def test_a_service_that_dies_costs_the_episodes_that_need_it_and_no_others() -> None:
+    from tests.agent.test_episode import CountingEnv, Recorder, spec
+
+    fake = Fake()
+    with listening(fake) as (url, kill):
+        remote = RemoteCompiler(url, timeout=5)  # what a live service may take on a busy machine
+
+        class DyingLater(Recorder):
+            def act(self, requests: Any) -> Any:
+                if len(fake.batches) == 2:
+                    kill()
+                return super().act(requests)
+
+        def play(specs: list[EpisodeSpec], delivery: Delivery) -> list[Any]:
+            return run_episodes(CountingEnv, specs, delivery, DyingLater(), Limits(max_steps=5), concurrency=1)
+
+        compiled = Delivery("compiled", "compiled", remote)
+        first, second, third = play([spec(1), spec(3), spec(2)], compiled)
+    assert first.success and first.steps[0].guidance == "go to shelf 1"
+    for episode in (second, third):
+        assert episode.stop_reason is StopReason.COMPILER_FAILURE
+        assert "is it up?" in episode.error or "did not answer" in episode.error
+    [bare] = play([spec(2)], Delivery("none", "none"))
+    assert bare.success
+
+
+# -- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+def using_vllm(test: Any) -> Any:
+    for mark in vllm_engines.marks:
+        test = mark(test)
+    return test
+
+
+@using_vllm
+def test_vllm_behind_the_service(tmp_path: Path) -> None:
+    reference: MemoryCompiler = vllm_engines.trained(True)
+    ours = vllm_engines.served(reference, tmp_path / "a")
+    asked = [tiny_models.request(i, image=i != 1) for i in range(4)]
+    with listening(ours, gather=0.2) as (url, _):
+        assert_same(RemoteCompiler(url).compile(asked), reference.compile(asked), atol=1e-4)
+        remote = RemoteCompiler(url, 1.2, seed=3)
+        made = remote.compile(asked)
+        server = RemoteServer(url, COMPILER_KEY, "it")
+        raw = server.post_all("/compile", [CompileBody.of(asked[0], SamplingBody(), ("mu",))])[0]
+        assert raw["cached_tokens"] > 0 and raw["weight_version"] == 1
+    seeds = torch.randint(2**62, (4,), generator=torch.Generator().manual_seed(3)).tolist()
+    ours.decoding = replace(ours.decoding, temperature=1.2)
+    for request, seed, together in zip(asked, seeds, made, strict=True):  # a batch of four drew as four alone do
+        ours.generator.manual_seed(seed)
+        assert_same([together], ours.compile([request]), atol=1e-4)
+
+
+# -- the command and its page -----------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_what_the_service_takes(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "serving.md").read_text()
+    [sent] = re.findall(r"-d '(\{.*?\n\})'", page, re.S)
+    with serving(Fake()) as (client, _):
+        answer = client.post("/compile", content=sent)
+        assert answer.status_code == 200
+        named = re.search(r"The reply: (.*?)\. A tensor", page, re.S)
+        assert named and set(answer.json()) <= set(re.findall(r"`(\w+)`", named[1]))
+    for field in CompileBody.model_fields:
+        assert f'"{field}"' in sent
+    [settings] = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    (tmp_path / "eval.yaml").write_text(settings)
+    config = load_config(EvalConfig, tmp_path / "eval.yaml")
+    assert config.compiler.engine == config.executor.engine == "http"
+
+
+@pytest.mark.slow
+def test_the_command_serves_a_checkpoint_and_leaves_on_sigterm(tmp_path: Path) -> None:
+    from memcompiler.build import load_compiler
+    from training import checkpoint
+
+    settings = CompilerConfig(dtype="float32", device="cpu", instructions="none", max_new_tokens=8)
+    made = load_compiler(settings.model_copy(update={"soft": Soft(emb_std=0.02)}), Tabled(), seed=3)
+    weights = {name: p.detach() for name, p in checkpoint.trained_parameters(made).items()}
+    checkpoint.save(tmp_path / "checkpoints", made, checkpoint.Tensors(weights, {}), {"step": 1})
+    command = [sys.executable, "-m", "memcompiler", "serve", "compiler", "--checkpoint", str(tmp_path), "--port", "0"]
+    overrides = ["compiler.engine=hf", "compiler.dtype=float32", "compiler.instructions=none", "compiler.device=cpu",
+                 "compiler.max_new_tokens=8"]  # fmt: skip
+    with subprocess.Popen([*command, *overrides], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            said = [process.stdout.readline(), process.stdout.readline()]
+            assert said[1].startswith("ready: compiler.engine=http compiler.url=http://127.0.0.1:"), said
+            request = tiny_models.request(0)
+            remote = RemoteCompiler(said[1].rsplit("=", 1)[1].strip())
+            assert_same(remote.compile([request]), made.eval().compile([request]))
+            assert remote.hash() == checkpoint.sha256(checkpoint.find(tmp_path))  # what an evaluation of it records
+        finally:
+            process.terminate()
+        assert process.wait(60) == 0
+
+
+class Tabled:
+    """What a new projector wants to know of an executor."""
+
+    accepts_soft, sees_images, embedding_table = True, False, torch.zeros(8, 64)

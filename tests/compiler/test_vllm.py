@@ -1,0 +1,500 @@
+"""The compiler in vLLM is the compiler in Hugging Face: states, emissions, log-probabilities, sampling, training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from compiler.hf import Decoding, MemoryCompiler
+from compiler.language import ParseError, grammar, parse
+from compiler.records import Compilation
+from compiler.vllm import VllmCompiler
+from lm.vllm_extension import HiddenTails, tail_of, watched
+from soft_mem.projector import Projector, ProjectorConfig
+from tests import tiny_models, vllm_engines
+
+SAMPLING = Decoding(temperature=1.2, max_new_tokens=8)
+
+
+def using_vllm(test: Any) -> Any:
+    for mark in vllm_engines.marks:
+        test = mark(test)
+    return test
+
+
+def requests(count: int = 5) -> list:
+    return [tiny_models.request(i, image=i != 1) for i in range(count)]
+
+
+def assert_scored_alike(compiler: MemoryCompiler, made: list[Compilation], atol: float = 1e-4) -> None:
+    """What vLLM says of its samples is what one forward pass of the trained model says."""
+    with torch.no_grad():
+        scored = compiler.score([compiler.encode(c.request) for c in made], [c.emission_ids for c in made])
+        logprobs = compiler.logprobs(scored.logits, scored.targets)
+        z = torch.stack([c.z for c in made])
+        latent = scored.gaussian.log_prob(z, compiler.decoding.soft_temperature or 1.0)
+    for i, c in enumerate(made):
+        sampled = torch.tensor(c.emission_ids[: len(c.text_logprobs)])
+        again = logprobs[i, : len(sampled)].gather(1, sampled[:, None]).squeeze(1)
+        torch.testing.assert_close(c.text_logprobs, again, atol=atol, rtol=0)
+        torch.testing.assert_close(c.mu, scored.gaussian.mu[i], atol=atol, rtol=0)
+        torch.testing.assert_close(c.log_sigma, scored.gaussian.log_sigma[i], atol=atol, rtol=0)
+        torch.testing.assert_close(c.latent_logprobs, latent[i], atol=atol, rtol=1e-4)
+
+
+def recorded(compiler: VllmCompiler) -> list[tuple[int, int]]:
+    """(tokens of the prompt, tokens of it that came from the prefix cache) of every request from now on."""
+    seen, run = [], compiler._run
+
+    def spy(prompts, params):
+        outputs = run(prompts, params)
+        seen.extend((len(output.prompt_token_ids), output.num_cached_tokens) for output in outputs)
+        return outputs
+
+    compiler._run = spy  # type: ignore[method-assign]
+    return seen
+
+
+# -- parity -----------------------------------------------------------------------------------------------------------
+
+
+@using_vllm
+@pytest.mark.parametrize("vlm", [True, False])
+def test_greedy_compilations_equal_hugging_face(vlm: bool, tmp_path: Path) -> None:
+    compiler = vllm_engines.trained(vlm)
+    made = vllm_engines.served(compiler, tmp_path / "a").compile(requests())
+    for ours, theirs in zip(made, compiler.compile(requests()), strict=True):
+        for name in ("text", "emission", "parse_error", "prompt_ids", "emission_ids", "tokens_in", "tokens_out"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        for name in ("text_logprobs", "mu", "log_sigma", "z", "soft", "latent_logprobs"):
+            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1e-4, rtol=1e-4, msg=name)
+        assert ours.weight_version == 1
+    assert any(c.parse_error is ParseError.TRUNCATED for c in made)  # the forced end-of-turn token was tried, too
+
+
+@using_vllm
+def test_hidden_states_equal_hugging_face(tmp_path: Path) -> None:
+    """With the identity for a projector, mu is the hidden state: LoRA and picture are in it."""
+    compiler = vllm_engines.trained(projector={"kind": "linear"})
+    with torch.no_grad():
+        compiler.projector.linear.weight.copy_(torch.eye(64))
+        compiler.projector.linear.bias.zero_()
+    made = vllm_engines.served(compiler, tmp_path / "a").compile(requests())
+    for ours, theirs in zip(made, compiler.compile(requests()), strict=True):
+        torch.testing.assert_close(ours.mu, theirs.mu, atol=1e-4, rtol=0)
+    other = tiny_models.request(0)
+    object.__setattr__(other, "image", tiny_models.request(3).image)
+    assert not torch.allclose(compiler.compile([other])[0].mu, made[0].mu, atol=1e-3)
+
+
+@using_vllm
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 50}, {"top_p": 0.9}])
+def test_log_probabilities_are_those_of_the_sampled_distribution(truncation: dict, tmp_path: Path) -> None:
+    compiler = vllm_engines.trained(decoding=replace(SAMPLING, **truncation))
+    made = vllm_engines.served(compiler, tmp_path / "a").compile(requests())
+    assert_scored_alike(compiler, made)
+    compiler.decoding = replace(compiler.decoding, temperature=1.19)
+    with pytest.raises(AssertionError):  # the comparison notices so small a difference
+        assert_scored_alike(compiler, made)
+
+
+@using_vllm
+def test_sampling_frequencies_are_those_of_the_policy(tmp_path: Path) -> None:
+    """First tokens of 3,000 emissions against the policy's distribution, in bins of about equal probability."""
+    # Cold, because an untrained model's distribution is nearly flat: any temperature would fit it.
+    compiler = vllm_engines.trained(False, decoding=Decoding(temperature=0.2, max_new_tokens=1))
+    one = tiny_models.request(0, image=False)
+    with torch.no_grad():
+        scored = compiler.score([compiler.encode(one)], [[compiler.backbone.end_id]])
+        policy = compiler.logprobs(scored.logits)[0, 0].exp()
+        colder = (compiler.allowed(scored.logits)[0, 0] / 0.18).softmax(-1)
+    ours = vllm_engines.served(compiler, tmp_path / "a", seed=7)
+    drawn = torch.tensor([draft.ids[0] for draft in ours._sample([ours._prompt(one)] * 3000)])
+    bins = 20
+    order = policy.argsort(descending=True)
+    bin_of = torch.empty_like(order)
+    bin_of[order] = (policy[order].cumsum(0) * bins).long().clamp(max=bins - 1)
+    seen = torch.bincount(bin_of[drawn], minlength=bins).float()
+
+    def chi_square(probabilities: torch.Tensor) -> float:
+        expected = 3000 * torch.zeros(bins).index_add(0, bin_of, probabilities)
+        filled = expected > 0
+        return float(((seen - expected) ** 2 / expected)[filled].sum())
+
+    assert chi_square(policy) < 43.8  # the 99.9 % quantile at 19 degrees of freedom
+    assert chi_square(colder) > 43.8  # the test would notice another temperature
+    assert not set(drawn.tolist()) & set(compiler.backbone.suppressed)
+
+
+@using_vllm
+def test_reserved_tokens_are_never_sampled_and_the_seed_decides(tmp_path: Path) -> None:
+    hot = Decoding(temperature=2.0, max_new_tokens=40)
+    compiler = vllm_engines.trained(decoding=hot)
+    ours = vllm_engines.served(compiler, tmp_path / "a", seed=3)
+    made = ours.compile(requests())
+    assert not any(set(compiler.backbone.suppressed) & set(c.emission_ids) for c in made)
+    other = ours.compile(requests())
+    ours.generator.manual_seed(3)
+    again = ours.compile(requests())
+    assert [c.emission_ids for c in again] == [c.emission_ids for c in made] != [c.emission_ids for c in other]
+    for a, b, c in zip(again, made, other, strict=True):
+        torch.testing.assert_close(a.z, b.z, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(a.z, c.z, atol=1e-2)
+
+
+@using_vllm
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_the_grammar_holds_on_request(temperature: float, tmp_path: Path) -> None:
+    """Every emission parses, unless the token budget cut it: then all of its whole lines do."""
+    compiler = vllm_engines.trained(decoding=Decoding(temperature=temperature, max_new_tokens=40))
+    asked = requests(6) * 8
+    free = vllm_engines.served(compiler, tmp_path / "a").compile(asked)
+    held = vllm_engines.served(compiler, tmp_path / "b", constrained=True).compile(asked)
+    assert {c.parse_error for c in held} <= {None, ParseError.TRUNCATED}
+    assert all(c.text[0] in ">+~-^." for c in held) and not all(c.text[0] in ">+~-^." for c in free)
+    assert sum(c.parse_error is None for c in free) < len(free) / 2
+    for c in held:
+        *whole, last = c.text.split("\n")
+        parsed = parse("\n".join(whole if c.parse_error else [*whole, last]))
+        assert parsed.error in (None, ParseError.EMPTY if c.parse_error and not whole else None), c.text
+        assert c.parse_error or parsed.emission == c.emission
+    if temperature:
+        assert sum(c.parse_error is None for c in held) >= 3 and len({c.text for c in held}) > 24
+    with torch.no_grad():  # the second pass reads what was written, without the grammar
+        scored = compiler.score([compiler.encode(c.request) for c in held], [c.emission_ids for c in held])
+    torch.testing.assert_close(torch.stack([c.mu for c in held]), scored.gaussian.mu, atol=1e-4, rtol=0)
+
+
+@using_vllm
+def test_the_grammar_costs_nothing_where_it_is_off_and_never_touches_the_second_pass(tmp_path: Path) -> None:
+    from vllm import SamplingParams
+
+    compiler = vllm_engines.trained(decoding=SAMPLING)
+    for constrained in (False, True):
+        ours = vllm_engines.served(compiler, tmp_path / str(constrained), constrained=constrained)
+        asked: list[list[SamplingParams]] = []
+        run = ours._run
+        ours._run = lambda prompts, params, run=run, asked=asked: asked.append(params) or run(prompts, params)  # type: ignore[method-assign]
+        ours.compile(requests(2))
+        first, second = asked
+        assert all(params.structured_outputs is None and params.extra_args for params in second)
+        assert all((params.structured_outputs is not None) is constrained for params in first)
+        if not constrained:
+            assert [repr(params) for params in first] == [
+                repr(
+                    SamplingParams(
+                        temperature=1.2, top_k=0, top_p=1.0, seed=params.seed, max_tokens=8, logprobs=0,
+                        stop_token_ids=[ours.backbone.end_id], ignore_eos=True, detokenize=False,
+                        logit_bias=dict.fromkeys(ours.backbone.suppressed, -torch.inf),
+                    )
+                )
+                for params in first
+            ]  # fmt: skip
+
+
+@pytest.mark.vllm
+def test_xgrammar_accepts_just_what_the_language_allows() -> None:
+    """Character by character: what it loses (see `language._but`) would be silently forbidden, or break the parser."""
+    xgrammar = pytest.importorskip("xgrammar", reason="xgrammar comes with vLLM, which is not installed")
+    compiled = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([])).compile_grammar(grammar())
+
+    def accepts(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+        return bool(matcher.accept_string(text) and matcher.is_terminated())
+
+    points = [*range(1, 0x3100), *range(0x3100, 0xD800, 61), 0xD7FF, *range(0xE000, 0x110000, 211), 0x10FFFF]
+    for character in map(chr, points):
+        assert accepts(f"^ {character}") is not character.isspace(), hex(ord(character))
+        assert accepts(f"> {character}") is (not character.isspace() and character not in "\\|"), hex(ord(character))
+        assert accepts(f"- {character}") is (not character.isspace() and character not in "\\:"), hex(ord(character))
+    for text in ("> a | b\n+ k: v\n- k", ".", r"> a\| b\\", "+ 鍵 1: 中文 ä"):
+        assert accepts(text) and parse(text).error is None
+    for text in ("", ". ", "> ", "> a\n> b", "+ k", "+ k:", ".\n+ k: v", "a", "> a  b"):
+        assert not accepts(text), text
+
+
+@using_vllm
+def test_fresh_samples_have_ratio_one_in_grpo(tmp_path: Path) -> None:
+    from tests.training.test_grpo import trainer
+    from training.rollout import samples_of
+
+    t = trainer(tmp_path)
+    t.compiler.load_state_dict(vllm_engines.trained(False).state_dict())
+    t.compiler.eval()
+    ours = vllm_engines.served(t.compiler, tmp_path / "a")
+    samples = samples_of(t.engine.run(ours, t.specs_of(0), 4), t.compiler)
+    assert len(samples) >= 8 and {s.weight_version for s in samples} == {1}
+    with torch.no_grad():
+        scores = t.score(samples).logprobs
+    n = t.compiler.n_tokens
+    for row, sample in zip(scores, samples, strict=True):
+        now = torch.cat([row[: sample.sampled], row[-n:]])
+        torch.testing.assert_close(now, sample.rollout_logprobs, atol=1e-3, rtol=0)
+    metrics = t.learn(samples)
+    assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
+    assert abs(metrics["mismatch_kl"]) < 1e-6
+
+
+# -- prefix cache -----------------------------------------------------------------------------------------------------
+
+
+@using_vllm
+@pytest.mark.parametrize("vlm", [True, False])
+def test_the_second_pass_computes_the_tail_and_less_than_a_block(vlm: bool, tmp_path: Path) -> None:
+    compiler = vllm_engines.trained(vlm, decoding=SAMPLING)
+    ours = vllm_engines.served(compiler, tmp_path / "a")
+    seen = recorded(ours)
+    made = ours.compile(requests())
+    assert len(seen) == 10 and ours.reissued == 0
+    for c, (total, cached) in zip(made, seen[5:], strict=True):
+        forced = c.parse_error is ParseError.TRUNCATED
+        assert ours.n_tokens < total - cached <= ours.n_tokens + vllm_engines.BLOCK + forced
+
+
+@using_vllm
+def test_a_tail_in_the_prefix_cache_is_computed_again(tmp_path: Path) -> None:
+    """40 memory tokens are more than a block: whoever asks a second time finds some of them cached."""
+    compiler = vllm_engines.trained(n_tokens=40)
+    ours = vllm_engines.served(compiler, tmp_path / "a")
+    seen = recorded(ours)
+    one = tiny_models.request(0)
+    made = [*ours.compile([one]), *ours.compile([one])]
+    assert ours.reissued == 1
+    (total, cached), (again, past_cache) = seen[3:]
+    assert total == again and cached > total - 40 and past_cache == 0
+    for c in made:
+        torch.testing.assert_close(c.mu, compiler.compile([one])[0].mu, atol=1e-4, rtol=0)
+
+
+@using_vllm
+def test_memory_first_prompts_hit_the_cache_all_episode_long(tmp_path: Path) -> None:
+    compiler = vllm_engines.trained(instructions="Compile the memory. " * 5)
+    ours = vllm_engines.served(compiler, tmp_path / "a")
+    step = tiny_models.request(2)
+    made = []
+    for t in range(3):
+        seen = recorded(ours)
+        made += ours.compile([replace(step, observation=f"You see a drawer {t + 1}.", history=())])
+        if t:
+            shared = _common_prefix(made[t - 1].prompt_ids, made[t].prompt_ids)
+            assert seen[0][1] == shared // vllm_engines.BLOCK * vllm_engines.BLOCK > 0
+    assert_scored_alike(compiler, made)
+
+
+def _common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@using_vllm
+def test_an_adapter_is_swapped_with_its_projector(tmp_path: Path) -> None:
+    """The new weights are used and no cache of the old ones, even through a folder that is written again."""
+    first, second = vllm_engines.trained(seed=1), vllm_engines.trained(seed=2)
+    ours = vllm_engines.served(first, tmp_path / "a")
+    before = ours.compile(requests())
+    vllm_engines.save_adapter(second, tmp_path / "a")  # over the first
+    for a, b in zip(ours.compile(requests()), before, strict=True):
+        torch.testing.assert_close(a.mu, b.mu, atol=1e-5, rtol=1e-5)  # the copy in force is untouched
+    ours.load_adapter(tmp_path / "a", 2, second.projector)
+    seen = recorded(ours)
+    after = ours.compile(requests())
+    assert seen[0][1] == 0 and {c.weight_version for c in after} == {2}
+    assert_scored_alike(second, after)
+    assert not any(torch.allclose(a.mu, b.mu, atol=1e-2) for a, b in zip(after, before, strict=True))
+    second.projector.linear.weight.data.zero_()  # ours is a copy
+    torch.testing.assert_close(ours.compile(requests())[0].mu, after[0].mu, atol=1e-5, rtol=1e-5)
+
+
+@using_vllm
+def test_why_no_adapter_is_ever_overwritten_in_place(tmp_path: Path) -> None:
+    """vLLM serves the old weights from an overwritten folder, under the old name and number, and says nothing."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    first, second = vllm_engines.trained(seed=1), vllm_engines.trained(seed=2)
+    ours = vllm_engines.served(first, tmp_path / "ours")
+    prompt = ours._prompt(tiny_models.request(0)).followed_by()
+    request = LoRARequest("in-place", 1_000_000, str(vllm_engines.save_adapter(first, tmp_path / "a")))
+
+    def answer() -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, detokenize=False)
+        ((made,),) = [o.outputs for o in ours.llm.generate([prompt], params, lora_request=request, use_tqdm=False)]
+        return next(iter(made.logprobs[0].values())).logprob
+
+    before = answer()
+    vllm_engines.save_adapter(second, tmp_path / "a")
+    assert answer() == pytest.approx(before, abs=1e-5)
+
+
+@using_vllm
+@pytest.mark.parametrize("what", ["nothing", "rank", "corrupt"])
+def test_an_adapter_that_does_not_load_leaves_the_old_one_in_force(what: str, tmp_path: Path) -> None:
+    from compiler.hf import LoraSettings
+
+    compiler = vllm_engines.trained()
+    ours = vllm_engines.served(compiler, tmp_path / "a")
+    before = ours.compile(requests(1))
+    bad = tmp_path / "bad"
+    if what == "rank":
+        vllm_engines.save_adapter(tiny_models.memory_compiler(lora=LoraSettings(rank=32)), bad)
+    elif what == "corrupt":
+        vllm_engines.save_adapter(compiler, bad)
+        (bad / "adapter_model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(RuntimeError, match="cannot load the adapter"):
+        ours.load_adapter(bad, 2, compiler.projector)
+    (after,) = ours.compile(requests(1))
+    assert after.weight_version == 1 and after.emission_ids == before[0].emission_ids
+    torch.testing.assert_close(after.mu, before[0].mu, atol=1e-5, rtol=1e-5)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@using_vllm
+def test_what_cannot_be_compiled_is_refused_by_name(tmp_path: Path) -> None:
+    ours = vllm_engines.served(vllm_engines.trained(), tmp_path / "a")
+    assert ours.compile([]) == []
+    long = replace(tiny_models.request(0), observation="cabinet 1 " * 1200)
+    with pytest.raises(ValueError, match="raise max_model_len"):
+        ours.compile([tiny_models.request(1), long])
+    ours.decoding = Decoding(temperature=3.0, max_new_tokens=8)
+    with pytest.raises(ValueError, match="temperature"):
+        ours.compile([tiny_models.request(1)])
+    with pytest.raises(ValueError, match="reads 32-d states"):
+        ours.load_adapter(tmp_path / "a", 2, Projector(ProjectorConfig(32, 64)))
+    ours.decoding = Decoding(max_new_tokens=2)
+    assert len(ours.compile(requests(2))) == 2  # nothing of all this is left in the engine
+
+
+@using_vllm
+def test_an_engine_that_failed_amid_a_batch_is_refused(tmp_path: Path) -> None:
+    ours = vllm_engines.served(vllm_engines.trained(), tmp_path / "a")
+    left = ours.llm.enqueue([ours._prompt(tiny_models.request(0)).followed_by()], use_tqdm=False)
+    with pytest.raises(RuntimeError, match="start it anew"):
+        ours.compile([tiny_models.request(1)])
+    ours.llm.llm_engine.abort_request(left, internal=True)
+    assert ours.compile([tiny_models.request(1)])
+
+
+@using_vllm
+def test_an_engine_in_a_process_of_its_own_and_its_death(repository: Path) -> None:
+    command = [sys.executable, "-m", "tests.vllm_engines"]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=280)
+    said = [line for line in done.stdout.splitlines() if line.startswith(("alike", "refused"))]
+    assert said[:1] == ["alike"], done.stderr[-3000:]
+    assert len(said) == 3, said
+
+
+# -- calls of an engine, without one ----------------------------------------------------------------------------------
+
+
+def client(dead: bool) -> Any:
+    """A stand-in for an engine in another process."""
+    return SimpleNamespace(
+        llm_engine=SimpleNamespace(engine_core=SimpleNamespace(resources=SimpleNamespace(engine_dead=dead)))
+    )
+
+
+def test_a_call_ends_with_its_engine() -> None:
+    never = threading.Event()
+    assert watched(client(False), lambda: 3) == 3
+    with pytest.raises(KeyError):
+        watched(client(False), lambda: {}["x"])
+    with pytest.raises(RuntimeError, match="process died"):
+        watched(client(True), never.wait)
+    with pytest.raises(RuntimeError, match="did not answer within 0"):
+        watched(client(False), never.wait, timeout=0.0)
+    never.set()
+
+
+# -- the worker extension, without an engine --------------------------------------------------------------------------
+
+
+def step(hidden: torch.Tensor | None, new: tuple = (), running: tuple = (), finished: tuple = ()) -> SimpleNamespace:
+    """A scheduler's step: (request, prompt length, computed, scheduled, extra_args) new, (request, computed, scheduled)
+    running. The runner's batch holds the running ones first."""
+    return SimpleNamespace(
+        hidden=hidden,
+        finished_req_ids=set(finished),
+        num_scheduled_tokens={r[0]: r[-1] for r in running} | {r[0]: r[3] for r in new},
+        scheduled_new_reqs=[
+            SimpleNamespace(
+                req_id=name, prompt_token_ids=[0] * length, num_computed_tokens=computed,
+                sampling_params=SimpleNamespace(extra_args=extra),
+            )
+            for name, length, computed, _, extra in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[r[0] for r in running], num_computed_tokens=[r[1] for r in running]
+        ),
+    )  # fmt: skip
+
+
+def worker() -> tuple[HiddenTails, Any]:
+    """A worker with a runner that keeps the hidden states which the step brings along."""
+    runner = SimpleNamespace(execute_model_state=None)
+
+    def execute(scheduled: Any) -> str:
+        batch = SimpleNamespace(req_ids=list(scheduled.num_scheduled_tokens))
+        runner.execute_model_state = SimpleNamespace(hidden_states=scheduled.hidden, input_batch=batch)
+        return "output"
+
+    runner.execute_model = execute
+    extension = HiddenTails()
+    extension.model_runner = runner
+    extension.watch_tails()
+    return extension, runner
+
+
+def taken(extension: HiddenTails) -> dict[str, list[float]]:
+    return {
+        key: torch.frombuffer(bytearray(data), dtype=torch.float32).view(n, d)[:, 0].tolist()
+        for key, n, d, data in extension.take_tails()
+    }
+
+
+def rows(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.bfloat16)[:, None].expand(-1, 2)
+
+
+def test_a_tail_is_read_across_chunks_and_among_other_requests() -> None:
+    extension, runner = worker()
+    other = ("other", 2, 0, 2, None)
+    assert runner.execute_model(step(rows(90, 91, 0, 1, 2), new=(other, ("a", 6, 0, 3, tail_of("A", 4))))) == "output"
+    assert taken(extension) == {}
+    runner.execute_model(step(rows(92, 3, 4, 5), running=(("other", 2, 1), ("a", 3, 3))))
+    runner.execute_model(step(rows(93, 99), running=(("other", 3, 1), ("a", 6, 1))))  # decoding: past the prompt
+    assert taken(extension) == {"A": [2, 3, 4, 5]}
+    assert taken(extension) == {}
+
+
+def test_a_tail_that_was_partly_cached_is_not_given_out() -> None:
+    extension, runner = worker()
+    runner.execute_model(step(rows(4, 5), new=(("a", 6, 4, 2, tail_of("A", 3)),)))
+    runner.execute_model(step(rows(3, 4, 5), new=(("b", 6, 3, 3, tail_of("B", 3)),), finished=("a",)))
+    assert taken(extension) == {"B": [3, 4, 5]}
+
+
+def test_a_tail_that_is_computed_again_after_preemption_holds_the_newest_rows() -> None:
+    extension, runner = worker()
+    runner.execute_model(step(rows(0, 1, 2), new=(("a", 4, 0, 3, tail_of("A", 2)),)))
+    runner.execute_model(step(rows(10, 11, 12, 13), running=(("a", 0, 4),)))
+    assert taken(extension) == {"A": [12, 13]}
+
+
+def test_what_is_aborted_is_forgotten_and_nothing_is_read_where_no_state_is_kept() -> None:
+    extension, runner = worker()
+    runner.execute_model(step(None, new=(("a", 4, 0, 4, tail_of("A", 2)),)))  # an earlier pipeline stage
+    assert taken(extension) == {} and extension._tails_wanted
+    runner.execute_model(step(rows(1), new=(("b", 1, 0, 1, None),), finished=("a",)))
+    assert not extension._tails_wanted

@@ -1,0 +1,188 @@
+"""The client of endpoints against a server that misbehaves by script: every fault counted, nothing paid twice."""
+
+import multiprocessing
+import sqlite3
+import time
+from email.utils import formatdate
+
+import pytest
+
+from configs.load import ConfigError, load_config
+from configs.schema import EndpointConfig, EvalConfig
+from lm.endpoint import (
+    Answer,
+    Endpoint,
+    EndpointFailure,
+    EndpointStop,
+    Ledger,
+    Pace,
+    read_answer,
+    retry_after,
+    user_message,
+)  # fmt: skip
+from tests.faulty_server import MODEL, FaultyServer
+
+
+def ask(endpoint: Endpoint, *texts: str, role: str = "test", repeat: int = 0):
+    return endpoint.run([endpoint.ask([user_message(text)], role, 32, repeat) for text in texts])
+
+
+def test_every_fault_is_tried_again_and_counted_by_kind(tmp_path):
+    faults = ["429", "429 retry-after", "500", "hang", "truncated", "html", "empty choices", "null content", "array",
+              "closed"]  # fmt: skip
+    with FaultyServer(faults) as server:
+        endpoint = Endpoint(
+            server.config(retries=10, timeout_s=1.0, price_in=1.0, price_out=4.0), tmp_path / "a.sqlite"
+        )
+        [answer] = ask(endpoint, "hello")
+        assert answer.text.startswith("echo ") and (answer.tokens_in, answer.tokens_out) == (100, 10)
+        assert server.served == {**dict.fromkeys(faults, 1), "answer": 1}
+    account = endpoint.account()
+    assert account["faults"] == {
+        "connection": 1, "no_choice": 3, "not_json": 2, "rate_limit": 2, "server_error": 1, "timeout": 1
+    }  # fmt: skip
+    assert (account["requests"], account["answers"]) == (11, 1)
+    # The empty list of choices was billed: 7 tokens. 107 * 1.0 + 10 * 4.0 per million.
+    assert (account["tokens_in"], account["tokens_out"]) == (107, 10)
+    assert account["price"] == pytest.approx(147e-6) and account["roles"]["test"]["price"] == pytest.approx(147e-6)
+
+
+def test_an_answer_is_paid_once(tmp_path):
+    with FaultyServer() as server:
+        first = ask(Endpoint(server.config(), tmp_path / "a.sqlite"), "one", "two")
+        again = Endpoint(server.config(), tmp_path / "a.sqlite")
+        assert ask(again, "one", "two") == first and server.requests == 2
+        assert again.account()["from_cache"] == 2 and again.account()["requests"] == 2
+        ask(again, "one", repeat=1)  # another request on purpose
+        ask(Endpoint(server.config(temperature=0.5), tmp_path / "a.sqlite"), "one")
+        ask(Endpoint(server.config(temperature=None), tmp_path / "a.sqlite"), "one")
+        assert server.requests == 5
+    assert "temperature" not in server.bodies[-1] and server.bodies[0]["max_completion_tokens"] == 32
+
+
+def test_what_is_not_worth_another_attempt_fails_alone():
+    with FaultyServer(["400"]) as server:
+        endpoint = Endpoint(server.config(concurrency=1))
+        bad, good = ask(endpoint, "too long", "fine")
+        assert isinstance(bad, EndpointFailure) and "refused" in str(bad) and isinstance(good, Answer)
+        assert server.requests == 2 and endpoint.stopped is None
+    assert endpoint.account()["faults"] == {"refused": 1}
+
+
+def test_failures_in_a_row_mean_that_the_endpoint_is_gone():
+    with FaultyServer(["500"] * 100) as server:
+        endpoint = Endpoint(server.config(retries=1, concurrency=1))
+        results = ask(endpoint, *"abcdefgh")
+        assert [type(result) for result in results] == [EndpointFailure] * 4 + [EndpointStop] * 4
+        assert server.requests == 10  # two attempts at each of five; the rest is not asked
+    with pytest.raises(EndpointStop, match="run the same command again"):
+        endpoint.check()
+
+
+def test_the_key_comes_from_the_environment_and_goes_nowhere_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_KEY", "sk-very-secret")
+    with FaultyServer(["answer", "400", "401"]) as server:
+        endpoint = Endpoint(server.config(key_env="SOME_KEY", concurrency=1), tmp_path / "a.sqlite")
+        _, refused, stop = ask(endpoint, "one", "two", "three")
+        assert server.keys == {"Bearer sk-very-secret"}
+    assert isinstance(stop, EndpointStop) and "SOME_KEY" in str(stop)
+    assert "***" in str(refused) and "sk-very-secret" not in f"{refused} {stop} {endpoint.account()}"
+    for file in tmp_path.iterdir():
+        assert b"sk-very-secret" not in file.read_bytes()
+    monkeypatch.delenv("SOME_KEY")
+    with pytest.raises(ValueError, match="SOME_KEY"):
+        Endpoint(server.config(key_env="SOME_KEY"))
+    with pytest.raises(ConfigError, match="no user name or password"):
+        load_config(EvalConfig, None, ["executor.api.base_url=http://me:secret@127.0.0.1/v1"])
+
+
+@pytest.mark.parametrize(("name", "limit"), [("budget", 0.002), ("budget_tokens", 220)])
+def test_a_budget_stops_and_a_larger_one_continues(tmp_path, name, limit):
+    path = tmp_path / "a.sqlite"
+    with FaultyServer() as server:  # an answer has 110 tokens and costs 0.001
+        prices = {"price_in": 9.0, "price_out": 10.0, "concurrency": 1}
+        results = ask(Endpoint(server.config(**prices, **{name: limit}), path), "one", "two", "three")
+        assert [type(result) for result in results] == [Answer, Answer, EndpointStop] and server.requests == 2
+        assert f"api.{name}" in str(results[2]) and "200 tokens read and 20 written" in str(results[2])
+        results = ask(Endpoint(server.config(**prices, **{name: limit}), path), "one", "two", "three")
+        assert isinstance(results[1], Answer) and isinstance(results[2], EndpointStop) and server.requests == 2
+        results = ask(Endpoint(server.config(**prices, **{name: 2 * limit}), path), "one", "two", "three")
+        assert isinstance(results[2], Answer) and server.requests == 3
+
+
+def test_requests_in_flight_are_bounded():
+    seen, now = [], []
+
+    def answer(messages):
+        now.append(1)
+        seen.append(len(now))
+        time.sleep(0.02)
+        now.pop()
+        return "ok"
+
+    with FaultyServer(answer=answer) as server:
+        ask(Endpoint(server.config(concurrency=3)), *map(str, range(12)))
+    assert len(seen) == 12 and max(seen) <= 3
+
+
+def test_pace():
+    """120 requests a minute: one each half second. 600 tokens a minute: 50 of them take five seconds."""
+    now = [0.0]
+    pace = Pace(120, None, lambda: now[0])
+    assert [pace.delay(9) for _ in range(3)] == [0, 0.5, 1.0]
+    now[0] = 10.0
+    assert pace.delay(9) == 0
+    pace.hold(4)
+    assert pace.delay(9) == 4
+    pace = Pace(120, 600, lambda: now[0])
+    assert pace.delay(50) == 0 and pace.delay(1) == 5
+    pace.correct(10)  # the first had ten more
+    assert pace.delay(1) == pytest.approx(6.5)
+
+
+def test_retry_after():
+    assert retry_after("2.5") == 2.5 and retry_after("9999") == 120
+    assert 20 < retry_after(formatdate(time.time() + 30, usegmt=True)) <= 31
+    assert [retry_after(value) for value in (None, "", "soon", "-1", "nan", "Thu, 01 Jan 1970 00:00:00 GMT")] == [0] * 6
+
+
+def test_the_longest_wait_is_the_servers():
+    with FaultyServer(["429 retry-after"]) as server:
+        endpoint = Endpoint(server.config(backoff_s=0.0))
+        started = time.monotonic()
+        ask(endpoint, "one")
+    assert time.monotonic() - started >= 0.05  # a lower bound only
+
+
+def test_answers_are_data():
+    strange = "{0} %s ${HOME} \ud800 __import__('os')"
+    answer = read_answer('{"choices": [{"message": {"content": "{0} %s ${HOME} \\ud800 __import__(\'os\')"}}]}')
+    assert answer.text == strange.replace("\ud800", "?") and answer.tokens_out > 0  # estimated, not free
+    odd = '{"choices": [{"message": {"content": "x"}, "finish_reason": "length"}], "usage": {"prompt_tokens": -5}}'
+    assert read_answer(odd, [user_message("abcdefgh")]) == Answer("x", 3, 1, True)
+
+
+def _write(path, start, n):
+    ledger = Ledger(path, MODEL)
+    for i in range(start, start + n):
+        ledger.keep(f"key {i}", "test", Answer(f"text {i}", 3, 2))
+
+
+def test_processes_share_a_ledger(tmp_path):
+    path, context = tmp_path / "a.sqlite", multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_write, args=(path, 50 * i, 100)) for i in range(2)]  # 50 keys in common
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    ledger = Ledger(path, MODEL)
+    assert ledger.spent() == (600, 400) and ledger.answer("key 149") == Answer("text 149", 3, 2)
+    assert sqlite3.connect(path).execute("SELECT COUNT(*) FROM answers").fetchone() == (150,)
+    assert Ledger(path, "another model").spent() == (0, 0)
+
+
+def test_a_file_that_is_no_ledger(tmp_path):
+    (tmp_path / "a.sqlite").write_text("something else, and long enough not to be taken for an empty file" * 20)
+    with pytest.raises(EndpointStop, match="name another file"):
+        Endpoint(EndpointConfig(model=MODEL, key_env=None), tmp_path / "a.sqlite")

@@ -1,0 +1,225 @@
+"""Vision-language executors, Hugging Face backend: picture, soft tokens and positions are where the model expects them.
+
+The reference is the model's own way: it gets ids and pixels and finds positions itself, while a hook on its embedding
+layer puts the soft tokens in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
+from compiler.hf import MemoryCompiler
+from configs.schema import ExecutorConfig, SftConfig
+from data_gen.rows import SftRow
+from envs.base import Observation, Task, Transition
+from executor.hf import ExecutorPrompt, FrozenExecutor
+from executor.prompt import Delivered, ExecutorRequest
+from memory.trajectory import png_bytes
+from tests import tiny_models, vllm_engines
+from training.sft import encode_row, sft_losses
+
+COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 from shelf 1", "look", "go to shelf 2")
+
+
+def view(i: int) -> Image.Image:
+    """Squares in colours of i, so that no two views are alike."""
+    picture = Image.new("RGB", (64, 64), (40 * i % 255, 90, 200))
+    ImageDraw.Draw(picture).rectangle((8 * i % 48, 8, 8 * i % 48 + 15, 40), fill=(250, 60 * i % 255, 10))
+    return picture
+
+
+def request(i: int = 0, soft: bool = True, image: bool = True) -> ExecutorRequest:
+    tokens = torch.randn(4, 64, generator=torch.Generator().manual_seed(i)) if soft else None
+    delivered = Delivered(state="now: find mug", guidance=f"go to shelf {i}", soft=tokens)
+    return ExecutorRequest(
+        "put a mug in cabinet", delivered, ("look",) * i, "You see nothing.", COMMANDS[: 3 + i],
+        image=view(i) if image else None,
+    )  # fmt: skip
+
+
+REQUESTS = [request(0), request(1, image=False), request(2, soft=False), request(3, soft=False, image=False)]
+
+
+def executor(**kwargs: Any) -> FrozenExecutor:
+    backbone = tiny_models.vlm_backbone()
+    return FrozenExecutor(backbone.model, backbone.processor, **kwargs)
+
+
+@contextmanager
+def soft_by_hook(model: FrozenExecutor, prompt: ExecutorPrompt) -> Iterator[None]:
+    def put_in(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        made = output.clone()
+        if prompt.soft is not None:
+            made[inputs[0] == model.placeholder] = prompt.soft
+        return made
+
+    hook = model.model.get_input_embeddings().register_forward_hook(put_in)
+    yield
+    hook.remove()
+
+
+@torch.no_grad()
+def reference_logprobs(model: FrozenExecutor, prompt: ExecutorPrompt, answer: Sequence[int]) -> torch.Tensor:
+    """(len(answer), V), by the model's own forward pass from ids and pixels."""
+    tokens = torch.tensor([[*prompt.ids, *answer]])
+    kinds = (tokens == model.model.config.image_token_id).int()
+    picture = prompt.picture
+    seen = {} if picture is None else {"pixel_values": picture.pixels, "image_grid_thw": picture.grid}
+    model.model.model.rope_deltas = None  # it keeps those of an earlier call
+    with soft_by_hook(model, prompt):
+        logits = model.model(input_ids=tokens, mm_token_type_ids=kinds, **seen).logits
+    return logits[0, len(prompt.ids) - 1 : -1].log_softmax(-1)
+
+
+def test_the_view_stands_between_soft_tokens_and_observation() -> None:
+    model = executor()
+    prompt = model.encode(request(1))
+    text = model.tokenizer.decode(prompt.ids)
+    pads = "<|vision_start|>" + "<|image_pad|>" * 16 + "<|vision_end|>"
+    assert f"soft: {'<|mem|>' * 4}\ndid: look\nview: {pads}\nsee: You see nothing." in text
+    assert prompt.picture is not None and prompt.picture.grid.tolist() == [[1, 8, 8]]
+
+
+def test_likelihoods_equal_the_models_own_forward_pass() -> None:
+    """One tree pass over rows with and without picture and soft tokens, against one row and command at a time."""
+    model = executor()
+    prompts = [model.encode(r) for r in REQUESTS]
+    for prompt, asked, fast in zip(
+        prompts, REQUESTS, model.candidate_logprobs(prompts, [r.admissible or () for r in REQUESTS]), strict=True
+    ):
+        for command, score in zip(asked.admissible or (), fast, strict=True):
+            ids = model.action_ids(command)
+            own = reference_logprobs(model, prompt, ids).gather(1, torch.tensor(ids)[:, None]).sum()
+            torch.testing.assert_close(score, own, atol=1e-4, rtol=0)
+            soft = None if prompt.soft is None else prompt.soft[None]
+            nll, _ = model.action_nll([prompt], soft, [ids])
+            torch.testing.assert_close(-nll[0], own, atol=1e-4, rtol=0)
+
+
+def test_generation_equals_the_models_own_forward_pass() -> None:
+    model = executor(mode="generate", max_new_tokens=6)
+    prompts = [model.encode(r) for r in REQUESTS]
+    for prompt, made in zip(prompts, model._generate(prompts), strict=True):
+        answer: list[int] = []
+        while len(answer) < 6:
+            token = int(reference_logprobs(model, prompt, [*answer, 0])[-1].argmax())
+            if token == model.end_id:
+                break
+            answer.append(token)
+        assert made == answer
+
+
+def test_picture_and_soft_tokens_both_count() -> None:
+    model = executor()
+    prompts = [model.encode(r) for r in (request(1), replace(request(1), image=view(5)), request(1, soft=False))]
+    first, other_view, no_soft = model.candidate_logprobs(prompts, [COMMANDS] * 3)
+    assert not torch.allclose(first, other_view, atol=1e-3) and not torch.allclose(first, no_soft, atol=1e-3)
+
+
+def test_gradient_of_the_action_reaches_the_soft_tokens_only() -> None:
+    model = executor()
+    prompts = [model.encode(request(i)) for i in range(2)]
+    soft = torch.stack([p.soft for p in prompts if p.soft is not None]).requires_grad_()
+    nll, count = model.action_nll(prompts, soft, [model.action_ids("look"), model.action_ids("go to shelf 1")])
+    nll.sum().backward()
+    assert count.tolist() == [2, 4] and bool((soft.grad.abs().sum((1, 2)) > 0).all())  # type: ignore[union-attr]
+    assert all(p.grad is None for p in model.model.parameters())
+
+
+def test_sft_rows_with_pictures_train_through_a_seeing_executor() -> None:
+    rows = [
+        SftRow(
+            task_id="t", split="train", family="f", t=i, goal="in home 1: put a mug in cabinet", memory_ids=("e1",),
+            memory_texts=("in home 1: put a mug in shelf",), state="goal: in home 1: put a mug in cabinet",
+            observation="You see a shelf 1.", image=png_bytes(view(i)) if i else None, history=(),
+            emission="> it is there | go to shelf 1", action="go to shelf 1",
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    compiler: MemoryCompiler = tiny_models.memory_compiler()
+    model, examples = executor(), []
+    for row in rows:
+        prompt = replace(model.encode(row.executor_request(compiler.n_tokens)), soft=None)
+        assert (prompt.picture is not None) == (row.image is not None)
+        examples.append(replace(encode_row(row, compiler, model, soft=True), executor_prompt=prompt))
+    losses = sft_losses(compiler, model, examples, SftConfig())
+    losses["action"].sum().backward()
+    assert compiler.projector.linear.weight.grad is not None and compiler.projector.linear.weight.grad.abs().sum() > 0
+    assert all(p.grad is None for p in model.model.parameters())
+
+
+def test_a_prompt_whose_picture_was_lost_is_refused() -> None:
+    model = executor()
+    lost = replace(model.encode(request(0)), picture=None)
+    with pytest.raises(ValueError, match="picture do not go together"):
+        model.candidate_logprobs([lost], [COMMANDS])
+    with pytest.raises(ValueError, match="picture do not go together"):
+        model.action_nll([lost], lost.soft[None], [model.action_ids("look")])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_an_image_token_in_the_text_is_refused(image: bool) -> None:
+    with pytest.raises(ValueError, match="outside its picture"):
+        executor().encode(replace(request(0, image=image), observation="a sign says <|image_pad|>"))
+
+
+def test_pictures_can_be_switched_off_and_text_models_never_see() -> None:
+    blind, text = executor(images=False), tiny_models.lm_backbone()
+    reader = FrozenExecutor(text.model, text.tokenizer)
+    assert (executor().sees_images, blind.sees_images, reader.sees_images) == (True, False, False)
+    for model in (blind, reader):
+        assert model.encode(request(0)).ids == model.encode(request(0, image=False)).ids
+        assert model.encode(request(0)).picture is None
+    assert blind.act([request(0)]) == blind.act([request(0, image=False)])
+
+
+def test_loading_goes_by_the_models_config() -> None:
+    from memcompiler.build import load_executor
+
+    settings = {"dtype": "float32", "device": "cpu", "instructions": "none"}
+    seeing = load_executor(ExecutorConfig(model=str(vllm_engines.folder(True)), **settings))
+    reading = load_executor(ExecutorConfig(model=str(vllm_engines.folder(False)), **settings))
+    blind = load_executor(ExecutorConfig(model=str(vllm_engines.folder(True)), images=False, **settings))
+    assert (seeing.sees_images, reading.sees_images, blind.sees_images) == (True, False, False)
+    assert seeing.act(REQUESTS) == executor().act(REQUESTS)
+    assert seeing.embedding_table.shape == reading.embedding_table.shape
+
+
+class OneRoom:
+    name = "one room"
+
+    def tasks(self, split: str) -> list[Task]:
+        return []
+
+    def reset(self, task: Task) -> Observation:
+        return Observation("a room", view(1), COMMANDS)
+
+    def step(self, action: str) -> Transition:
+        return Transition(Observation("a room", view(2), COMMANDS), 1.0, True, True)
+
+    def expert(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("images", [True, False])
+def test_the_loop_shows_the_view_to_executors_that_see(images: bool) -> None:
+    model, seen = executor(images=images), []
+    encode = model.encode
+    model.encode = lambda asked: (seen.append(asked), encode(asked))[1]  # type: ignore[method-assign]
+    spec = EpisodeSpec(Task("1", "put a mug in cabinet", "home 1", "test", ""))
+    [episode] = run_episodes(OneRoom, [spec], Delivery("none", "none"), model, Limits(1))
+    assert episode.success and [r.image is not None for r in seen] == [images]
+    assert ("view: [picture]\nsee: a room" in episode.steps[0].executor_prompt) == images
+    assert episode.steps[0].executor_prompt_ids.count(model.model.config.image_token_id) == 16 * images

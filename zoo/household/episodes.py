@@ -1,0 +1,189 @@
+"""Household material for the tiny models: entries, teacher rows and executor examples from scenes of the split
+`pretrain`, which no other split shares a layout with."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.expert import ExpertExecutor, ExpertTeacher, rationale, subgoals, taken
+from agent.records import Episode
+from data_gen.rows import SftRow, rows_of
+from envs.base import Environment, Task
+from envs.household import HouseholdEnvironment
+from executor.grounding import Grounding
+from executor.hf import Action
+from executor.prompt import ExecutorRequest
+from memory.entry import MemoryEntry
+from memory.trajectory import entry_from_trajectory
+
+SPLIT = "pretrain"
+
+
+def make_env(scenes: int, seed: int) -> Environment:
+    return HouseholdEnvironment(source="generated", seed=seed, scenes={SPLIT: scenes}, images=True)
+
+
+@dataclass
+class EntryPool:
+    """Experience of the pretraining scenes, and task memories drawn from it as a bank would retrieve them."""
+
+    entries: list[MemoryEntry]
+    by_scene: dict[str, list[MemoryEntry]] = field(init=False)
+    by_thing: dict[str, list[MemoryEntry]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.by_scene, self.by_thing = defaultdict(list), defaultdict(list)
+        for entry in self.entries:
+            self.by_scene[_scene_key(entry.provenance.task_id)].append(entry)
+            if fact := taken(entry.provenance.actions):
+                self.by_thing[fact[0]].append(entry)
+
+    @classmethod
+    def collect(cls, env: Environment, tasks: Sequence[Task]) -> EntryPool:
+        entries = []
+        for task in tasks:
+            env.reset(task)
+            actions, feedback = env.expert() or [], []
+            for action in actions:
+                transition = env.step(action)
+                feedback.append(transition.observation.text)
+            entries.append(entry_from_trajectory(task, actions, feedback, True, rationale(task.scene, actions)))
+        return cls(entries)
+
+    def memory_for(self, task: Task, thing: str, rng: random.Random, k: int) -> tuple[MemoryEntry, ...]:
+        """k entries in random order: the right one (if there is one), its scene's others, other scenes' same object.
+
+        Labels of scenes repeat after 64 scenes; entries that would contradict the task's own scene are left out.
+        """
+        own = self.by_scene[_scene_key(task.id)]
+        right = [e for e in own if (fact := taken(e.provenance.actions)) and fact[0] == thing]
+        others = [e for e in own if e not in right]
+        elsewhere = [e for e in self.by_thing[thing] if e.provenance.scene != task.scene]
+        rng.shuffle(others)
+        chosen, used = right[:1], {thing_scene(e) for e in right}
+        while len(chosen) < k:
+            source = others if others and rng.random() < 0.5 else rng.sample(elsewhere, min(8, len(elsewhere)))
+            fresh = [e for e in source if thing_scene(e) not in used] or [
+                e
+                for e in rng.sample(self.entries, 8)
+                if thing_scene(e) not in used and e.provenance.scene != task.scene
+            ]
+            if not fresh:
+                continue
+            entry = fresh[0]
+            used.add(thing_scene(entry))
+            chosen.append(entry)
+        rng.shuffle(chosen)
+        return tuple(chosen)
+
+
+def thing_scene(entry: MemoryEntry) -> tuple[str, str]:
+    fact = taken(entry.provenance.actions)
+    return (fact[0] if fact else "", entry.provenance.scene)
+
+
+def thing_of(env: Environment, task: Task) -> str:
+    """The kind of object that a task is about."""
+    env.reset(task)
+    fact = taken(env.expert() or [])
+    return fact[0] if fact else ""
+
+
+def specs(env: Environment, tasks: Sequence[Task], pool: EntryPool, rng: random.Random) -> list[EpisodeSpec]:
+    return [EpisodeSpec(t, pool.memory_for(t, thing_of(env, t), rng, rng.choice([2, 3, 4, 4, 4, 5, 6]))) for t in tasks]
+
+
+def teacher_rows(env: Environment, specs: Sequence[EpisodeSpec], seed: int, max_steps: int = 20) -> list[SftRow]:
+    """States as a compiler meets them, from the teacher's own episodes with detours."""
+    delivery = Delivery("teacher", "compiled", ExpertTeacher(), soft=False)
+    episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.2, seed), Limits(max_steps), concurrency=1)
+    return [row for episode in episodes for row in rows_of(episode)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The executor's teacher
+
+
+@dataclass
+class ScriptedExecutor:
+    """What a competent executor does with what it is given: it goes where guidance or memory says, and where nothing
+    says anything, or the place is a disappointment, it searches places that it has not been to yet, in random order.
+    It never knows more than its prompt."""
+
+    seed: int = 0
+    accepts_soft: bool = False
+    sees_images: bool = False
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+        texts = [self._choose(request) for request in requests]
+        return [Action(text, Grounding.CHOICE, text, (), 0, 0) for text in texts]
+
+    def _choose(self, request: ExecutorRequest) -> str:
+        plan = (request.expert() if request.expert else None) or ["look"]
+        fact = taken(plan)
+        if plan[0].startswith("take ") or not fact or subgoals(plan)[0] != f"find {fact[0]}":
+            return plan[0]
+        commands = request.admissible or ()
+        place = self._told(request, fact[0])
+        if place and f"go to {place}" not in request.history and f"go to {place}" in commands:
+            return f"go to {place}"
+        last = next((a for a in reversed(request.history) if a.startswith("go to ")), "")
+        here = f"open {last.removeprefix('go to ')}"
+        if last and here in commands:
+            return here
+        fresh = [c for c in commands if c.startswith("go to ") and c not in request.history]
+        return self._random.choice(fresh) if fresh else plan[0]
+
+    def _told(self, request: ExecutorRequest, thing: str) -> str | None:
+        if request.delivered.guidance.startswith("go to "):
+            return request.delivered.guidance.removeprefix("go to ")
+        scene = re.match(r"in ([^:]+): ", request.goal)
+        where = rf"because in {re.escape(scene[1] if scene else '')} the {thing} was in ([a-z]+ \d+)"
+        found = re.search(where, request.delivered.memory)
+        return found[1] if found else None
+
+
+@dataclass(frozen=True)
+class ExecutorExample:
+    prompt: str  # the user turn
+    action: str
+
+
+MODES = ("none", "static", "guided", "misguided")
+
+
+def executor_examples(
+    env: Environment, specs: Sequence[EpisodeSpec], mode: str, seed: int, max_steps: int = 20
+) -> list[ExecutorExample]:
+    """Episodes of the scripted executor under one kind of prompt.
+
+    none: nothing but goal, history and view; static: all of M pasted; guided: the teacher's state and guidance;
+    misguided: the teacher cites a wrong entry, and the executor learns to search on after the disappointment.
+    """
+    match mode:
+        case "guided":
+            delivery = Delivery(mode, "compiled", ExpertTeacher(), soft=False)
+        case "misguided":
+            delivery = Delivery(mode, "compiled", ExpertTeacher("random", seed), soft=False)
+        case "none" | "static":
+            delivery = Delivery(mode, mode)
+        case _:
+            raise ValueError(f"no mode {mode}")
+    episodes: list[Episode] = run_episodes(
+        lambda: env, specs, delivery, ScriptedExecutor(seed), Limits(max_steps), concurrency=1
+    )
+    return [ExecutorExample(s.executor_prompt, s.action) for e in episodes for s in e.steps]
+
+
+def _scene_key(task_id: str) -> str:
+    """Split and scene number without the task's own number, the same for a scene's tasks and its experience."""
+    return re.sub(r"_experience", "", task_id.rsplit("/", 1)[0])
