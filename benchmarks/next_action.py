@@ -36,8 +36,8 @@ from agent.expert import ExpertExecutor
 from agent.records import Episode
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
+from configs.evaluation import EvalConfig
 from configs.load import load_config
-from configs.schema import EvalConfig
 from data_gen.collect import specs_for
 from eval.metrics import Interval, bootstrap_mean
 from eval.runner import Evaluation

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from configs.load import load_config
-from configs.schema import SftConfig
+from configs.training import SftConfig
 from data_gen.rows import load_rows
 from memcompiler import build
 from training.sft import SftTrainer

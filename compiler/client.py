@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from compiler.hf import Decoding
 from compiler.records import Compilation, CompileRequest
 from compiler.server.wire import AdapterBody, CompileBody, CompileReply, SamplingBody, TensorName
-from configs.schema import COMPILER_KEY
+from configs.compiler import COMPILER_KEY
 from soft_mem.projector import Projector
 
 _BUSY = (429, 503)

@@ -1,1 +1,1 @@
-"""Experiments as YAML files, one each, with the schema that reads them and the folder that a run of one writes."""
+"""Experiments as YAML files, the typed settings that they fill, and the folder that a run of one writes."""

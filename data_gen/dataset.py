@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
-    from configs.schema import CollectConfig
+    from configs.collect import CollectConfig
 
 # -- filters ----------------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
-from configs.schema import EvalConfig
 
 SEED_AXIS = "seed"
 DELIVERY = "delivery"  # in `baseline` beside the axes

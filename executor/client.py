@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from compiler.client import RefusedError, RemoteError, RemoteServer
-from configs.schema import EXECUTOR_KEY
+from configs.executor import EXECUTOR_KEY
 from executor.hf import Action, ExecutorPrompt, TokenExecutor
 from executor.prompt import ExecutorRequest
 from lm.endpoint import content_part

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.schema import EndpointConfig
+from configs.engines import EndpointConfig
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -27,9 +27,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from configs.schema import CompilerConfig, ExecutorConfig, Settings, Soft, VllmEngine
+from configs.compiler import CompilerConfig, Soft
+from configs.engines import VllmEngine
+from configs.executor import ExecutorConfig
 from memcompiler import build
 from runtime.progress import progress
+from runtime.settings import Settings
 
 if TYPE_CHECKING:
     from agent.deliveries import Delivery

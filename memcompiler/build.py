@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from configs.collect import CollectConfig
+from configs.compiler import CompilerConfig
+from configs.engines import EndpointConfig
+from configs.executor import ExecutorConfig
 from configs.load import ConfigError
-from configs.schema import CollectConfig, CompilerConfig, EndpointConfig, ExecutorConfig, MemoryConfig
+from configs.memory import MemoryConfig
 
 if TYPE_CHECKING:
     import torch

@@ -67,7 +67,7 @@ def quickstart(
     on_exists: OnExists = "overwrite",
 ) -> None:
     """The whole system once, on two CPU cores: collect, train, roll out, evaluate, report."""
-    from configs.schema import QuickstartConfig
+    from configs.quickstart import QuickstartConfig
 
     settings = _load(QuickstartConfig, config, overrides, print_config)
     from memcompiler.commands import run_quickstart
@@ -82,7 +82,7 @@ def collect(
 ) -> None:  # fmt: skip
     """Play the training tasks with a teacher, the expert or an endpoint: a memory bank (OUT/bank) and SFT rows
     (OUT/rows)."""
-    from configs.schema import CollectConfig
+    from configs.collect import CollectConfig
 
     settings = _load(CollectConfig, config, overrides, print_config)
     from memcompiler.commands import run_collect
@@ -96,7 +96,7 @@ def train_sft(
     print_config: PrintConfig = False, on_exists: OnExists = "resume",
 ) -> None:  # fmt: skip
     """Stage 1: LoRA and projector on SFT rows, against the frozen executor. Resumes after a kill."""
-    from configs.schema import SftConfig
+    from configs.training import SftConfig
 
     settings = _load(SftConfig, config, overrides, print_config)
     from memcompiler.commands import run_train_sft
@@ -110,7 +110,7 @@ def train_grpo(
     print_config: PrintConfig = False, on_exists: OnExists = "resume",
 ) -> None:  # fmt: skip
     """Stage 2: continue an SFT checkpoint by GRPO on binary success, text and soft tokens together. Resumes."""
-    from configs.schema import GrpoConfig
+    from configs.training import GrpoConfig
 
     settings = _load(GrpoConfig, config, overrides, print_config)
     from memcompiler.grpo import run_train_grpo
@@ -126,7 +126,7 @@ def launch_grpo(
 ) -> None:  # fmt: skip
     """Stage 2 with the GPUs of a node shared out: placement.actors train, placement.rollouts compile, and
     placement.executors act. Settings as for train grpo."""
-    from configs.schema import GrpoConfig
+    from configs.training import GrpoConfig
 
     settings = _load(GrpoConfig, config, overrides, print_config)
     from memcompiler.launch import run_launch
@@ -141,7 +141,7 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Evaluate deliveries side by side on the same tasks, or a matrix of settings; writes results.json, episodes.jsonl
     and report.html. After a kill, --on-exists resume goes on."""
-    from configs.schema import EvalConfig
+    from configs.evaluation import EvalConfig
 
     settings = _load(EvalConfig, config, overrides, print_config)
     from memcompiler.evaluate import run_eval
@@ -289,7 +289,7 @@ def leakage(
 ) -> None:  # fmt: skip
     """What training and evaluation share; exits 1 on a leak, or when nothing could be checked. Settings as for
     collect: env, split, leakage.held_out."""
-    from configs.schema import CollectConfig
+    from configs.collect import CollectConfig
 
     settings = None if train and evaluation else _load(CollectConfig, config, overrides, False)
     from memcompiler.leakage import run_leakage
@@ -306,7 +306,7 @@ def env_export(
 ) -> None:  # fmt: skip
     """Write a generated split as ALFWorld games, which alfworld and TextWorld play too (extra `alfworld`). Settings as
     for collect: env.seed, env.scenes, env.kinds."""
-    from configs.schema import CollectConfig
+    from configs.collect import CollectConfig
 
     settings = _load(CollectConfig, config, overrides, False)
     from memcompiler.env import run_export
@@ -323,7 +323,7 @@ def env_serve(
 ) -> None:  # fmt: skip
     """Serve an environment in the OpenEnv protocol (extra `openenv`); settings as for collect: env and split. There is
     no authentication: keep to loopback."""
-    from configs.schema import CollectConfig
+    from configs.collect import CollectConfig
 
     settings = _load(CollectConfig, config, overrides, False)
     from memcompiler.env import run_serve
@@ -341,7 +341,7 @@ def serve_compiler(
 ) -> None:  # fmt: skip
     """A trained compiler, with its projector, behind POST /compile (docs/serving.md). In vLLM, unless
     compiler.engine=hf."""
-    from configs.schema import ServeConfig
+    from configs.serving import ServeConfig
 
     named = [f"compiler.checkpoint={checkpoint}"] if checkpoint else []
     settings = _load(ServeConfig, config, [*(overrides or []), *named], print_config)
@@ -384,7 +384,7 @@ def bench_rollout(
     print_config: PrintConfig = False,
 ) -> None:  # fmt: skip
     """Rollouts with all episodes batched against one episode at a time."""
-    from configs.schema import GrpoConfig
+    from configs.training import GrpoConfig
 
     settings = _load(GrpoConfig, config, overrides, print_config)
     from memcompiler.grpo import run_bench_rollout

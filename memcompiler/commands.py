@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
+from configs.collect import CollectConfig
+from configs.evaluation import EvalConfig
 from configs.load import ConfigError
+from configs.quickstart import QuickstartConfig
 from configs.run_folder import RunFolder
-from configs.schema import CollectConfig, EvalConfig, GrpoConfig, QuickstartConfig, SftConfig
+from configs.training import GrpoConfig, SftConfig
 from memcompiler import build
 from memcompiler.environments import Environments, experience_split
 from runtime.progress import progress

@@ -220,7 +220,7 @@ def full_text_search() -> str:
 
 def household_step() -> str:
     """Start an episode in a generated scene and make one step."""
-    from configs.schema import EnvConfig
+    from configs.environment import EnvConfig
     from memcompiler.environments import Environments
 
     env = Environments(EnvConfig(scenes={"train": 1, "valid": 1, "test": 1})).lease()

@@ -8,8 +8,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from configs.collect import CollectConfig
+from configs.environment import EnvConfig
 from configs.load import ConfigError
-from configs.schema import CollectConfig, EnvConfig
 from envs.household import parity
 from memcompiler.environments import Environments
 from runtime.progress import progress

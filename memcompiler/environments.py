@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.schema import EMBODIED_BENCHES, EnvConfig
+from configs.environment import EMBODIED_BENCHES, EnvConfig
 
 if TYPE_CHECKING:
     from envs.base import Environment, Task

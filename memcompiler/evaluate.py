@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder, RunFolderError, to_json, write_atomically
-from configs.schema import EvalConfig
 from memcompiler import build
 from memcompiler.environments import Environments, default_split
 from runtime.progress import progress

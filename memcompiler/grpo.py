@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from configs.executor import ExecutorConfig
 from configs.run_folder import RunFolder
-from configs.schema import ExecutorConfig, GrpoConfig
+from configs.training import GrpoConfig
 from memcompiler import build
 from memcompiler.commands import training_tasks_and_bank
 from memcompiler.environments import Environments

@@ -23,7 +23,8 @@ from pathlib import Path
 from rich.console import Console
 
 from configs.load import ConfigError, to_yaml
-from configs.schema import GrpoConfig, ServeConfig
+from configs.serving import ServeConfig
+from configs.training import GrpoConfig
 from runtime.processes import end_with_parent
 
 console = Console(width=120)

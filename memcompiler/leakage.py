@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from configs.collect import CollectConfig
+from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
-from configs.schema import CollectConfig, EvalConfig, GrpoConfig
+from configs.training import GrpoConfig
 from data_gen.leakage import BankAudit, LeakageError, Verdict, audit_bank, check, shared_values
 from envs.base import EnvironmentFailure
 from envs.manifest import Manifest, ManifestError

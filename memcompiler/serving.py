@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from configs.compiler import COMPILER_KEY
+from configs.executor import EXECUTOR_KEY
 from configs.load import ConfigError
-from configs.schema import COMPILER_KEY, EXECUTOR_KEY, ServeConfig
+from configs.serving import ServeConfig
 from memcompiler import build
 from runtime.processes import end_with_parent
 

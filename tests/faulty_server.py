@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from configs.schema import EndpointConfig
+from configs.engines import EndpointConfig
 
 FAULTS = (
     "429", "429 retry-after", "500", "hang", "truncated", "html", "empty choices", "null content", "array", "closed",

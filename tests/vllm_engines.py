@@ -23,7 +23,7 @@ import torch
 from compiler.hf import MemoryCompiler
 from compiler.vllm import VllmCompiler, encoder
 from compiler.vllm import engine_settings as compiler_settings
-from configs.schema import EXECUTOR_KEY
+from configs.executor import EXECUTOR_KEY
 from executor.vllm import engine_settings as executor_settings
 from tests import tiny_models
 from zoo.household.models import as_llama, save

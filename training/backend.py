@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from compiler.hf import MemoryCompiler
-from configs.schema import GrpoConfig, SftConfig
+from configs.training import GrpoConfig, SftConfig
 from training import distributed
 from training.checkpoint import Tensors, trained_parameters
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from agent.episode import EpisodeSpec
 from compiler.hf import Decoding, MemoryCompiler
-from configs.schema import GrpoConfig
+from configs.training import GrpoConfig
 from executor.hf import ExecutorPrompt, FrozenExecutor, TokenExecutor
 from lm.backbone import Encoded
 from soft_mem.projector import Gaussian

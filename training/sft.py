@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compiler.hf import MemoryCompiler
-from configs.schema import SftConfig
+from configs.training import SftConfig
 from data_gen.rows import SftRow
 from executor.hf import ExecutorPrompt, FrozenExecutor
 from lm.backbone import Encoded

@@ -38,7 +38,7 @@ from pydantic import ValidationError
 from compiler.hf import Decoding
 from compiler.records import Compilation, CompileRequest
 from compiler.server.wire import AdapterBody, CompileBody, CompileReply, SamplingBody, Seconds
-from configs.schema import COMPILER_KEY
+from configs.compiler import COMPILER_KEY
 
 log = logging.getLogger("memcompiler.service")
 RETRY_AFTER = {"Retry-After": "1"}

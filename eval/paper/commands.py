@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.run_folder import to_json, write_atomically
-from configs.schema import EvalConfig
 from memcompiler import build
 
 if TYPE_CHECKING:

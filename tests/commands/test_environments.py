@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from configs.schema import EnvConfig, GymnasiumConfig
+from configs.environment import EnvConfig, GymnasiumConfig
 from memcompiler.cli import app
 from memcompiler.environments import Environments, default_split, experience_split
 

@@ -16,9 +16,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from configs.evaluation import EvalConfig
 from configs.load import load_config
 from configs.run_folder import RunFolderError
-from configs.schema import EvalConfig
 from memcompiler import build, evaluate
 from memcompiler.cli import app
 from memcompiler.evaluate import run_eval

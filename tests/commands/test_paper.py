@@ -10,8 +10,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from configs.evaluation import EvalConfig
 from configs.load import load_config
-from configs.schema import EvalConfig
 from memcompiler import build
 from memcompiler.cli import app
 

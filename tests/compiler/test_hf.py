@@ -8,7 +8,9 @@ from pydantic import ValidationError
 from transformers import GenerationConfig
 
 from compiler.hf import Decoding
-from configs.schema import CompilerConfig, EvalConfig, GrpoConfig
+from configs.compiler import CompilerConfig
+from configs.evaluation import EvalConfig
+from configs.training import GrpoConfig
 from memcompiler import build
 from tests import tiny_models
 

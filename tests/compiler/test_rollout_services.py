@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from compiler.client import RemoteCompiler, RemoteError
-from configs.schema import CompilerConfig, ServeConfig
+from configs.compiler import CompilerConfig
+from configs.serving import ServeConfig
 from memcompiler.serving import _reloader
 from tests import tiny_models
 from tests.compiler.test_server import listening

@@ -29,8 +29,9 @@ from compiler.hf import Decoding, MemoryCompiler
 from compiler.language import Emission, ParseError, render
 from compiler.records import Compilation, CompileRequest
 from compiler.server.wire import CompileBody, CompileReply, SamplingBody, TensorBody
+from configs.compiler import COMPILER_KEY, CompilerConfig, Soft
+from configs.evaluation import EvalConfig
 from configs.load import load_config
-from configs.schema import COMPILER_KEY, CompilerConfig, EvalConfig, Soft
 from memory.entry import MemoryEntry, Provenance
 from tests import tiny_models, vllm_engines
 

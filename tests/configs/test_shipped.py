@@ -1,15 +1,16 @@
 """Every shipped configuration parses, and nothing lies in configs/ that no command reads."""
 
-from pathlib import Path
-
 import pytest
 
-from configs import schema
-from configs.load import ConfigError, load_config, to_yaml
+from configs.collect import CollectConfig
+from configs.evaluation import EvalConfig
+from configs.load import CONFIGS, ConfigError, load_config, to_yaml
+from configs.quickstart import QuickstartConfig
+from configs.serving import ServeConfig
+from configs.training import GrpoConfig, SftConfig
 
-CONFIGS = Path(schema.__file__).parent
-SCHEMAS = {"quickstart.yaml": schema.QuickstartConfig, "sft": schema.SftConfig, "eval": schema.EvalConfig,
-           "collect": schema.CollectConfig, "grpo": schema.GrpoConfig, "serve": schema.ServeConfig}  # fmt: skip
+SCHEMAS = {"quickstart.yaml": QuickstartConfig, "sft": SftConfig, "eval": EvalConfig,
+           "collect": CollectConfig, "grpo": GrpoConfig, "serve": ServeConfig}  # fmt: skip
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 
 
@@ -24,7 +25,7 @@ def test_parses_and_round_trips(path, tmp_path):
 
 def test_paper_defaults():
     """Table 7."""
-    sft = schema.SftConfig()
+    sft = SftConfig()
     assert (sft.compiler.lora.rank, sft.compiler.lora.alpha, sft.compiler.lora.dropout) == (16, 32, 0.1)
     assert sft.compiler.lora.targets == ("q_proj", "v_proj") and sft.compiler.soft.n_tokens == 16
     assert (sft.batch_size, sft.epochs, sft.lr, sft.warmup, sft.label_smoothing) == (2, 5.0, 1e-5, 0.05, 0.1)
@@ -36,7 +37,7 @@ def test_paper_defaults():
 
 def test_paper_defaults_of_grpo():
     """Table 7 and C.3.2; top-k is off on purpose (method notes: truncation biases the ratio)."""
-    grpo = schema.GrpoConfig()
+    grpo = GrpoConfig()
     assert (grpo.tasks, grpo.group_size, grpo.updates, grpo.max_steps, grpo.temperature) == (4, 4, 500, 15, 1.2)
     assert (grpo.clip_low, grpo.clip_high, grpo.kl, grpo.top_k, grpo.top_p) == (0.2, 0.28, 0.0, 0, 1.0)
     assert (grpo.lr, grpo.min_lr, grpo.betas, grpo.eps) == (1e-6, 1e-7, (0.9, 0.95), 1e-5)
@@ -46,15 +47,15 @@ def test_paper_defaults_of_grpo():
 def test_settings_of_other_environments_are_errors():
     for setting in ("env.simplifications=none", "env.python=python3", "env.data_root=games"):
         with pytest.raises(ConfigError, match=r"environment household has no setting"):
-            load_config(schema.EvalConfig, "eval/quickstart", [setting])
+            load_config(EvalConfig, "eval/quickstart", [setting])
     with pytest.raises(ConfigError, match="workers must be at least 1"):
-        load_config(schema.EvalConfig, None, ["env.name=eb_alfred", "env.workers=0"])
+        load_config(EvalConfig, None, ["env.name=eb_alfred", "env.workers=0"])
     with pytest.raises(ConfigError, match="needs the block"):
-        load_config(schema.EvalConfig, None, ["env.name=gymnasium"])
+        load_config(EvalConfig, None, ["env.name=gymnasium"])
 
 
 def test_env_shorthand():
-    assert load_config(schema.EvalConfig, "eval/quickstart", ["env=alfworld"]).env.name == "alfworld"
-    assert load_config(schema.EvalConfig, "eval/quickstart", ["env.seed=3"]).env.seed == 3
-    env = load_config(schema.EvalConfig, "eval/quickstart", ["env=alfworld", "env.engine=textworld"]).env
+    assert load_config(EvalConfig, "eval/quickstart", ["env=alfworld"]).env.name == "alfworld"
+    assert load_config(EvalConfig, "eval/quickstart", ["env.seed=3"]).env.seed == 3
+    env = load_config(EvalConfig, "eval/quickstart", ["env=alfworld", "env.engine=textworld"]).env
     assert (env.name, env.engine) == ("alfworld", "textworld")

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from configs.collect import CollectConfig
+from configs.executor import EXECUTOR_KEY
 from configs.load import ConfigError, load_config
-from configs.schema import EXECUTOR_KEY, CollectConfig
 from data_gen.endpoint_teacher import TEACHING, WRITING
 from data_gen.rows import load_rows
 from lm.endpoint import EndpointStop

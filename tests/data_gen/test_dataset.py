@@ -14,9 +14,10 @@ import yaml
 from datasets import load_dataset
 from typer.testing import CliRunner
 
+from configs.collect import CollectConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
-from configs.schema import CollectConfig, SftConfig
+from configs.training import SftConfig
 from data_gen import dataset, publish
 from data_gen.rows import SftRow, load_rows, save_rows
 from envs.base import Task

@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from configs.collect import CollectConfig, LeakageConfig
+from configs.environment import EnvConfig
+from configs.evaluation import EvalConfig
 from configs.load import ConfigError
+from configs.memory import MemoryConfig
 from configs.run_folder import RunFolder
-from configs.schema import CollectConfig, EnvConfig, EvalConfig, LeakageConfig, MemoryConfig, SftConfig
+from configs.training import SftConfig
 from data_gen.leakage import LeakageError, audit_bank, check
 from envs.base import Task
 from envs.household import HouseholdEnvironment

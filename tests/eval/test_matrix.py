@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from configs import schema
-from configs.load import ConfigError, load_config, to_yaml
-from configs.schema import EvalConfig
+from configs.evaluation import EvalConfig
+from configs.load import CONFIGS, ConfigError, load_config, to_yaml
 from eval.matrix import axes, baseline_of, cells, check_baseline, varying
 
-SHIPPED = sorted((Path(schema.__file__).parent / "eval").glob("*.yaml"))
+SHIPPED = sorted((CONFIGS / "eval").glob("*.yaml"))
 
 
 def config(**settings: Any) -> EvalConfig:

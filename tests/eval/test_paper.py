@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from agent.records import Episode, StepRecord
-from configs import schema
-from configs.load import load_config
-from configs.schema import EvalConfig
+from configs.evaluation import EvalConfig
+from configs.load import CONFIGS, load_config
 from eval.matrix import cells, joined
 from eval.metrics import bootstrap_mean, summarise, wilson
 from eval.paper.tables import (
@@ -29,7 +28,7 @@ from eval.paper.tables import (
     to_markdown,
 )
 
-CONFIGS = Path(schema.__file__).parent / "eval"
+EVAL_CONFIGS = CONFIGS / "eval"
 
 
 def summary(successes: int, n: int, progress: float | None = None, **more: Any) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def run_of(folder: Path, results: dict[str, Any], **meta: Any) -> Path:
 
 def matrix_of(folder: Path, config: str, score: dict[str, tuple[int, int]]) -> Path:
     """Results as the matrix of a shipped configuration would write them: `score` by `cell group/delivery`."""
-    made = cells(load_config(EvalConfig, CONFIGS / f"{config}.yaml"))
+    made = cells(load_config(EvalConfig, EVAL_CONFIGS / f"{config}.yaml"))
     results, described = {}, {}
     for cell in made:
         described[cell.name] = {

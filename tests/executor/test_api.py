@@ -13,8 +13,8 @@ from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import StopReason
 from compiler.language import Emission, render
 from compiler.records import Compilation
+from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
-from configs.schema import EvalConfig
 from envs.base import Observation, Task, Transition
 from executor.api import ApiExecutor
 from executor.grounding import Grounding

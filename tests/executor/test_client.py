@@ -26,8 +26,12 @@ from agent.deliveries import Delivery
 from agent.episode import Limits, run_episodes
 from agent.records import StopReason
 from compiler.client import RemoteError
+from configs.compiler import CompilerConfig
+from configs.evaluation import EvalConfig
+from configs.executor import EXECUTOR_KEY, ExecutorConfig
 from configs.load import ConfigError, load_config
-from configs.schema import EXECUTOR_KEY, CompilerConfig, EvalConfig, ExecutorConfig, GrpoConfig, ServeConfig
+from configs.serving import ServeConfig
+from configs.training import GrpoConfig
 from executor.client import RemoteExecutor, _nodes
 from executor.grounding import Grounding
 from executor.hf import FrozenExecutor

@@ -7,8 +7,9 @@ from email.utils import formatdate
 
 import pytest
 
+from configs.engines import EndpointConfig
+from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
-from configs.schema import EndpointConfig, EvalConfig
 from lm.endpoint import (
     Answer,
     Endpoint,

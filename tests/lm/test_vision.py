@@ -18,7 +18,8 @@ from PIL import Image, ImageDraw
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from compiler.hf import MemoryCompiler
-from configs.schema import ExecutorConfig, SftConfig
+from configs.executor import ExecutorConfig
+from configs.training import SftConfig
 from data_gen.rows import SftRow
 from envs.base import Observation, Task, Transition
 from executor.hf import ExecutorPrompt, FrozenExecutor

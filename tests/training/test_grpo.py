@@ -11,7 +11,7 @@ import torch
 from agent.episode import EpisodeSpec, Limits
 from agent.records import StopReason
 from compiler.hf import Decoding
-from configs.schema import GrpoConfig
+from configs.training import GrpoConfig
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from executor.hf import FrozenExecutor
 from tests import tiny_models

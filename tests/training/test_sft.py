@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from configs.schema import SftConfig
+from configs.training import SftConfig
 from data_gen.rows import SftRow, load_rows, save_rows
 from executor.hf import FrozenExecutor
 from tests import tiny_models

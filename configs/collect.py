@@ -1,0 +1,66 @@
+"""Settings of a collection: who teaches, on which tasks, and which of its steps become training rows (paper C.1)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from configs.engines import EndpointConfig
+from configs.environment import EnvConfig
+from configs.executor import ExecutorConfig
+from configs.memory import MemoryConfig
+from runtime.settings import Settings
+
+
+class LeakageConfig(Settings):
+    """What the tasks of a collection must not share anything with (paper C.1)."""
+
+    held_out: tuple[str, ...] | None = None  # splits (default: the benchmark's evaluation split, where its data is)
+    drop: bool = False  # leave out tasks that share what they must not, as the paper does, instead of refusing
+
+
+class CollectConfig(Settings):
+    """A teacher plays the training tasks: experience into the bank, teacher steps into SFT rows (docs/data.md)."""
+
+    teacher: Literal["expert", "endpoint"] = "expert"  # who compiles: the environment's expert, or a model behind `api`
+    api: EndpointConfig = EndpointConfig()  # the endpoint teacher's
+    max_new_tokens: int = Field(default=512, ge=1)  # of an endpoint teacher's emission
+    attempts: int = Field(default=3, ge=1)  # at an emission, before one that cannot be read counts as NOACTION
+    actor: Literal["expert", "teacher", "executor"] = "expert"  # who acts while an endpoint teacher compiles
+    executor: ExecutorConfig = ExecutorConfig()  # of actor executor
+    # Tasks of a round, which is recorded when it is over (then an endpoint teacher's bank grows); default: 16 with an
+    # endpoint, 64 with the expert.
+    concurrency: int | None = Field(default=None, ge=1)
+    shard: str = Field(default="0/1", pattern=r"^\d+/\d+$")  # i/n plays tasks i, i+n, ... (i from 0)
+    env: EnvConfig = EnvConfig()
+    memory: MemoryConfig = MemoryConfig()
+    split: str = "train"
+    limit: int | None = None
+    noise: float = Field(
+        default=0.15, ge=0, le=1
+    )  # share of steps on which the expert wanders off, so rows cover recovery
+    successful_only: bool = True  # False: rows of episodes that failed, too; their labels are the expert's all the same
+    deduplicate: bool = False  # one row of those with the same compiler input and emission
+    keep_noaction: float = Field(default=1.0, ge=0, le=1)  # share of rows kept in which the compiler says nothing
+    max_kind_ratio: float | None = Field(default=None, ge=1)  # most rows of an emission kind, over the rarest kind's
+    max_steps: int = Field(default=20, ge=1)
+    seed: int = 0
+    leakage: LeakageConfig = LeakageConfig()
+
+    _env = field_validator("env", mode="before")(lambda value: {"name": value} if isinstance(value, str) else value)
+
+    @model_validator(mode="after")
+    def _endpoint_teacher(self) -> CollectConfig:
+        if self.teacher == "endpoint" and not self.api.model:
+            raise ValueError("teacher endpoint needs api.model, the model's name at api.base_url")
+        i, n = map(int, self.shard.split("/"))
+        if i >= n:
+            raise ValueError(f"shard {self.shard}: shards of n are numbered 0/n to n-1/n")
+        if self.teacher == "expert" and self.actor != "expert":
+            raise ValueError("actor is for teacher endpoint: the expert teacher acts itself")
+        return self
+
+    @property
+    def round_size(self) -> int:
+        return self.concurrency or (16 if self.teacher == "endpoint" else 64)

@@ -1,0 +1,55 @@
+"""Settings of an evaluation, one cell or a matrix of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from configs.compiler import CompilerConfig
+from configs.environment import EnvConfig
+from configs.executor import ExecutorConfig
+from configs.memory import MemoryConfig
+from runtime.settings import Settings
+
+DELIVERIES = (
+    "none", "static", "compiled_text", "compiled", "compiled_no_brief", "static_top1", "disclosure",
+    "expert_compiler", "expert_random_entry", "compiled_shuffled_soft",
+)  # fmt: skip
+
+
+class EvalConfig(Settings):
+    env: EnvConfig = EnvConfig()
+    compiler: CompilerConfig = CompilerConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    memory: MemoryConfig = MemoryConfig()
+    deliveries: tuple[str, ...] = Field(default=DELIVERIES[:4], min_length=1)
+    # What all others are compared with, task by task: a delivery or, in a matrix, {axis: level, delivery: name}.
+    baseline: str | dict[str, str] | None = None
+    # Axis -> named levels, each overrides as on the command line, or a list of values for the key that the axis names.
+    matrix: dict[str, dict[str, dict[str, Any]] | tuple[Any, ...]] = Field(default={})
+    split: str | None = None  # default: test (household), valid_seen (alfworld)
+    limit: int | None = None
+    max_steps: int = Field(default=15, ge=1)
+    concurrency: int = Field(default=64, ge=1)
+    seed: int = 0
+
+    _env = field_validator("env", mode="before")(lambda value: {"name": value} if isinstance(value, str) else value)
+
+    @field_validator("deliveries")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := set(value) - set(DELIVERIES):
+            raise ValueError(f"unknown deliveries {sorted(unknown)}; there are {list(DELIVERIES)}")
+        return tuple(dict.fromkeys(value))
+
+    @field_validator("matrix", mode="before")
+    @classmethod
+    def _level_names(cls, value: Any) -> Any:
+        """YAML reads the level `0` as a number."""
+        if not isinstance(value, dict):
+            return value
+        return {
+            str(axis): {str(name): level for name, level in levels.items()} if isinstance(levels, dict) else levels
+            for axis, levels in value.items()
+        }
