@@ -11,15 +11,16 @@ from typing import TypeVar
 
 from agent.batching import StepBatcher
 from agent.deliveries import Delivery
-from agent.records import Episode, StepRecord, StopReason
+from agent.records import Episode, StepRecord
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from compiler.records import Compilation, CompileRequest
-from envs.base import Environment, EnvironmentFailure, Observation, Task
+from envs.base import Environment, Observation, Task
 from executor.hf import Executor
 from executor.prompt import ExecutorRequest, executor_text
 from lm.endpoint import EndpointStop
 from memory.entry import MemoryEntry
 from memory.trajectory import stated_goal
+from runtime.errors import CompilerFailure, EnvironmentFailure, EpisodeFailure, ExecutorFailure, StopReason
 
 T = TypeVar("T")
 SOFT_MARK = "▪"  # how records show a soft token's place
@@ -43,14 +44,6 @@ class EpisodeSpec:
 def goal_text(task: Task) -> str:
     """The goal as the agent states it, in the words of its memory."""
     return stated_goal(task.goal, task.scene)
-
-
-class ExecutorFailure(RuntimeError):
-    """The executor's backend failed for this step."""
-
-
-class CompilerFailure(RuntimeError):
-    """The compiler's backend failed for this step."""
 
 
 async def ask(env: Environment, call: Callable[..., T], *arguments: object) -> T:
@@ -124,12 +117,8 @@ async def run_episode(
                 episode.success = transition.success
                 episode.stop_reason = StopReason.SUCCESS if transition.success else StopReason.DONE
                 break
-    except EnvironmentFailure as error:
-        episode.stop_reason, episode.error = StopReason.ENVIRONMENT_FAILURE, str(error)
-    except ExecutorFailure as error:
-        episode.stop_reason, episode.error = StopReason.EXECUTOR_FAILURE, str(error)
-    except CompilerFailure as error:
-        episode.stop_reason, episode.error = StopReason.COMPILER_FAILURE, str(error)
+    except EpisodeFailure as error:
+        episode.stop_reason, episode.error = error.stop_reason, str(error)
     return episode
 
 

@@ -9,25 +9,16 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from memory.trajectory import png_bytes
+from runtime.errors import StopReason
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from compiler.records import Compilation
     from executor.hf import Action
-
-
-class StopReason(StrEnum):
-    SUCCESS = "success"
-    DONE = "done"  # the environment ended the episode without success
-    STEP_LIMIT = "step_limit"
-    ENVIRONMENT_FAILURE = "environment_failure"
-    EXECUTOR_FAILURE = "executor_failure"
-    COMPILER_FAILURE = "compiler_failure"
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from typing import Any
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
-from agent.records import Episode, StopReason
+from agent.records import Episode
 from compiler.brief_state import parse_brief_state
 from compiler.language import parse
 from compiler.records import Compilation, CompileRequest
@@ -32,10 +32,10 @@ from executor.hf import Executor
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry
 from memory.trajectory import entry_from_trajectory, stated_goal
+from runtime.errors import is_failure
 
 EPISODES = "episodes.jsonl"
 TOGETHER = 64  # episodes of experience that are played side by side, and that a kill may cost
-BROKEN = (StopReason.ENVIRONMENT_FAILURE, StopReason.EXECUTOR_FAILURE, StopReason.COMPILER_FAILURE)
 Teacher = ExpertTeacher | EndpointTeacher
 
 
@@ -206,7 +206,7 @@ def _with_requests(episode: Episode, entries: Mapping[str, MemoryEntry]) -> Epis
 
 def _explained(episodes: Sequence[Episode], teacher: Teacher, images: bool = True) -> list[dict[str, Any]]:
     """Episodes ready for JSON, each with why it went so."""
-    told = [episode for episode in episodes if episode.stop_reason not in BROKEN]
+    told = [episode for episode in episodes if not is_failure(episode.stop_reason)]
     whys = dict(zip(map(id, told), teacher.rationales(told), strict=True))
     return [episode.to_json(images=images) | {"rationale": whys.get(id(episode), "")} for episode in episodes]
 
@@ -215,7 +215,7 @@ def _entries(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]]) -> list[M
     """What episodes leave in memory: failures, too, but not those of endpoint or environment, which teach nothing."""
     entries = []
     for task, row in zip(tasks, rows, strict=True):
-        if row["stop_reason"] in BROKEN:
+        if is_failure(row["stop_reason"]):
             continue
         actions = [step["action"] for step in row["steps"]]
         feedback = [step["feedback"] for step in row["steps"]]

@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from runtime.errors import EnvironmentFailure as EnvironmentFailure  # what an environment of anyone's may raise
+
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-
-class EnvironmentFailure(RuntimeError):
-    """The environment itself broke (crash, time-out, corrupt game). It fails the episode, never the run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from agent.records import Episode, StepRecord, StopReason
+from agent.records import Episode, StepRecord
+from runtime.errors import StopReason
 
 _TUPLES = ("admissible", "op_errors", "executor_prompt_ids")
 _STEP_FIELDS = frozenset(field.name for field in fields(StepRecord)) - {"compilation", "image"}

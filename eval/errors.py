@@ -23,14 +23,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent.records import Episode, StepRecord, StopReason
+from agent.records import Episode, StepRecord
+from runtime.errors import StopReason, is_failure
 
 LOOP = 3
 INVALID_SHARE = 0.25
 KINDS = (
     "broken", "wrong_termination", "repeated_action", "invalid_action", "never_found", "missing_step", "step_limit",
 )  # fmt: skip
-BROKEN = (StopReason.ENVIRONMENT_FAILURE, StopReason.EXECUTOR_FAILURE, StopReason.COMPILER_FAILURE)
 
 # How the environments answer a command that is not possible: ALFWorld, ScienceWorld, EmbodiedBench.
 _REFUSED = (
@@ -76,7 +76,7 @@ def refused(step: StepRecord) -> bool:
 
 def labels(episode: Episode) -> tuple[str, ...]:
     """All kinds of error that apply to a failed episode, in the order of KINDS; () for a success."""
-    if episode.stop_reason in BROKEN:
+    if is_failure(episode.stop_reason):
         return ("broken",)
     if episode.success:
         return ()

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from agent.records import Episode, StepRecord, StopReason
-from eval.errors import BROKEN, analyse
+from agent.records import Episode, StepRecord
+from eval.errors import analyse
+from runtime.errors import StopReason, is_failure
 
 AFTER_GRPO = "compiled_grpo"  # the quickstart's second compiler
 DELIVERY_NAMES: Mapping[str, str] = {  # in the order of every table and plot; names not listed come last, as they are
@@ -40,7 +41,6 @@ EMISSION_KINDS = ("EXPERIENCE", "BRIEF", "HYBRID", "NOACTION")
 GROUNDINGS = ("choice", "exact", "fuzzy", "failed")
 ROLES = ("compiler", "executor")
 CLOCKS = (*ROLES, "environment")
-FAILURES = BROKEN
 HIGHER_IS_BETTER = {"success": True, "progress": True, "steps": False, "parse_error_rate": False,
                     "grounding_failure_rate": False, "op_error_rate": False}  # fmt: skip
 REQUIRED_META = ("environment", "split", "seed")
@@ -172,7 +172,7 @@ def _by_task(episodes: Sequence[Episode], value: Callable[[Episode], float]) -> 
 
 def succeeded(episode: Episode) -> bool:
     """Success as every table counts it: an episode that broke has none, whatever was recorded before it broke."""
-    return episode.success and episode.stop_reason not in FAILURES
+    return episode.success and not is_failure(episode.stop_reason)
 
 
 def summarise(episodes: Sequence[Episode], seed: int = 0) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from eval.episodes import read_episodes, read_matrix
 from eval.errors import KINDS as ERROR_KINDS
 from eval.metrics import (
     EMISSION_KINDS,
-    FAILURES,
     compared_pairs,
     display_name,
     families,
@@ -40,6 +39,7 @@ from eval.metrics import (
 )  # fmt: skip
 from eval.paper.tables import read_results
 from eval.plots import DPI, deliveries_plot, family_title, read_metrics, training_plot
+from runtime.errors import is_failure
 
 MAX_BYTES = 15_000_000  # a phone opens this; more tasks are left out, and the page says so
 TASKS = 12  # replayed tasks, each under every delivery
@@ -383,7 +383,7 @@ def _episode_view(episode: Episode) -> dict[str, Any]:
 
 def outcome(episode: Episode) -> str:
     """ "broken" (a failure of our own machinery), "success" or "failure"."""
-    if episode.stop_reason in FAILURES:
+    if is_failure(episode.stop_reason):
         return "broken"
     return "success" if succeeded(episode) else "failure"
 

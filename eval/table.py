@@ -15,7 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from eval.metrics import CLOCKS, FAILURES, compared_pairs, display_name, families, is_control, ordered
+from eval.metrics import CLOCKS, compared_pairs, display_name, families, is_control, ordered
+from runtime.errors import FAILURES
 
 WIDTH = 120  # what every terminal table of ours must fit into
 DASH = "–"

@@ -36,11 +36,12 @@ from compiler.hf import Decoding, MemoryCompiler
 from configs.training import GrpoConfig
 from executor.hf import ExecutorPrompt, FrozenExecutor, TokenExecutor
 from lm.backbone import Encoded
+from runtime.errors import is_failure
 from soft_mem.projector import Gaussian
 from training import checkpoint, distributed
 from training.backend import BACKENDS, make_optimizer
 from training.losses import clipped_surrogate, cosine_with_warmup, kl_estimate
-from training.rollout import FAILURES, Draw, Group, RolloutEngine, Sample, samples_of
+from training.rollout import Draw, Group, RolloutEngine, Sample, samples_of
 
 if TYPE_CHECKING:
     from executor.api import ApiExecutor
@@ -407,7 +408,7 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "episodes": len(episodes), "counted": len(counted), "groups": len(groups), "steps": len(steps),
         "reward": sum(e.success for e in counted), "group_variance": sum(spread),
         "zero_variance_fraction": sum(not group.informative for group in groups),
-        "failures": sum(e.stop_reason in FAILURES for e in episodes),
+        "failures": sum(is_failure(e.stop_reason) for e in episodes),
         "parse_error_rate": sum(step.parse_error is not None for step in steps),
         "op_error_rate": sum(bool(step.op_errors) for step in steps),
         **{f"emission_{name}": kinds[name] for name in ("experience", "brief", "hybrid", "noaction")},

@@ -17,17 +17,16 @@ from torch import Tensor
 
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
-from agent.records import Episode, StepRecord, StopReason
+from agent.records import Episode, StepRecord
 from compiler.hf import Decoding, MemoryCompiler
 from compiler.records import Compilation, Compiler, CompileRequest
 from envs.base import Environment
 from executor.hf import Executor, ExecutorPrompt
 from lm.backbone import Encoded
+from runtime.errors import is_failure
 from soft_mem.projector import Gaussian, Projector
 from training import checkpoint
 from training.losses import group_advantages
-
-FAILURES = (StopReason.ENVIRONMENT_FAILURE, StopReason.EXECUTOR_FAILURE, StopReason.COMPILER_FAILURE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Group:
 
     @property
     def counted(self) -> list[Episode]:
-        return [episode for episode in self.episodes if episode.stop_reason not in FAILURES]
+        return [episode for episode in self.episodes if not is_failure(episode.stop_reason)]
 
     @property
     def rewards(self) -> list[float]:
@@ -114,7 +113,7 @@ class RolloutEngine:
         delivery = Delivery("compiled", "compiled", self._up_to_date(compiler))
         repeated = [spec for spec in specs for _ in range(group_size)]
         episodes = run_episodes(self.make_env, repeated, delivery, self.executor, self.limits, self.concurrency)
-        if all(episode.stop_reason in FAILURES for episode in episodes):
+        if all(is_failure(episode.stop_reason) for episode in episodes):
             raise RuntimeError(f"every episode of the update failed; the first: {episodes[0].error}")
         return [Group(tuple(episodes[i : i + group_size])) for i in range(0, len(episodes), group_size)]
 
