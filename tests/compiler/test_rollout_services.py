@@ -12,7 +12,7 @@ from configs.compiler import CompilerConfig
 from configs.serving import ServeConfig
 from memcompiler.serving import _reloader
 from tests import tiny_models
-from tests.compiler.test_server import listening
+from tests.services import listening
 from training import checkpoint
 
 ASKED = [tiny_models.request(i, image=False) for i in range(5)]

@@ -10,8 +10,7 @@ import re
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,11 +33,13 @@ from configs.evaluation import EvalConfig
 from configs.load import load_config
 from memory.entry import MemoryEntry, Provenance
 from tests import tiny_models, vllm_engines
+from tests.fakes import CountingEnv, Recorder, spec
+from tests.services import listening
+from tests.waiting import in_background, until
 
 pytest.importorskip("fastapi", reason="the service needs fastapi, which comes with the vLLM extras")
 pytest.importorskip("uvicorn", reason="the service needs uvicorn, which comes with the vLLM extras")
 
-import uvicorn
 from fastapi.testclient import TestClient
 
 from compiler.server import service as service_module
@@ -84,48 +85,6 @@ def serving(
         if make is None:
             until(lambda: service.trouble is None)
         yield client, service
-
-
-@contextlib.contextmanager
-def listening(backend: Any, reload: Any = None, **limits: Any) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The service on a loopback port of its own: its URL, and what kills it."""
-    from memcompiler.serving import _listening
-
-    service = CompilerService(lambda: backend, ServiceLimits(**limits), reload=reload)
-    server = uvicorn.Server(uvicorn.Config(service_app(service), log_level="error"))
-    bound = _listening("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-    service.start()
-    thread.start()
-
-    def kill() -> None:
-        server.should_exit = server.force_exit = True
-        thread.join(20)
-        bound.close()
-
-    until(lambda: server.started)
-    yield f"http://127.0.0.1:{bound.getsockname()[1]}", kill
-    kill()
-
-
-def until(true: Callable[[], Any], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def in_background(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Starts it; what is returned waits for its result."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
-    thread.start()
-
-    def result() -> Any:
-        thread.join(20)
-        return results[0]
-
-    return result
 
 
 # -- statuses ---------------------------------------------------------------------------------------------------------
@@ -438,7 +397,6 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_service_that_dies_costs_the_episodes_that_need_it_and_no_others() -> None:
-    from tests.agent.test_episode import CountingEnv, Recorder, spec
 
     fake = Fake()
     with listening(fake) as (url, kill):

@@ -13,41 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.hf import Decoding, MemoryCompiler
+from compiler.hf import Decoding
 from compiler.language import ParseError, grammar, parse
-from compiler.records import Compilation
 from compiler.vllm import VllmCompiler
 from lm.vllm_extension import HiddenTails, tail_of, watched
 from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models, vllm_engines
-
-SAMPLING = Decoding(temperature=1.2, max_new_tokens=8)
+from tests.vllm_engines import SAMPLING, assert_scored_alike, requests
 
 
 def using_vllm(test: Any) -> Any:
     for mark in vllm_engines.marks:
         test = mark(test)
     return test
-
-
-def requests(count: int = 5) -> list:
-    return [tiny_models.request(i, image=i != 1) for i in range(count)]
-
-
-def assert_scored_alike(compiler: MemoryCompiler, made: list[Compilation], atol: float = 1e-4) -> None:
-    """What vLLM says of its samples is what one forward pass of the trained model says."""
-    with torch.no_grad():
-        scored = compiler.score([compiler.encode(c.request) for c in made], [c.emission_ids for c in made])
-        logprobs = compiler.logprobs(scored.logits, scored.targets)
-        z = torch.stack([c.z for c in made])
-        latent = scored.gaussian.log_prob(z, compiler.decoding.soft_temperature or 1.0)
-    for i, c in enumerate(made):
-        sampled = torch.tensor(c.emission_ids[: len(c.text_logprobs)])
-        again = logprobs[i, : len(sampled)].gather(1, sampled[:, None]).squeeze(1)
-        torch.testing.assert_close(c.text_logprobs, again, atol=atol, rtol=0)
-        torch.testing.assert_close(c.mu, scored.gaussian.mu[i], atol=atol, rtol=0)
-        torch.testing.assert_close(c.log_sigma, scored.gaussian.log_sigma[i], atol=atol, rtol=0)
-        torch.testing.assert_close(c.latent_logprobs, latent[i], atol=atol, rtol=1e-4)
 
 
 def recorded(compiler: VllmCompiler) -> list[tuple[int, int]]:
@@ -223,7 +201,7 @@ def test_xgrammar_accepts_just_what_the_language_allows() -> None:
 
 @using_vllm
 def test_fresh_samples_have_ratio_one_in_grpo(tmp_path: Path) -> None:
-    from tests.training.test_grpo import trainer
+    from tests.training.grpo_trainers import trainer
     from training.rollout import samples_of
 
     t = trainer(tmp_path)

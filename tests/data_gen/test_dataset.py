@@ -25,7 +25,7 @@ from envs.manifest import Manifest
 from memcompiler import leakage
 from memcompiler.cli import app
 from memcompiler.commands import run_collect
-from tests.data_gen.test_rows import row
+from tests.data_gen.made_rows import row
 
 NOTHING, GUIDE, NOTE, BOTH = ".", "> go to shelf 1", "+ shelf 1: empty", "> go to shelf 1\n+ shelf 1: empty"
 

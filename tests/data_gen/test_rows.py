@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from datasets import Dataset, Image, load_from_disk
-from PIL import Image as Picture
 
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
-from data_gen.rows import SftRow, load_rows, row_folders, rows_of, save_rows
+from data_gen.rows import load_rows, row_folders, rows_of, save_rows
 from envs.household import HouseholdEnvironment
-
-
-def png(color: int) -> bytes:
-    buffer = io.BytesIO()
-    # A setting that is not PIL's default: bytes that were encoded again would differ.
-    Picture.new("RGB", (64, 64), (color, 10, 200)).save(buffer, format="PNG", compress_level=1)
-    return buffer.getvalue()
-
-
-def row(i: int, **changes: object) -> SftRow:
-    made = SftRow(
-        task_id=f"t{i}", split="train", family="text", t=0, goal=f"in home {i}: put a mug in cabinet",
-        memory_ids=("a", "b")[: i % 3],
-        memory_texts=("in home 1: put a mug in shelf", "in home 9: heat an egg")[: i % 3],
-        state=f"goal: in home {i}: put a mug in cabinet", observation="You see a cabinet 1.",
-        image=None if i == 1 else png(i), history=("look",) * i, emission="> go to shelf 1" if i % 2 else ".",
-        action="go to shelf 1", steps=4,
-    )  # fmt: skip
-    return replace(made, **changes)
-
+from tests.data_gen.made_rows import row
 
 ROWS = [row(i) for i in range(4)]
 

@@ -17,7 +17,7 @@ from envs.household.engine import Engine
 from envs.household.expert import plan
 from envs.household.pddl import demangled, load_game, task_sentence
 from envs.household.world import COOL, KINDS, LOOK, SIMPLE
-from tests.envs.test_household_expert import excess, wander
+from tests.envs.exact_search import excess, wander
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "alfworld"
 EVERY = 71  # of the 3,553 train games, which lie in the archive sorted by task type

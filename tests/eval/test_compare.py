@@ -15,7 +15,7 @@ from agent.records import Episode, StopReason
 from eval.compare import Replays, differences, differing, dotted, read_runs, shared, unique_names, write_comparison
 from eval.metrics import results
 from memcompiler.cli import app
-from tests.eval.test_report import HOSTILE, Page, episode, hostile_episode
+from tests.eval.pages import HOSTILE, Page, episode, hostile_episode
 
 META = {
     "environment": "household", "split": "test", "seed": 0, "scene_seed": 3, "tasks_sha256": "a" * 64, "max_steps": 12,

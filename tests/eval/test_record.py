@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agent.records import Episode, StepRecord, StopReason
 from eval.record import EpisodeRecord, RecordError
+from tests.fakes import one_step_episode as episode
 
 TASKS = ["t0", "t1"]
-
-
-def episode(task: str, delivery: str = "none", text: str = "") -> Episode:
-    step = StepRecord(0, "see", None, ("look",), "goal: x", executor_text=text)
-    return Episode(task, "x", "", "test", "", "", delivery, 0, steps=[step], stop_reason=StopReason.DONE)
 
 
 def test_what_was_appended_comes_back_in_the_order_of_the_tasks(tmp_path: Path) -> None:

@@ -5,51 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from dataclasses import fields
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from agent.records import Episode, StepRecord, StopReason
+from agent.records import Episode, StopReason
 from eval.metrics import results
 from eval.plots import deliveries_plot, read_metrics, training_plot
 from eval.report import Head, diff_state, outcome, select, write_report
+from tests.eval.pages import HOSTILE, Page, episode, hostile_episode, step
 
 META = {"environment": "household", "split": "test", "seed": 7}
-HOSTILE = (
-    """</pre></script><script>alert(1)</script><img src=x onerror="alert(2)">'"--> {{ 7 * 7 }} $x_1$ \x00 \ud800 &lt;"""
-)
-
-
-def step(t: int, **changes: Any) -> StepRecord:
-    values: dict[str, Any] = {
-        "observation": f"observation {t}",
-        "image": Image.new("RGB", (8, 8), (t, 0, 0)),
-        "admissible": ("look",),
-        "brief_before": "goal: put mug",
-        "brief_after": "goal: put mug\nnow: find mug",
-        "emission_text": "+ plan: find mug",
-        "emission_kind": "BRIEF",
-        "executor_prompt": f"prompt {t}",
-        "executor_text": "look",
-        "action": "look",
-        "grounding": "choice",
-        "feedback": f"observation {t + 1}",
-    }
-    return StepRecord(t=t, **{**values, **changes})
-
-
-def episode(task: str, delivery: str, success: bool, **changes: Any) -> Episode:
-    values: dict[str, Any] = {"goal": f"goal of {task}", "scene": "home 1", "split": "test", "kind": "pick", "seed": 0}
-    stop = StopReason.SUCCESS if success else StopReason.STEP_LIMIT
-    ended = {"success": success, "progress": float(success), "stop_reason": stop}
-    values |= {"family": "text", "memory_ids": ("m1",), "memory_text": "the mug was in cabinet 2"}
-    return Episode(
-        task_id=task, delivery=delivery, **{**values, **ended, "steps": [step(t) for t in range(2)], **changes}
-    )
 
 
 def make_run(tasks: int = 4) -> dict[str, list[Episode]]:
@@ -63,38 +31,6 @@ def write(per_delivery: dict[str, list[Episode]], path: Path, **options: Any) ->
     episodes = [each for of_delivery in per_delivery.values() for each in of_delivery]
     written = write_report(results(per_delivery, META), episodes, path, **options)
     return written.read_text(encoding="utf-8")
-
-
-class Page(HTMLParser):
-    """Tags with their attributes, the text, and what stands in script and style."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.inside: dict[str, list[str]] = {"script": [], "style": []}
-        self._raw = ""
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag in self.inside:
-            self._raw = tag
-            self.inside[tag].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == self._raw:
-            self._raw = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._raw:
-            self.inside[self._raw][-1] += data
-        else:
-            self.text += data
-
-    def attributes(self, name: str) -> list[str]:
-        return [value or "" for _, attrs in self.tags for key, value in attrs.items() if key == name]
 
 
 # What a reader finds
@@ -176,15 +112,6 @@ def test_the_policy_allows_exactly_our_script_and_style(tmp_path: Path) -> None:
         assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() in str(policy)
     assert "default-src 'none'" in str(policy) and "unsafe" not in str(policy)
     assert not page.attributes("style") and not [name for _, attrs in page.tags for name in attrs if name[:2] == "on"]
-
-
-def hostile_episode(delivery: str, success: bool) -> Episode:
-    """Hostile text in every field that can hold text."""
-    texts = {field.name: HOSTILE for field in fields(StepRecord) if field.type == "str"}
-    bad = step(0, **texts, parse_error=HOSTILE, op_errors=(HOSTILE,), soft={HOSTILE: 1.0}, admissible=(HOSTILE,))
-    names = ("goal", "scene", "split", "kind", "family", "memory_text", "error")
-    changes: dict[str, Any] = dict.fromkeys(names, HOSTILE) | {"memory_ids": (HOSTILE,), "steps": [bad, step(1)]}
-    return episode(HOSTILE, delivery, success, **changes)
 
 
 def test_hostile_strings_stay_text(tmp_path: Path) -> None:

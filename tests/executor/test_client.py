@@ -37,6 +37,7 @@ from executor.grounding import Grounding
 from executor.hf import FrozenExecutor
 from executor.prompt import Delivered, ExecutorRequest
 from tests import vllm_engines
+from tests.fakes import CountingEnv, Recorder, spec
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 from shelf 1", "look", "go to shelf 2")
@@ -172,7 +173,6 @@ def test_what_does_not_fit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_server_that_dies_costs_the_episodes_that_need_it() -> None:
-    from tests.agent.test_episode import CountingEnv, Recorder, spec
 
     with standing_in() as (url, _, kill):
         ours = remote(url, timeout=5)  # what a live server may take on a busy machine

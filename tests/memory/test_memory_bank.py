@@ -17,17 +17,9 @@ from envs.base import Task
 from memory.bank import CROWDED, BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import Memory, Written
-from memory.trajectory import entry_from_trajectory
+from tests.memory.entries import entry
 
 TASK = Task("none", "put a hot mug in cabinet", "home 1", "test", "")
-
-
-def entry(i: int, split: str = "train", images: int = 0, success: bool = True) -> MemoryEntry:
-    task = Task(f"t{i}", f"put a mug in cabinet {i}", f"home {i % 3}", split, "")
-    pictures = [bytes([j, i % 256, 0, 255]) * (j + 1) for j in range(images)]
-    return entry_from_trajectory(
-        task, [f"take mug {i} from shelf 1"], [], success, "it was there", pictures, id=f"e{i:05}"
-    )
 
 
 def ids(entries) -> list[str]:
@@ -145,7 +137,7 @@ def test_reading_while_another_writes(bank: MemoryBank):
 
 WRITER = """
 import sys
-from tests.memory.test_memory_bank import entry
+from tests.memory.entries import entry
 from memory.bank import MemoryBank
 bank = MemoryBank(sys.argv[1])
 for i in range(int(sys.argv[2]), 10**6):
@@ -159,10 +151,9 @@ for i in range(int(sys.argv[2]), 10**6):
 def test_kill_9_between_and_within_appends(tmp_path: Path):
     path, start = tmp_path / "bank", 0
     root = Path(__file__).resolve().parents[2]
-    script = WRITER.replace("from tests.memory.test_memory_bank", "from test_memory_bank")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(Path(__file__).parent)])}
     for appends in (1, 13, 14):
-        command = [sys.executable, "-c", script, str(path), str(start)]
+        command = [sys.executable, "-c", WRITER, str(path), str(start)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=root) as writer:
             assert writer.stdout is not None
             confirmed = [int(writer.stdout.readline()) for _ in range(appends)][-1]

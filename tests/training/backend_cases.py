@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.training import test_grpo, test_sft
+from tests.training import grpo_trainers, sft_trainers
 from training import distributed
 from training.grpo import GrpoTrainer
 from training.rollout import samples_of
 from training.sft import SftTrainer, run_sft
 
-ROWS = [*test_sft.ROWS, test_sft.row(5)]  # batches of 5 and 1: ranks have 3 and 2 rows, then 1 and none
+ROWS = [*sft_trainers.ROWS, sft_trainers.row(5)]  # batches of 5 and 1: ranks have 3 and 2 rows, then 1 and none
 
 
 def sft_trainer(out: Path, backend: str) -> SftTrainer:
     """Three steps, checkpoints after the second and third; what is random by rank (dropout, noise) is off."""
-    t = test_sft.trainer(
+    t = sft_trainers.trainer(
         out, ROWS, batch_size=5, micro_batch_size=3, max_steps=3, save_every=2, keep=3, grad_clip=0.5, backend=backend
     )
     t.compiler.eval()
@@ -40,7 +40,7 @@ def sft(out: Path, backend: str) -> None:
     t.resume()
     run_sft(t, lambda m: print(m))
     for (name, parameter), fresh in zip(
-        t.executor.model.named_parameters(), test_sft.executor().model.parameters(), strict=True
+        t.executor.model.named_parameters(), sft_trainers.executor().model.parameters(), strict=True
     ):
         assert parameter.grad is None, name
         assert torch.equal(t.backend.whole(parameter), fresh), name
@@ -61,7 +61,7 @@ def killed(out: Path, backend: str) -> None:
 
 
 def grpo_trainer(out: Path, backend: str, **settings: Any) -> GrpoTrainer:
-    return test_grpo.trainer(
+    return grpo_trainers.trainer(
         out, minibatches=2, iterations=2, kl=0.1, micro_batch_size=2, grad_clip=0.5, backend=backend,
         importance_cap=2.0, **settings,
     )  # fmt: skip
@@ -89,7 +89,7 @@ def grpo(out: Path, backend: str, name: str = "grpo", **settings: Any) -> None:
 
 def pathwise(out: Path, backend: str) -> None:
     """As `grpo`, the executor in the gradient's path: whole on every process, whatever the backend."""
-    grpo(out, backend, "pathwise", **test_grpo.PATHWISE)
+    grpo(out, backend, "pathwise", **grpo_trainers.PATHWISE)
 
 
 CASES = {"sft": sft, "resumed": resumed, "grpo": grpo, "pathwise": pathwise, "killed": killed}

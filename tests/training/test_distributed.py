@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.training import backend_cases as cases
-from tests.training import test_sft
+from tests.training import sft_trainers
 from training import checkpoint, distributed
 
 ROOT = Path(__file__).parents[2]
@@ -99,11 +99,11 @@ def test_a_killed_rank_ends_the_run_and_the_run_resumes(alone, tmp_path):
 @pytest.mark.parametrize("backend", ["fsdp", "zero2", "zero3"])
 def test_sharing_needs_processes_to_share_between(tmp_path, backend):
     with pytest.raises(ValueError, match="torchrun --nproc_per_node"):
-        test_sft.trainer(tmp_path, backend=backend)
+        sft_trainers.trainer(tmp_path, backend=backend)
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_the_weights(tmp_path):
-    t = test_sft.trainer(tmp_path)
+    t = sft_trainers.trainer(tmp_path)
     before = t.backend.weights()
     t.backend.forward(lambda: t.compiler.projector.linear.weight.sum() * float("inf")).backward()
     with pytest.raises(RuntimeError, match=r"gradient norm is (inf|nan)"):

@@ -1,54 +1,14 @@
 """SFT: gradients reach LoRA and projector, never the executor; splitting a batch changes nothing; resume is exact."""
 
-import io
-
 import pytest
 import torch
-from PIL import Image
 
-from configs.training import SftConfig
-from data_gen.rows import SftRow, load_rows, save_rows
-from executor.hf import FrozenExecutor
+from data_gen.rows import load_rows, save_rows
 from tests import tiny_models
+from tests.training.sft_trainers import ROWS, executor, trainable, trainer
 from training import checkpoint
 from training.losses import cosine_with_warmup, token_nll
-from training.sft import SftTrainer, encode_row, run_sft, sft_losses
-
-
-def png(color: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (64, 64), (color, 10, 200)).save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def row(i: int) -> SftRow:
-    return SftRow(
-        task_id=f"t{i}", split="train", family="text", t=0, goal=f"in home {i + 1}: put a mug in cabinet",
-        memory_ids=("a", "b")[: 1 + i % 2],
-        memory_texts=(f"in home {i + 1}: put a mug in shelf", "in home 9: heat an egg")[: 1 + i % 2],
-        state=f"goal: in home {i + 1}: put a mug in cabinet", observation="You see a cabinet 1.",
-        image=png(40 * i) if i != 1 else None, history=("look",) * i,
-        emission=f"> in home {i + 1} the mug was in shelf {i + 1} | go to shelf {i + 1}" if i % 2 else ".",
-        action=f"go to shelf {i + 1}",
-    )  # fmt: skip
-
-
-ROWS = [row(i) for i in range(5)]
-
-
-def executor() -> FrozenExecutor:
-    backbone = tiny_models.lm_backbone(seed=1)
-    return FrozenExecutor(backbone.model, backbone.tokenizer)
-
-
-def trainer(tmp_path, rows=ROWS, **settings) -> SftTrainer:
-    defaults = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 6, "lr": 1e-3, "save_every": 2}
-    config = SftConfig(**(defaults | settings))
-    return SftTrainer(config, tiny_models.memory_compiler(True), executor(), rows, tmp_path)
-
-
-def trainable(trainer: SftTrainer) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in trainer.compiler.named_parameters() if p.requires_grad}
+from training.sft import encode_row, run_sft, sft_losses
 
 
 def test_token_nll_by_hand():

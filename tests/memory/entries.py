@@ -1,0 +1,15 @@
+"""Memory entries of one home, by number."""
+
+from __future__ import annotations
+
+from envs.base import Task
+from memory.entry import MemoryEntry
+from memory.trajectory import entry_from_trajectory
+
+
+def entry(i: int, split: str = "train", images: int = 0, success: bool = True) -> MemoryEntry:
+    task = Task(f"t{i}", f"put a mug in cabinet {i}", f"home {i % 3}", split, "")
+    pictures = [bytes([j, i % 256, 0, 255]) * (j + 1) for j in range(images)]
+    return entry_from_trajectory(
+        task, [f"take mug {i} from shelf 1"], [], success, "it was there", pictures, id=f"e{i:05}"
+    )

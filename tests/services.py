@@ -1,0 +1,35 @@
+"""The compiler service on a port of its own, for tests of it and of its clients."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from compiler.server.service import CompilerService, ServiceLimits, service_app
+from tests.waiting import until
+
+
+@contextlib.contextmanager
+def listening(backend: Any, reload: Any = None, **limits: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The service on a loopback port of its own: its URL, and what kills it."""
+    from memcompiler.serving import _listening
+
+    service = CompilerService(lambda: backend, ServiceLimits(**limits), reload=reload)
+    server = uvicorn.Server(uvicorn.Config(service_app(service), log_level="error"))
+    bound = _listening("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    service.start()
+    thread.start()
+
+    def kill() -> None:
+        server.should_exit = server.force_exit = True
+        thread.join(20)
+        bound.close()
+
+    until(lambda: server.started)
+    yield f"http://127.0.0.1:{bound.getsockname()[1]}", kill
+    kill()

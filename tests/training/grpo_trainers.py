@@ -1,0 +1,108 @@
+"""Small GRPO trainers, and worlds whose outcome does not depend on what is said."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from agent.episode import EpisodeSpec, Limits
+from configs.training import GrpoConfig
+from envs.base import EnvironmentFailure, Observation, Task, Transition
+from executor.hf import FrozenExecutor
+from tests import tiny_models
+from tests.tiny_models import entry
+from training.grpo import GrpoTrainer
+from training.rollout import RolloutEngine, Sample, samples_of
+
+COMMANDS = ("go to cabinet 1", "go to shelf 1", "look")
+
+
+class Bandit:
+    """One step, and one of the commands wins."""
+
+    name = "bandit"
+
+    def tasks(self, split: str) -> list[Task]:
+        return []
+
+    def reset(self, task: Task) -> Observation:
+        return Observation("You see a shelf.", None, COMMANDS[:2])
+
+    def step(self, action: str) -> Transition:
+        won = action == COMMANDS[0]  # the less likely one
+        return Transition(Observation("Done.", None, COMMANDS[:2]), float(won), won, True)
+
+    def expert(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class LuckyEnv:
+    """Two steps; every other episode succeeds, and those whose task says so break."""
+
+    name = "lucky"
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def tasks(self, split: str) -> list[Task]:
+        return []
+
+    def reset(self, task: Task) -> Observation:
+        self.left, self.kind = 2, task.kind
+        return Observation(f"You see a cabinet {self.number % 4}.", None, COMMANDS)
+
+    def step(self, action: str) -> Transition:
+        if self.kind == "fragile" and self.number % 4 == 0:
+            raise EnvironmentFailure("the simulator is gone")
+        self.left -= 1
+        won = self.left == 0 and self.number % 2 == 0
+        return Transition(Observation("It is dark.", None, COMMANDS), float(won), won, self.left == 0)
+
+    def expert(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def spec(i: int, kind: str = "") -> EpisodeSpec:
+    return EpisodeSpec(
+        Task(f"t{i}", f"put a mug in cabinet {i}", f"home {i}", "train", kind), (entry(i, "in home 1: look"),)
+    )
+
+
+def executor(**kwargs) -> FrozenExecutor:
+    backbone = tiny_models.lm_backbone(seed=1)
+    return FrozenExecutor(backbone.model, backbone.tokenizer, **kwargs)
+
+
+def engine(make_env=None, **kwargs) -> RolloutEngine:
+    numbers = itertools.count()
+    return RolloutEngine(make_env or (lambda: LuckyEnv(next(numbers))), executor(**kwargs), Limits(3))
+
+
+PATHWISE = {"latent_gradient": "pathwise", "executor": {"temperature": 30.0}}
+
+
+def trainer(tmp_path, specs=None, make_env=None, projector="gaussian", **settings) -> GrpoTrainer:
+    defaults = {
+        "compiler": {"max_new_tokens": 8}, "updates": 4, "tasks": 2, "group_size": 4, "lr": 1e-3, "save_every": 2,
+        "micro_batch_size": 3,
+    }  # fmt: skip
+    config = GrpoConfig(**(defaults | settings))
+    played, specs = engine(make_env, temperature=config.executor.temperature), specs or [spec(i) for i in range(3)]
+    compiler = tiny_models.memory_compiler(False, projector={"kind": projector})
+    return GrpoTrainer(config, compiler, played.executor, played, specs, tmp_path)
+
+
+def trainable(t: GrpoTrainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in t.compiler.named_parameters() if p.requires_grad}
+
+
+def fresh_samples(t: GrpoTrainer, update: int = 0) -> list[Sample]:
+    t.compiler.generator.manual_seed(update)
+    return samples_of(t.engine.run(t.compiler, t.specs_of(update), t.config.group_size), t.compiler, t.pathwise)
