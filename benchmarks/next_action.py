@@ -39,13 +39,13 @@ from compiler.records import Compilation, CompileRequest
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from data_gen.collect import specs_for
+from data_gen.tasks import chosen_tasks, filled_bank
+from eval.evaluate import ModelCache
 from eval.metrics import Interval, bootstrap_mean
 from eval.runner import Evaluation
 from executor.hf import Action, FrozenExecutor
 from executor.prompt import ExecutorRequest
-from memcompiler.commands import chosen_tasks, filled_bank
 from memcompiler.environments import default_split
-from memcompiler.evaluate import ModelCache
 from runtime.progress import progress
 
 

@@ -70,7 +70,7 @@ def quickstart(
     from configs.quickstart import QuickstartConfig
 
     settings = _load(QuickstartConfig, config, overrides, print_config)
-    from memcompiler.commands import run_quickstart
+    from memcompiler.quickstart import run_quickstart
 
     _guard(run_quickstart, settings, out, on_exists)
 
@@ -85,7 +85,7 @@ def collect(
     from configs.collect import CollectConfig
 
     settings = _load(CollectConfig, config, overrides, print_config)
-    from memcompiler.commands import run_collect
+    from memcompiler.collect import run_collect
 
     _guard(run_collect, settings, out, on_exists)
 
@@ -99,7 +99,7 @@ def train_sft(
     from configs.training import SftConfig
 
     settings = _load(SftConfig, config, overrides, print_config)
-    from memcompiler.commands import run_train_sft
+    from memcompiler.sft import run_train_sft
 
     _guard(run_train_sft, settings, out, on_exists)
 
@@ -144,7 +144,7 @@ def evaluate(
     from configs.evaluation import EvalConfig
 
     settings = _load(EvalConfig, config, overrides, print_config)
-    from memcompiler.evaluate import run_eval
+    from eval.evaluate import run_eval
 
     _guard(run_eval, settings, out, on_exists)
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from configs.executor import ExecutorConfig
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
+from data_gen.tasks import training_tasks_and_bank
 from memcompiler import build
-from memcompiler.commands import training_tasks_and_bank
 from memcompiler.environments import Environments
 from runtime.progress import progress
 

@@ -306,7 +306,7 @@ def _sides(train: Path | None, evaluation: Path | None, config: CollectConfig | 
     if train and evaluation:
         ours = Manifest.read(train)
         return ours, Audit(ours.sha256, check(ours, Manifest.read(evaluation)))
-    from memcompiler.commands import chosen_tasks
+    from data_gen.tasks import chosen_tasks
 
     assert config is not None
     with Environments(config.env) as envs:

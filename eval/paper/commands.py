@@ -138,8 +138,8 @@ class Replay:
 
     def _own_bank(self) -> Path:
         """A cell of a matrix shares its bank with others."""
+        from eval.evaluate import bank_key
         from memcompiler.environments import default_split
-        from memcompiler.evaluate import bank_key
 
         key = bank_key(self.config, self.config.split or default_split(self.config.env))
         shared = self.run.parent.parent / "banks" / key

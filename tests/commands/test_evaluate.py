@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from configs.run_folder import RunFolderError
-from memcompiler import build, evaluate
+from eval import evaluate
+from eval.evaluate import run_eval
+from memcompiler import build
 from memcompiler.cli import app
-from memcompiler.evaluate import run_eval
 
 ROOT = Path(__file__).parents[2]
 TINY = {"model": "zoo/household/executor", "dtype": "float32", "instructions": "none", "max_new_tokens": 16}

@@ -131,8 +131,8 @@ def test_a_table_of_the_paper_alone() -> None:
 
 
 def test_a_cell_of_a_matrix_reads_the_bank_that_it_shares(tmp_path: Path) -> None:
+    from eval.evaluate import bank_key
     from eval.paper.commands import Replay
-    from memcompiler.evaluate import bank_key
 
     cell = tmp_path / "cells" / "seed=0"
     cell.parent.mkdir()

@@ -24,7 +24,7 @@ from envs.base import Task
 from envs.manifest import Manifest
 from memcompiler import leakage
 from memcompiler.cli import app
-from memcompiler.commands import run_collect
+from memcompiler.collect import run_collect
 from tests.data_gen.made_rows import row
 
 NOTHING, GUIDE, NOTE, BOTH = ".", "> go to shelf 1", "+ shelf 1: empty", "> go to shelf 1\n+ shelf 1: empty"
@@ -226,7 +226,7 @@ def test_tasks_and_verdicts_of_several_collections_go_along_together(tmp_path: P
 
 
 def test_training_checks_every_folder(tmp_path: Path) -> None:
-    from memcompiler.commands import run_train_sft
+    from memcompiler.sft import run_train_sft
 
     shard(tmp_path / "1", "household", "a")
     (shard(tmp_path / "2", "household", "b").parent / "manifest.json").unlink()

@@ -13,11 +13,11 @@ from configs.memory import MemoryConfig
 from configs.run_folder import RunFolder
 from configs.training import SftConfig
 from data_gen.leakage import LeakageError, audit_bank, check
+from data_gen.tasks import chosen_tasks
 from envs.base import Task
 from envs.household import HouseholdEnvironment
 from envs.manifest import Manifest
 from memcompiler import leakage
-from memcompiler.commands import chosen_tasks
 from memcompiler.environments import Environments
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
@@ -222,7 +222,7 @@ def test_what_was_allowed_is_recorded(collected, tmp_path):
 
 def test_train_sft_refuses_rows_without_a_manifest(tmp_path):
     from data_gen.rows import SftRow, save_rows
-    from memcompiler.commands import run_train_sft
+    from memcompiler.sft import run_train_sft
 
     row = SftRow("t", "train", "", 0, "goal", (), (), "Goal: goal", "a room", None, (), "NOACTION", "look")
     save_rows([row], tmp_path / "collect" / "rows")

@@ -129,9 +129,9 @@ def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, banks: P
 def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) -> dict[str, Any]:
     from agent.episode import Limits
     from data_gen.collect import specs_for
+    from data_gen.tasks import chosen_tasks
     from eval.record import EpisodeRecord
     from eval.runner import Evaluation
-    from memcompiler.commands import chosen_tasks
     from memcompiler.leakage import record_evaluation
 
     config, split = cell.config, cell.config.split or default_split(cell.config.env)
@@ -243,7 +243,7 @@ def _drop_unfinished(record: EpisodeRecord, tasks: int) -> None:
 
 def _filled_bank(config: EvalConfig, envs: Environments, experience: Sequence[Task], folder: Path) -> MemoryBank:
     """The bank that the settings name, or FOLDER/bank, filled once: bank.json says that it is whole."""
-    from memcompiler.commands import filled_bank
+    from data_gen.tasks import filled_bank
 
     whole = folder / "bank.json"
     bank = filled_bank(config, envs, [] if whole.exists() else experience, folder)
