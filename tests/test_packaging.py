@@ -39,6 +39,13 @@ def test_readme_names_only_targets_that_exist(repository: Path):
     assert named <= targets
 
 
+def test_the_workflow_runs_make_targets_that_exist(repository: Path):
+    workflow = (repository / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r"run: make ([a-z-]+)", workflow))
+    targets = set(re.findall(r"^([a-z-]+):", (repository / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert named == {"lint", "types", "test-fast", "test"} and named <= targets
+
+
 def test_ci_script_is_executable_bash(repository: Path):
     script = repository / ".ci" / "run"
     assert os.access(script, os.X_OK)
@@ -83,7 +90,7 @@ def _requirement(line: str) -> tuple[str, str]:
 
 def test_makefile_lists_its_targets(repository: Path):
     listed = _make(repository, "help").stdout
-    for target in ("quickstart", "test", "lint", "types", "sync", "doctor"):
+    for target in ("quickstart", "test", "test-fast", "lint", "types", "sync", "doctor"):
         assert f"make {target} " in listed
 
 
