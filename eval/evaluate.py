@@ -24,10 +24,11 @@ from rich.console import Console
 
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
-from configs.run_folder import RunFolder, RunFolderError, to_json, write_atomically
+from configs.run_folder import RunFolder, RunFolderError
 from memcompiler import build
 from memcompiler.environments import Environments, default_split
 from runtime.progress import progress
+from runtime.store import to_json, write_atomically
 
 if TYPE_CHECKING:
     from agent.episode import EpisodeSpec
@@ -236,9 +237,8 @@ def _drop_unfinished(record: EpisodeRecord, tasks: int) -> None:
     """A torn line, and what was played of deliveries whose episodes depend on each other."""
     from eval.runner import INTERDEPENDENT
 
-    record.keep()
     partial = {name for name, done in record.played().items() if name in INTERDEPENDENT and len(done) < tasks}
-    record.keep(lambda row: row["delivery"] not in partial)
+    record.lines.keep(lambda row: row["delivery"] not in partial)
 
 
 def _filled_bank(config: EvalConfig, envs: Environments, experience: Sequence[Task], folder: Path) -> MemoryBank:

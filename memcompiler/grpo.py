@@ -51,8 +51,8 @@ def _train_grpo(config: GrpoConfig, out: Path, on_exists: str) -> MemoryCompiler
         if trainer.resume():
             console.print(f"  resumed at update {trainer.update} of {config.updates}")
         if run is not None:  # also where it starts over, having been killed before its first checkpoint
-            run.keep_metrics(lambda row: row["update"] <= trainer.update)
-            run.keep_rows(ROLLOUTS, lambda row: row["update"] <= trainer.update)
+            run.metrics.keep(lambda row: row["update"] <= trainer.update)
+            run.lines(ROLLOUTS).keep(lambda row: row["update"] <= trainer.update)
         with progress("grpo", config.updates, trainer.update) as advance:
             run_grpo(trainer, lambda metrics, groups: advance(_record(config, run, metrics, groups)))
     if run is not None:
@@ -65,8 +65,8 @@ def _train_grpo(config: GrpoConfig, out: Path, on_exists: str) -> MemoryCompiler
 def _record(config: GrpoConfig, run: RunFolder | None, metrics: dict[str, float], groups: Sequence[Group]) -> str:
     """An update into the run folder; returns its line for the terminal."""
     assert run is not None  # only rank 0 records
-    run.append_metrics(metrics)
-    run.append_rows(ROLLOUTS, _rollout_rows(int(metrics["update"]), groups))
+    run.metrics.append(metrics)
+    run.lines(ROLLOUTS).append(*_rollout_rows(int(metrics["update"]), groups))
     if metrics.get("mismatch_kl", 0.0) > config.mismatch_alarm:
         console.print(
             f"  warning: rollouts and trainer disagree by {metrics['mismatch_kl']:.3f} nats per token (alarm at "

@@ -54,14 +54,14 @@ def _train_sft(config: SftConfig, out: Path, on_exists: str) -> MemoryCompiler:
     trainer = SftTrainer(config, compiler, executor, rows, out, _bank_facts(list(parts)))
     resumed = trainer.resume()
     if run is not None:  # also where it starts over, having been killed before its first checkpoint
-        run.keep_metrics(lambda row: row["step"] <= trainer.step)
+        run.metrics.keep(lambda row: row["step"] <= trainer.step)
     if resumed:
         console.print(f"  resumed at step {trainer.step} of {trainer.total}")
     with progress("sft", trainer.total, trainer.step) as advance:
 
         def log(metrics: dict[str, float]) -> None:
             assert run is not None  # only rank 0 logs
-            run.append_metrics(metrics)
+            run.metrics.append(metrics)
             terms = " ".join(f"{k[5:]} {v:.2f}" for k, v in metrics.items() if k.startswith("loss_"))
             advance(f"loss {metrics['loss']:.2f}  {terms}")
 

@@ -17,8 +17,8 @@ import typer
 
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
-from configs.run_folder import to_json, write_atomically
 from memcompiler import build
+from runtime.store import to_json, write_atomically
 
 if TYPE_CHECKING:
     from agent.records import Episode

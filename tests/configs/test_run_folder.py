@@ -59,9 +59,9 @@ def test_an_empty_folder_and_one_with_a_killed_write_are_new(tmp_path):
 
 
 def test_resume_of_the_same_configuration(tmp_path):
-    RunFolder.create(tmp_path, Settings()).append_metrics({"step": 1})
+    RunFolder.create(tmp_path, Settings()).metrics.append({"step": 1})
     run = RunFolder.create(tmp_path, Settings(), on_exists="resume")
-    assert run.resumed and run.metrics() == [{"step": 1}]
+    assert run.resumed and list(run.metrics) == [{"step": 1}]
 
 
 @pytest.mark.parametrize("on_exists", ["resume", "raise", "ask"])
@@ -89,14 +89,14 @@ def test_raise_and_ask_without_a_terminal_refuse_even_the_same(tmp_path):
 
 def test_overwrite_deletes_everything(tmp_path):
     run = RunFolder.create(tmp_path, Settings())
-    run.append_metrics({"step": 1})
+    run.metrics.append({"step": 1})
     (run.checkpoints / "step-1").mkdir()
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
     outside.mkdir()
     (outside / "kept").touch()
     (tmp_path / "link").symlink_to(outside)
     run = RunFolder.create(tmp_path, Settings(steps=1), on_exists="overwrite")
-    assert not run.resumed and run.metrics() == [] and not list(run.checkpoints.iterdir())
+    assert not run.resumed and list(run.metrics) == [] and not list(run.checkpoints.iterdir())
     assert load_config(Settings, tmp_path / "config.resolved.yaml").steps == 1
     assert (outside / "kept").exists() and not (tmp_path / "link").exists()
 
@@ -145,31 +145,31 @@ def test_ask_on_a_terminal(tmp_path, monkeypatch, typed, steps, outcome):
 
 def test_metrics_are_strict_json_and_take_numpy(tmp_path):
     run = RunFolder.create(tmp_path, Settings())
-    run.append_metrics({"step": np.int64(1), "loss": float("nan"), "deep": {"x": [float("inf"), np.float32(0.5)]}})
-    run.append_metrics({"text": "a\u2028b\nc"})
-    assert run.metrics() == [{"step": 1, "loss": None, "deep": {"x": [None, 0.5]}}, {"text": "a\u2028b\nc"}]
+    run.metrics.append({"step": np.int64(1), "loss": float("nan"), "deep": {"x": [float("inf"), np.float32(0.5)]}})
+    run.metrics.append({"text": "a\u2028b\nc"})
+    assert list(run.metrics) == [{"step": 1, "loss": None, "deep": {"x": [None, 0.5]}}, {"text": "a\u2028b\nc"}]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "lo', "{", "\x00\x00"])
 def test_a_torn_last_line_is_tolerated_and_cut_on_resume(tmp_path, torn):
     run = RunFolder.create(tmp_path, Settings())
-    run.append_metrics({"step": 1})
+    run.metrics.append({"step": 1})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(torn)
-    assert run.metrics() == [{"step": 1}]
+    assert list(run.metrics) == [{"step": 1}]
     run = RunFolder.create(tmp_path, Settings(), on_exists="resume")
-    run.append_metrics({"step": 2})
-    assert run.metrics() == [{"step": 1}, {"step": 2}]
+    run.metrics.append({"step": 2})
+    assert list(run.metrics) == [{"step": 1}, {"step": 2}]
 
 
 def test_rows_behind_the_checkpoint_are_dropped(tmp_path):
     run = RunFolder.create(tmp_path, Settings())
     for step in range(5):
-        run.append_metrics({"step": step})
-    run.keep_metrics(lambda row: row["step"] <= 2)
-    run.append_metrics({"step": 3})
-    assert [row["step"] for row in run.metrics()] == [0, 1, 2, 3]
+        run.metrics.append({"step": step})
+    run.metrics.keep(lambda row: row["step"] <= 2)
+    run.metrics.append({"step": 3})
+    assert [row["step"] for row in list(run.metrics)] == [0, 1, 2, 3]
 
 
 def test_rows_survive_a_kill(tmp_path, repository: Path):
@@ -181,7 +181,7 @@ def test_rows_survive_a_kill(tmp_path, repository: Path):
         run = RunFolder.create({str(tmp_path)!r}, Settings())
         step = 0
         while True:
-            run.append_metrics({{"step": step}})
+            run.metrics.append({{"step": step}})
             print(step, flush=True)
             step += 1
     """)
@@ -195,7 +195,7 @@ def test_rows_survive_a_kill(tmp_path, repository: Path):
     class Settings(BaseModel):
         steps: int = 1
 
-    rows = RunFolder.create(tmp_path, Settings(), on_exists="resume").metrics()
+    rows = list(RunFolder.create(tmp_path, Settings(), on_exists="resume").metrics)
     assert [row["step"] for row in rows][: len(seen)] == seen == list(range(len(seen)))
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.record import EpisodeRecord, RecordError
+from eval.record import EpisodeRecord
+from runtime.store import RecordError
 from tests.fakes import one_step_episode as episode
 
 TASKS = ["t0", "t1"]
@@ -21,31 +22,30 @@ def test_what_was_appended_comes_back_in_the_order_of_the_tasks(tmp_path: Path) 
     found = record.episodes(["none", "static"], TASKS)
     assert [e.task_id for e in found["none"]] == TASKS
     assert found["none"][0].steps[0].executor_text == "\ud800 \u2028"
-    assert '"cell": {"memory": "four"}' in record.path.read_text().splitlines()[0]
+    assert '"cell": {"memory": "four"}' in record.lines.path.read_text().splitlines()[0]
 
 
 def test_a_torn_line_is_dropped_and_whole_ones_stay(tmp_path: Path) -> None:
     record = EpisodeRecord(tmp_path)
     record.append(episode("t0"))
-    whole = record.path.read_bytes()
+    whole = record.lines.path.read_bytes()
     record.append(episode("t1"))
-    torn = record.path.read_bytes()
+    torn = record.lines.path.read_bytes()
     for cut in (len(whole) + 1, len(whole) + 40, len(torn) - 1):
-        record.path.write_bytes(torn[:cut])
+        record.lines.path.write_bytes(torn[:cut])
         assert record.played() == {"none": ["t0"]}
-        record.keep()
-        assert record.path.read_bytes() == whole
+        record.lines.truncate()
+        assert record.lines.path.read_bytes() == whole
     record.append(episode("t1"))
-    assert record.path.read_bytes() == torn
+    assert record.lines.path.read_bytes() == torn
 
 
 def test_rows_can_be_dropped(tmp_path: Path) -> None:
     record = EpisodeRecord(tmp_path)
-    record.keep()
-    assert not record.path.exists()
+    assert not record.lines.path.exists()
     for name in ("none", "static"):
         record.append(episode("t0", name))
-    record.keep(lambda row: row["delivery"] != "none")
+    record.lines.keep(lambda row: row["delivery"] != "none")
     assert record.played() == {"static": ["t0"]}
 
 
@@ -73,6 +73,6 @@ def test_a_stranger_s_episode_is_no_result(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_not_taken_for_one_that_was_cut_short(tmp_path: Path) -> None:
     record = EpisodeRecord(tmp_path)
-    record.path.write_text('{"delivery": "none"}\n{"torn')
+    record.lines.path.write_text('{"delivery": "none"}\n{"torn')
     with pytest.raises(RecordError, match="line 1"):
         record.played()

@@ -1,0 +1,155 @@
+"""Files that outlive kill -9 and a loss of power: rows of JSON that are appended, and files that are replaced whole."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+TEMPORARY = ".tmp"  # how the names of unfinished files end; they begin with a dot
+Row = dict[str, Any]
+
+
+class RecordError(ValueError):
+    """A file of rows is damaged, or does not hold what it should. The message says what to do."""
+
+
+class JsonLines:
+    """Rows of JSON in a file, one line each. One process writes it; others may read meanwhile.
+
+    A row is there when its line break is. What a killed process left behind the last line break is never read, and
+    goes when the next row comes.
+
+    Args:
+        path: the file, which appears with its first row.
+        needs: keys without which a row is none of this file's.
+    """
+
+    def __init__(self, path: Path, needs: tuple[str, ...] = ()) -> None:
+        self.path, self.needs = path, needs
+
+    def __iter__(self) -> Iterator[Row]:
+        """Read the rows one at a time, in the order in which they were appended; none where there is no file.
+
+        Raises:
+            RecordError: a whole line is no such row: the file was damaged, not cut short.
+        """
+        return (row for _, row in self._lines())
+
+    def append(self, *rows: Mapping[str, object]) -> None:
+        """Append rows as strict JSON (`to_json`). They are on disk when this returns."""
+        lines = "".join(to_json(row, ascii=True) + "\n" for row in rows).encode("ascii")
+        is_new = not self.path.exists()
+        self.drop_torn_line()
+        with self.path.open("ab") as file:
+            file.write(lines)
+            _flush(file)
+        if is_new:
+            sync(self.path.parent)
+
+    def drop_torn_line(self) -> None:
+        """Cut what stands behind the last line break."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            torn = file.read() not in (b"", b"\n")
+        if torn:
+            self.truncate()
+
+    def truncate(self, n: int | None = None) -> None:
+        """Keep the first n rows; None keeps all whole ones."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb+") as file:
+            whole = (len(line) for line in file if line.endswith(b"\n"))
+            end = sum(itertools.islice(whole, n))
+            file.truncate(end)
+            _flush(file)
+
+    def keep(self, wanted: Callable[[Row], bool]) -> None:
+        """Drop the other rows, and a torn line. Nothing is written where there are none."""
+        if all(wanted(row) for row in self):
+            self.drop_torn_line()
+            return
+        with atomic_file(self.path) as file:
+            file.writelines(line for line, row in self._lines() if wanted(row))
+
+    def _lines(self) -> Iterator[tuple[bytes, Row]]:
+        """Whole lines with what they hold."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    row = json.loads(line)
+                    if not isinstance(row, dict) or not row.keys() >= set(self.needs):
+                        raise ValueError(f"expected an object with {', '.join(self.needs) or 'any keys'}")
+                except ValueError as error:
+                    raise RecordError(
+                        f"{self.path}, line {number} is damaged ({error}): restore the file, or start anew "
+                        "(--on-exists overwrite)"
+                    ) from error
+                yield line, row
+
+
+def to_json(value: object, indent: int | None = None, ascii: bool = False) -> str:
+    """Strict JSON: numbers that are not finite become null, numpy and torch scalars numbers, paths text."""
+    return json.dumps(_plain(value), indent=indent, ensure_ascii=ascii, allow_nan=False)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader, or a machine that loses power, sees the old content or the new."""
+    with atomic_file(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that takes the place of `path` when the block ends, and leaves it alone when the block raises."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            _flush(file)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold what was written to a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int)):  # most of it: token ids
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    return _plain(value.item()) if hasattr(value, "item") else value
