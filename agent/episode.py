@@ -17,7 +17,7 @@ from compiler.records import Compilation, CompileRequest
 from envs.base import Environment, Observation, Task
 from executor.hf import Executor
 from executor.prompt import ExecutorRequest, executor_text
-from lm.endpoint import EndpointStop
+from lm.ledger import EndpointStop
 from memory.entry import MemoryEntry
 from memory.trajectory import stated_goal
 from runtime.errors import CompilerFailure, EnvironmentFailure, EpisodeFailure, ExecutorFailure, StopReason

@@ -16,7 +16,8 @@ from compiler.brief_state import apply_ops, one_line
 from compiler.language import Emission, Parsed, ParseError, parse, render
 from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import Compilation, CompileRequest
-from lm.endpoint import Answer, Endpoint, EndpointFailure, Message, user_message
+from lm.endpoint import Endpoint, EndpointFailure, Message, user_message
+from lm.ledger import Answer
 from memory.trajectory import png_bytes
 
 COMPILE, AGAIN, RATIONALE = "teacher", "teacher, again", "rationale"  # roles, in the endpoint's accounts

@@ -18,17 +18,16 @@ import hashlib
 import json
 import os
 import random
-import sqlite3
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.engines import EndpointConfig
+from lm.ledger import Answer, EndpointStop, Ledger, price
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -39,25 +38,10 @@ MAX_WAIT_S = 120.0  # between two attempts, whatever Retry-After says
 SILENT = 5  # requests in a row that were given up before the endpoint counts as gone
 STOPPING = (401, 402, 403, 404)  # a key, an account or a model that no later request will find mended
 RETRIED = {408: "timeout", 409: "server_error", 425: "rate_limit", 429: "rate_limit"}
-ANSWER = "answer"
-
-
-class EndpointStop(RuntimeError):
-    """No further request is sent. The message says why and what to do; what was answered is kept."""
 
 
 class EndpointFailure(RuntimeError):
     """One request has no usable answer after all attempts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Text is data: it is never run, formatted or used as a template."""
-
-    text: str
-    tokens_in: int
-    tokens_out: int
-    truncated: bool = False  # the model stopped at the limit of tokens
 
 
 class _Fault(Exception):
@@ -303,10 +287,6 @@ def retry_after(value: str | None) -> float:
     return min(MAX_WAIT_S, seconds) if seconds > 0 else 0.0  # also of "nan"
 
 
-def price(config: EndpointConfig, tokens_in: int, tokens_out: int) -> float:
-    return (tokens_in * config.price_in + tokens_out * config.price_out) / 1e6
-
-
 def _key(name: str | None) -> str:
     if name is None:
         return ""
@@ -358,107 +338,3 @@ class Pace:
         """Nothing starts before: the server has said so."""
         if seconds > 0:
             self._free_at = max(self._free_at, self._clock() + seconds)
-
-
-# -- ledger -----------------------------------------------------------------------------------------------------------
-
-
-class Ledger:
-    """Answers by request, and running totals of what was sent; every change is one transaction.
-
-    Raises:
-        EndpointStop: the file cannot be used. The message says what to do.
-    """
-
-    def __init__(self, path: Path | None, model: str) -> None:
-        self.path, self.model = path, model
-        with self._clear_errors():
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path or ":memory:", timeout=60, check_same_thread=False, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute(
-                "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, text TEXT NOT NULL, "
-                "tokens_in INTEGER NOT NULL, tokens_out INTEGER NOT NULL, truncated INTEGER NOT NULL)"
-            )
-            self._db.execute(
-                "CREATE TABLE IF NOT EXISTS totals (model TEXT, role TEXT, outcome TEXT, n INTEGER NOT NULL, "
-                "tokens_in INTEGER NOT NULL, tokens_out INTEGER NOT NULL, PRIMARY KEY (model, role, outcome))"
-            )
-
-    def answer(self, key: str) -> Answer | None:
-        with self._clear_errors():
-            columns = "text, tokens_in, tokens_out, truncated"
-            row = self._db.execute(f"SELECT {columns} FROM answers WHERE request = ?", (key,)).fetchone()
-        return None if row is None else Answer(row[0], row[1], row[2], bool(row[3]))
-
-    def keep(self, key: str, role: str, answer: Answer) -> Answer:
-        """Store and count an answer. Returns what the file holds: another process may have been first."""
-        with self._clear_errors(), self._transaction():
-            self._add(role, ANSWER, answer.tokens_in, answer.tokens_out)
-            row = (key, answer.text, answer.tokens_in, answer.tokens_out, answer.truncated)
-            self._db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?)", row)
-        return self.answer(key) or answer
-
-    def count(self, role: str, outcome: str, tokens_in: int = 0, tokens_out: int = 0) -> None:
-        with self._clear_errors():
-            self._add(role, outcome, tokens_in, tokens_out)
-
-    def spent(self) -> tuple[int, int]:
-        """Tokens read and written by this model, over all runs and processes that share the file."""
-        with self._clear_errors():
-            return self._db.execute(
-                "SELECT COALESCE(SUM(tokens_in), 0), COALESCE(SUM(tokens_out), 0) FROM totals WHERE model = ?",
-                (self.model,),
-            ).fetchone()
-
-    def account(self, config: EndpointConfig) -> dict[str, Any]:
-        with self._clear_errors():
-            rows = self._db.execute(
-                "SELECT role, outcome, n, tokens_in, tokens_out FROM totals WHERE model = ? ORDER BY role, outcome",
-                (self.model,),
-            ).fetchall()
-        faults: Counter[str] = Counter()
-        roles: dict[str, dict[str, Any]] = {}
-        for role, outcome, n, read, written in rows:
-            known = roles.setdefault(role, {"requests": 0, "answers": 0, "tokens_in": 0, "tokens_out": 0})
-            known["requests"] += n
-            known["tokens_in"] += read
-            known["tokens_out"] += written
-            if outcome == ANSWER:
-                known["answers"] += n
-            else:
-                faults[outcome] += n
-        for known in roles.values():
-            known["price"] = price(config, known["tokens_in"], known["tokens_out"])
-        names = ("requests", "answers", "tokens_in", "tokens_out", "price")
-        whole = {name: sum(known[name] for known in roles.values()) for name in names}
-        return {"model": self.model, **whole, "faults": dict(sorted(faults.items())), "roles": roles}
-
-    def _add(self, role: str, outcome: str, tokens_in: int, tokens_out: int) -> None:
-        self._db.execute(
-            "INSERT INTO totals VALUES (?, ?, ?, 1, ?, ?) ON CONFLICT DO UPDATE SET n = n + 1, "
-            "tokens_in = tokens_in + excluded.tokens_in, tokens_out = tokens_out + excluded.tokens_out",
-            (self.model, role, outcome, tokens_in, tokens_out),
-        )
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
-
-    @contextmanager
-    def _clear_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            raise EndpointStop(
-                f"the answers in {self.path or 'memory'} cannot be read or written ({error}): see that the disk has "
-                "room, or name another file (api.cache)"
-            ) from error

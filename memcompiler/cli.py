@@ -468,7 +468,7 @@ def _known_failures() -> tuple[type[Exception], ...]:
     """Imported when something has failed: a command that only starts another program is spared what they import."""
     from configs.load import ConfigError
     from envs.base import EnvironmentFailure
-    from lm.endpoint import EndpointStop
+    from lm.ledger import EndpointStop
     from memcompiler.launch import LaunchError
     from memory.bank import BankError
     from training.checkpoint import CheckpointError

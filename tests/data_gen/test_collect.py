@@ -21,7 +21,7 @@ from configs.executor import EXECUTOR_KEY
 from configs.load import ConfigError, load_config
 from data_gen.endpoint_teacher import TEACHING, WRITING
 from data_gen.rows import load_rows
-from lm.endpoint import EndpointStop
+from lm.ledger import EndpointStop
 from memcompiler.cli import app
 from memcompiler.collect import run_collect
 from memory.bank import BankError, MemoryBank

@@ -9,7 +9,8 @@ from compiler.language import Emission, Kind, ParseError, render
 from compiler.records import Compilation, CompileRequest
 from data_gen.collect import sound_rows
 from data_gen.endpoint_teacher import AGAIN, COMPILE, EndpointTeacher, read_emission
-from lm.endpoint import Answer, Endpoint, EndpointFailure
+from lm.endpoint import Endpoint, EndpointFailure
+from lm.ledger import Answer
 from tests.faulty_server import FaultyServer
 from tests.tiny_models import entry
 

@@ -19,7 +19,8 @@ from envs.base import Observation, Task, Transition
 from executor.api import ApiExecutor
 from executor.grounding import Grounding
 from executor.prompt import Delivered, ExecutorRequest
-from lm.endpoint import Endpoint, EndpointStop
+from lm.endpoint import Endpoint
+from lm.ledger import EndpointStop
 from memcompiler import build
 from tests.faulty_server import FaultyServer
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import sqlite3
+import threading
 import time
 from email.utils import formatdate
 
@@ -11,16 +12,14 @@ from configs.engines import EndpointConfig
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from lm.endpoint import (
-    Answer,
     Endpoint,
     EndpointFailure,
-    EndpointStop,
-    Ledger,
     Pace,
     read_answer,
     retry_after,
     user_message,
 )  # fmt: skip
+from lm.ledger import Answer, EndpointStop, Ledger
 from tests.faulty_server import MODEL, FaultyServer
 
 
@@ -181,6 +180,41 @@ def test_processes_share_a_ledger(tmp_path):
     assert ledger.spent() == (600, 400) and ledger.answer("key 149") == Answer("text 149", 3, 2)
     assert sqlite3.connect(path).execute("SELECT COUNT(*) FROM answers").fetchone() == (150,)
     assert Ledger(path, "another model").spent() == (0, 0)
+
+
+def _open_together(folder, n, barrier, said):
+    failures = []
+    for i in range(n):
+        barrier.wait(60)
+        try:
+            Ledger(folder / f"{i}.sqlite", MODEL)
+        except EndpointStop as stop:
+            failures.append(str(stop))
+    said.put(failures)
+
+
+def test_processes_that_open_one_new_ledger_at_the_same_moment_all_get_it(tmp_path):
+    """Four processes, 75 files: of so many openings, three or so failed when a switch to WAL was not tried again."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    barrier, said = context.Barrier(4), context.Queue()
+    workers = [context.Process(target=_open_together, args=(tmp_path, 75, barrier, said)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    assert [said.get(timeout=120) for _ in workers] == [[]] * 4
+    for worker in workers:
+        worker.join(60)
+
+
+def test_a_new_ledger_that_another_process_is_making_is_waited_for(tmp_path):
+    """SQLite's time-out does not apply here: the switch to WAL fails at once."""
+    other = sqlite3.connect(tmp_path / "a.sqlite", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    release = threading.Timer(0.3, other.rollback)
+    release.start()
+    assert Ledger(tmp_path / "a.sqlite", MODEL).spent() == (0, 0)
+    release.join()
+    other.close()
 
 
 def test_a_file_that_is_no_ledger(tmp_path):

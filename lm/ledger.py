@@ -1,0 +1,169 @@
+"""What a model behind an endpoint has answered, and what that cost: one SQLite file.
+
+It survives kill -9 at any moment and may be shared by processes of one machine. It holds hashes of requests, never the
+requests, and no key.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tenacity import retry, retry_if_exception, stop_after_delay, wait_random
+
+from configs.engines import EndpointConfig
+
+ANSWER = "answer"  # the outcome that is no fault
+WAIT_S = 60.0  # for other processes
+_TABLES = """
+CREATE TABLE IF NOT EXISTS answers (
+    request TEXT PRIMARY KEY, text TEXT NOT NULL, tokens_in INTEGER NOT NULL, tokens_out INTEGER NOT NULL,
+    truncated INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS totals (
+    model TEXT, role TEXT, outcome TEXT, n INTEGER NOT NULL, tokens_in INTEGER NOT NULL, tokens_out INTEGER NOT NULL,
+    PRIMARY KEY (model, role, outcome)
+);
+"""
+
+
+class EndpointStop(RuntimeError):
+    """No further request is sent. The message says why and what to do; what was answered is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Text is data: it is never run, formatted or used as a template."""
+
+    text: str
+    tokens_in: int
+    tokens_out: int
+    truncated: bool = False  # the model stopped at the limit of tokens
+
+
+def price(config: EndpointConfig, tokens_in: int, tokens_out: int) -> float:
+    """Return what tokens cost, in the currency of the settings' prices per million."""
+    return (tokens_in * config.price_in + tokens_out * config.price_out) / 1e6
+
+
+class Ledger:
+    """Answers by request, and running totals of what was sent; every change is one transaction.
+
+    Args:
+        path: of the file, made with its folder; None keeps everything in memory.
+        model: whose totals are read and written.
+
+    Raises:
+        EndpointStop: the file cannot be used. The message says what to do.
+    """
+
+    def __init__(self, path: Path | None, model: str) -> None:
+        self.path, self.model = path, model
+        with self._clear_errors():
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = _connect(path or ":memory:")
+
+    def answer(self, key: str) -> Answer | None:
+        """Return what was answered to the request with this key, None where nothing was."""
+        with self._clear_errors():
+            columns = "text, tokens_in, tokens_out, truncated"
+            row = self._db.execute(f"SELECT {columns} FROM answers WHERE request = ?", (key,)).fetchone()
+        return None if row is None else Answer(row[0], row[1], row[2], bool(row[3]))
+
+    def keep(self, key: str, role: str, answer: Answer) -> Answer:
+        """Store and count an answer. Returns what the file holds: another process may have been first."""
+        with self._clear_errors(), self._transaction():
+            self._add(role, ANSWER, answer.tokens_in, answer.tokens_out)
+            row = (key, answer.text, answer.tokens_in, answer.tokens_out, answer.truncated)
+            self._db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?)", row)
+        return self.answer(key) or answer
+
+    def count(self, role: str, outcome: str, tokens_in: int = 0, tokens_out: int = 0) -> None:
+        """Count a request that had no usable answer, and what was paid for it."""
+        with self._clear_errors():
+            self._add(role, outcome, tokens_in, tokens_out)
+
+    def spent(self) -> tuple[int, int]:
+        """Return the tokens read and written by this model, over all runs and processes that share the file."""
+        with self._clear_errors():
+            return self._db.execute(
+                "SELECT COALESCE(SUM(tokens_in), 0), COALESCE(SUM(tokens_out), 0) FROM totals WHERE model = ?",
+                (self.model,),
+            ).fetchone()
+
+    def account(self, config: EndpointConfig) -> dict[str, Any]:
+        """Return requests, answers, faults by kind, tokens and price, in all and by role, ready for JSON."""
+        with self._clear_errors():
+            rows = self._db.execute(
+                "SELECT role, outcome, n, tokens_in, tokens_out FROM totals WHERE model = ? ORDER BY role, outcome",
+                (self.model,),
+            ).fetchall()
+        faults: Counter[str] = Counter()
+        roles: dict[str, dict[str, Any]] = {}
+        for role, outcome, n, read, written in rows:
+            known = roles.setdefault(role, {"requests": 0, "answers": 0, "tokens_in": 0, "tokens_out": 0})
+            known["requests"] += n
+            known["tokens_in"] += read
+            known["tokens_out"] += written
+            if outcome == ANSWER:
+                known["answers"] += n
+            else:
+                faults[outcome] += n
+        for known in roles.values():
+            known["price"] = price(config, known["tokens_in"], known["tokens_out"])
+        names = ("requests", "answers", "tokens_in", "tokens_out", "price")
+        whole = {name: sum(known[name] for known in roles.values()) for name in names}
+        return {"model": self.model, **whole, "faults": dict(sorted(faults.items())), "roles": roles}
+
+    def _add(self, role: str, outcome: str, tokens_in: int, tokens_out: int) -> None:
+        self._db.execute(
+            "INSERT INTO totals VALUES (?, ?, ?, 1, ?, ?) ON CONFLICT DO UPDATE SET n = n + 1, "
+            "tokens_in = tokens_in + excluded.tokens_in, tokens_out = tokens_out + excluded.tokens_out",
+            (self.model, role, outcome, tokens_in, tokens_out),
+        )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    @contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise EndpointStop(
+                f"the answers in {self.path or 'memory'} cannot be read or written ({error}): see that the disk has "
+                "room, or name another file (api.cache)"
+            ) from error
+
+
+def _is_busy(error: BaseException) -> bool:
+    code = getattr(error, "sqlite_errorcode", 0)
+    return isinstance(error, sqlite3.OperationalError) and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+@retry(retry=retry_if_exception(_is_busy), wait=wait_random(0, 0.05), stop=stop_after_delay(WAIT_S), reraise=True)
+def _connect(path: Path | str) -> sqlite3.Connection:
+    """Open or make the file. SQLite's own time-out does not cover a new file's switch to WAL: where other processes
+    open it at the same moment, that fails at once and is tried again."""
+    db = sqlite3.connect(path, timeout=WAIT_S, check_same_thread=False, isolation_level=None)
+    try:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        db.executescript(_TABLES)
+    except BaseException:
+        db.close()
+        raise
+    return db
