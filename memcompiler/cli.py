@@ -469,13 +469,13 @@ def _known_failures() -> tuple[type[Exception], ...]:
     from configs.load import ConfigError
     from envs.base import EnvironmentFailure
     from lm.ledger import EndpointStop
-    from memcompiler.launch import LaunchError
     from memory.bank import BankError
+    from runtime.processes import ProcessError
     from training.checkpoint import CheckpointError
 
     return (
         BankError, CheckpointError, ConfigError, EndpointStop, EnvironmentFailure, FileExistsError, FileNotFoundError,
-        LaunchError, ModuleNotFoundError, ValueError,
+        ModuleNotFoundError, ProcessError, ValueError,
     )  # fmt: skip
 
 

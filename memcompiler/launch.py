@@ -7,46 +7,35 @@ folder. If one of them ends, all are ended, and the run goes on from its newest 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
-import signal
 import socket
-import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
 from configs.load import ConfigError, to_yaml
 from configs.serving import ServeConfig
 from configs.training import GrpoConfig
-from runtime.processes import end_with_parent
+from runtime.network import LOOPBACK, answers, free_port, http_url
+from runtime.processes import ChildProcess, ProcessError, check_alive, ended_together
 
 console = Console(width=120)
 START_S = 1800.0  # that a service may take to load its model
-GRACE_S = 15.0  # between SIGTERM and SIGKILL
 
 
-class LaunchError(Exception):
-    """A process of the run is not there as it should be."""
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A process that others find at its URL."""
 
-
-@dataclass(slots=True)
-class Child:
-    """A process of the run, with a group of its own."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
-    url: str = ""
-
-    def tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+    process: ChildProcess
+    url: str
+    ready: str  # the path that answers 200 once its model is loaded
 
 
 def run_launch(config: GrpoConfig, out: Path, torchrun: str = "", on_exists: str = "resume") -> None:
@@ -57,7 +46,7 @@ def run_launch(config: GrpoConfig, out: Path, torchrun: str = "", on_exists: str
 
     Raises:
         ConfigError: more GPUs are asked for than there are, or a checkpoint is missing.
-        LaunchError: a process did not start, or ended before the run did; with its last words.
+        ProcessError: a process did not start, or ended before the run did; with its last words.
     """
     place = config.placement
     if config.compiler.checkpoint is None:
@@ -65,15 +54,17 @@ def run_launch(config: GrpoConfig, out: Path, torchrun: str = "", on_exists: str
     shares = shared_out(place.actors, place.rollouts, place.executors)
     folder = scratch_of(out) / socket.gethostname()  # of this node: all may share the file system
     folder.mkdir(parents=True, exist_ok=True)
-    with _children() as children:
-        compilers = [_compiler(config, folder, i, gpu) for i, gpu in enumerate(shares[1])]
-        children += compilers
-        executors = [_executor(config, folder, i, gpu) for i, gpu in enumerate(shares[2])]
-        children += executors
-        for child in children:
-            _wait_until_ready(child, children)
+    with ended_together() as children:
+        services = []
+        for start, gpus in ((_compiler, shares[1]), (_executor, shares[2])):
+            for i, gpu in enumerate(gpus):
+                services.append(start(config, folder, i, gpu))
+                children.append(services[-1].process)
+        for service in services:
+            service.process.wait_until_ready(partial(answers, service.url + service.ready), START_S, children)
         settings = config.model_copy(update={
-            "rollout_urls": tuple(c.url for c in compilers), "executor_urls": tuple(c.url for c in executors)
+            "rollout_urls": tuple(s.url for s in services[: len(shares[1])]),
+            "executor_urls": tuple(s.url for s in services[len(shares[1]) :]),
         })  # fmt: skip
         (folder / "grpo.yaml").write_text(to_yaml(settings))
         command = [
@@ -81,9 +72,9 @@ def run_launch(config: GrpoConfig, out: Path, torchrun: str = "", on_exists: str
             *(shlex.split(torchrun) or ["--standalone"]), "-m", "training.grpo", "--config", str(folder / "grpo.yaml"),
             "--out", str(out), "--on-exists", on_exists,
         ]  # fmt: skip
-        actors = _start("actors", command, shares[0], None)
+        actors = _start("actors", command, shares[0][0])
         children.append(actors)
-        _wait_for(actors, children)
+        _wait_for(actors, children[:-1])
 
 
 def scratch_of(out: Path) -> Path:
@@ -115,94 +106,38 @@ def shared_out(actors: int, rollouts: int, executors: int) -> tuple[list[str], l
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _compiler(config: GrpoConfig, folder: Path, i: int, gpu: str) -> Child:
+def _compiler(config: GrpoConfig, folder: Path, i: int, gpu: str) -> Service:
     serve = ServeConfig(compiler=config.compiler, adapters=str(folder.parent.resolve()), seed=config.seed)
     path = folder / "serve.yaml"
     path.write_text(to_yaml(serve))
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "memcompiler", "serve", "compiler", "-c", str(path), "--port", str(port)]
-    return _start(f"rollout-{i}", command, [gpu], folder / f"rollout-{i}.log", port)
+    process = _start(f"rollout-{i}", command, gpu, folder / f"rollout-{i}.log")
+    return Service(process, http_url(LOOPBACK, port), "/ready")
 
 
-def _executor(config: GrpoConfig, folder: Path, i: int, gpu: str) -> Child:
-    port, model = _free_port(), config.executor.model
+def _executor(config: GrpoConfig, folder: Path, i: int, gpu: str) -> Service:
+    port, model = free_port(), config.executor.model
     command = [sys.executable, "-m", "memcompiler", "serve", "executor", "--model", model, "--port", str(port)]
     vllm = config.executor.vllm
     command += ["--", "--dtype", config.executor.dtype, "--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
     command += ["--max-model-len", str(vllm.max_model_len)] if vllm.max_model_len else []
-    return _start(f"executor-{i}", command, [gpu], folder / f"executor-{i}.log", port)
+    process = _start(f"executor-{i}", command, gpu, folder / f"executor-{i}.log")
+    return Service(process, http_url(LOOPBACK, port), "/health")
 
 
-def _start(name: str, command: Sequence[str], gpus: Sequence[str], log: Path | None, port: int = 0) -> Child:
-    """`log`: where its words go; None for the terminal."""
-    env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus and gpus[0] else {})}
-    with contextlib.ExitStack() as stack:
-        words = stack.enter_context(log.open("wb")) if log else None
-        process = subprocess.Popen(
-            command, env=env, stdout=words, stderr=words, start_new_session=True, preexec_fn=end_with_parent
-        )
-    where = f" on GPU {gpus[0]}" if gpus and gpus[0] else ""
-    console.print(f"  {name}: process {process.pid}{where}{f', log {log}' if log else ''}")
-    return Child(name, process, log or Path(os.devnull), f"http://127.0.0.1:{port}" if port else "")
+def _start(
+    name: str, command: Sequence[str], gpus: str, output: Path | Literal["terminal"] = "terminal"
+) -> ChildProcess:
+    env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})}
+    child = ChildProcess(command, name=name, env=env, output=output)
+    where = f" on GPU {gpus}" if gpus else ""
+    console.print(f"  {name}: process {child.pid}{where}{f', log {output}' if output != 'terminal' else ''}")
+    return child
 
 
-def _wait_until_ready(child: Child, children: Sequence[Child]) -> None:
-    """Services answer /ready (ours) or /health (vLLM's) once their model is loaded."""
-    path = "/ready" if child.name.startswith("rollout") else "/health"
-    deadline = time.monotonic() + START_S
-    while True:
-        _check_alive(children)
-        with contextlib.suppress(OSError), urllib.request.urlopen(child.url + path, timeout=5) as answer:
-            if answer.status == 200:
-                return
-        if time.monotonic() > deadline:
-            raise LaunchError(f"{child.name} is not ready after {START_S:g} s; its last words:\n{child.tail()}")
-        time.sleep(0.5)
-
-
-def _wait_for(actors: Child, children: Sequence[Child]) -> None:
-    services = [child for child in children if child is not actors]
-    while actors.process.poll() is None:
-        _check_alive(services)
-        time.sleep(0.5)
-    if actors.process.returncode:
-        raise LaunchError(f"the actors ended with status {actors.process.returncode}: see above")
-
-
-def _check_alive(children: Sequence[Child]) -> None:
-    for child in children:
-        if child.process.poll() is not None:
-            raise LaunchError(f"{child.name} ended ({child.process.returncode}); its last words:\n{child.tail()}")
-
-
-@contextlib.contextmanager
-def _children() -> Iterator[list[Child]]:
-    """Processes that end when this block does, whatever ends it; SIGTERM is as Ctrl-C."""
-    children: list[Child] = []
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield children
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        _end(children)
-
-
-def _end(children: Sequence[Child]) -> None:
-    """SIGTERM to every group, then SIGKILL."""
-    for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5.0)):
-        for child in children:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.process.pid, number)
-        until = time.monotonic() + patience
-        while any(child.process.poll() is None for child in children) and time.monotonic() < until:
-            time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _wait_for(actors: ChildProcess, services: Sequence[ChildProcess]) -> None:
+    while actors.wait(0.5) is None:
+        check_alive(services)
+    if actors.status:
+        raise ProcessError(f"the actors ended with status {actors.status}: see above")

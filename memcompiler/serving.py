@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import ipaddress
 import logging
 import os
 import shlex
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +21,8 @@ from configs.executor import EXECUTOR_KEY
 from configs.load import ConfigError
 from configs.serving import ServeConfig
 from memcompiler import build
-from runtime.processes import end_with_parent
+from runtime.network import bound_socket, check_loopback, http_url
+from runtime.processes import run_in_foreground
 
 if TYPE_CHECKING:
     from compiler.server.service import Backend, CompilerService
@@ -39,11 +36,12 @@ def run_serve_compiler(config: ServeConfig, host: str, port: int) -> None:
     """Until SIGTERM or SIGINT, which let what runs finish; a second one does not.
 
     Raises:
-        ConfigError: no checkpoint, or an address that is not loopback.
+        ConfigError: no checkpoint.
+        ValueError: an address that is not loopback, or a port that is taken.
         ModuleNotFoundError: nothing to serve with.
         Exception: what went wrong when the compiler was loaded.
     """
-    _check_loopback(host)
+    check_loopback(host)
     if config.compiler.checkpoint is None:
         raise ConfigError("serving needs a trained compiler: --checkpoint RUN")
     try:
@@ -61,7 +59,7 @@ def run_serve_compiler(config: ServeConfig, host: str, port: int) -> None:
     limits = ServiceLimits(config.queue, config.batch, config.timeout_s, int(config.max_body_mib * 2**20))
     service = CompilerService(lambda: _load(config), limits, config.seed, _reloader(config), weights)
     app = service_app(service, os.environ.get(COMPILER_KEY))
-    bound = _listening(host, port)
+    bound = bound_socket(host, port)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     _leave_gently(server, service)
     service.start()
@@ -75,10 +73,10 @@ def run_serve_executor(model: str, host: str, port: int, extra: Sequence[str], d
     """Print the command and run it; its exit status is ours.
 
     Raises:
-        ConfigError: an address that is not loopback.
+        ValueError: an address that is not loopback.
         ModuleNotFoundError: vLLM is not installed.
     """
-    _check_loopback(host)
+    check_loopback(host)
     command = executor_command(build.model_path(model), host, port, extra)
     typer.echo(shlex.join(command))
     if dry_run:
@@ -89,8 +87,8 @@ def run_serve_executor(model: str, host: str, port: int, extra: Sequence[str], d
         )
     key = os.environ.get(EXECUTOR_KEY)
     env = {**os.environ, **({"VLLM_API_KEY": key} if key else {})}  # not an argument: those are for everyone to see
-    typer.echo(f"executor.engine=http executor.model={model} executor.url=http://{_bracketed(host)}:{port}")
-    status = _run(command, env)
+    typer.echo(f"executor.engine=http executor.model={model} executor.url={http_url(host, port)}")
+    status = run_in_foreground(command, env)
     if status:
         raise typer.Exit(status)
 
@@ -159,7 +157,7 @@ def _leave_gently(server: Any, service: CompilerService) -> None:
 
 def _announce(server: Any, service: CompilerService, address: tuple[Any, ...]) -> None:
     """Say where the service is once it is ready; end the server if it never will be."""
-    url = f"http://{_bracketed(address[0])}:{address[1]}"
+    url = http_url(address[0], address[1])
     typer.echo(f"starting at {url}")
     while service.trouble is not None and service.failure is None and not service.leaving:
         time.sleep(0.05)
@@ -167,48 +165,3 @@ def _announce(server: Any, service: CompilerService, address: tuple[Any, ...]) -
         server.should_exit = True
     elif not service.leaving:
         typer.echo(f"ready: compiler.engine=http compiler.url={url}")
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """Raises: ValueError, where the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise ValueError(f"cannot listen at {host}:{port} ({error.strerror}): choose another --port") from error
-    return bound
-
-
-def _check_loopback(host: str) -> None:
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise ConfigError(
-            f"{host} is not loopback, and requests travel unencrypted here: serve on 127.0.0.1, and put an SSH tunnel "
-            "or a proxy with TLS and authentication in front"
-        )
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def _run(command: Sequence[str], env: dict[str, str]) -> int:
-    """Exit status of a child that is sent the signals we get, SIGTERM at last (128 + n where signal n ended it)."""
-    # A session of its own: Ctrl-C reaches it once, through us.
-    child = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=end_with_parent)
-    before = {
-        number: signal.signal(number, lambda n, frame: child.poll() is None and child.send_signal(n))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        status = child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return status if status >= 0 else 128 - status

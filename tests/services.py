@@ -10,17 +10,16 @@ from typing import Any
 import uvicorn
 
 from compiler.server.service import CompilerService, ServiceLimits, service_app
+from runtime.network import bound_socket
 from tests.waiting import until
 
 
 @contextlib.contextmanager
 def listening(backend: Any, reload: Any = None, **limits: Any) -> Iterator[tuple[str, Callable[[], None]]]:
     """The service on a loopback port of its own: its URL, and what kills it."""
-    from memcompiler.serving import _listening
-
     service = CompilerService(lambda: backend, ServiceLimits(**limits), reload=reload)
     server = uvicorn.Server(uvicorn.Config(service_app(service), log_level="error"))
-    bound = _listening("127.0.0.1", 0)
+    bound = bound_socket("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     service.start()
     thread.start()
