@@ -15,8 +15,8 @@ from agent.records import Episode, StepRecord
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from compiler.records import Compilation, CompileRequest
 from envs.base import Environment, Observation, Task
-from executor.hf import Executor
 from executor.prompt import ExecutorRequest, executor_text
+from executor.records import Executor
 from lm.ledger import EndpointStop
 from memory.entry import MemoryEntry
 from memory.trajectory import stated_goal

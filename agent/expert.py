@@ -18,8 +18,8 @@ from compiler.brief_state import PLAN, BriefState, Create, Fold, Op, Update
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
 from executor.grounding import Grounding
-from executor.hf import Action
 from executor.prompt import ExecutorRequest
+from executor.records import Action
 from memory.entry import MemoryEntry
 
 _TAKE = re.compile(r"take (?P<thing>[a-z]+) \d+ from (?P<place>[a-z]+ \d+)")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from compiler.records import Compilation
-    from executor.hf import Action
+    from executor.records import Action
 
 
 @dataclass(slots=True)

@@ -43,8 +43,9 @@ from data_gen.tasks import chosen_tasks, filled_bank
 from eval.evaluate import ModelCache
 from eval.metrics import Interval, bootstrap_mean
 from eval.runner import Evaluation
-from executor.hf import Action, FrozenExecutor
+from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest
+from executor.records import Action
 from memcompiler.environments import default_split
 from runtime.progress import progress
 

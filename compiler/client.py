@@ -18,8 +18,7 @@ import httpx
 import torch
 from pydantic import ValidationError
 
-from compiler.hf import Decoding
-from compiler.records import Compilation, CompileRequest
+from compiler.records import Compilation, CompileRequest, Decoding
 from compiler.server.wire import AdapterBody, CompileBody, CompileReply, SamplingBody, TensorName
 from configs.compiler import COMPILER_KEY
 from soft_mem.projector import Projector
@@ -179,7 +178,7 @@ class RemoteCompiler:
         seeds = torch.randint(2**62, (len(requests),), generator=self.generator).tolist()
         temperature, latent = self.decoding.temperature, self.decoding.soft_temperature
         # At temperature 0, z is the mean, and need not be sent a second time.
-        tensors: tuple[TensorName, ...] = ("mu", "log_sigma", "z") if latent else ("mu", "log_sigma")
+        tensors: tuple[TensorName, ...] = ("mu", "log_sigma", "z", "noise") if latent else ("mu", "log_sigma")
         bodies = [
             CompileBody.of(
                 request, SamplingBody(temperature=temperature, latent_temperature=latent, seed=seed), tensors

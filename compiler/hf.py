@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from compiler.language import Emission, Parsed, ParseError, parse
+from compiler.drafts import Draft, compilations
 from compiler.prompt import compiler_parts
-from compiler.records import Compilation, CompileRequest
-from lm.backbone import Backbone, Encoded, Padded
+from compiler.records import Compilation, CompileRequest, Decoding
+from lm.backbone import Backbone, Batch
+from lm.prompt import Prompt, PromptEncoder
 from soft_mem.projector import Gaussian, Projector
 
 
@@ -29,27 +30,7 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
-    """How an emission and its soft tokens are drawn. Temperature 0 is greedy text, and the soft tokens' mean.
-
-    top_k 0 and top_p 1 mean no truncation: a truncated distribution has to be truncated in the same way when it is
-    scored again, and even then the ratio is biased where the set of likely tokens has changed.
-    """
-
-    temperature: float = 0.0
-    max_new_tokens: int = 512
-    batch_size: int = 64
-    latent_temperature: float | None = None  # default: as the text
-    top_k: int = 0
-    top_p: float = 1.0
-
-    @property
-    def soft_temperature(self) -> float:
-        return self.temperature if self.latent_temperature is None else self.latent_temperature
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
+class Scores:
     """One forward pass over [prompt | emission | memory tokens].
 
     logits (B, E, V) predict the emission's E tokens; text_mask (B, E) marks the real ones; h_text (B, E, d) and
@@ -88,12 +69,16 @@ class MemoryCompiler(nn.Module):
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
-    def encode(self, request: CompileRequest) -> Encoded:
+    def encode(self, request: CompileRequest) -> Prompt:
         return self.backbone.encode(compiler_parts(request, images=self.backbone.is_vlm), self.instructions)
 
     def emission_ids(self, text: str) -> tuple[int, ...]:
         """Tokens of an emission with its end-of-turn token: what SFT trains and what decoding produces."""
-        return (*self.backbone.tokenizer(text, add_special_tokens=False)["input_ids"], self.backbone.end_id)
+        return (*self.backbone.ids(text), self.backbone.end_id)
+
+    @property
+    def encoder(self) -> PromptEncoder:
+        return self.backbone
 
     @property
     def n_tokens(self) -> int:
@@ -101,7 +86,7 @@ class MemoryCompiler(nn.Module):
 
     # -- one forward pass (SFT, GRPO, parity tests) -------------------------------------------------------------------
 
-    def score(self, prompts: Sequence[Encoded], emissions: Sequence[Sequence[int]]) -> Scored:
+    def score(self, prompts: Sequence[Prompt], emissions: Sequence[Sequence[int]]) -> Scores:
         """Logits of the emissions and the soft tokens' Gaussian. The memory tokens follow the end-of-turn token."""
         memory = (self.backbone.memory_id,) * self.n_tokens
         rows = [prompt.extended((*emission, *memory)) for prompt, emission in zip(prompts, emissions, strict=True)]
@@ -114,7 +99,7 @@ class MemoryCompiler(nn.Module):
         text_at = text_at.clamp(max=hidden.shape[1] - 1)
         soft_at = (starts + lengths)[:, None] + torch.arange(self.n_tokens, device=hidden.device)
         h_soft = _take(hidden, soft_at)
-        return Scored(
+        return Scores(
             logits=self.backbone.logits(_take(hidden, text_at - 1)),
             text_mask=text_mask,
             targets=batch.tokens.gather(1, text_at),
@@ -154,46 +139,11 @@ class MemoryCompiler(nn.Module):
         prompts = [self.encode(request) for request in requests]
         decoded = _Decoder(self, prompts, [tuple(entry.id for entry in request.memory) for request in requests]).run()
         self.train(was_training)
-        z = self.projector.draw(decoded.gaussian, self.decoding.soft_temperature, self.generator)
-        latent = decoded.gaussian.log_prob(z, self.decoding.soft_temperature or 1.0)
-        return [
-            record(self, request, prompt.ids, draft, decoded.gaussian, z, latent, i)
-            for i, (request, prompt, draft) in enumerate(zip(requests, prompts, decoded.rows, strict=True))
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What was sampled, (T,) log-probabilities; `ids` ends with the end-of-turn token, forced where truncated."""
-
-    ids: tuple[int, ...]
-    logprobs: Tensor
-    truncated: bool
-
-
-class Drafting(Protocol):
-    """What a backend's drafts are read with."""
-
-    backbone: Backbone
-    projector: Projector
-    weight_version: int
-
-
-def record(
-    backend: Drafting, request: CompileRequest, prompt_ids: tuple[int, ...], draft: Draft, gaussian: Gaussian,
-    z: Tensor, latent: Tensor, i: int,
-) -> Compilation:  # fmt: skip
-    """A draft as the compilation that every backend owes; row i of the batch's gaussian, z (B, N, d) and latent
-    log-probabilities (B, N) is its own."""
-    text = backend.backbone.tokenizer.decode(draft.ids[:-1])
-    parsed = Parsed(Emission(), ParseError.TRUNCATED) if draft.truncated else parse(text)
-    return Compilation(
-        text=text, emission=parsed.emission, parse_error=parsed.error, prompt_ids=prompt_ids, emission_ids=draft.ids,
-        text_logprobs=draft.logprobs, z=z[i].float().cpu(), mu=gaussian.mu[i].float().cpu(),
-        log_sigma=gaussian.log_sigma[i].float().cpu(), soft=backend.projector.to_embeddings(z[i]).float().cpu(),
-        latent_logprobs=latent[i].cpu(), request=request, tokens_in=len(prompt_ids),
-        tokens_out=len(draft.ids) + z.shape[1], weight_version=backend.weight_version,
-    )  # fmt: skip
+        noise = self.projector.noise(decoded.gaussian, self.decoding.soft_temperature, self.generator)
+        return compilations(
+            requests, prompts, decoded.rows, decoded.gaussian, noise, self.decoding, self.backbone, self.projector,
+            self.weight_version,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -212,7 +162,7 @@ class _Decoder:
         memories: which task memory each prompt begins with.
     """
 
-    def __init__(self, compiler: MemoryCompiler, prompts: Sequence[Encoded], memories: Sequence[object]) -> None:
+    def __init__(self, compiler: MemoryCompiler, prompts: Sequence[Prompt], memories: Sequence[object]) -> None:
         self.compiler, self.backbone = compiler, compiler.backbone
         self.cache = DynamicCache(config=self.backbone.model.config.get_text_config())
         whole = self.backbone.pad(prompts, "left")
@@ -228,7 +178,7 @@ class _Decoder:
             whole, tokens=whole.tokens[:, -width:], mask=self.mask, positions=whole.positions[..., -width:]
         )
 
-    def _read_common(self, prompts: Sequence[Encoded], memories: Sequence[object]) -> Tensor:
+    def _read_common(self, prompts: Sequence[Prompt], memories: Sequence[object]) -> Tensor:
         """Fill the cache with what prompts of the same memory begin with; returns its mask (B, P)."""
         groups = [[i for i, m in enumerate(memories) if m == memory] for memory in dict.fromkeys(memories)]
         common = [self.backbone.common([prompts[i] for i in rows]) for rows in groups]
@@ -236,7 +186,7 @@ class _Decoder:
             return torch.zeros((len(prompts), 0), dtype=torch.long, device=self.backbone.device)
         # A row that shares nothing gets some token that its mask hides.
         ids = [prompts[rows[0]].ids[: n or 1] for rows, n in zip(groups, common, strict=True)]
-        beginnings = self.backbone.pad([Encoded(each) for each in ids], "left")
+        beginnings = self.backbone.pad([Prompt(each) for each in ids], "left")
         self.backbone.hidden(beginnings, self.cache)
         group_of = {i: g for g, rows in enumerate(groups) for i in rows}
         order = torch.tensor([group_of[i] for i in range(len(prompts))], device=self.backbone.device)
@@ -273,7 +223,7 @@ class _Decoder:
         self.mask = torch.cat([self.mask, counts], 1)
         positions = self.position + counts.cumsum(1) - counts
         self.position = self.position + counts.sum(1, keepdim=True)
-        return self.backbone.hidden(Padded(tokens, self.mask, positions, None, None), self.cache)
+        return self.backbone.hidden(Batch(tokens, self.mask, positions), self.cache)
 
     def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Token and its log-probability at the sampling temperature, (B,) each; reserved tokens are never sampled."""

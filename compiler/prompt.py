@@ -1,20 +1,19 @@
 """The compiler's prompt: memory first and byte-identical all episode long (a prefix cache covers it), state last.
 
-A prompt is a list of chat messages whose user turn is a list of parts, text and images in order. Text from memory and
-environment is data: it is concatenated, never used as a template.
+The user turn is a list of parts, text and images in order.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from PIL import Image
 
 from compiler.brief_state import render_brief_state
 from compiler.language import CREATE, DELETE, FOLD, GUIDE, NOTHING, UPDATE
 from compiler.records import CompileRequest
+from lm.prompt import Part, merge
 from memory.entry import MemoryEntry
 
 INSTRUCTIONS = f"""You are a memory compiler for an embodied agent. You read the agent's task memory (what earlier \
@@ -28,14 +27,6 @@ episodes taught), its current state and its current view. Decide what the acting
 Give guidance only when a memory applies to the current subgoal and its conditions hold. One line each, nothing else."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of the user turn: text, or an image."""
-
-    text: str = ""
-    image: Image.Image | None = None
-
-
 def compiler_parts(request: CompileRequest, images: bool = True) -> list[Part]:
     """The user turn. With images=False (a text-only compiler) pictures are left out."""
     parts = [*_memory(request.memory, images), Part(text=_state(request))]
@@ -43,33 +34,6 @@ def compiler_parts(request: CompileRequest, images: bool = True) -> list[Part]:
         parts += [Part(text="view: "), Part(image=request.image), Part(text="\n")]
     parts.append(Part(text=f"see: {request.observation}"))
     return merge(parts)
-
-
-def messages(parts: Sequence[Part], instructions: str = "") -> list[dict]:
-    """Chat messages for `apply_chat_template`: content parts if there is an image, plain text otherwise."""
-    if any(part.image is not None for part in parts):
-        content: object = [
-            {"type": "image"} if p.image is not None else {"type": "text", "text": p.text} for p in parts
-        ]
-    else:
-        content = "".join(part.text for part in parts)
-    system = [{"role": "system", "content": instructions}] if instructions else []
-    return [*system, {"role": "user", "content": content}]
-
-
-def images_of(parts: Sequence[Part]) -> list[Image.Image]:
-    return [part.image for part in parts if part.image is not None]
-
-
-def merge(parts: Sequence[Part]) -> list[Part]:
-    """Neighbouring text parts joined."""
-    merged: list[Part] = []
-    for part in parts:
-        if merged and part.image is None and merged[-1].image is None:
-            merged[-1] = Part(text=merged[-1].text + part.text)
-        else:
-            merged.append(part)
-    return merged
 
 
 def _memory(entries: Sequence[MemoryEntry], images: bool) -> list[Part]:

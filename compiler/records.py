@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from lm.prompt import Prompt
+
 
 @dataclass(frozen=True, slots=True)
 class CompileRequest:
@@ -32,21 +34,49 @@ class CompileRequest:
     expert: Callable[[], list[str] | None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How an emission and its soft tokens are drawn. Temperature 0 is greedy text, and the soft tokens' mean.
+
+    top_k 0 and top_p 1 mean no truncation: a truncated distribution has to be truncated in the same way when it is
+    scored again, and even then the ratio is biased where the set of likely tokens has changed.
+    """
+
+    temperature: float = 0.0
+    max_new_tokens: int = 512
+    batch_size: int = 64
+    latent_temperature: float | None = None  # default: as the text
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def soft_temperature(self) -> float:
+        return self.temperature if self.latent_temperature is None else self.latent_temperature
+
+    @property
+    def draws(self) -> bool:
+        """Whether text or soft tokens are drawn at random."""
+        return self.temperature > 0 or self.soft_temperature > 0
+
+
 @dataclass(slots=True)
 class Compilation:
     """One compiled step. Tensors are fp32 on the CPU; None where the backend has no soft channel.
 
-    Shapes: z, mu, log_sigma (N, d_executor) in normalised units; soft (N, d_executor) at the executor's scale;
-    text_logprobs (T,) over `emission_ids` and latent_logprobs (N,), both at the sampling temperature.
+    Shapes: z, mu, log_sigma (N, d_executor) in normalised units, z being mu + T sigma noise; soft (N, d_executor) at
+    the executor's scale; text_logprobs (T,) over `emission_ids` and latent_logprobs (N,), both at the sampling
+    temperature.
     """
 
     text: str
     emission: Emission
     parse_error: ParseError | None = None
     prompt_ids: tuple[int, ...] = ()
+    prompt: Prompt | None = None  # what was read; only where something was drawn, for a record keeps no pixels
     emission_ids: tuple[int, ...] = ()  # ends with the end-of-turn token, sampled or (if truncated) forced
     text_logprobs: Tensor | None = None
     z: Tensor | None = None
+    noise: Tensor | None = None  # of z; None where z is the mean
     mu: Tensor | None = None
     log_sigma: Tensor | None = None
     soft: Tensor | None = None

@@ -16,43 +16,26 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-from compiler.hf import Decoding, Draft, record
+from compiler.drafts import Draft, compilations
 from compiler.language import grammar
-from compiler.prompt import compiler_parts, images_of
-from compiler.records import Compilation, CompileRequest
-from lm.backbone import Backbone
+from compiler.prompt import compiler_parts
+from compiler.records import Compilation, CompileRequest, Decoding
+from lm.loading import load_encoder
+from lm.prompt import Prompt, PromptEncoder
 from lm.vllm_extension import EXTENSION, engine_trouble, llm_class, run, tail_of, take_tails, watched
 from soft_mem.projector import Gaussian, Projector
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from vllm import LLM, RequestOutput
     from vllm.lora.request import LoRARequest
 
 _SERIALS = itertools.count(1)  # of adapters: engine and prefix cache know an adapter by its name and number
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """`ids` as the model reads them; `folded`, as vLLM takes them: each image's pads folded into one."""
-
-    ids: tuple[int, ...]
-    folded: tuple[int, ...]
-    images: tuple[Image, ...]
-
-    def followed_by(self, ids: Sequence[int] = ()) -> dict[str, Any]:
-        """A request for vLLM."""
-        pictures = {"multi_modal_data": {"image": list(self.images)}} if self.images else {}
-        return {"prompt_token_ids": [*self.folded, *ids], **pictures}
 
 
 class VllmCompiler:
@@ -60,16 +43,15 @@ class VllmCompiler:
 
     Args:
         llm: an engine made by `load`, or with the settings of `engine_settings`.
-        backbone: encodes prompts; its model needs no weights.
         constrained: emissions follow the emission language's grammar. Their log-probabilities are then those of the
             constrained distribution, which GRPO does not score again: leave it off for training.
     """
 
     def __init__(
-        self, llm: LLM, backbone: Backbone, projector: Projector, decoding: Decoding | None = None,
+        self, llm: LLM, encoder: PromptEncoder, projector: Projector, decoding: Decoding | None = None,
         instructions: str = "", seed: int = 0, constrained: bool = False, device: str = "cpu",
     ) -> None:  # fmt: skip
-        self.llm, self.backbone, self.device = llm, backbone, torch.device(device)
+        self.llm, self.encoder, self.device = llm, encoder, torch.device(device)
         self.decoding, self.instructions, self.constrained = decoding or Decoding(), instructions, constrained
         self.projector = self._frozen(projector)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -99,7 +81,7 @@ class VllmCompiler:
         """
         LLM = llm_class()
         llm = LLM(model=str(name), dtype=dtype, **{**engine_settings(lora_rank), **(engine or {})})
-        return cls(llm, encoder(name, memory_token), projector, **kwargs)
+        return cls(llm, load_encoder(name, memory_token), projector, **kwargs)
 
     def load_adapter(self, folder: Path, version: int, projector: Projector) -> None:
         """From now on compile with these weights (copied: the caller may go on to change folder and projector).
@@ -163,49 +145,44 @@ class VllmCompiler:
         prompts = [self._prompt(request) for request in requests]
         own = [torch.Generator(device=self.device).manual_seed(seed) for seed in seeds or ()]
         drafts = self._sample(prompts, own)
-        temperature = self.decoding.soft_temperature
         gaussian = self.projector(self._hidden(prompts, drafts).to(self.device))
-        z = self._draw(gaussian, own)
-        latent = gaussian.log_prob(z, temperature or 1.0)
-        rows = zip(requests, prompts, drafts, strict=True)
-        made = [
-            record(self, request, prompt.ids, draft, gaussian, z, latent, i)
-            for i, (request, prompt, draft) in enumerate(rows)
-        ]
+        noise = self._noise(gaussian, own)
+        made = compilations(
+            requests, prompts, drafts, gaussian, noise, self.decoding, self.encoder, self.projector, self.weight_version
+        )  # fmt: skip
         for compilation, cached in zip(made, self.cached_tokens, strict=True):
             compilation.tokens_cached = cached
         return made
 
-    def _prompt(self, request: CompileRequest) -> _Prompt:
-        backbone = self.backbone
-        parts = compiler_parts(request, images=backbone.is_vlm)
-        ids, pad = backbone.encode(parts, self.instructions).ids, backbone.image_id
-        images = tuple(images_of(parts))
-        folded = tuple(id for i, id in enumerate(ids) if id != pad or ids[i - 1] != pad)
-        if images and folded.count(pad) != len(images):
-            raise ValueError(f"{len(images)} images, but {folded.count(pad)} places for them in the compiler's prompt")
-        room = self.llm.model_config.max_model_len - len(ids) - self.n_tokens - 2  # forced end, and a token to ask for
+    def _prompt(self, request: CompileRequest) -> Prompt:
+        prompt = self.encoder.encode(compiler_parts(request, images=self.encoder.is_vlm), self.instructions)
+        room = self.llm.model_config.max_model_len - len(prompt.ids) - self.n_tokens - 2  # forced end, a token to ask
         if room < self.decoding.max_new_tokens:
             raise ValueError(
-                f"the compiler's prompt has {len(ids)} tokens and leaves room for {room} of "
+                f"the compiler's prompt has {len(prompt.ids)} tokens and leaves room for {room} of "
                 f"{self.decoding.max_new_tokens}: raise max_model_len, or lower max_new_tokens or memory.k"
             )
-        return _Prompt(ids, folded, images)
+        return prompt
 
-    def _draw(self, gaussian: Gaussian, own: Sequence[torch.Generator]) -> Tensor:
-        """z (B, N, d), each row by a generator of its own, where there are such."""
+    def _request(self, prompt: Prompt, then: Sequence[int] = ()) -> dict[str, Any]:
+        """A prompt and what follows it for vLLM: each image's pads as one, for it makes room itself."""
+        images = {"multi_modal_data": {"image": list(prompt.images)}} if prompt.images else {}
+        return {"prompt_token_ids": [*self.encoder.folded(prompt.ids), *then], **images}
+
+    def _noise(self, gaussian: Gaussian, own: Sequence[torch.Generator]) -> Tensor:
+        """(B, N, d), each row by a generator of its own, where there are such."""
         temperature = self.decoding.soft_temperature
         if not own:
-            return self.projector.draw(gaussian, temperature, self.generator)
+            return self.projector.noise(gaussian, temperature, self.generator)
         rows = zip(gaussian.mu.split(1), gaussian.log_sigma.split(1), own, strict=True)
-        return torch.cat([self.projector.draw(Gaussian(mu, s), temperature, by) for mu, s, by in rows])
+        return torch.cat([self.projector.noise(Gaussian(mu, s), temperature, by) for mu, s, by in rows])
 
-    def _sample(self, prompts: Sequence[_Prompt], own: Sequence[torch.Generator] = ()) -> list[Draft]:
+    def _sample(self, prompts: Sequence[Prompt], own: Sequence[torch.Generator] = ()) -> list[Draft]:
         """First pass; the seed of each request comes from a generator of its own, where there are such."""
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
-        decoding, end = self.decoding, self.backbone.end_id
+        decoding, end = self.decoding, self.encoder.end_id
         if not (decoding.temperature == 0 or 0.01 <= decoding.temperature <= 2):
             raise ValueError(f"vLLM samples at temperature 0, or 0.01 to 2, not at {decoding.temperature}")
         drawn = [(by, 1) for by in own] or [(self.generator, len(prompts))]
@@ -215,26 +192,26 @@ class VllmCompiler:
             SamplingParams(
                 temperature=decoding.temperature, top_k=decoding.top_k, top_p=decoding.top_p, seed=seed,
                 max_tokens=decoding.max_new_tokens, stop_token_ids=[end], ignore_eos=True, logprobs=0,
-                logit_bias=dict.fromkeys(self.backbone.suppressed, -torch.inf), detokenize=False,
+                logit_bias=dict.fromkeys(self.encoder.suppressed, -torch.inf), detokenize=False,
                 structured_outputs=shape,
             )
             for seed in seeds
         ]  # fmt: skip
-        outputs = self._run([prompt.followed_by() for prompt in prompts], params)
+        outputs = self._run([self._request(prompt) for prompt in prompts], params)
         self.cached_tokens = [output.num_cached_tokens or 0 for output in outputs]
         for prompt, output in zip(prompts, outputs, strict=True):
             if tuple(output.prompt_token_ids or ()) != prompt.ids:
                 raise ValueError("vLLM expanded the prompt's images differently: compare its image processor with ours")
         return [_draft(output, end) for output in outputs]
 
-    def _hidden(self, prompts: Sequence[_Prompt], drafts: Sequence[Draft]) -> Tensor:
+    def _hidden(self, prompts: Sequence[Prompt], drafts: Sequence[Draft]) -> Tensor:
         """Second pass: final hidden states (B, N, d) of the memory tokens, in fp32.
 
         A request that was asked before (equal samples of a group) may find part of its tail in the prefix cache, where
         there are no hidden states: it is asked again, past the cache.
         """
-        memory = (self.backbone.memory_id,) * self.n_tokens
-        requests = [prompt.followed_by((*draft.ids, *memory)) for prompt, draft in zip(prompts, drafts, strict=True)]
+        memory = (self.encoder.memory_id,) * self.n_tokens
+        requests = [self._request(p, (*draft.ids, *memory)) for p, draft in zip(prompts, drafts, strict=True)]
         rows = self._tails(requests, past_cache=False)
         short = [i for i, row in enumerate(rows) if row is None]
         self.reissued += len(short)
@@ -269,7 +246,7 @@ class VllmCompiler:
             raise
 
     def _frozen(self, projector: Projector) -> Projector:
-        d = self.backbone.hidden_size
+        d = self.llm.model_config.get_hidden_size()
         if projector.config.d_compiler != d:
             raise ValueError(f"projector reads {projector.config.d_compiler}-d states, the compiler has {d}")
         return copy.deepcopy(projector).to(self.device).eval().requires_grad_(False)
@@ -291,13 +268,6 @@ def engine_settings(lora_rank: int) -> dict[str, Any]:
         # On CPU, a request with a seed whose prompt is computed in chunks ends the whole engine (0.31).
         **({"enable_chunked_prefill": False} if current_platform.is_cpu() else {}),
     }
-
-
-def encoder(name: str | Path, memory_token: str = "auto") -> Backbone:
-    """A backbone that encodes prompts exactly as the trained one does, but holds no weights."""
-    config = AutoConfig.from_pretrained(name)
-    reader: Any = AutoProcessor if hasattr(config, "vision_config") else AutoTokenizer
-    return Backbone(SimpleNamespace(config=config), reader.from_pretrained(name), memory_token)
 
 
 def _draft(output: RequestOutput, end: int) -> Draft:

@@ -28,7 +28,7 @@ from data_gen.endpoint_teacher import EndpointTeacher
 from data_gen.rows import SftRow, rows_of
 from envs.base import Environment, Task
 from executor.grounding import Grounding
-from executor.hf import Executor
+from executor.records import Executor
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry
 from memory.trajectory import entry_from_trajectory, stated_goal

@@ -12,7 +12,7 @@ from agent.expert import ExpertTeacher
 from agent.records import Episode
 from compiler.records import Compiler
 from envs.base import Environment
-from executor.hf import Executor
+from executor.records import Executor
 
 # Deliveries whose episodes depend on those that run beside them: a run that was killed plays them again as a whole.
 INTERDEPENDENT = frozenset({"compiled_shuffled_soft"})

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from executor.grounding import ground
-from executor.hf import Action
 from executor.prompt import ExecutorRequest, executor_parts
+from executor.records import Action
 from lm.endpoint import Endpoint, Message, user_message
 from memory.trajectory import png_bytes
 
 
 class ApiExecutor:
-    """A backend of the protocol `executor.hf.Executor`. It reads the prompt that every executor reads, answers in
+    """A backend of the protocol `executor.records.Executor`. It reads the prompt that every executor reads, answers in
     free text, and the answer is grounded; commands that the prompt does not list are not listed to it either.
 
     Args:

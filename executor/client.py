@@ -30,11 +30,12 @@ from torch import Tensor
 
 from compiler.client import RefusedError, RemoteError, RemoteServer
 from configs.executor import EXECUTOR_KEY
-from executor.hf import Action, ExecutorPrompt, TokenExecutor
+from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest
+from executor.records import Action
 from lm.endpoint import content_part
-from lm.vision import folded, load_reader
-from lm.weights import input_embeddings
+from lm.loading import input_embeddings, load_encoder
+from lm.prompt import Prompt
 from memory.trajectory import png_bytes
 
 _MOST_SCORED = 128  # vLLM's limit of logprob_token_ids
@@ -52,7 +53,7 @@ class _Node:
 
 
 class RemoteExecutor(TokenExecutor):
-    """A backend of the protocol `executor.hf.Executor`. Where commands are enumerated, `mode` says how it acts:
+    """A backend of the protocol `executor.records.Executor`. Where commands are enumerated, `mode` says how it acts:
 
     choice    the most likely command, exactly as the Hugging Face backend chooses (one short request for each node of
               the commands' prefix tree)
@@ -77,7 +78,7 @@ class RemoteExecutor(TokenExecutor):
         mode: Literal["choice", "guided", "generate"] = "choice", instructions: str = "", max_new_tokens: int = 64,
         memory_token: str = "auto", timeout: float = 120.0, parallel: int = 64, images: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(load_reader(name), instructions, memory_token, images)
+        super().__init__(load_encoder(name, memory_token), instructions, images)
         self.name, self.dtype, self.mode, self.max_new_tokens = str(name), dtype, mode, max_new_tokens
         start = f"memcompiler serve executor --model {name}"
         self.server = RemoteServer(url, EXECUTOR_KEY, start, timeout, parallel)
@@ -114,9 +115,7 @@ class RemoteExecutor(TokenExecutor):
         admissible = [request.admissible for request in requests]
         return self._decided(requests, lambda prompts: [(ids, None) for ids in self._generate(prompts, admissible)])
 
-    def _generate(
-        self, prompts: Sequence[ExecutorPrompt], admissible: Sequence[Sequence[str] | None]
-    ) -> list[list[int]]:
+    def _generate(self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]) -> list[list[int]]:
         """Greedy answers (ids without the end token)."""
         settings = [
             {
@@ -128,9 +127,7 @@ class RemoteExecutor(TokenExecutor):
         answers = [answer["token_ids"] for answer in self._ask(prompts, [()] * len(prompts), settings)]
         return [ids[:-1] if ids and ids[-1] == self.end_id else ids for ids in answers]
 
-    def candidate_logprobs(
-        self, prompts: Sequence[ExecutorPrompt], candidates: Sequence[Sequence[str]]
-    ) -> list[Tensor]:
+    def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         """log p(candidate, end of turn | prompt) for every candidate of every prompt."""
         actions = [[self.action_ids(name) for name in names] for names in candidates]
         nodes = [node for row, ids in enumerate(actions) for node in _nodes(row, ids)]
@@ -153,7 +150,7 @@ class RemoteExecutor(TokenExecutor):
     # -- the server ---------------------------------------------------------------------------------------------------
 
     def _ask(
-        self, prompts: Sequence[ExecutorPrompt], paths: Sequence[tuple[int, ...]], settings: Sequence[dict[str, Any]]
+        self, prompts: Sequence[Prompt], paths: Sequence[tuple[int, ...]], settings: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """The server's one choice for each prompt, followed by its path."""
         asked = list(zip(prompts, paths, settings, strict=True))
@@ -165,12 +162,12 @@ class RemoteExecutor(TokenExecutor):
                 made[i] = self._choice(answer, (*asked[i][0].ids, *asked[i][1]))
         return made
 
-    def _completion(self, prompt: ExecutorPrompt, path: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
+    def _completion(self, prompt: Prompt, path: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
         ids = self._with_room(prompt, path, settings)
         logprobs = {"logprobs": 1} if "logprob_token_ids" in settings else {}
         return {"model": self.served_name, "prompt": ids, **logprobs, **settings}
 
-    def _chat(self, prompt: ExecutorPrompt, path: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
+    def _chat(self, prompt: Prompt, path: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
         parts = list(self._parts(prompt, self._with_room(prompt, path, settings)))
         logprobs = {"logprobs": True} if "logprob_token_ids" in settings else {}
         return {
@@ -178,11 +175,11 @@ class RemoteExecutor(TokenExecutor):
             "add_generation_prompt": False, **logprobs, **settings,
         }  # fmt: skip
 
-    def _parts(self, prompt: ExecutorPrompt, ids: list[int]) -> Iterator[dict[str, Any]]:
+    def _parts(self, prompt: Prompt, ids: list[int]) -> Iterator[dict[str, Any]]:
         """Text, soft tokens, text; and the picture, whose pads are one image token in the text."""
-        if prompt.picture is not None:
-            ids = folded(ids, {self.tokenizer.convert_tokens_to_ids(self.image_token)})
-            yield content_part(png_bytes(prompt.picture.image))
+        if prompt.images:
+            ids = self.encoder.folded(ids)
+            yield from (content_part(png_bytes(image)) for image in prompt.images)
         if prompt.soft is None:
             yield content_part(self._text(ids))
             return
@@ -194,7 +191,7 @@ class RemoteExecutor(TokenExecutor):
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _with_room(self, prompt: ExecutorPrompt, path: Sequence[int], settings: dict[str, Any]) -> list[int]:
+    def _with_room(self, prompt: Prompt, path: Sequence[int], settings: dict[str, Any]) -> list[int]:
         ids = [*prompt.ids, *path]
         if len(ids) + settings["max_tokens"] > self.max_model_len:
             raise ValueError(
@@ -219,8 +216,8 @@ class RemoteExecutor(TokenExecutor):
         return choice
 
 
-def _has_parts(prompt: ExecutorPrompt) -> bool:
-    return prompt.soft is not None or prompt.picture is not None
+def _has_parts(prompt: Prompt) -> bool:
+    return prompt.soft is not None or bool(prompt.images)
 
 
 def _nodes(row: int, actions: Sequence[Sequence[int]]) -> Iterator[_Node]:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from executor.hf import Action, ExecutorPrompt, TokenExecutor
+from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest
-from lm.vision import folded, load_reader
+from executor.records import Action
+from lm.loading import input_embeddings, load_encoder
+from lm.prompt import Prompt, PromptEncoder
 from lm.vllm_extension import llm_class, run
-from lm.weights import input_embeddings
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -39,7 +40,7 @@ class _Asked:
 
 
 class VllmExecutor(TokenExecutor):
-    """A backend of the protocol `executor.hf.Executor`. Where commands are enumerated, `mode` says how it acts:
+    """A backend of the protocol `executor.records.Executor`. Where commands are enumerated, `mode` says how it acts:
 
     choice    the most likely command, exactly as the Hugging Face backend chooses: every command is scored behind the
               prompt, which the prefix cache holds (one short request for each command)
@@ -49,7 +50,6 @@ class VllmExecutor(TokenExecutor):
 
     Args:
         llm: an engine made by `load`, or with the settings of `engine_settings`.
-        reader: the tokenizer of a text model, or the processor of a vision-language model.
         weights: the model's folder, for `hash` and `embedding_table`.
 
     Raises:
@@ -57,19 +57,19 @@ class VllmExecutor(TokenExecutor):
     """
 
     def __init__(
-        self, llm: LLM, reader: Any, weights: Path, mode: Literal["choice", "guided", "generate"] = "choice",
-        instructions: str = "", max_new_tokens: int = 64, memory_token: str = "auto", images: bool = True,
-        temperature: float = 0.0,
+        self, llm: LLM, encoder: PromptEncoder, weights: Path, mode: Literal["choice", "guided", "generate"] = "choice",
+        instructions: str = "", max_new_tokens: int = 64, images: bool = True, temperature: float = 0.0,
     ) -> None:  # fmt: skip
-        super().__init__(reader, instructions, memory_token, images, temperature)
+        super().__init__(encoder, instructions, images, temperature)
         if self.sees_images and not llm.model_config.is_multimodal_model:
             raise ValueError("the engine's model takes text only: give it a tokenizer, or images=False")
         self.llm, self.weights, self.mode, self.max_new_tokens = llm, weights, mode, max_new_tokens
 
     @classmethod
     def load(
-        cls, name: str | Path, dtype: Any = "bfloat16", engine: Mapping[str, Any] | None = None, **kwargs: Any
-    ) -> VllmExecutor:
+        cls, name: str | Path, dtype: Any = "bfloat16", memory_token: str = "auto",
+        engine: Mapping[str, Any] | None = None, **kwargs: Any,
+    ) -> VllmExecutor:  # fmt: skip
         """An engine of its own for any Hugging Face name or folder.
 
         Args:
@@ -84,7 +84,7 @@ class VllmExecutor(TokenExecutor):
         LLM = llm_class()
         folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(str(name)))
         llm = LLM(model=str(folder), dtype=dtype, **{**engine_settings(), **(engine or {})})
-        return cls(llm, load_reader(folder), folder, **kwargs)
+        return cls(llm, load_encoder(folder, memory_token), folder, **kwargs)
 
     @functools.cached_property
     def embedding_table(self) -> Tensor:
@@ -124,7 +124,7 @@ class VllmExecutor(TokenExecutor):
         return self._decided(requests, lambda prompts: self._generate(prompts, admissible))
 
     def _generate(
-        self, prompts: Sequence[ExecutorPrompt], admissible: Sequence[Sequence[str] | None]
+        self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> list[tuple[list[int], int]]:
         """Greedy answers (ids without the end token), and how many of the prompt's tokens were in the prefix cache."""
         from vllm import SamplingParams
@@ -144,9 +144,7 @@ class VllmExecutor(TokenExecutor):
         cached = [output.num_cached_tokens or 0 for output in outputs]
         return [(ids[:-1] if ids[-1] == self.end_id else ids, n) for ids, n in zip(answers, cached, strict=True)]
 
-    def candidate_logprobs(
-        self, prompts: Sequence[ExecutorPrompt], candidates: Sequence[Sequence[str]]
-    ) -> list[Tensor]:
+    def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         """log p(candidate, end of turn | prompt) for every candidate of every prompt."""
         actions = [self.action_ids(name) for names in candidates for name in names]
         rows = [prompt for prompt, names in zip(prompts, candidates, strict=True) for _ in names]
@@ -174,7 +172,7 @@ class VllmExecutor(TokenExecutor):
         outputs = self._run(requests, [params] * len(requests))
         return [_tail_score(output, ids) for output, ids in zip(outputs, actions, strict=True)]
 
-    def _request(self, prompt: ExecutorPrompt, then: Sequence[int] = (), room: int = 0) -> _Asked:
+    def _request(self, prompt: Prompt, then: Sequence[int] = (), room: int = 0) -> _Asked:
         """Prompt and `then` for vLLM; `room` is how many tokens it may add."""
         ids = (*prompt.ids, *then)
         config = self.llm.model_config
@@ -186,8 +184,8 @@ class VllmExecutor(TokenExecutor):
         if prompt.soft is not None and prompt.soft.shape[1] != config.get_hidden_size():
             raise ValueError(f"soft tokens of {prompt.soft.shape[1]} dimensions, not {config.get_hidden_size()}")
         soft = None if prompt.soft is None else prompt.soft.to("cpu", config.dtype)
-        if prompt.picture is not None:
-            return _Asked(ids, self._with_picture(ids, prompt, soft))
+        if prompt.images:
+            return _Asked(ids, self._with_images(ids, prompt, soft))
         if soft is None:
             return _Asked(ids, {"prompt_token_ids": list(ids)})
         is_soft = torch.tensor(ids) == self.placeholder
@@ -197,11 +195,10 @@ class VllmExecutor(TokenExecutor):
         mixed = {"prompt_embeds": embeddings, "prompt_is_token_ids": (~is_soft).tolist()}
         return _Asked(ids, {"prompt_token_ids": list(ids), **mixed})
 
-    def _with_picture(self, ids: Sequence[int], prompt: ExecutorPrompt, soft: Tensor | None) -> dict[str, Any]:
-        """Picture and soft tokens each hold one place in what vLLM is given; it makes room for them itself."""
-        assert prompt.picture is not None
-        wide = {self.placeholder, self.tokenizer.convert_tokens_to_ids(self.image_token)}
-        request = {"prompt_token_ids": folded(ids, wide), "multi_modal_data": {"image": [prompt.picture.image]}}
+    def _with_images(self, ids: Sequence[int], prompt: Prompt, soft: Tensor | None) -> dict[str, Any]:
+        """Pictures and soft tokens each hold one place in what vLLM is given; it makes room for them itself."""
+        places = self.encoder.folded(ids, soft=True)
+        request = {"prompt_token_ids": places, "multi_modal_data": {"image": list(prompt.images)}}
         return request if soft is None else {**request, SOFT_PARTS: ([soft], self.placeholder)}
 
     def _run(self, requests: Sequence[_Asked], params: Sequence[Any]) -> list[RequestOutput]:

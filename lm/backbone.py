@@ -1,45 +1,30 @@
-"""One face for the two kinds of model that can be a compiler: vision-language (Qwen2.5-VL) and text-only LMs.
+"""A Hugging Face model as compiler and executor use it, text-only or vision-language (Qwen2.5-VL-like).
 
-Token-in/token-out: a prompt becomes ids once, here, and is never re-tokenised. Positions are always computed here and
-passed explicitly, so that prefill, decoding with a cache and re-scoring agree to the last bit of position.
+Positions are always computed here and passed explicitly, so that prefill, decoding with a cache and re-scoring agree to
+the last bit of position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from compiler.prompt import Part, images_of, messages
-from soft_mem.tokens import reserved_token_id
+from lm.prompt import Prompt, PromptEncoder
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """One sequence: ids (T,), and the pixels of its images (patches, values) with their (images, 3) grid."""
-
-    ids: tuple[int, ...]
-    pixels: Tensor | None = None
-    grid: Tensor | None = None
-
-    def extended(self, ids: Sequence[int]) -> Encoded:
-        return replace(self, ids=(*self.ids, *ids))
-
-
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """A batch. tokens, mask: (B, T); positions: (B, T), or (3, B, T) for multimodal rotary embeddings."""
+class Batch:
+    """Padded sequences. tokens, mask: (B, T); positions: (B, T), or (3, B, T) for multimodal rotary embeddings."""
 
     tokens: Tensor
     mask: Tensor
     positions: Tensor
-    pixels: Tensor | None
-    grid: Tensor | None
+    pixels: Tensor | None = None
+    grid: Tensor | None = None
 
     @property
     def next_positions(self) -> Tensor:
@@ -47,42 +32,20 @@ class Padded:
         last = self.positions.masked_fill(self.mask == 0, -1).amax(-1, keepdim=True)
         return (last if last.dim() == 2 else last.amax(0, keepdim=True).expand_as(last)) + 1
 
+    @property
+    def vision(self) -> dict[str, Tensor]:
+        """What the model's forward pass takes for the images of the batch."""
+        if self.pixels is None or self.grid is None:
+            return {}
+        return {"pixel_values": self.pixels, "image_grid_thw": self.grid}
 
-class Backbone:
-    """A causal LM or VLM with its tokenizer.
 
-    Raises:
-        ValueError: the tokenizer has no chat template, no end token or no reserved token for the memory positions.
-    """
+class Backbone(PromptEncoder):
+    """A causal LM or VLM and the encoder of its prompts."""
 
     def __init__(self, model: Any, processor: Any, memory_token: str = "auto") -> None:
+        super().__init__(processor, memory_token)
         self.model = model  # the HF model; PEFT wraps layers in place, so this stays the handle
-        self.processor = processor
-        self.is_vlm = hasattr(processor, "image_processor")
-        self.tokenizer = processor.tokenizer if self.is_vlm else processor
-        if self.tokenizer.chat_template is None and getattr(processor, "chat_template", None) is None:
-            raise ValueError("the compiler's tokenizer has no chat template: use an instruction-tuned model")
-        self.memory_id = reserved_token_id(self.tokenizer, memory_token)
-        self.end_id = self.tokenizer.eos_token_id
-        if self.end_id is None:
-            raise ValueError("the tokenizer has no end-of-turn (eos) token")
-        self.image_id = getattr(model.config, "image_token_id", None)
-        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
-        self.suppressed = sorted(
-            special - {self.end_id}
-        )  # never sampled: an <|image_pad|> in an emission breaks scoring
-
-    @classmethod
-    def load(cls, name: str | Path, dtype: torch.dtype, device: str, memory_token: str = "auto") -> Backbone:
-        """Any Hugging Face name or folder; a vision-language model if its config has a vision part."""
-        config = AutoConfig.from_pretrained(name)
-        if hasattr(config, "vision_config"):
-            model: Any = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype)
-            processor: Any = AutoProcessor.from_pretrained(name)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-            processor = AutoTokenizer.from_pretrained(name)
-        return cls(model.to(device), processor, memory_token)
 
     @property
     def device(self) -> torch.device:
@@ -92,24 +55,35 @@ class Backbone:
     def hidden_size(self) -> int:
         return self.model.config.get_text_config().hidden_size
 
-    def encode(self, parts: Sequence[Part], instructions: str = "") -> Encoded:
-        """A prompt that ends where the model's answer begins."""
-        chat = messages(parts, instructions)
-        text = self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        pictures = images_of(parts)
-        if pictures and not self.is_vlm:
-            raise ValueError("a text-only model cannot take pictures")
-        if not pictures:
-            return Encoded(tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]))
-        inputs = self.processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
-        return Encoded(tuple(inputs["input_ids"][0].tolist()), inputs["pixel_values"], inputs["image_grid_thw"])
+    @property
+    def context(self) -> int | None:
+        """Tokens that the model was made for; None where its config does not say."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
-    def pad(self, rows: Sequence[Encoded], side: str) -> Padded:
-        """Left padding to generate, right padding to score."""
+    @property
+    def body(self) -> Any:
+        """The model without its output head."""
+        return getattr(self.model, self.model.base_model_prefix)
+
+    @property
+    def embedding_table(self) -> Tensor:
+        """(V, d)."""
+        return self.model.get_input_embeddings().weight
+
+    def pad(self, rows: Sequence[Prompt], side: Literal["left", "right"]) -> Batch:
+        """Pad on the left to generate, on the right to score.
+
+        Raises:
+            ValueError: a row has places for images but no pixels, or pixels but no places.
+        """
         width, device = max(len(row.ids) for row in rows), self.device
-        tokens = torch.full((len(rows), width), self.tokenizer.pad_token_id or self.end_id, dtype=torch.long)
+        tokens = torch.full((len(rows), width), self.pad_id, dtype=torch.long)
         mask = torch.zeros((len(rows), width), dtype=torch.long)
         for i, row in enumerate(rows):
+            if self.is_vlm and (self.image_id in row.ids) != (row.pixels is not None):
+                raise ValueError(
+                    "a prompt's places for a picture and its picture do not go together: encode the request again"
+                )
             where = slice(width - len(row.ids), width) if side == "left" else slice(0, len(row.ids))
             tokens[i, where] = torch.tensor(row.ids)
             mask[i, where] = 1
@@ -118,11 +92,11 @@ class Backbone:
         grids = [row.grid for row in rows if row.grid is not None]
         pixels = torch.cat(pictures).to(device) if pictures else None
         grid = torch.cat(grids).to(device) if grids else None
-        return Padded(tokens, mask, self._positions(tokens, mask, grid), pixels, grid)
+        return Batch(tokens, mask, self._positions(tokens, mask, grid), pixels, grid)
 
-    def common(self, rows: Sequence[Encoded]) -> int:
-        """How many tokens all of several rows begin with, up to their first picture; something is left of each row.
-        0 for a single row."""
+    def common(self, rows: Sequence[Prompt]) -> int:
+        """Count the tokens that all of several rows begin with, up to their first picture; something is left of each
+        row. 0 for a single row."""
         if len(rows) < 2:
             return 0
         first, last = min(row.ids for row in rows), max(row.ids for row in rows)  # all others lie between these two
@@ -130,18 +104,24 @@ class Backbone:
         pictures = [row.ids.index(self.image_id) for row in rows if self.image_id in row.ids]
         return min(n, *pictures, *(len(row.ids) - 1 for row in rows))
 
-    def hidden(self, batch: Padded, cache: Any = None) -> Tensor:
-        """(B, T, d): final hidden states (after the final norm). With a cache, it is filled."""
-        images = {} if batch.pixels is None else {"pixel_values": batch.pixels, "image_grid_thw": batch.grid}
-        return self.body(
-            input_ids=batch.tokens, attention_mask=batch.mask, position_ids=batch.positions, past_key_values=cache,
-            use_cache=cache is not None, **images,
-        ).last_hidden_state  # fmt: skip
+    def embeddings(self, tokens: Tensor) -> Tensor:
+        """(B, T, d) input embeddings."""
+        return self.model.get_input_embeddings()(tokens)
 
-    @property
-    def body(self) -> Any:
-        """The model without its output head."""
-        return getattr(self.model, self.model.base_model_prefix)
+    def hidden(
+        self, batch: Batch, cache: Any = None, embeddings: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, d): final hidden states (after the final norm). With a cache, it is filled.
+
+        Args:
+            embeddings: (B, T, d), read in the place of the batch's tokens.
+            mask: another mask than the batch's, such as a tree's (B, 1, T, T), added to attention logits.
+        """
+        read = {"input_ids": batch.tokens} if embeddings is None else {"inputs_embeds": embeddings}
+        return self.body(
+            **read, attention_mask=batch.mask if mask is None else mask, position_ids=batch.positions,
+            past_key_values=cache, use_cache=cache is not None, **batch.vision,
+        ).last_hidden_state  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(hidden)

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from agent.deliveries import Delivery
     from compiler.hf import MemoryCompiler
     from compiler.records import Compilation, CompileRequest
-    from executor.hf import Action, FrozenExecutor
+    from executor.hf import FrozenExecutor
     from executor.prompt import ExecutorRequest
+    from executor.records import Action
     from executor.vllm import VllmExecutor
     from memory.entry import MemoryEntry
     from soft_mem.projector import Projector
@@ -114,14 +115,13 @@ class Script:
 
     def __init__(self, config: DeliveryBench) -> None:
         from compiler.prompt import INSTRUCTIONS
-        from compiler.vllm import encoder
-        from executor.hf import TokenExecutor
+        from executor.base import TokenExecutor
         from executor.prompt import RULES
-        from lm.vision import load_reader
+        from lm.loading import load_encoder
 
         self.config, name = config, build.model_path(config.model)
-        self.compiler, self._instructions = encoder(name), INSTRUCTIONS
-        self.executor = TokenExecutor(load_reader(name), RULES)
+        self.compiler, self._instructions = load_encoder(name), INSTRUCTIONS
+        self.executor = TokenExecutor(load_encoder(name), RULES)
 
     def memory(self, number: int) -> tuple[MemoryEntry, ...]:
         """Entries of one home until they hold `memory_tokens` tokens: the last one may go beyond by its own length."""
@@ -319,8 +319,10 @@ def _delivery(name: str) -> Delivery:
 @contextlib.contextmanager
 def _players(engine: str, config: DeliveryBench, script: Script) -> Iterator[Players]:
     """Both models, metered, with forced lengths; given up again at the end."""
+    from transformers import AutoConfig
+
     needed = script.longest()
-    window = script.compiler.model.config.get_text_config().max_position_embeddings
+    window = AutoConfig.from_pretrained(build.model_path(config.model)).get_text_config().max_position_embeddings
     if needed > window:
         raise ValueError(f"prompts of {needed} tokens, but {config.model} reads {window}: lower --memory-tokens")
     players = _hf_players(config) if engine == "hf" else _vllm_players(config, needed)
@@ -444,8 +446,8 @@ def _watch_engine(llm: Any, meter: Meter, least: int = 0) -> None:
 
 def _never_end(compiler: Any) -> None:
     """Emissions run into their limit: the end of turn is one more token that is never sampled."""
-    backbone = compiler.backbone
-    backbone.suppressed = sorted({*backbone.suppressed, backbone.end_id})
+    encoder = compiler.encoder
+    encoder.suppressed = sorted({*encoder.suppressed, encoder.end_id})
 
 
 def _cache_gib(config: DeliveryBench, needed: int) -> int:

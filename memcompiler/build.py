@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     import torch
 
     from compiler.client import RemoteCompiler
-    from compiler.hf import Decoding, MemoryCompiler
+    from compiler.hf import MemoryCompiler
+    from compiler.records import Decoding
     from compiler.vllm import VllmCompiler
     from executor.api import ApiExecutor
     from executor.client import RemoteExecutor
-    from executor.hf import Executor, FrozenExecutor
+    from executor.hf import FrozenExecutor
+    from executor.records import Executor
     from executor.vllm import VllmExecutor
     from lm.endpoint import Endpoint
     from memory.bank import MemoryBank
@@ -103,11 +105,16 @@ def load_executor(config: ExecutorConfig, cache: Path | None = None) -> AnyExecu
         from executor.vllm import VllmExecutor
 
         engine = config.vllm.model_dump()
-        return VllmExecutor.load(name, config.dtype, engine, temperature=config.temperature, **common)
+        return VllmExecutor.load(
+            name, config.dtype, config.memory_token, engine, temperature=config.temperature, **common
+        )
     if config.engine == "http":
         from executor.client import RemoteExecutor
 
-        return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), timeout=config.timeout_s, **common)
+        return RemoteExecutor(
+            str(config.url), name, dtype_of(config.dtype), memory_token=config.memory_token, timeout=config.timeout_s,
+            **common,
+        )  # fmt: skip
     return load_frozen(config)
 
 
@@ -115,18 +122,19 @@ def load_frozen(config: ExecutorConfig) -> FrozenExecutor:
     """The executor in this process, whatever `engine` says: a gradient can pass through it."""
     quiet()
     from executor.hf import FrozenExecutor
+    from lm.loading import load_backbone
 
-    return FrozenExecutor.load(
-        model_path(config.model), dtype_of(config.dtype), device_of(config.device), batch_size=config.batch_size,
-        temperature=config.temperature, **_common(config),
-    )  # fmt: skip
+    backbone = load_backbone(
+        model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token
+    )
+    return FrozenExecutor(backbone, batch_size=config.batch_size, temperature=config.temperature, **_common(config))
 
 
 def _common(config: ExecutorConfig) -> dict[str, Any]:
     """What all executors with weights of their own take."""
     return {
         "mode": config.mode, "instructions": _rules(config), "max_new_tokens": config.max_new_tokens,
-        "memory_token": config.memory_token, "images": config.images,
+        "images": config.images,
     }  # fmt: skip
 
 
@@ -142,12 +150,12 @@ def load_compiler(config: CompilerConfig, executor: AnyExecutor | None, seed: in
     import torch
 
     from compiler.hf import LoraSettings, MemoryCompiler
-    from lm.backbone import Backbone
+    from lm.loading import load_backbone
     from soft_mem.projector import Projector, ProjectorConfig
     from training import checkpoint
 
     torch.manual_seed(seed)  # the initialisation of LoRA and projector
-    backbone = Backbone.load(
+    backbone = load_backbone(
         model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token
     )
     found = checkpoint.find(Path(config.checkpoint)) if config.checkpoint else None
@@ -200,7 +208,7 @@ def load_remote_compiler(config: CompilerConfig, seed: int = 0, urls: Sequence[s
 
 
 def _decoding(config: CompilerConfig) -> Decoding:
-    from compiler.hf import Decoding
+    from compiler.records import Decoding
 
     return Decoding(config.temperature, config.max_new_tokens, config.batch_size)
 

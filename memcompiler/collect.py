@@ -18,7 +18,7 @@ from runtime.progress import progress
 if TYPE_CHECKING:
     from data_gen.collect import Rounds, Teacher
     from envs.base import Task
-    from executor.hf import Executor
+    from executor.records import Executor
     from memory.bank import MemoryBank
 
 console = Console(width=120)

@@ -20,7 +20,7 @@ from runtime.progress import progress
 if TYPE_CHECKING:
     from agent.episode import EpisodeSpec
     from compiler.hf import MemoryCompiler
-    from executor.hf import Executor
+    from executor.records import Executor
     from training.rollout import Group, RolloutEngine
 
 console = Console(width=120)

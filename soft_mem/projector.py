@@ -33,13 +33,6 @@ class Gaussian:
     mu: Tensor
     log_sigma: Tensor
 
-    def sample(self, temperature: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
-        """z = mu + T sigma eps (reparameterised); temperature 0 gives the mean."""
-        if temperature == 0:
-            return self.mu
-        eps = torch.randn(self.mu.shape, generator=generator, device=self.mu.device, dtype=self.mu.dtype)
-        return self.at(eps, temperature)
-
     def at(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
         """z = mu + T sigma noise, differentiable in mu and sigma."""
         return self.mu + temperature * self.log_sigma.exp() * noise
@@ -83,9 +76,17 @@ class Projector(nn.Module):
         mu, log_sigma = out.chunk(2, dim=-1)
         return Gaussian(mu, log_sigma.clamp(*LOG_SIGMA_RANGE))
 
+    def noise(self, gaussian: Gaussian, temperature: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
+        """Draw the noise (B, N, d_executor) of the soft tokens; zeros at temperature 0 and for the linear projector,
+        which is deterministic."""
+        mu = gaussian.mu
+        if temperature == 0 or self.config.kind == "linear":
+            return torch.zeros_like(mu)
+        return torch.randn(mu.shape, generator=generator, device=mu.device, dtype=mu.dtype)
+
     def draw(self, gaussian: Gaussian, temperature: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
-        """z (B, N, d_executor) in normalised units; the linear projector is deterministic."""
-        return gaussian.sample(0.0 if self.config.kind == "linear" else temperature, generator)
+        """z (B, N, d_executor) in normalised units (reparameterised)."""
+        return gaussian.at(self.noise(gaussian, temperature, generator), temperature)
 
     def to_embeddings(self, z: Tensor) -> Tensor:
         """Normalised units -> the executor's embedding scale."""

@@ -9,7 +9,7 @@ from compiler.language import Emission, render
 from compiler.records import Compilation
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from executor.grounding import Grounding
-from executor.hf import Action
+from executor.records import Action
 from tests.tiny_models import entry
 
 COMMANDS = ("north", "south")

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from compiler.brief_state import BriefState, Create
-from compiler.hf import Decoding, LoraSettings, MemoryCompiler
-from compiler.records import CompileRequest
+from compiler.hf import LoraSettings, MemoryCompiler
+from compiler.records import CompileRequest, Decoding
 from lm.backbone import Backbone
 from memory.entry import MemoryEntry, Provenance
 from soft_mem.projector import Projector, ProjectorConfig

@@ -20,12 +20,13 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.hf import Decoding, MemoryCompiler
-from compiler.records import Compilation
-from compiler.vllm import VllmCompiler, encoder
+from compiler.hf import MemoryCompiler
+from compiler.records import Compilation, Decoding
+from compiler.vllm import VllmCompiler
 from compiler.vllm import engine_settings as compiler_settings
 from configs.executor import EXECUTOR_KEY
 from executor.vllm import engine_settings as executor_settings
+from lm.loading import load_encoder
 from tests import tiny_models
 from zoo.household.models import as_llama, save
 
@@ -133,7 +134,7 @@ def served(compiler: MemoryCompiler, path: Path, **kwargs: Any) -> VllmCompiler:
     """The same compiler in the engine; its adapter goes through `path`."""
     vlm = compiler.backbone.is_vlm
     kwargs = {"decoding": compiler.decoding, "instructions": compiler.instructions} | kwargs
-    made = VllmCompiler(engine(vlm), encoder(folder(vlm)), compiler.projector, **kwargs)
+    made = VllmCompiler(engine(vlm), load_encoder(folder(vlm)), compiler.projector, **kwargs)
     made.load_adapter(save_adapter(compiler, path), 1, compiler.projector)
     return made
 

@@ -32,10 +32,12 @@ import torch
 from torch import Tensor
 
 from agent.episode import EpisodeSpec
-from compiler.hf import Decoding, MemoryCompiler
+from compiler.hf import MemoryCompiler
+from compiler.records import Decoding
 from configs.training import GrpoConfig
-from executor.hf import ExecutorPrompt, FrozenExecutor, TokenExecutor
-from lm.backbone import Encoded
+from executor.base import TokenExecutor
+from executor.hf import FrozenExecutor
+from lm.prompt import Prompt
 from runtime.errors import is_failure
 from soft_mem.projector import Gaussian
 from training import checkpoint, distributed
@@ -221,9 +223,9 @@ class GrpoTrainer:
         draw = None
         if self.pathwise:
             assert isinstance(self.executor, FrozenExecutor)  # its settings say so
-            prompt = ExecutorPrompt((self.executor.placeholder,) * n, None)
+            prompt = Prompt((self.executor.placeholder,) * n, None)
             draw = Draw(prompt, ("",), 0, z, 0.0)
-        sample = Sample(Encoded((end,)), (end,), z, zeros, 1, 0.0, 0, self.update, draw)
+        sample = Sample(Prompt((end,)), (end,), z, zeros, 1, 0.0, 0, self.update, draw)
         old = zeros if self._looks_back() else None
         return [[sample], [zeros], [old], [zeros if self.config.kl else None]]
 

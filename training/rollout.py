@@ -18,11 +18,11 @@ from torch import Tensor
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode, StepRecord
-from compiler.hf import Decoding, MemoryCompiler
-from compiler.records import Compilation, Compiler, CompileRequest
+from compiler.hf import MemoryCompiler
+from compiler.records import Compilation, Compiler, CompileRequest, Decoding
 from envs.base import Environment
-from executor.hf import Executor, ExecutorPrompt
-from lm.backbone import Encoded
+from executor.records import Executor
+from lm.prompt import Prompt
 from runtime.errors import is_failure
 from soft_mem.projector import Gaussian, Projector
 from training import checkpoint
@@ -33,7 +33,7 @@ from training.losses import group_advantages
 class Draw:
     """What the executor drew, `chosen` among `candidates`, after a prompt whose soft tokens were mu + T sigma noise."""
 
-    prompt: ExecutorPrompt
+    prompt: Prompt
     candidates: tuple[str, ...]
     chosen: int
     noise: Tensor  # (N, d_executor)
@@ -45,7 +45,7 @@ class Sample:
     """One compiled step. T text tokens were sampled (the forced end-of-turn token of a cut emission was not), then N
     soft tokens; with a `draw`, the executor's action takes their place in the policy."""
 
-    prompt: Encoded
+    prompt: Prompt
     emission: tuple[int, ...]  # T ids, or T + 1 with the forced end
     z: Tensor  # (N, d_executor), normalised units
     rollout_logprobs: Tensor  # (T + N,), or (T + 1,) with a draw, as the engine that sampled says

@@ -25,8 +25,8 @@ from torch import Tensor
 from compiler.hf import MemoryCompiler
 from configs.training import SftConfig
 from data_gen.rows import SftRow
-from executor.hf import ExecutorPrompt, FrozenExecutor
-from lm.backbone import Encoded
+from executor.hf import FrozenExecutor
+from lm.prompt import Prompt
 from soft_mem.inject import memory_targets
 from soft_mem.losses import gauss_nll, negative_entropy, orthogonality, soft_mse
 from training import checkpoint, distributed
@@ -38,9 +38,9 @@ from training.losses import cosine_with_warmup, token_nll
 class Example:
     """A row as token ids: compiler prompt -> emission, executor prompt (with N placeholders) -> action."""
 
-    prompt: Encoded
+    prompt: Prompt
     emission: tuple[int, ...]
-    executor_prompt: ExecutorPrompt
+    executor_prompt: Prompt
     action: tuple[int, ...]
     memory_ids: tuple[int, ...]  # the memory's text, in the executor's tokens
 
@@ -207,7 +207,7 @@ def _latent(
     """L_latent, the semantic alignment of Eq. 6: the soft tokens should hold the memory's content."""
     settings = compiler.projector.config
     if config.latent == "lm_head":  # the executor reads the memory back out of the soft tokens
-        prompts = [ExecutorPrompt((executor.placeholder,) * settings.n_tokens, None)] * len(examples)
+        prompts = [Prompt((executor.placeholder,) * settings.n_tokens, None)] * len(examples)
         nll, count = executor.action_nll(prompts, soft, [e.memory_ids for e in examples])
         return nll / count.clamp(min=1)
     # The embedding layer is called, for its table may be in slices, and once: ranks hold unequal numbers of rows.

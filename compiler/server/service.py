@@ -35,8 +35,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import ValidationError
 
-from compiler.hf import Decoding
-from compiler.records import Compilation, CompileRequest
+from compiler.records import Compilation, CompileRequest, Decoding
 from compiler.server.wire import AdapterBody, CompileBody, CompileReply, SamplingBody, Seconds
 from configs.compiler import COMPILER_KEY
 

@@ -57,7 +57,7 @@ def _png(text: str) -> str:
 
 Picture = Annotated[str, AfterValidator(_png)]
 StateText = Annotated[str, AfterValidator(_brief_state)]
-TensorName = Literal["mu", "log_sigma", "z"]
+TensorName = Literal["mu", "log_sigma", "z", "noise"]
 
 
 class Body(BaseModel):
@@ -149,7 +149,7 @@ class Seconds(Body):
 
 
 class CompileReply(Body):
-    """What /compile answers. mu, log_sigma, z: null unless asked for (and where the compiler has no soft tokens)."""
+    """What /compile answers. mu, log_sigma, z, noise: null unless asked for (and where there are no soft tokens)."""
 
     text: str
     kind: Literal["EXPERIENCE", "BRIEF", "HYBRID", "NOACTION"]
@@ -162,6 +162,7 @@ class CompileReply(Body):
     mu: TensorBody | None
     log_sigma: TensorBody | None
     z: TensorBody | None
+    noise: TensorBody | None  # z is mu + T sigma noise; null where z is the mean
     seed: int | None  # null where nothing was drawn at random
     tokens_in: int
     tokens_out: int
@@ -176,7 +177,8 @@ class CompileReply(Body):
     ) -> CompileReply:  # fmt: skip
         sent = {
             name: TensorBody.of(tensor) if name in tensors and tensor is not None else None
-            for name, tensor in (("mu", made.mu), ("log_sigma", made.log_sigma), ("z", made.z))
+            for name in ("mu", "log_sigma", "z", "noise")
+            for tensor in (getattr(made, name),)
         }
         return cls(
             text=made.text, kind=str(made.emission.kind),  # type: ignore[arg-type]
@@ -197,11 +199,13 @@ class CompileReply(Body):
         parsed = Parsed(Emission(), error) if error is ParseError.TRUNCATED else parse(self.text)
         if (str(parsed.emission.kind), parsed.error) != (self.kind, error):
             raise ValueError(f"the service reads its emission as {self.kind}, this client as {parsed.emission.kind}")
-        mu, log_sigma, z = (None if t is None else t.tensor() for t in (self.mu, self.log_sigma, self.z))
+        sent = (self.mu, self.log_sigma, self.z, self.noise)
+        mu, log_sigma, z, noise = (None if t is None else t.tensor() for t in sent)
         z = mu if z is None else z
         return Compilation(
             text=self.text, emission=parsed.emission, parse_error=error, prompt_ids=self.prompt_ids,
-            emission_ids=self.emission_ids, text_logprobs=_tensor(self.text_logprobs), z=z, mu=mu, log_sigma=log_sigma,
+            emission_ids=self.emission_ids, text_logprobs=_tensor(self.text_logprobs), z=z, noise=noise, mu=mu,
+            log_sigma=log_sigma,
             soft=None if z is None or self.emb_std is None else z * self.emb_std,
             latent_logprobs=_tensor(self.latent_logprobs), request=request, tokens_in=self.tokens_in,
             tokens_out=self.tokens_out, tokens_cached=self.cached_tokens, weight_version=self.weight_version,

@@ -25,10 +25,9 @@ from agent.records import Episode
 from eval.metrics import DELIVERY_NAMES, bootstrap_mean
 from eval.paper.latents import RecordedEpisode, goal_of
 from eval.plots import ACCENT, CONTROL, DPI, GRID, INK, MUTED
-from executor.hf import ExecutorPrompt, FrozenExecutor
+from executor.hf import FrozenExecutor
 from executor.prompt import Delivered, ExecutorRequest
-from lm.vision import vision_inputs
-from soft_mem.inject import inject
+from lm.prompt import Prompt
 
 CHANNELS = ("memory", "text", "soft")  # all memory tokens; those of words; soft tokens
 STATIC = ("static", "static_top1")
@@ -51,23 +50,17 @@ class Attention:
 
 
 @torch.no_grad()
-def last_token_logits(executor: FrozenExecutor, prompt: ExecutorPrompt) -> Tensor:
+def last_token_logits(executor: FrozenExecutor, prompt: Prompt) -> Tensor:
     """(layers, heads, T) fp32: logits of the prompt's last token over all of the prompt's. Their softmax over T is the
     model's own attention.
 
     Raises:
         ValueError: the model's attention cannot be read so (sliding windows, capped logits, attention of its own).
     """
-    model = executor.model
-    tokens = torch.tensor([prompt.ids], device=model.device)
-    mask = torch.ones_like(tokens)
-    embeddings = model.get_input_embeddings()(tokens)
-    if prompt.soft is not None:
-        embeddings = inject(embeddings, tokens, executor.placeholder, prompt.soft.to(embeddings.device)[None])
-    where = vision_inputs(model, tokens, mask, [prompt.picture]) if executor.is_vlm else {}
-    body = getattr(model, model.base_model_prefix)
+    model, batch = executor.model, executor.backbone.pad([prompt], "right")
+    embeddings = executor.embed(batch.tokens, [prompt])
     with attending(model) as layers:
-        body(inputs_embeds=embeddings, attention_mask=mask, use_cache=False, **where)
+        executor.backbone.hidden(batch, embeddings=embeddings)
     expected = model.config.get_text_config().num_hidden_layers
     if len(layers) != expected:
         raise ValueError(
@@ -119,7 +112,7 @@ def _logits(query_HD: Tensor, key_KTD: Tensor, scaling: float | None) -> Tensor:
 # The prompt of a recorded step, and where memory stands in it
 
 
-def executor_prompt(executor: FrozenExecutor, episode: Episode, t: int, soft: Tensor | None) -> ExecutorPrompt:
+def executor_prompt(executor: FrozenExecutor, episode: Episode, t: int, soft: Tensor | None) -> Prompt:
     """What the executor read at step t, built anew from the record.
 
     Raises:

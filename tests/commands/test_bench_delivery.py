@@ -17,10 +17,9 @@ from typer.testing import CliRunner
 
 from compiler.brief_state import BriefState, render_brief_state
 from compiler.prompt import INSTRUCTIONS, compiler_parts
-from compiler.vllm import encoder
-from executor.hf import TokenExecutor
+from executor.base import TokenExecutor
 from executor.prompt import RULES, Delivered, ExecutorRequest
-from lm.vision import load_reader
+from lm.loading import load_encoder
 from memcompiler.bench_delivery import ACTION_TOKENS, EMISSION_TOKENS, GUIDANCE, REASON, DeliveryBench, Script
 from memcompiler.cli import app
 
@@ -84,7 +83,7 @@ def test_every_row_holds_every_step_and_its_parts_make_the_whole(measured: tuple
 def test_tokens_are_those_of_the_prompts(measured: tuple[str, dict[str, Any]]) -> None:
     """One episode at a time, so that each mean is one prompt's: counted again from the prompts themselves."""
     _, results = measured
-    asked, reader = script(), TokenExecutor(load_reader(MODEL), RULES)
+    asked, reader = script(), TokenExecutor(load_encoder(MODEL), RULES)
     memory = asked.memory(1000)
     text = "\n\n".join(entry.text for entry in memory)
     held = len(reader.tokenizer(text)["input_ids"])
@@ -106,7 +105,7 @@ def test_tokens_are_those_of_the_prompts(measured: tuple[str, dict[str, Any]]) -
     assert compiled["executor_in"]["values"] == [
         prompt(t, Delivered(state=now[t], guidance=GUIDANCE, reason=REASON, soft=soft)) for t in range(STEPS)
     ]
-    backbone = encoder(MODEL)
+    backbone = load_encoder(MODEL)
     assert compiled["compiler_in"]["values"] == [
         len(backbone.encode(compiler_parts(asked.compile_request(1000, t, memory)), INSTRUCTIONS).ids)
         for t in range(STEPS)
@@ -134,7 +133,7 @@ def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path,
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
     assert done.stdout.strip().splitlines()[-1] == f"ratio: {results['ratio']['vllm 1']:.2f}"
-    tokens, asked, backbone = row(results, "compiled", 1)["tokens"], script(), encoder(MODEL)
+    tokens, asked, backbone = row(results, "compiled", 1)["tokens"], script(), load_encoder(MODEL)
 
     def prompt(number: int, t: int) -> tuple[int, ...]:
         parts = compiler_parts(asked.compile_request(number, t, asked.memory(number)))

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from transformers import GenerationConfig
 
-from compiler.hf import Decoding
+from compiler.records import Decoding
 from configs.compiler import CompilerConfig
 from configs.evaluation import EvalConfig
 from configs.training import GrpoConfig

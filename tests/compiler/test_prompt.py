@@ -5,9 +5,10 @@ import io
 from PIL import Image
 
 from compiler.brief_state import BriefState, Create, Fold
-from compiler.prompt import INSTRUCTIONS, compiler_parts, images_of, messages
+from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import CompileRequest
 from executor.prompt import Delivered, ExecutorRequest, executor_text
+from lm.prompt import messages
 from memory.entry import MemoryEntry
 from tests.tiny_models import entry
 
@@ -64,7 +65,7 @@ def test_pictures_of_memory_stand_before_their_entry():
     seen = MemoryEntry("e", "the entry", plain.provenance, (buffer.getvalue(),))
     parts = compiler_parts(CompileRequest(GOAL, (seen,), STATE, "x", PICTURE))
     kinds = ["image" if p.image else p.text.split("\n")[0] for p in parts]
-    assert kinds[:3] == ["memory:", "image", "the entry"] and len(images_of(parts)) == 2
+    assert kinds[:3] == ["memory:", "image", "the entry"] and sum(part.image is not None for part in parts) == 2
 
 
 def test_messages_hold_the_instructions_only_where_asked():

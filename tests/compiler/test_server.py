@@ -24,9 +24,9 @@ from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import StopReason
 from compiler.brief_state import Belief, BriefState
 from compiler.client import RemoteCompiler, RemoteError, RemoteServer
-from compiler.hf import Decoding, MemoryCompiler
+from compiler.hf import MemoryCompiler
 from compiler.language import Emission, ParseError, render
-from compiler.records import Compilation, CompileRequest
+from compiler.records import Compilation, CompileRequest, Decoding
 from compiler.server.wire import CompileBody, CompileReply, SamplingBody, TensorBody
 from configs.compiler import COMPILER_KEY, CompilerConfig, Soft
 from configs.evaluation import EvalConfig

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.hf import Decoding
 from compiler.language import ParseError, grammar, parse
+from compiler.records import Decoding
 from compiler.vllm import VllmCompiler
 from lm.vllm_extension import HiddenTails, tail_of, watched
 from soft_mem.projector import Projector, ProjectorConfig
@@ -170,8 +170,8 @@ def test_the_grammar_costs_nothing_where_it_is_off_and_never_touches_the_second_
                 repr(
                     SamplingParams(
                         temperature=1.2, top_k=0, top_p=1.0, seed=params.seed, max_tokens=8, logprobs=0,
-                        stop_token_ids=[ours.backbone.end_id], ignore_eos=True, detokenize=False,
-                        logit_bias=dict.fromkeys(ours.backbone.suppressed, -torch.inf),
+                        stop_token_ids=[ours.encoder.end_id], ignore_eos=True, detokenize=False,
+                        logit_bias=dict.fromkeys(ours.encoder.suppressed, -torch.inf),
                     )
                 )
                 for params in first

@@ -15,7 +15,7 @@ from agent.records import StopReason  # noqa: E402
 from envs.base import Environment, EnvironmentFailure  # noqa: E402
 from envs.gymnasium_text import Episodes, GymnasiumTextEnvironment, Keys  # noqa: E402
 from executor.grounding import Grounding  # noqa: E402
-from executor.hf import Action  # noqa: E402
+from executor.records import Action  # noqa: E402
 
 
 class Guess(gymnasium.Env):

@@ -353,7 +353,7 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from envs.base import Task
 from envs.pool import EnvironmentPool, WorkerSpec
-from executor.hf import Action
+from executor.records import Action
 from executor.grounding import Grounding
 
 class Sleeper:

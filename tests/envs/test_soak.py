@@ -19,7 +19,7 @@ from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import StopReason
 from envs.pool import EnvironmentPool, PoolLimits, WorkerSpec
 from executor.grounding import Grounding
-from executor.hf import Action
+from executor.records import Action
 from tests.envs.hosted_examples import alive
 
 HOMES = WorkerSpec("envs.household:HouseholdEnvironment", {"scenes": {"train": 2, "test": 2}, "images": False})

@@ -29,9 +29,10 @@ from eval.paper.attention import (
     memory_positions,
 )
 from eval.paper.latents import RecordedEpisode
-from executor.hf import ExecutorPrompt, FrozenExecutor
+from executor.hf import FrozenExecutor
 from executor.prompt import Delivered, ExecutorRequest, executor_text
-from lm.vision import vision_inputs
+from lm.backbone import Backbone
+from lm.prompt import Prompt
 from soft_mem.inject import inject
 from tests import tiny_models
 from zoo.household.models import make_compiler, make_processor
@@ -48,21 +49,21 @@ def text_executor(kind: str, **settings: Any) -> FrozenExecutor:
     torch.manual_seed(0)
     config, model = {**MODELS, "mistral": (MistralConfig, MistralForCausalLM)}[kind]
     tokenizer = tiny_models.tokenizer()
-    return FrozenExecutor(model(config(vocab_size=len(tokenizer), **GROUPED, **settings)), tokenizer)
+    return FrozenExecutor(Backbone(model(config(vocab_size=len(tokenizer), **GROUPED, **settings)), tokenizer))
 
 
-def own_weights(executor: FrozenExecutor, prompt: ExecutorPrompt) -> torch.Tensor:
+def own_weights(executor: FrozenExecutor, prompt: Prompt) -> torch.Tensor:
     """(layers, heads, T): the last token's attention as transformers reports it under eager attention."""
     model = executor.model
     before = model.config.get_text_config()._attn_implementation
     model.set_attn_implementation("eager")
-    tokens = torch.tensor([prompt.ids])
-    embeddings = model.get_input_embeddings()(tokens)
+    batch = executor.backbone.pad([prompt], "right")
+    embeddings = model.get_input_embeddings()(batch.tokens)
     if prompt.soft is not None:
-        embeddings = inject(embeddings, tokens, executor.placeholder, prompt.soft[None])
-    seen = vision_inputs(model, tokens, torch.ones_like(tokens), [prompt.picture]) if executor.is_vlm else {}
+        embeddings = inject(embeddings, batch.tokens, executor.placeholder, prompt.soft[None])
+    seen = {**batch.vision, "position_ids": batch.positions} if executor.backbone.is_vlm else {}
     with torch.no_grad():
-        out = model(inputs_embeds=embeddings, attention_mask=torch.ones_like(tokens), output_attentions=True, **seen)
+        out = model(inputs_embeds=embeddings, attention_mask=batch.mask, output_attentions=True, **seen)
     model.set_attn_implementation(before)
     return torch.stack([layer[0, :, -1] for layer in out.attentions])
 
@@ -87,9 +88,9 @@ def test_softmax_of_our_logits_is_the_model_s_attention(kind: str, soft: bool) -
 def test_the_same_for_an_executor_that_sees() -> None:
     torch.manual_seed(0)
     tokenizer = tiny_models.tokenizer()
-    executor = FrozenExecutor(make_compiler(tokenizer, hidden=64, layers=2), make_processor(tokenizer))
+    executor = FrozenExecutor(Backbone(make_compiler(tokenizer, hidden=64, layers=2), make_processor(tokenizer)))
     prompt = executor.encode(request(Image.new("RGB", (64, 64), (200, 40, 40))))
-    assert prompt.picture is not None
+    assert prompt.pixels is not None
     ours = last_token_logits(executor, prompt).softmax(-1)
     torch.testing.assert_close(ours, own_weights(executor, prompt), atol=1e-4, rtol=1e-4)
 

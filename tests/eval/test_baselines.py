@@ -11,7 +11,7 @@ from compiler.records import CompileRequest
 from envs.base import Observation, Task, Transition
 from eval.runner import Evaluation, make_delivery
 from executor.grounding import Grounding
-from executor.hf import Action
+from executor.records import Action
 from memory.entry import MemoryEntry, Provenance
 
 GOAL = "in home 3: put a mug in cabinet"

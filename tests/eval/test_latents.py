@@ -60,7 +60,7 @@ def test_soft_tokens_come_back(delivery: str) -> None:
 
 
 def test_sampled_soft_tokens_are_said_to_be() -> None:
-    from compiler.hf import Decoding
+    from compiler.records import Decoding
 
     compiler = tiny_models.memory_compiler(decoding=Decoding(1.0, 12), projector={"init_log_sigma": 1.0})
     of = step_of(compiler, ())
@@ -158,7 +158,7 @@ def test_a_probe_needs_other_episodes() -> None:
 
 def test_text_is_what_the_executor_reads_and_soft_what_it_is_given() -> None:
     backbone = tiny_models.lm_backbone()
-    reader, gathered = FrozenExecutor(backbone.model, backbone.tokenizer), Gathered()
+    reader, gathered = FrozenExecutor(backbone), Gathered()
     gathered.add(
         reader, Recompiled(torch.ones(4, 64), torch.zeros(4, 32), torch.full((3, 32), 2.0), False), "go to shelf 1", 7
     )

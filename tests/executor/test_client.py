@@ -35,6 +35,7 @@ from executor.client import RemoteExecutor, _nodes
 from executor.grounding import Grounding
 from executor.hf import FrozenExecutor
 from executor.prompt import Delivered, ExecutorRequest
+from lm.loading import load_backbone
 from tests import vllm_engines
 from tests.fakes import CountingEnv, Recorder, spec
 
@@ -107,7 +108,7 @@ class StandIn(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[tuple[str, type[StandIn], Callable[[], None]]]:
-    reference = FrozenExecutor.load(vllm_engines.folder(False), torch.float32, "cpu")
+    reference = FrozenExecutor(load_backbone(vllm_engines.folder(False), torch.float32, "cpu"))
     handler = type("Handler", (StandIn,), {"reference": reference, "keys": set()})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -249,7 +250,7 @@ def test_only_loopback_is_served() -> None:
 @vllm_engines.marks[-1]
 def test_the_real_server_acts_as_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXECUTOR_KEY, "k1")
-    theirs = FrozenExecutor.load(vllm_engines.folder(False), torch.float32, "cpu")
+    theirs = FrozenExecutor(load_backbone(vllm_engines.folder(False), torch.float32, "cpu"))
     with vllm_engines.server(tmp_path / "log", vllm_engines.folder(False)) as url:
         ours = remote(url)
         prompts, names = [theirs.encode(r) for r in requests()], [r.admissible or () for r in requests()]
@@ -287,17 +288,17 @@ def test_the_real_server_sees_as_hugging_face_does(tmp_path: Path, monkeypatch: 
     views = [Image.new("RGB", (64, 64), (40 * i, 90, 200)) for i in range(3)]
     seeing = [replace(request(i, soft=i != 1), image=view) for i, view in enumerate(views)]
     asked, model = [*seeing, request(3), request(1, soft=False)], vllm_engines.folder(True, free_rows=8)
-    theirs = FrozenExecutor.load(model, torch.float32, "cpu")
+    theirs = FrozenExecutor(load_backbone(model, torch.float32, "cpu"))
     with vllm_engines.server(tmp_path / "log", model) as url:
         ours = remote(url, model)
         prompts, names = [theirs.encode(r) for r in asked], [r.admissible or () for r in asked]
-        assert [p.picture is not None for p in prompts] == [True] * 3 + [False] * 2
+        assert [bool(p.images) for p in prompts] == [True] * 3 + [False] * 2
         for a, b in zip(
             ours.candidate_logprobs(prompts, names), theirs.candidate_logprobs(prompts, names), strict=True
         ):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
         assert ours.act(asked) == theirs.act(asked)
-        other = [replace(prompts[0], picture=prompts[1].picture)]  # the picture is read
+        other = [replace(prompts[0], images=prompts[1].images)]  # the picture is read
         assert not torch.allclose(
             ours.candidate_logprobs(other, names[:1])[0], theirs.candidate_logprobs(prompts[:1], names[:1])[0]
         )

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from executor.grounding import Grounding, ground
-from executor.hf import ExecutorPrompt, FrozenExecutor
+from executor.hf import FrozenExecutor
 from executor.prompt import Delivered, ExecutorRequest
+from lm.prompt import Prompt
 from tests import tiny_models
 
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 from shelf 1", "look", "go to shelf 2")
@@ -16,7 +17,7 @@ COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 fr
 
 def executor(**kwargs) -> FrozenExecutor:
     backbone = tiny_models.lm_backbone()
-    return FrozenExecutor(backbone.model, backbone.tokenizer, **kwargs)
+    return FrozenExecutor(backbone, **kwargs)
 
 
 def request(i: int = 0, soft: bool = False, **kwargs) -> ExecutorRequest:
@@ -105,6 +106,6 @@ def test_grounding():
 
 def test_prompt_without_soft_has_no_placeholder():
     model = executor()
-    assert isinstance(model.encode(request(0)), ExecutorPrompt)
+    assert isinstance(model.encode(request(0)), Prompt)
     assert model.placeholder not in model.encode(request(0)).ids
     assert model.encode(request(0, soft=True)).ids.count(model.placeholder) == 4

@@ -16,7 +16,7 @@ from executor.grounding import Grounding
 from executor.hf import FrozenExecutor
 from executor.prompt import Delivered, ExecutorRequest, executor_parts
 from executor.vllm import SOFT_PARTS, VllmExecutor, engine_settings
-from lm.vision import load_reader
+from lm.loading import load_backbone, load_encoder
 from tests import vllm_engines
 
 pytestmark = vllm_engines.marks
@@ -27,8 +27,8 @@ COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 fr
 def pair(vlm: bool = False, **kwargs: Any) -> tuple[VllmExecutor, FrozenExecutor]:
     """Ours and the reference."""
     folder = vllm_engines.folder(vlm)
-    theirs = FrozenExecutor.load(folder, torch.float32, "cpu", **kwargs)
-    return VllmExecutor(vllm_engines.engine(vlm, "executor"), load_reader(folder), folder, **kwargs), theirs
+    theirs = FrozenExecutor(load_backbone(folder, torch.float32, "cpu"), **kwargs)
+    return VllmExecutor(vllm_engines.engine(vlm, "executor"), load_encoder(folder), folder, **kwargs), theirs
 
 
 def request(i: int = 0, soft: bool = True, scale: float = 1.0) -> ExecutorRequest:
@@ -170,7 +170,7 @@ def test_what_cannot_be_read_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="32 dimensions, not 64"):
         ours.act([replace(request(0), delivered=narrow)])
     with pytest.raises(ValueError, match="takes text only"):
-        VllmExecutor(vllm_engines.engine(False, "executor"), load_reader(vllm_engines.folder(True)), ours.weights)
+        VllmExecutor(vllm_engines.engine(False, "executor"), load_encoder(vllm_engines.folder(True)), ours.weights)
     assert len(ours.act(requests())) == 4  # nothing of all this is left in the engine
 
 
@@ -189,7 +189,7 @@ def test_an_engine_that_failed_amid_a_batch_is_refused() -> None:
 def test_with_pictures_likelihoods_and_choices_equal_hugging_face() -> None:
     ours, theirs = pair(vlm=True)
     prompts, names = [theirs.encode(r) for r in mixed()], [r.admissible or () for r in mixed()]
-    assert [p.picture is not None for p in prompts] == [True, True, False, False, True, True]
+    assert [bool(p.images) for p in prompts] == [True, True, False, False, True, True]
     for a, b in zip(ours.candidate_logprobs(prompts, names), theirs.candidate_logprobs(prompts, names), strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
     assert ours.act(mixed()) == theirs.act(mixed())
@@ -227,7 +227,7 @@ def with_free_vocabulary() -> VllmExecutor:
 
     path = vllm_engines.folder(True, free_rows=8)
     llm = LLM(model=str(path), **engine_settings(), **vllm_engines.SETTINGS)
-    return VllmExecutor(llm, load_reader(path), path)
+    return VllmExecutor(llm, load_encoder(path), path)
 
 
 def test_a_prompt_with_picture_reads_like_the_chat_message_of_its_parts() -> None:
@@ -238,7 +238,7 @@ def test_a_prompt_with_picture_reads_like_the_chat_message_of_its_parts() -> Non
     pair(vlm=True)  # sets the environment of engines
     ours = with_free_vocabulary()
     prompt = ours.encode(seeing(4))
-    assert prompt.soft is not None and prompt.picture is not None
+    assert prompt.soft is not None and prompt.images
     data = io.BytesIO()
     torch.save(prompt.soft, data)
     before, after = executor_parts(seeing(4), ours.placeholder_text)
@@ -246,7 +246,7 @@ def test_a_prompt_with_picture_reads_like_the_chat_message_of_its_parts() -> Non
     parts = [
         {"type": "text", "text": before},
         {"type": "prompt_embeds", "data": base64.b64encode(data.getvalue()).decode()},
-        {"type": "text", "text": between}, {"type": "image_pil", "image_pil": prompt.picture.image},
+        {"type": "text", "text": between}, {"type": "image_pil", "image_pil": prompt.images[0]},
         {"type": "text", "text": after},
     ]  # fmt: skip
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True, logprobs=0, detokenize=False)

@@ -22,8 +22,9 @@ from configs.executor import ExecutorConfig
 from configs.training import SftConfig
 from data_gen.rows import SftRow
 from envs.base import Observation, Task, Transition
-from executor.hf import ExecutorPrompt, FrozenExecutor
+from executor.hf import FrozenExecutor
 from executor.prompt import Delivered, ExecutorRequest
+from lm.prompt import Prompt
 from memory.trajectory import png_bytes
 from tests import tiny_models, vllm_engines
 from training.sft import encode_row, sft_losses
@@ -52,11 +53,11 @@ REQUESTS = [request(0), request(1, image=False), request(2, soft=False), request
 
 def executor(**kwargs: Any) -> FrozenExecutor:
     backbone = tiny_models.vlm_backbone()
-    return FrozenExecutor(backbone.model, backbone.processor, **kwargs)
+    return FrozenExecutor(backbone, **kwargs)
 
 
 @contextmanager
-def soft_by_hook(model: FrozenExecutor, prompt: ExecutorPrompt) -> Iterator[None]:
+def soft_by_hook(model: FrozenExecutor, prompt: Prompt) -> Iterator[None]:
     def put_in(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         made = output.clone()
         if prompt.soft is not None:
@@ -69,12 +70,11 @@ def soft_by_hook(model: FrozenExecutor, prompt: ExecutorPrompt) -> Iterator[None
 
 
 @torch.no_grad()
-def reference_logprobs(model: FrozenExecutor, prompt: ExecutorPrompt, answer: Sequence[int]) -> torch.Tensor:
+def reference_logprobs(model: FrozenExecutor, prompt: Prompt, answer: Sequence[int]) -> torch.Tensor:
     """(len(answer), V), by the model's own forward pass from ids and pixels."""
     tokens = torch.tensor([[*prompt.ids, *answer]])
     kinds = (tokens == model.model.config.image_token_id).int()
-    picture = prompt.picture
-    seen = {} if picture is None else {"pixel_values": picture.pixels, "image_grid_thw": picture.grid}
+    seen = {} if prompt.pixels is None else {"pixel_values": prompt.pixels, "image_grid_thw": prompt.grid}
     model.model.model.rope_deltas = None  # it keeps those of an earlier call
     with soft_by_hook(model, prompt):
         logits = model.model(input_ids=tokens, mm_token_type_ids=kinds, **seen).logits
@@ -87,7 +87,7 @@ def test_the_view_stands_between_soft_tokens_and_observation() -> None:
     text = model.tokenizer.decode(prompt.ids)
     pads = "<|vision_start|>" + "<|image_pad|>" * 16 + "<|vision_end|>"
     assert f"soft: {'<|mem|>' * 4}\ndid: look\nview: {pads}\nsee: You see nothing." in text
-    assert prompt.picture is not None and prompt.picture.grid.tolist() == [[1, 8, 8]]
+    assert prompt.grid is not None and prompt.grid.tolist() == [[1, 8, 8]]
 
 
 def test_likelihoods_equal_the_models_own_forward_pass() -> None:
@@ -150,7 +150,7 @@ def test_sft_rows_with_pictures_train_through_a_seeing_executor() -> None:
     model, examples = executor(), []
     for row in rows:
         prompt = replace(model.encode(row.executor_request(compiler.n_tokens)), soft=None)
-        assert (prompt.picture is not None) == (row.image is not None)
+        assert (prompt.pixels is not None) == (row.image is not None)
         examples.append(replace(encode_row(row, compiler, model, soft=True), executor_prompt=prompt))
     losses = sft_losses(compiler, model, examples, SftConfig())
     losses["action"].sum().backward()
@@ -160,7 +160,7 @@ def test_sft_rows_with_pictures_train_through_a_seeing_executor() -> None:
 
 def test_a_prompt_whose_picture_was_lost_is_refused() -> None:
     model = executor()
-    lost = replace(model.encode(request(0)), picture=None)
+    lost = replace(model.encode(request(0)), pixels=None, grid=None)
     with pytest.raises(ValueError, match="picture do not go together"):
         model.candidate_logprobs([lost], [COMMANDS])
     with pytest.raises(ValueError, match="picture do not go together"):
@@ -175,11 +175,11 @@ def test_an_image_token_in_the_text_is_refused(image: bool) -> None:
 
 def test_pictures_can_be_switched_off_and_text_models_never_see() -> None:
     blind, text = executor(images=False), tiny_models.lm_backbone()
-    reader = FrozenExecutor(text.model, text.tokenizer)
+    reader = FrozenExecutor(text)
     assert (executor().sees_images, blind.sees_images, reader.sees_images) == (True, False, False)
     for model in (blind, reader):
         assert model.encode(request(0)).ids == model.encode(request(0, image=False)).ids
-        assert model.encode(request(0)).picture is None
+        assert model.encode(request(0)).pixels is None
     assert blind.act([request(0)]) == blind.act([request(0, image=False)])
 
 

@@ -77,7 +77,7 @@ def spec(i: int, kind: str = "") -> EpisodeSpec:
 
 def executor(**kwargs) -> FrozenExecutor:
     backbone = tiny_models.lm_backbone(seed=1)
-    return FrozenExecutor(backbone.model, backbone.tokenizer, **kwargs)
+    return FrozenExecutor(backbone, **kwargs)
 
 
 def engine(make_env=None, **kwargs) -> RolloutEngine:

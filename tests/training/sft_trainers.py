@@ -37,7 +37,7 @@ ROWS = [row(i) for i in range(5)]
 
 def executor() -> FrozenExecutor:
     backbone = tiny_models.lm_backbone(seed=1)
-    return FrozenExecutor(backbone.model, backbone.tokenizer)
+    return FrozenExecutor(backbone)
 
 
 def trainer(tmp_path, rows=ROWS, **settings) -> SftTrainer:

@@ -10,7 +10,7 @@ import torch
 
 from agent.episode import Limits
 from agent.records import StopReason
-from compiler.hf import Decoding
+from compiler.records import Decoding
 from configs.training import GrpoConfig
 from tests import tiny_models
 from tests.training.grpo_trainers import (

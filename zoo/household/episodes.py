@@ -17,8 +17,8 @@ from data_gen.rows import SftRow, rows_of
 from envs.base import Environment, Task
 from envs.household import HouseholdEnvironment
 from executor.grounding import Grounding
-from executor.hf import Action
 from executor.prompt import ExecutorRequest
+from executor.records import Action
 from memory.entry import MemoryEntry
 from memory.trajectory import entry_from_trajectory
 

@@ -17,12 +17,14 @@ import torch
 from agent.episode import EpisodeSpec, goal_text
 from agent.expert import entry_for_goal, taken
 from compiler.brief_state import BriefState
-from compiler.hf import Decoding, MemoryCompiler
-from compiler.prompt import Part, compiler_parts
-from compiler.records import CompileRequest
+from compiler.hf import MemoryCompiler
+from compiler.prompt import compiler_parts
+from compiler.records import CompileRequest, Decoding
 from data_gen.collect import collect_experience, specs_for
 from envs.household import HouseholdEnvironment
 from lm.backbone import Backbone
+from lm.loading import load_backbone, model_path
+from lm.prompt import Part
 from memory.bank import MemoryBank
 from soft_mem.projector import Projector, ProjectorConfig
 
@@ -38,7 +40,7 @@ class GateResult:
 
 def gate(model: str, scenes: int, seed: int) -> GateResult:
     """Look-up accuracy of a compiler base on `scenes` held-out scenes."""
-    backbone = Backbone.load(model, torch.float32, "cpu")
+    backbone = load_backbone(model, torch.float32, "cpu")
     asker = _Asker(backbone, Projector(ProjectorConfig(backbone.hidden_size, 8, 1)), Decoding(max_new_tokens=24))
 
     def make_env() -> HouseholdEnvironment:
@@ -85,8 +87,6 @@ def _request(env: HouseholdEnvironment, spec: EpisodeSpec) -> CompileRequest:
 
 def run_gate(model: str, scenes: int, seed: int) -> int:
     """Print the result; 0 if the base passes."""
-    from memcompiler.build import model_path
-
     result = gate(model_path(model), scenes, seed)
     passed = result.accuracy > THRESHOLD
     print(

@@ -29,9 +29,10 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from agent.expert import location, taken
-from compiler.prompt import Part, compiler_parts
+from compiler.prompt import compiler_parts
 from data_gen.rows import SftRow
-from lm.backbone import Backbone, Encoded
+from lm.backbone import Backbone
+from lm.prompt import Part, Prompt
 from training.losses import cosine_with_warmup
 from zoo.household import curriculum, episodes
 from zoo.household.models import as_llama, make_compiler, make_executor, make_processor, make_tokenizer, save
@@ -129,7 +130,7 @@ def conversation(
 class Lesson:
     """A conversation as token ids, with labels on the answers."""
 
-    prompt: Encoded
+    prompt: Prompt
     labels: tuple[int, ...]
 
 
@@ -143,7 +144,7 @@ def lesson(backbone: Backbone, row: SftRow, marked: str, rng: random.Random, emi
         turn = tokenize(f"\n<|im_start|>user\nask: {ask}<|im_end|>\n<|im_start|>assistant\n") if i else []
         said = [*tokenize(answer), backbone.end_id]
         ids, labels = ids + turn + said, labels + [curriculum.IGNORE] * len(turn) + said
-    return Lesson(Encoded(tuple(ids), encoded.pixels, encoded.grid), tuple(labels))
+    return Lesson(Prompt(tuple(ids), encoded.pixels, encoded.grid), tuple(labels))
 
 
 def gathering(backbone: Backbone, row: SftRow, marked: str, rng: random.Random) -> Lesson:
@@ -159,7 +160,7 @@ def gathering(backbone: Backbone, row: SftRow, marked: str, rng: random.Random) 
     n = rng.randint(4, 8)
     target = tokenize(f" {marked if _shows_mark(row, marked) else 'nothing'}")
     labels = [curriculum.IGNORE] * (len(before) + 1) + target * n  # a memory token predicts at its own position
-    return Lesson(Encoded((*before, *[backbone.memory_id] * n), encoded.pixels, encoded.grid), tuple(labels))
+    return Lesson(Prompt((*before, *[backbone.memory_id] * n), encoded.pixels, encoded.grid), tuple(labels))
 
 
 def _shows_mark(row: SftRow, marked: str) -> bool:

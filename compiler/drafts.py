@@ -1,0 +1,47 @@
+"""From what a backend sampled to the compilations that it owes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from compiler.language import Emission, Parsed, ParseError, parse
+from compiler.records import Compilation, CompileRequest, Decoding
+from lm.prompt import Prompt, PromptEncoder
+from soft_mem.projector import Gaussian, Projector
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What was sampled, (T,) log-probabilities; `ids` ends with the end-of-turn token, forced where truncated."""
+
+    ids: tuple[int, ...]
+    logprobs: Tensor
+    truncated: bool
+
+
+def compilations(
+    requests: Sequence[CompileRequest], prompts: Sequence[Prompt], drafts: Sequence[Draft], gaussian: Gaussian,
+    noise: Tensor, decoding: Decoding, encoder: PromptEncoder, projector: Projector, weight_version: int,
+) -> list[Compilation]:  # fmt: skip
+    """Parse the drafts and make their soft tokens, from `gaussian` and `noise` (B, N, d) in the drafts' order."""
+    temperature = decoding.soft_temperature
+    z = gaussian.at(noise, temperature)
+    latent, soft = gaussian.log_prob(z, temperature or 1.0), projector.to_embeddings(z)
+    made = []
+    for i, (request, prompt, draft) in enumerate(zip(requests, prompts, drafts, strict=True)):
+        text = encoder.tokenizer.decode(draft.ids[:-1])
+        parsed = Parsed(Emission(), ParseError.TRUNCATED) if draft.truncated else parse(text)
+        compilation = Compilation(
+            text=text, emission=parsed.emission, parse_error=parsed.error, prompt_ids=prompt.ids,
+            prompt=prompt if decoding.draws else None, emission_ids=draft.ids, text_logprobs=draft.logprobs,
+            z=z[i].float().cpu(), noise=noise[i].float().cpu() if temperature else None,
+            mu=gaussian.mu[i].float().cpu(), log_sigma=gaussian.log_sigma[i].float().cpu(),
+            soft=soft[i].float().cpu(), latent_logprobs=latent[i].cpu(), request=request,
+            tokens_in=len(prompt.ids), tokens_out=len(draft.ids) + z.shape[1],
+            weight_version=weight_version,
+        )  # fmt: skip
+        made.append(compilation)
+    return made

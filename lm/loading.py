@@ -1,0 +1,77 @@
+"""Loading any Hugging Face language or vision-language model, by name or folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from lm.backbone import Backbone
+from lm.prompt import PromptEncoder
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def model_path(name: str) -> str:
+    """A shipped model's folder for `zoo/...` from anywhere; any other name or path as it is."""
+    shipped = _REPOSITORY / name
+    return str(shipped) if name.startswith("zoo/") and not Path(name).exists() else name
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def device_of(name: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def quiet() -> None:
+    """Silence the libraries' progress bars: one is enough, ours."""
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def load_processor(name: str | Path) -> Any:
+    """The processor of a vision-language model, the tokenizer of a text model."""
+    kind: Any = AutoProcessor if _is_vlm(name) else AutoTokenizer
+    return kind.from_pretrained(name)
+
+
+def load_encoder(name: str | Path, memory_token: str = "auto") -> PromptEncoder:
+    """What encodes prompts exactly as the model's backbone does, without weights."""
+    return PromptEncoder(load_processor(name), memory_token)
+
+
+def load_backbone(name: str | Path, dtype: torch.dtype, device: str, memory_token: str = "auto") -> Backbone:
+    """The model with its prompts; a vision-language model if its config has a vision part."""
+    kind: Any = AutoModelForImageTextToText if _is_vlm(name) else AutoModelForCausalLM
+    model = kind.from_pretrained(name, dtype=dtype).to(device)
+    return Backbone(model, load_processor(name), memory_token)
+
+
+def input_embeddings(files: Iterable[Path], model: str | Path) -> Tensor:
+    """(V, d), from the first of some safetensors files that holds them: an engine elsewhere has the model itself.
+
+    Raises:
+        ValueError: none does.
+    """
+    from safetensors import safe_open
+
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if name.endswith("embed_tokens.weight"):
+                    return file.get_tensor(name)
+    raise ValueError(f"no input embeddings (embed_tokens.weight) in the safetensors files of {model}")
+
+
+def _is_vlm(name: str | Path) -> bool:
+    return hasattr(AutoConfig.from_pretrained(name), "vision_config")

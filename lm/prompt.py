@@ -1,0 +1,158 @@
+"""From chat to ids: a prompt as one model reads it, with its soft tokens and pictures.
+
+Token-in/token-out: a prompt becomes ids once, here, and is never tokenised again. Text from memory and environment is
+data: it is concatenated, never used as a template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+# Stand for a memory position (Qwen has no real [UNK]). First match wins: in the vocabulary, but never produced by
+# tokenising ordinary text.
+MEMORY_TOKENS = ("<|mem|>", "<|quad_end|>", "<|fim_pad|>", "<|reserved_special_token_0|>", "<file_sep>", "<unused0>")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of the user turn: text, or an image."""
+
+    text: str = ""
+    image: Image | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A sequence as a model reads it.
+
+    Attributes:
+        ids: (T,) token ids; an image takes as many as it has merged patches.
+        soft: (N, d) embeddings that take the places of the reserved token, or None.
+        pixels, grid: what a vision tower reads of its images: (patches, values), and (images, 3) patches as (t, h, w).
+        images: the images themselves, for engines that make pixels of their own.
+    """
+
+    ids: tuple[int, ...]
+    soft: Tensor | None = None
+    pixels: Tensor | None = None
+    grid: Tensor | None = None
+    images: tuple[Image, ...] = ()
+
+    def extended(self, ids: Sequence[int]) -> Prompt:
+        return replace(self, ids=(*self.ids, *ids))
+
+    def without_pixels(self) -> Prompt:
+        """The prompt for the record: light, and refused where it is to be read again with an image missing."""
+        return replace(self, pixels=None, grid=None, images=())
+
+
+class ContextLengthError(ValueError):
+    """A prompt that leaves no room in its model's context."""
+
+
+class PromptEncoder:
+    """Turns chats into the prompts of one model.
+
+    Args:
+        processor: the tokenizer of a text model, or the processor of a vision-language model.
+        memory_token: the reserved token that stands for memory positions; `auto` takes the first that is known.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, no end token or no reserved token.
+    """
+
+    def __init__(self, processor: Any, memory_token: str = "auto") -> None:
+        self.processor = processor
+        self.is_vlm = hasattr(processor, "image_processor")
+        self.tokenizer = processor.tokenizer if self.is_vlm else processor
+        if self.tokenizer.chat_template is None and getattr(processor, "chat_template", None) is None:
+            raise ValueError("the model's tokenizer has no chat template: use an instruction-tuned model")
+        self.memory_id = reserved_token_id(self.tokenizer, memory_token)
+        self.end_id = self.tokenizer.eos_token_id
+        if self.end_id is None:
+            raise ValueError("the tokenizer has no end-of-turn (eos) token")
+        pad = self.tokenizer.pad_token_id
+        self.pad_id = self.end_id if pad is None else pad
+        self.image_token = processor.image_token if self.is_vlm else None
+        self.image_id = self.tokenizer.convert_tokens_to_ids(self.image_token) if self.is_vlm else None
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        # Never sampled: an <|image_pad|> in an answer breaks scoring.
+        self.suppressed = sorted(special - {self.end_id})
+
+    def encode(self, parts: Sequence[Part], instructions: str = "") -> Prompt:
+        """A prompt that ends where the model's answer begins.
+
+        Raises:
+            ValueError: images for a text model, or a text that spells the image token.
+        """
+        text = self.processor.apply_chat_template(
+            messages(parts, instructions), add_generation_prompt=True, tokenize=False
+        )
+        images = tuple(part.image.convert("RGB") for part in parts if part.image is not None)
+        if images and not self.is_vlm:
+            raise ValueError("a text-only model cannot take pictures")
+        if self.image_token is not None and text.count(self.image_token) != len(images):
+            raise ValueError(f"the prompt contains {self.image_token} outside its pictures")
+        if not images:
+            return Prompt(self.ids(text))
+        inputs = self.processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
+        ids = tuple(inputs["input_ids"][0].tolist())
+        return Prompt(ids, pixels=inputs["pixel_values"], grid=inputs["image_grid_thw"], images=images)
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def folded(self, ids: Sequence[int], soft: bool = False) -> list[int]:
+        """Ids with each image's pads (with `soft`, also each run of memory tokens) as one token: vLLM makes room for
+        images and embeddings itself."""
+        return _folded(ids, {self.image_id, *((self.memory_id,) if soft else ())})
+
+
+def messages(parts: Sequence[Part], instructions: str = "") -> list[dict[str, Any]]:
+    """Chat messages for `apply_chat_template`: content parts if there is an image, plain text otherwise."""
+    if any(part.image is not None for part in parts):
+        content: object = [
+            {"type": "image"} if p.image is not None else {"type": "text", "text": p.text} for p in parts
+        ]
+    else:
+        content = "".join(part.text for part in parts)
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    return [*system, {"role": "user", "content": content}]
+
+
+def merge(parts: Sequence[Part]) -> list[Part]:
+    """Join neighbouring text parts."""
+    merged: list[Part] = []
+    for part in parts:
+        if merged and part.image is None and merged[-1].image is None:
+            merged[-1] = Part(text=merged[-1].text + part.text)
+        else:
+            merged.append(part)
+    return merged
+
+
+def reserved_token_id(tokenizer: Any, name: str = "auto") -> int:
+    """Id of the memory token.
+
+    Raises:
+        ValueError: the tokenizer has none of the known reserved tokens, or not the one that was named.
+    """
+    vocabulary = tokenizer.get_vocab()
+    candidates = MEMORY_TOKENS if name == "auto" else (name,)
+    for token in candidates:
+        if token in vocabulary:
+            return vocabulary[token]
+    raise ValueError(
+        f"no reserved memory token among {list(candidates)} in this tokenizer: set memory_token to a special token of "
+        "the model that ordinary text never produces"
+    )
+
+
+def _folded(ids: Sequence[int], wide: Collection[int | None]) -> list[int]:
+    return [id for i, id in enumerate(ids) if id not in wide or i == 0 or ids[i - 1] != id]
