@@ -405,7 +405,7 @@ def bench_delivery(
 ) -> None:
     """What a step costs, static against compiled delivery of the same memory: tokens, latency and where it goes,
     throughput, in the Hugging Face and vLLM engines."""
-    from memcompiler.bench_delivery import run_bench_delivery
+    from benchmarks.delivery import run_bench_delivery
 
     _guard(run_bench_delivery, model, memory_tokens, steps, concurrency, engine, dtype, n_soft, out)
 

@@ -15,12 +15,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from compiler.brief_state import BriefState, render_brief_state
+from benchmarks.scripted import ACTION_TOKENS, EMISSION_TOKENS, GUIDANCE, REASON, Script, emission, observation
+from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from compiler.prompt import INSTRUCTIONS, compiler_parts
+from compiler.records import CompileRequest
 from executor.base import TokenExecutor
 from executor.prompt import RULES, Delivered, ExecutorRequest
 from lm.loading import load_encoder
-from memcompiler.bench_delivery import ACTION_TOKENS, EMISSION_TOKENS, GUIDANCE, REASON, DeliveryBench, Script
 from memcompiler.cli import app
 
 MODEL, MEMORY, STEPS, SOFT = "zoo/household/executor", 200, 3, 4
@@ -31,12 +32,28 @@ SIZES = [
 
 
 def script() -> Script:
-    return Script(
-        DeliveryBench(
-            model=MODEL, memory_tokens=MEMORY, steps=STEPS, concurrency=(1, 2), engines=("hf",), dtype="float32",
-            n_soft=SOFT,
-        )
-    )  # fmt: skip
+    return Script(MODEL, MEMORY, SOFT)
+
+
+def goal(number: int) -> str:
+    return f"in home {number}: put a hot mug in cabinet"
+
+
+def history(t: int) -> tuple[str, ...]:
+    return tuple(f"go to shelf {i}" for i in range(1, t + 1))
+
+
+def state_at(number: int, t: int) -> BriefState:
+    """The Brief State that the loop has at step t: b_0 holds the goal, and each emission's operations follow."""
+    state = BriefState(goal(number))
+    for earlier in range(t):
+        state, _ = apply_ops(emission(earlier).ops, state)
+    return state
+
+
+def compile_request(asked: Script, number: int, t: int) -> CompileRequest:
+    memory = asked.spec(number).memory
+    return CompileRequest(goal(number), memory, state_at(number, t), observation(t).text, None, history(t))
 
 
 def row(results: dict[str, Any], delivery: str, episodes: int) -> dict[str, Any]:
@@ -84,31 +101,26 @@ def test_tokens_are_those_of_the_prompts(measured: tuple[str, dict[str, Any]]) -
     """One episode at a time, so that each mean is one prompt's: counted again from the prompts themselves."""
     _, results = measured
     asked, reader = script(), TokenExecutor(load_encoder(MODEL), RULES)
-    memory = asked.memory(1000)
+    memory = asked.spec(1000).memory
     text = "\n\n".join(entry.text for entry in memory)
     held = len(reader.tokenizer(text)["input_ids"])
     assert MEMORY <= held == row(results, "static", 1)["memory_tokens"] < MEMORY + held / len(memory) + 1
 
     def prompt(t: int, delivered: Delivered) -> int:
-        request = ExecutorRequest(
-            "in home 1000: put a hot mug in cabinet", delivered,
-            tuple(f"go to shelf {i}" for i in range(1, t + 1)), asked.observation(t),
-        )  # fmt: skip
-        return len(reader.encode(request).ids)
+        return len(reader.encode(ExecutorRequest(goal(1000), delivered, history(t), observation(t).text)).ids)
 
     static, compiled = row(results, "static", 1)["tokens"], row(results, "compiled", 1)["tokens"]
     assert static["executor_in"]["values"] == [prompt(t, Delivered(memory=text)) for t in range(STEPS)]
-    states = [asked.compile_request(1000, t, memory).state or BriefState("") for t in range(STEPS)]
-    now = ["\n".join(render_brief_state(state).split("\n")[1:]) for state in states]
-    assert now[0] == "now: find mug\nnext: heat mug ; put mug in cabinet" and len(set(now)) == STEPS
+    now = ["\n".join(render_brief_state(state_at(1000, t)).split("\n")[1:]) for t in range(STEPS)]
+    assert now[0] == "" and now[1].startswith("now: find mug\nnext: heat mug ; put mug in cabinet\n")
+    assert len(set(now)) == STEPS
     soft = torch.zeros(SOFT, 1)
     assert compiled["executor_in"]["values"] == [
         prompt(t, Delivered(state=now[t], guidance=GUIDANCE, reason=REASON, soft=soft)) for t in range(STEPS)
     ]
     backbone = load_encoder(MODEL)
     assert compiled["compiler_in"]["values"] == [
-        len(backbone.encode(compiler_parts(asked.compile_request(1000, t, memory)), INSTRUCTIONS).ids)
-        for t in range(STEPS)
+        len(backbone.encode(compiler_parts(compile_request(asked, 1000, t)), INSTRUCTIONS).ids) for t in range(STEPS)
     ]
     assert compiled["compiler_out"]["values"] == [EMISSION_TOKENS + 1 + SOFT] * STEPS  # and the end of turn
     for tokens in (static, compiled):
@@ -136,8 +148,7 @@ def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path,
     tokens, asked, backbone = row(results, "compiled", 1)["tokens"], script(), load_encoder(MODEL)
 
     def prompt(number: int, t: int) -> tuple[int, ...]:
-        parts = compiler_parts(asked.compile_request(number, t, asked.memory(number)))
-        return backbone.encode(parts, INSTRUCTIONS).ids
+        return backbone.encode(compiler_parts(compile_request(asked, number, t)), INSTRUCTIONS).ids
 
     before, cached, block = [prompt(1500, 0)], [], row(results, "compiled", 1)["cache_block"]  # 1500: the warm-up
     for t in range(STEPS):
