@@ -14,10 +14,7 @@ from typing import Literal
 
 import torch
 
-from compiler.brief_state import BriefState, render_brief_state
 from compiler.records import Compilation, Compiler, CompileRequest
-from executor.prompt import Delivered, memory_text
-from memory.entry import MemoryEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +28,6 @@ class Delivery:
     def __post_init__(self) -> None:
         if (self.kind == "compiled") != (self.compiler is not None):
             raise ValueError(f"delivery {self.name}: a compiler is needed for `compiled`, and only there")
-
-    def deliver(self, memory: Sequence[MemoryEntry], state: BriefState, compiled: Compilation | None) -> Delivered:
-        """What the executor's prompt shows at this step, given b_t and what was compiled from (M, b_t, o_t)."""
-        if self.kind == "static":
-            return Delivered(memory=memory_text([entry.text for entry in memory]))
-        if compiled is None:
-            return Delivered()
-        lines = render_brief_state(state).split("\n")[1:] if self.brief_state else []  # the goal stands above it
-        return Delivered(
-            state="\n".join(lines),
-            guidance=compiled.emission.guidance,
-            reason=compiled.emission.reason,
-            soft=compiled.soft if self.soft else None,
-        )
 
 
 class ShuffledSoft:

@@ -7,15 +7,14 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from agent.batching import StepBatcher
+from agent.batching import Batch, StepBatcher
 from agent.deliveries import Delivery
-from agent.records import Episode, StepRecord
+from agent.records import Episode, StepInput, StepRecord, compile_request, executor_request
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
-from compiler.records import Compilation, CompileRequest
-from envs.base import Environment, Observation, Task
-from executor.prompt import ExecutorRequest, executor_text
+from envs.base import Environment, Task
+from executor.prompt import memory_text
 from executor.records import Executor
 from lm.ledger import EndpointStop
 from memory.entry import MemoryEntry
@@ -23,7 +22,6 @@ from memory.trajectory import stated_goal
 from runtime.errors import CompilerFailure, EnvironmentFailure, EpisodeFailure, ExecutorFailure, StopReason
 
 T = TypeVar("T")
-SOFT_MARK = "▪"  # how records show a soft token's place
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +38,10 @@ class EpisodeSpec:
     memory: tuple[MemoryEntry, ...] = ()
     bank_version: int | None = None
 
-
-def goal_text(task: Task) -> str:
-    """The goal as the agent states it, in the words of its memory."""
-    return stated_goal(task.goal, task.scene)
+    @property
+    def goal(self) -> str:
+        """The goal as memory, compiler and executor state it."""
+        return stated_goal(self.task.goal, self.task.scene)
 
 
 async def ask(env: Environment, call: Callable[..., T], *arguments: object) -> T:
@@ -76,43 +74,43 @@ class EpisodeExpert:
 
 
 async def run_episode(
-    env: Environment,
-    spec: EpisodeSpec,
-    delivery: Delivery,
-    executor: Executor,
-    limits: Limits,
-    batcher: StepBatcher,
+    env: Environment, spec: EpisodeSpec, delivery: Delivery, executor: Executor, limits: Limits, batcher: StepBatcher,
     index: int,
-) -> Episode:
+) -> Episode:  # fmt: skip
     """One episode. A failure of environment, compiler or executor ends it with a named reason; it never raises them.
 
     Raises:
         EndpointStop: no endpoint may be asked any more, for any episode.
     """
-    task = spec.task
+    task, expert = spec.task, EpisodeExpert(env)
     episode = Episode(
         task.id, task.goal, task.scene, task.split, task.kind, task.family, delivery.name, limits.seed,
         memory_ids=tuple(entry.id for entry in spec.memory), bank_version=spec.bank_version,
-        memory_text="\n\n".join(entry.text for entry in spec.memory),
+        memory_text=memory_text([entry.text for entry in spec.memory]),
     )  # fmt: skip
+    pasted = episode.memory_text if delivery.kind == "static" else ""
+    roles = _Roles(delivery, executor, expert, batcher, index)
     try:
-        expert, state, history = EpisodeExpert(env), BriefState(goal_text(task)), []
-        observation = await ask(env, env.reset, task)
+        state, history = BriefState(spec.goal), ()
+        observed = await ask(env, env.reset, task)
         for t in range(limits.max_steps):
-            step = StepRecord(t, observation.text, observation.image, observation.admissible, render_brief_state(state))
-            episode.steps.append(step)
-            compiled = await _compile(expert, spec, delivery, state, observation, history, batcher, index, step)
-            await _act(expert, spec, delivery, executor, state, compiled, observation, history, batcher, index, step)
-            if compiled is not None:
-                state, step.op_errors = apply_ops(compiled.emission.ops, state)
-            step.brief_after = render_brief_state(state)
+            record = StepRecord(t, observed.text, observed.image, observed.admissible, render_brief_state(state))
+            episode.steps.append(record)
+            step = StepInput(
+                spec.goal, observed.text, observed.image, observed.admissible, history, spec.memory,
+                state if delivery.brief_state else None, pasted, expert=expert,
+            )  # fmt: skip
+            step = await roles.compile(step, record)
+            action = await roles.act(step, record)
+            if step.emission is not None:
+                state, record.op_errors = apply_ops(step.emission.ops, state)
+            record.brief_after = render_brief_state(state)
             started = time.perf_counter()
-            transition = await ask(env, env.step, step.action)
-            step.seconds["environment"] = time.perf_counter() - started
-            step.feedback, step.progress = transition.observation.text, transition.progress
+            transition = await ask(env, env.step, action)
+            record.seconds["environment"] = time.perf_counter() - started
+            record.note_transition(transition)
             episode.progress = transition.progress
-            history.append(step.action)
-            observation = transition.observation
+            observed, history = transition.observation, (*history, action)
             if transition.success or transition.done:
                 episode.success = transition.success
                 episode.stop_reason = StopReason.SUCCESS if transition.success else StopReason.DONE
@@ -122,65 +120,43 @@ async def run_episode(
     return episode
 
 
-async def _compile(
-    expert: EpisodeExpert, spec: EpisodeSpec, delivery: Delivery, state: BriefState, observation: Observation,
-    history: Sequence[str], batcher: StepBatcher, index: int, step: StepRecord,
-) -> Compilation | None:  # fmt: skip
-    """(M, b_t, o_t) -> emission and soft tokens."""
-    if delivery.compiler is None:
-        return None
-    request = CompileRequest(
-        goal_text(spec.task), spec.memory, state if delivery.brief_state else None, observation.text, observation.image,
-        tuple(history), expert,
-    )  # fmt: skip
-    try:
-        compiled: Compilation
-        compiled, step.seconds["compiler"] = await batcher.call(index, delivery.compiler.compile, request)
-    except EndpointStop:  # a spent budget, a wrong key: the run's end, not this episode's
-        raise
-    except Exception as error:
-        raise CompilerFailure(f"{type(error).__name__}: {error}") from error
-    expert.check()
-    step.emission_text, step.emission_kind = compiled.text, str(compiled.emission.kind)
-    step.parse_error = str(compiled.parse_error) if compiled.parse_error else None
-    step.guidance, step.reason = compiled.emission.guidance, compiled.emission.reason
-    step.tokens |= {"compiler_in": compiled.tokens_in, "compiler_out": compiled.tokens_out}
-    if compiled.tokens_cached is not None:
-        step.tokens["compiler_cached"] = compiled.tokens_cached
-    step.compilation = compiled
-    if compiled.mu is not None and compiled.log_sigma is not None and compiled.z is not None:
-        step.soft = {
-            "n": float(len(compiled.mu)), "mu_norm": compiled.mu.norm(dim=-1).mean().item(),
-            "sigma_mean": compiled.log_sigma.exp().mean().item(), "z_norm": compiled.z.norm(dim=-1).mean().item(),
-        }  # fmt: skip
-    return compiled
+@dataclass(frozen=True, slots=True)
+class _Roles:
+    """Compiler and executor as one episode asks them: in a batch with those of the others."""
 
+    delivery: Delivery
+    executor: Executor
+    expert: EpisodeExpert
+    batcher: StepBatcher
+    index: int
 
-async def _act(
-    expert: EpisodeExpert, spec: EpisodeSpec, delivery: Delivery, executor: Executor, state: BriefState,
-    compiled: Compilation | None, observation: Observation, history: Sequence[str], batcher: StepBatcher, index: int,
-    step: StepRecord,
-) -> None:  # fmt: skip
-    """The executor reads goal, delivery, history and o_t, and decides on one action."""
-    delivered = delivery.deliver(spec.memory, state, compiled)
-    if not executor.accepts_soft:  # a closed model reads text only, and the record must show what it read
-        delivered = replace(delivered, soft=None)
-    image = observation.image if executor.sees_images else None
-    request = ExecutorRequest(
-        goal_text(spec.task), delivered, tuple(history), observation.text, observation.admissible, expert, image
-    )
-    try:
-        action, step.seconds["executor"] = await batcher.call(index, executor.act, request)
-    except EndpointStop:
-        raise
-    except Exception as error:
-        raise ExecutorFailure(f"{type(error).__name__}: {error}") from error
-    expert.check()
-    step.action, step.grounding, step.executor_text, step.decision = action.action, str(action.how), action.text, action
-    step.executor_prompt, step.executor_prompt_ids = executor_text(request, SOFT_MARK), action.prompt_ids
-    step.tokens |= {"executor_in": action.tokens_in, "executor_out": action.tokens_out}
-    if action.tokens_cached is not None:
-        step.tokens["executor_cached"] = action.tokens_cached
+    async def compile(self, step: StepInput, record: StepRecord) -> StepInput:
+        """(M, b_t, o_t) -> emission and soft tokens, into the step; nothing where nobody compiles."""
+        if self.delivery.compiler is None:
+            return step
+        request = compile_request(step)
+        made = await self._ask("compiler", self.delivery.compiler.compile, request, record, CompilerFailure)
+        record.note_compilation(made)
+        return replace(step, emission=made.emission, soft=made.soft if self.delivery.soft else None)
+
+    async def act(self, step: StepInput, record: StepRecord) -> str:
+        """The executor reads goal, delivery, history and o_t, and decides on one action."""
+        request = executor_request(step, self.executor)
+        made = await self._ask("executor", self.executor.act, request, record, ExecutorFailure)
+        record.note_action(request, made)
+        return made.action
+
+    async def _ask(
+        self, role: str, backend: Batch, request: object, record: StepRecord, failure: type[RuntimeError]
+    ) -> Any:
+        try:
+            made, record.seconds[role] = await self.batcher.call(self.index, backend, request)
+        except EndpointStop:  # a spent budget, a wrong key: the run's end, not this episode's
+            raise
+        except Exception as error:
+            raise failure(f"{type(error).__name__}: {error}") from error
+        self.expert.check()
+        return made
 
 
 def run_episodes(

@@ -1,24 +1,104 @@
-"""What happened in an episode: the one record that data generation, GRPO, evaluation and the report read.
+"""What a step is and what happened in an episode: the records that the loop, data generation, GRPO, evaluation and the
+report share.
+
+`StepInput` is what both roles read at a step. The loop makes it from what it sees, SFT rows and recorded episodes from
+what they hold, and `compile_request`, `delivered` and `executor_request` are the only way from it to a prompt.
 
 Tensors (soft tokens, their Gaussian, log-probabilities) live on the step while the process lives, for training;
-`Episode.to_json` keeps everything that is text or number, and a summary of the tensors.
+`Episode.to_json` keeps everything that is text or number, and a summary of the tensors; `episode_from_json` and
+`read_episodes` bring that back.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import binascii
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memory.trajectory import png_bytes
+from PIL import Image as Images
+from PIL import UnidentifiedImageError
+
+from compiler.brief_state import BriefState, parse_brief_state, render_brief_state
+from compiler.language import Emission
+from compiler.records import Compilation, CompileRequest
+from executor.prompt import Delivered, ExecutorRequest, executor_text
+from memory.entry import MemoryEntry
+from memory.trajectory import png_bytes, stated_goal
 from runtime.errors import StopReason
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch import Tensor
 
-    from compiler.records import Compilation
-    from executor.records import Action
+    from envs.base import Transition
+    from executor.records import Action, Executor
+
+
+SOFT_MARK = "▪"  # how records show a soft token's place
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a step is
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What both roles may read at a step: goal, M, b_t, o_t, the actions so far, and what was compiled from them.
+
+    Attributes:
+        goal: as memory, compiler and executor state it.
+        history: the actions before this step.
+        state: b_t; None under a delivery without Brief State.
+        pasted: the text of all of M, where it is delivered so.
+        emission: what the compiler said; None without a compiler, and before it is asked.
+        soft: its soft tokens (N, d) at the executor's scale, where they are delivered.
+        expert: the environment's expert from here. Teachers may ask it, learned models never do.
+    """
+
+    goal: str
+    observation: str
+    image: Image | None = None
+    admissible: tuple[str, ...] | None = None
+    history: tuple[str, ...] = ()
+    memory: tuple[MemoryEntry, ...] = ()
+    state: BriefState | None = None
+    pasted: str = ""
+    emission: Emission | None = None
+    soft: Tensor | None = None
+    expert: Callable[[], list[str] | None] | None = None
+
+
+def compile_request(step: StepInput) -> CompileRequest:
+    """Ask the compiler for (M, b_t, o_t) -> emission (paper Eq. 3)."""
+    return CompileRequest(
+        step.goal, step.memory, step.state, step.observation, step.image, step.history, step.expert
+    )  # fmt: skip
+
+
+def delivered(step: StepInput) -> Delivered:
+    """Give what memory contributes to the executor's prompt: all of M, or what was compiled from it, or nothing."""
+    if step.emission is None:
+        return Delivered(memory=step.pasted)
+    lines = [] if step.state is None else render_brief_state(step.state).split("\n")[1:]  # the goal stands above it
+    return Delivered(
+        state="\n".join(lines), guidance=step.emission.guidance, reason=step.emission.reason, soft=step.soft
+    )  # fmt: skip
+
+
+def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:
+    """Ask for one action (paper Eq. 4), with what this executor can read: soft tokens and pictures are not for all."""
+    shown = delivered(step if executor.accepts_soft else replace(step, soft=None))
+    image = step.image if executor.sees_images else None
+    return ExecutorRequest(step.goal, shown, step.history, step.observation, step.admissible, step.expert, image)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What happened
 
 
 @dataclass(slots=True)
@@ -53,6 +133,34 @@ class StepRecord:
     compilation: Compilation | None = None
     decision: Action | None = None
 
+    def note_compilation(self, made: Compilation) -> None:
+        """Record what the compiler said."""
+        self.emission_text, self.emission_kind = made.text, str(made.emission.kind)
+        self.parse_error = str(made.parse_error) if made.parse_error else None
+        self.guidance, self.reason = made.emission.guidance, made.emission.reason
+        self._note_tokens("compiler", made)
+        self.compilation = made
+        if made.mu is not None and made.log_sigma is not None and made.z is not None:
+            self.soft = {
+                "n": float(len(made.mu)), "mu_norm": made.mu.norm(dim=-1).mean().item(),
+                "sigma_mean": made.log_sigma.exp().mean().item(), "z_norm": made.z.norm(dim=-1).mean().item(),
+            }  # fmt: skip
+
+    def note_action(self, request: ExecutorRequest, made: Action) -> None:
+        """Record what the executor read and decided."""
+        self.action, self.grounding, self.executor_text, self.decision = made.action, str(made.how), made.text, made
+        self.executor_prompt, self.executor_prompt_ids = executor_text(request, SOFT_MARK), made.prompt_ids
+        self._note_tokens("executor", made)
+
+    def note_transition(self, transition: Transition) -> None:
+        """Record what the environment answered."""
+        self.feedback, self.progress = transition.observation.text, transition.progress
+
+    def _note_tokens(self, role: str, made: Compilation | Action) -> None:
+        self.tokens |= {f"{role}_in": made.tokens_in, f"{role}_out": made.tokens_out}
+        if made.tokens_cached is not None:
+            self.tokens[f"{role}_cached"] = made.tokens_cached
+
 
 @dataclass(slots=True)
 class Episode:
@@ -72,6 +180,26 @@ class Episode:
     progress: float = 0.0
     stop_reason: StopReason = StopReason.STEP_LIMIT
     error: str = ""
+    rationale: str = ""  # why it went so, where a teacher has said it
+
+    def step_input(
+        self, t: int, memory: Sequence[MemoryEntry] = (), *, brief_state: bool = True, pasted: bool = False,
+        soft: Tensor | None = None,
+    ) -> StepInput:  # fmt: skip
+        """What both roles read at step t, from the record.
+
+        Args:
+            memory: the entries that `memory_ids` names; only the compiler needs them.
+            brief_state, pasted: how the episode's delivery showed state and memory.
+            soft: the soft tokens, which no record keeps, made again.
+        """
+        step = self.steps[t]
+        return StepInput(
+            stated_goal(self.goal, self.scene), step.observation, step.image, step.admissible,
+            tuple(earlier.action for earlier in self.steps[:t]), tuple(memory),
+            parse_brief_state(step.brief_before) if brief_state else None, self.memory_text if pasted else "",
+            Emission(step.guidance, step.reason) if step.emission_kind else None, soft,
+        )  # fmt: skip
 
     def to_json(self, images: bool = False) -> dict[str, Any]:
         """A JSON-ready dict: tensors left out, images as base64 PNG only when asked for."""
@@ -93,3 +221,62 @@ def _step_json(step: StepRecord, images: bool) -> dict[str, Any]:
 
 def png_base64(image: Image) -> str:
     return base64.b64encode(png_bytes(image)).decode("ascii")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Back from JSON
+
+_TUPLES = ("admissible", "op_errors", "executor_prompt_ids")
+_STEP_FIELDS = frozenset(field.name for field in fields(StepRecord)) - {"compilation", "image"}
+_EPISODE_FIELDS = frozenset(field.name for field in fields(Episode)) - {"steps"}
+
+
+def episode_from_json(row: Mapping[str, Any], images: bool = True) -> Episode:
+    """The episode that `to_json` wrote, pictures included if they were; tensors are gone. Unknown keys are ignored.
+
+    Args:
+        images: False leaves the pictures undecoded and out: numbers need none.
+
+    Raises:
+        ValueError: when a needed key is missing or a value cannot be what it should be.
+    """
+    try:
+        head = {key: value for key, value in row.items() if key in _EPISODE_FIELDS}
+        head["memory_ids"] = tuple(head.get("memory_ids", ()))
+        head["stop_reason"] = StopReason(head["stop_reason"])
+        return Episode(**head, steps=[_step_from_json(step, images) for step in row["steps"]])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an episode: {error}") from error
+
+
+def read_episodes(path: Path, images: bool = True) -> Iterator[Episode]:
+    """Episodes of a JSONL file, one at a time: a long run's file does not fit into memory as objects.
+
+    Raises:
+        ValueError: naming the line that holds no episode.
+    """
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield episode_from_json(json.loads(line), images)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+def _step_from_json(row: Mapping[str, Any], images: bool) -> StepRecord:
+    step = {key: value for key, value in row.items() if key in _STEP_FIELDS}
+    step |= {key: tuple(step[key]) for key in _TUPLES if step.get(key) is not None}
+    return StepRecord(**step, image=_picture(row.get("image")) if images else None)
+
+
+def _picture(data: str | None) -> Image | None:
+    if data is None:
+        return None
+    try:
+        picture = Images.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=["PNG"])
+        picture.load()
+    except (binascii.Error, UnidentifiedImageError, Images.DecompressionBombError, OSError, SyntaxError) as error:
+        raise ValueError(f"a picture is not base64 PNG: {error}") from error
+    return picture

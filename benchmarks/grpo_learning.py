@@ -27,7 +27,7 @@ from statistics import fmean
 
 from stage import collect, run, sft
 
-from eval.episodes import read_episodes
+from agent.records import read_episodes
 from eval.metrics import bootstrap_mean, wilson
 
 LINEAR = "compiler.soft.projector=linear"

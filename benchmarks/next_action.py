@@ -38,8 +38,7 @@ from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
 from configs.evaluation import EvalConfig
 from configs.load import load_config
-from data_gen.collect import specs_for
-from data_gen.tasks import chosen_tasks, filled_bank
+from data_gen.tasks import chosen_tasks, filled_bank, specs_for
 from eval.evaluate import ModelCache
 from eval.metrics import Interval, bootstrap_mean
 from eval.runner import Evaluation

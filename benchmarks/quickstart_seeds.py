@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eval.episodes import read_episodes
+from agent.records import read_episodes
 from eval.metrics import AFTER_GRPO, results
 from eval.table import print_results, to_markdown
 

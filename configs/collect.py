@@ -60,7 +60,3 @@ class CollectConfig(Settings):
         if self.teacher == "expert" and self.actor != "expert":
             raise ValueError("actor is for teacher endpoint: the expert teacher acts itself")
         return self
-
-    @property
-    def round_size(self) -> int:
-        return self.concurrency or (16 if self.teacher == "endpoint" else 64)

@@ -1,106 +1,96 @@
 """Collection (paper C.2): a teacher plays the training tasks and leaves SFT rows.
 
-expert    the environment's expert fills the bank first (`collect_experience`); then the teacher made from its plans
+expert    the environment's expert fills the bank first (`data_gen.experience`); then the teacher made from its plans
           plays with what the bank holds
 endpoint  a model behind an endpoint plays while the bank grows
 
-Both play in rounds, each recorded when it is over (`play_rounds`, `restore`), and rows come from the record
-(`rows_from_record`).
+Both play in rounds, each recorded when it is over, and rows come from the record. `prepare` says what is to be played,
+`play` plays what the record does not hold yet, `write_rows` makes the rows and what goes with them.
 """
 
 from __future__ import annotations
 
-import json
-import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from agent.deliveries import Delivery
-from agent.episode import EpisodeSpec, Limits, run_episodes
-from agent.expert import ExpertExecutor, ExpertTeacher
-from agent.records import Episode
-from compiler.brief_state import parse_brief_state
-from compiler.language import parse
-from compiler.records import Compilation, CompileRequest
+from agent.episode import Limits, run_episodes
+from agent.expert import ExpertTeacher
+from agent.records import Episode, episode_from_json, read_episodes
+from configs.collect import CollectConfig
+from configs.run_folder import RunFolder
+from data_gen.dataset import apply_filters, row_filters
 from data_gen.endpoint_teacher import EndpointTeacher
-from data_gen.rows import SftRow, rows_of
+from data_gen.experience import ROUND, entries_of, explain
+from data_gen.publish import describe_rows
+from data_gen.rows import SftRow, rows_of, save_rows
+from data_gen.tasks import filled_bank, guarded_tasks, specs_for
 from envs.base import Environment, Task
 from executor.grounding import Grounding
 from executor.records import Executor
-from memory.bank import BankError, MemoryBank
+from memory.bank import BankError, MemoryBank, growing_bank
 from memory.entry import MemoryEntry
-from memory.trajectory import entry_from_trajectory, stated_goal
-from runtime.errors import is_failure
+from runtime.progress import progress
+from runtime.store import JsonLines, RecordError
+
+if TYPE_CHECKING:
+    from memcompiler.environments import Environments
 
 EPISODES = "episodes.jsonl"
-TOGETHER = 64  # episodes of experience that are played side by side, and that a kill may cost
+ENDPOINT_ROUND = 16  # tasks of an endpoint's round, where settings do not say: its bank grows after each
 Teacher = ExpertTeacher | EndpointTeacher
-
-
-def experience_tasks(candidates: Sequence[Task], tasks: Sequence[Task], limit: int | None = None) -> list[Task]:
-    """What fills a bank for `tasks`: of `candidates`, those in the same scenes, `limit` of them at most."""
-    scenes = {task.scene for task in tasks}
-    return [task for task in candidates if task.scene in scenes][:limit]
-
-
-def collect_experience(
-    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: MemoryBank, max_steps: int = 50,
-    on_episode: Callable[[Episode], None] | None = None,
-) -> None:  # fmt: skip
-    """The expert plays `tasks`; every episode becomes an entry (raw trajectory and why it succeeded, paper 4.1). They
-    are written when the `TOGETHER` episodes of a round are over."""
-    delivery, limits = Delivery("expert", "none"), Limits(max_steps)
-    for start in range(0, len(tasks), TOGETHER):
-        batch = tasks[start : start + TOGETHER]
-        specs = [EpisodeSpec(task) for task in batch]
-        episodes = run_episodes(make_env, specs, delivery, ExpertExecutor(), limits, TOGETHER, on_episode)
-        bank.write(_entries(batch, _explained(episodes, ExpertTeacher(), images=False)))
-
-
-def not_experienced(tasks: Sequence[Task], bank: MemoryBank) -> list[Task]:
-    """Those of `tasks` of which the bank holds no episode yet."""
-    known = bank.origins()
-    return [task for task in tasks if (task.id, task.split) not in known]
-
-
-def specs_for(tasks: Sequence[Task], bank: MemoryBank, k: int) -> list[EpisodeSpec]:
-    """M = Retrieve(bank, goal) for every task, without entries of the task itself; the bank's version goes along.
-
-    Entries stand in the order of their ids (hashes), not of their rank: the right one usually ranks first, and a place
-    in the prompt that gives it away would make reading the entries unnecessary, for every delivery alike.
-    """
-    version = bank.snapshot()
-    found = bank.retrieve_many(tasks, k) if k else [[] for _ in tasks]
-    ordered = [tuple(sorted(entries, key=lambda entry: entry.id)) for entries in found]
-    return [EpisodeSpec(task, entries, version) for task, entries in zip(tasks, ordered, strict=True)]
-
-
-# -- rounds -----------------------------------------------------------------------------------------------------------
-
-
-class RecordError(ValueError):
-    """A record of episodes that does not belong to this collection. The message names the next step."""
+console = Console(width=120)
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
-    """The bank stays as it is within a round, and grows between rounds if at all, so that the result does not depend on
-    which episode ends first.
+class Collection:
+    """What is to be played. The bank stays as it is within a round, and grows between rounds if at all, so that the
+    result does not depend on which episode ends first.
 
     Attributes:
+        record: file of the episodes, in the order of `tasks`, whole rounds at a time.
         size: tasks of a round, which are played side by side.
         k: entries retrieved for a task.
         seeded: entries that the bank held before the first round.
         grows: every round's episodes go to the bank, each with why it went so.
     """
 
+    tasks: Sequence[Task]
+    bank: MemoryBank
+    record: Path
     size: int
     k: int
     limits: Limits
     seeded: int
     grows: bool
+
+
+# -- what is played ---------------------------------------------------------------------------------------------------
+
+
+def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collection:
+    """Choose tasks, check that they share nothing with evaluation, and have a bank ready for them.
+
+    Raises:
+        ConfigError: they would leak. Nothing has been played then.
+        ValueError: there are no tasks, or none for this shard.
+    """
+    grows = config.teacher == "endpoint"
+    tasks, experience = guarded_tasks(config, envs, run, experienced=not grows)
+    if grows:
+        tasks = shard_of(tasks, config.shard)
+        bank, seeded = growing_bank(config.memory, run.path / "bank")
+    else:
+        bank = filled_bank(config, envs, experience, run.path)
+        tasks, seeded = shard_of(tasks, config.shard), len(bank)
+    size = config.concurrency or (ENDPOINT_ROUND if grows else ROUND)
+    limits = Limits(config.max_steps, config.seed)
+    return Collection(tasks, bank, run.path / EPISODES, size, config.memory.k, limits, seeded, grows)
 
 
 def shard_of(tasks: Sequence[Task], shard: str) -> list[Task]:
@@ -115,68 +105,105 @@ def shard_of(tasks: Sequence[Task], shard: str) -> list[Task]:
     return mine
 
 
-def play_rounds(
-    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: MemoryBank,
-    teacher: Teacher, executor: Executor, rounds: Rounds, record: Path, done: int = 0,
-    on_episode: Callable[[Episode], None] | None = None,
-) -> None:  # fmt: skip
-    """Play what `record` does not hold yet. A round is recorded when all of it is over, and then goes to a bank that
-    grows: a killed run plays at most one round again, in which every model call that was answered comes from the cache.
+# -- rounds -----------------------------------------------------------------------------------------------------------
 
-    Args:
-        done: tasks that are played already, as `restore` says.
+
+def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, actor: Executor) -> None:
+    """Play what the record does not hold yet. A round is recorded when all of it is over, and then goes to a bank that
+    grows: a killed run plays at most one round again, in which every model call that was answered comes from the cache.
 
     Raises:
         EndpointStop: a budget is spent, or an endpoint is gone. All whole rounds are kept.
+        RecordError, BankError: record or bank are of another collection.
     """
+    if done := restore(of):
+        console.print(f"  resumed at task {done} of {len(of.tasks)}")
     delivery = Delivery("teacher", "compiled", teacher, soft=False)
-    for start in range(done, len(tasks), rounds.size):
-        batch = tasks[start : start + rounds.size]
-        specs = specs_for(batch, bank, rounds.k)
-        episodes = run_episodes(make_env, specs, delivery, executor, rounds.limits, rounds.size, on_episode)
-        rows = _explained(episodes, teacher)
-        _append(record, rows)
-        if rounds.grows:
-            bank.write(_entries(batch, rows))
+    with progress("teacher", len(of.tasks), done) as advance:
+        for start in range(done, len(of.tasks), of.size):
+            specs = specs_for(of.tasks[start : start + of.size], of.bank, of.k)
+            episodes = run_episodes(make_env, specs, delivery, actor, of.limits, of.size, advance)
+            explain(episodes, teacher)
+            JsonLines(of.record).append(*(episode.to_json(images=True) for episode in episodes))
+            if of.grows:
+                of.bank.write(entries_of(episodes))
 
 
-def restore(record: Path, tasks: Sequence[Task], bank: MemoryBank, rounds: Rounds) -> int:
+def restore(of: Collection) -> int:
     """How many tasks are done. Cuts the record behind its last whole round and brings the bank to that state.
 
     Raises:
         RecordError, BankError: they are of another collection.
     """
-    rows, ends = _whole_lines(record, tasks)
-    done = len(rows) if len(rows) == len(tasks) else len(rows) // rounds.size * rounds.size
-    if record.exists():
-        os.truncate(record, ends[done])
-    if not rounds.grows:
+    store = JsonLines(of.record, ("task_id", "steps"))
+    episodes = [episode_from_json(row, images=False) for row in store]
+    for number, episode in enumerate(episodes):
+        if number == len(of.tasks) or episode.task_id != of.tasks[number].id:
+            raise RecordError(
+                f"{of.record}, line {number + 1}: the episode of {episode.task_id!r} is not the one that this "
+                "collection would have played; collect into another folder (--out)"
+            )
+    done = len(episodes) if len(episodes) == len(of.tasks) else len(episodes) // of.size * of.size
+    store.truncate(done)
+    if not of.grows:
         return done
-    entries = _entries(tasks[:done], rows[:done])
-    bank.write(entries)
-    if len(bank) > rounds.seeded + len(entries):
+    entries = entries_of(episodes[:done])
+    of.bank.write(entries)
+    if len(of.bank) > of.seeded + len(entries):
         raise BankError(
-            f"{bank.path} holds {len(bank)} entries, and {record} accounts for {len(entries)} only: something else "
-            "wrote to it. Collect into another folder (--out), or start this one over (--on-exists overwrite)"
+            f"{of.bank.path} holds {len(of.bank)} entries, and {of.record} accounts for {len(entries)} only: something "
+            "else wrote to it. Collect into another folder (--out), or start this one over (--on-exists overwrite)"
         )
     return done
 
 
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Make rows of what was played, and write them with their statistics and card; last, collect.json says that the
+    collection is whole.
+
+    Args:
+        facts: what collect.json says of the teacher beside what is counted here.
+
+    Returns:
+        What collect.json says.
+    """
+    steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.actor != "expert")
+    rows, dropped = apply_filters(steps, row_filters(config))
+    save_rows(rows, run.path / "rows")
+    played = [step for episode in episodes for step in episode.steps]
+    summary = {
+        "tasks": len(of.tasks), "episodes": len(episodes), "successes": sum(e.success for e in episodes),
+        "shard": config.shard, "rows": len(rows), "dropped": dropped, "bank_entries": len(of.bank),
+        "bank_version": of.bank.snapshot(),
+        "stop_reasons": _counts(str(episode.stop_reason) for episode in episodes),
+        "emissions": _counts(step.emission_kind for step in played),
+        "malformed": sum(step.parse_error is not None for step in played),
+        "misapplied": sum(bool(step.op_errors) for step in played),
+        **facts,
+    }  # fmt: skip
+    describe_rows(run, rows, summary)
+    run.write_json("collect.json", summary)
+    return summary
+
+
 def rows_from_record(
-    episodes: Iterable[Episode], bank: MemoryBank, own_label: bool
+    episodes: Iterable[Episode], bank: Iterable[MemoryEntry], own_label: bool
 ) -> tuple[list[SftRow], list[Episode]]:
     """Rows of recorded episodes (pictures included), and the episodes without their pictures."""
     entries = {entry.id: entry for entry in bank}
     rows, kept = [], []
     for episode in episodes:
-        rows += sound_rows(_with_requests(episode, entries), own_label)
+        rows += sound_rows(episode, [entries[id] for id in episode.memory_ids], own_label)
         for step in episode.steps:
-            step.image = step.compilation = None
+            step.image = None
         kept.append(episode)
     return rows, kept
 
 
-def sound_rows(episode: Episode, own_label: bool) -> list[SftRow]:
+def sound_rows(episode: Episode, memory: Sequence[MemoryEntry], own_label: bool) -> list[SftRow]:
     """One row per step, without those whose emission could not be read, or not be applied to the Brief State.
 
     Args:
@@ -187,68 +214,9 @@ def sound_rows(episode: Episode, own_label: bool) -> list[SftRow]:
     flawed = {t for t, step in steps.items() if step.parse_error or step.op_errors}
     if own_label:
         flawed |= {t for t, step in steps.items() if step.grounding == Grounding.FAILED}
-    rows = [row for row in rows_of(episode) if row.t not in flawed]
+    rows = [row for row in rows_of(episode, memory) if row.t not in flawed]
     return [replace(row, action=steps[row.t].action) for row in rows] if own_label else rows
 
 
-def _with_requests(episode: Episode, entries: Mapping[str, MemoryEntry]) -> Episode:
-    """What the teacher was asked at each step, from the record: as it stood when the episode was played."""
-    goal, history = stated_goal(episode.goal, episode.scene), []
-    memory = tuple(entries[id] for id in episode.memory_ids)
-    for step in episode.steps:
-        if step.emission_kind:  # "" where the teacher gave no answer
-            state = parse_brief_state(step.brief_before)
-            request = CompileRequest(goal, memory, state, step.observation, step.image, tuple(history))
-            step.compilation = Compilation(step.emission_text, parse(step.emission_text).emission, request=request)
-        history.append(step.action)
-    return episode
-
-
-def _explained(episodes: Sequence[Episode], teacher: Teacher, images: bool = True) -> list[dict[str, Any]]:
-    """Episodes ready for JSON, each with why it went so."""
-    told = [episode for episode in episodes if not is_failure(episode.stop_reason)]
-    whys = dict(zip(map(id, told), teacher.rationales(told), strict=True))
-    return [episode.to_json(images=images) | {"rationale": whys.get(id(episode), "")} for episode in episodes]
-
-
-def _entries(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]]) -> list[MemoryEntry]:
-    """What episodes leave in memory: failures, too, but not those of endpoint or environment, which teach nothing."""
-    entries = []
-    for task, row in zip(tasks, rows, strict=True):
-        if is_failure(row["stop_reason"]):
-            continue
-        actions = [step["action"] for step in row["steps"]]
-        feedback = [step["feedback"] for step in row["steps"]]
-        entries.append(entry_from_trajectory(task, actions, feedback, row["success"], row["rationale"]))
-    return entries
-
-
-def _append(record: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """They are on disk when this returns."""
-    with record.open("ab") as file:
-        for row in rows:
-            file.write(json.dumps(row).encode("ascii") + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _whole_lines(record: Path, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows of a record, without pictures, and the bytes before each and behind the last."""
-    rows, ends = [], [0]
-    if not record.exists():
-        return rows, ends
-    with record.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):  # a write that was cut short
-                break
-            row = json.loads(line)
-            for step in row["steps"]:
-                step["image"] = None
-            if len(rows) == len(tasks) or row["task_id"] != tasks[len(rows)].id:
-                raise RecordError(
-                    f"{record}, line {len(rows) + 1}: the episode of {row['task_id']!r} is not the one that this "
-                    "collection would have played; collect into another folder (--out)"
-                )
-            rows.append(row)
-            ends.append(ends[-1] + len(line))
-    return rows, ends
+def _counts(names: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(names).items()))

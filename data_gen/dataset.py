@@ -1,9 +1,4 @@
-"""Rows as a dataset: what is kept of a collection (filters), what it holds (statistics), what it is (card), the hub.
-
-runs/collect/rows/            the rows and README.md, their card
-runs/collect/statistics.json  what `memcompiler data inspect` prints
-runs/collect/plots/rows.png   the same, drawn
-"""
+"""Rows as a dataset: what is kept of a collection (filters), and what it holds (statistics)."""
 
 from __future__ import annotations
 
@@ -89,9 +84,10 @@ def apply_filters(rows: Sequence[SftRow], filters: Mapping[str, Filter]) -> tupl
 
 def compiler_text(row: SftRow) -> str:
     """What the compiler reads, without instructions and pictures."""
+    from agent.records import compile_request
     from compiler.prompt import compiler_parts
 
-    request = replace(row, image=None).compile_request()
+    request = compile_request(replace(row, image=None).step_input())
     return "".join(part.text for part in compiler_parts(request, images=False))
 
 
@@ -177,6 +173,16 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
     if dropped:
         lines.append(f"dropped: {_listed(dropped)}")
     return [*lines, f"emissions: {_listed(found['emissions'])}", f"actions: {_listed(found['verbs'])}"]
+
+
+def print_statistics(found: Mapping[str, Any]) -> None:
+    """Print table and counts."""
+    from rich.console import Console
+
+    console = Console(width=120)
+    console.print(statistics_table(found))
+    for line in in_words(found):
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:

@@ -1,17 +1,24 @@
-"""Rows to the Hugging Face hub, with a dataset card. The token comes from the environment, as for any HF tool."""
+"""Rows with their statistics and card, in a run folder and on the Hugging Face hub (whose token comes from the
+environment, as for any HF tool).
+
+runs/collect/rows/            the rows and README.md, their card
+runs/collect/statistics.json  what `memcompiler data inspect` prints
+runs/collect/plots/rows.png   the same, drawn
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.load import read_yaml
-from data_gen.dataset import in_words, statistics
-from data_gen.rows import as_dataset, load_rows, row_folders
+from configs.run_folder import RunFolder
+from data_gen.dataset import in_words, print_statistics, statistics, statistics_plot
+from data_gen.rows import SftRow, as_dataset, load_rows, row_folders
 
 CARD = "README.md"
 SHARD_BYTES = 500 * 2**20  # of a file on the hub
@@ -112,6 +119,17 @@ def dataset_card(made: Mapping[str, Any], found: Mapping[str, Any]) -> str:
         contents="\n".join(f"- {line}" for line in in_words(found)), fields=table(FIELDS),
         terms=_OWN_TERMS if licence else _OTHER_TERMS.format(made["environment"]),
     )  # fmt: skip
+
+
+def describe_rows(run: RunFolder, rows: Sequence[SftRow], collected: Mapping[str, Any]) -> None:
+    """Write statistics (also printed), their plot and the rows' card. `collected`: what collect.json says."""
+    played = {name: collected[name] for name in ("episodes", "successes")}
+    found = statistics(rows) | {"played": played, "dropped": collected["dropped"]}
+    run.write_json("statistics.json", found)
+    statistics_plot(rows, run.path / "plots" / "rows.png")
+    made = provenance(run.path / "rows") | {"teacher": collected["teacher"]}
+    (run.path / "rows" / CARD).write_text(dataset_card(made, found), encoding="utf-8")
+    print_statistics(found)
 
 
 def push(rows: str | Path, repo: str, private: bool = True) -> str:

@@ -1,7 +1,7 @@
 """SFT rows: what a teacher's step teaches the compiler (-> emission) and what the executor should do (-> action).
 
 Rows are stored as a `datasets` dataset (Arrow, pictures as an `Image` feature that keeps the PNG bytes); a row knows
-how to become the compiler's and the executor's requests, so training reads exactly what the loop reads. What is kept of
+how to become a `StepInput`, so training reads exactly what the loop reads. What is kept of
 a collection, counted and published: `data_gen.dataset`, `data_gen.publish`.
 """
 
@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image
 
-from agent.records import Episode
-from compiler.brief_state import parse_brief_state, render_brief_state
+from agent.records import Episode, StepInput
+from compiler.brief_state import parse_brief_state
 from compiler.language import Kind, parse
-from compiler.records import CompileRequest
-from executor.prompt import Delivered, ExecutorRequest
+from executor.prompt import memory_text
 from memory.entry import MemoryEntry, Provenance
-from memory.trajectory import png_bytes
+from memory.trajectory import png_bytes, stated_goal
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -55,43 +54,36 @@ class SftRow:
 
     @property
     def memory_text(self) -> str:
-        return "\n\n".join(self.memory_texts)
+        return memory_text(self.memory_texts)
 
-    def compile_request(self) -> CompileRequest:
+    def step_input(self, n_tokens: int = 0) -> StepInput:
+        """What both roles read at this step: the teacher's emission, and room for N soft tokens."""
         nowhere = Provenance("", "", "", self.split, True)
         memory = [MemoryEntry(i, text, nowhere) for i, text in zip(self.memory_ids, self.memory_texts, strict=True)]
-        return CompileRequest(
-            self.goal, tuple(memory), parse_brief_state(self.state), self.observation, self._picture(), self.history
-        )
-
-    def executor_request(self, n_tokens: int) -> ExecutorRequest:
-        """The executor's side of the row: the teacher's guidance in text, and room for N soft tokens."""
-        emission = parse(self.emission).emission
-        lines = render_brief_state(parse_brief_state(self.state)).split("\n")[1:]
-        room = torch.empty(n_tokens, 0) if n_tokens else None
-        delivered = Delivered(state="\n".join(lines), guidance=emission.guidance, reason=emission.reason, soft=room)
-        return ExecutorRequest(self.goal, delivered, self.history, self.observation, image=self._picture())
-
-    def _picture(self) -> Image.Image | None:
-        return Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
+        image = Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
+        return StepInput(
+            self.goal, self.observation, image, None, self.history, tuple(memory), parse_brief_state(self.state),
+            emission=parse(self.emission).emission, soft=torch.empty(n_tokens, 0) if n_tokens else None,
+        )  # fmt: skip
 
 
-def rows_of(episode: Episode) -> list[SftRow]:
+def rows_of(episode: Episode, memory: Sequence[MemoryEntry]) -> list[SftRow]:
     """One row per step of a teacher's episode. The label is what the expert would do, also where it strayed.
 
     A step at which environment, compiler or executor failed teaches nothing and gives no row.
+
+    Args:
+        memory: what was retrieved for the episode.
     """
-    rows, history = [], ()
+    goal, history, rows = stated_goal(episode.goal, episode.scene), (), []
     for step in episode.steps:
-        if step.compilation is None or not step.action:
+        if not step.emission_kind or not step.action:
             continue
-        request = step.compilation.request
-        assert request is not None
         image = None if step.image is None else png_bytes(step.image)
         rows.append(
             SftRow(
-                task_id=episode.task_id, split=episode.split, family=episode.family, t=step.t, goal=request.goal,
-                memory_ids=tuple(e.id for e in request.memory), memory_texts=tuple(e.text for e in request.memory),
+                task_id=episode.task_id, split=episode.split, family=episode.family, t=step.t, goal=goal,
+                memory_ids=tuple(e.id for e in memory), memory_texts=tuple(e.text for e in memory),
                 state=step.brief_before, observation=step.observation, image=image, history=history,
                 emission=step.emission_text, action=step.executor_text, success=episode.success,
                 steps=len(episode.steps),

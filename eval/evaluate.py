@@ -129,8 +129,7 @@ def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, banks: P
 
 def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) -> dict[str, Any]:
     from agent.episode import Limits
-    from data_gen.collect import specs_for
-    from data_gen.tasks import chosen_tasks
+    from data_gen.tasks import chosen_tasks, specs_for
     from eval.record import EpisodeRecord
     from eval.runner import Evaluation
     from memcompiler.leakage import record_evaluation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agent.episode import EpisodeSpec, goal_text
+from agent.episode import EpisodeSpec
 from agent.expert import entry_for_goal, taken
 from agent.records import Episode
 
@@ -27,7 +27,7 @@ def chance(specs: Iterable[EpisodeSpec]) -> float:
 
 def _right_place(spec: EpisodeSpec) -> str | None:
     """Where the right entry says that the goal's object is; None if no entry says so."""
-    entry = entry_for_goal(goal_text(spec.task), spec.memory)
+    entry = entry_for_goal(spec.goal, spec.memory)
     fact = taken(entry.provenance.actions) if entry else None
     return fact[1] if fact else None
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agent.episode import SOFT_MARK, EpisodeSpec
+from agent.episode import EpisodeSpec
+from agent.records import SOFT_MARK
 from compiler.brief_state import Belief, BriefState
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agent.records import Episode
-from eval.episodes import read_episodes
+from agent.records import Episode, read_episodes
 from runtime.store import JsonLines, RecordError
 
 EPISODES = "episodes.jsonl"

@@ -24,9 +24,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from agent.records import Episode, StepRecord, png_base64
+from agent.records import Episode, StepRecord, png_base64, read_episodes
 from eval import table
-from eval.episodes import read_episodes, read_matrix
+from eval.episodes import read_matrix
 from eval.errors import KINDS as ERROR_KINDS
 from eval.metrics import (
     EMISSION_KINDS,

@@ -1,4 +1,4 @@
-"""From settings to objects: bank, compiler, executor (environments: `environments.py`)."""
+"""From settings to objects: compiler, executor (environments: `environments.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from configs.compiler import CompilerConfig
 from configs.engines import EndpointConfig
 from configs.executor import ExecutorConfig
 from configs.load import ConfigError
-from configs.memory import MemoryConfig
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from executor.records import Executor
     from executor.vllm import VllmExecutor
     from lm.endpoint import Endpoint
-    from memory.bank import MemoryBank
 
     AnyExecutor = FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor
 
@@ -49,23 +47,6 @@ def quiet() -> None:
 
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
-
-
-def open_bank(config: MemoryConfig, default: Path) -> MemoryBank:
-    """The bank that the settings name (at its version), or the one at `default`."""
-    from memory.bank import MemoryBank
-    from memory.embed import SentenceEmbedder
-
-    bank = MemoryBank(config.bank or default, SentenceEmbedder(config.embed) if config.embed else None)
-    return bank.at(config.version) if config.version is not None else bank
-
-
-def growing_bank(config: MemoryConfig, path: Path) -> tuple[MemoryBank, int]:
-    """A bank at `path` to be written to, with what the bank that the settings name holds; and how much that is."""
-    bank = open_bank(config.model_copy(update={"bank": None, "version": None}), path)
-    given = open_bank(config, path).entries() if config.bank is not None else []
-    bank.write(given)
-    return bank, len(given)
 
 
 def open_endpoint(config: EndpointConfig, cache: Path | None = None) -> Endpoint:

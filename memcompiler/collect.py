@@ -1,9 +1,8 @@
-"""`memcompiler collect`: a teacher plays the training tasks and leaves a memory bank and SFT rows."""
+"""`memcompiler collect`: bank and SFT rows of a split, in OUT/bank and OUT/rows."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,53 +12,13 @@ from configs.collect import CollectConfig
 from configs.run_folder import RunFolder
 from memcompiler import build
 from memcompiler.environments import Environments
-from runtime.progress import progress
 
 if TYPE_CHECKING:
-    from data_gen.collect import Rounds, Teacher
-    from envs.base import Task
+    from data_gen.collect import Teacher
     from executor.records import Executor
-    from memory.bank import MemoryBank
+    from lm.endpoint import Endpoint
 
 console = Console(width=120)
-
-
-def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> None:
-    """Bank and SFT rows of a split: OUT/bank, OUT/rows."""
-    run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)  # type: ignore[arg-type]
-    if (out / "collect.json").exists():
-        console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")
-        return
-    from data_gen.collect import EPISODES, rows_from_record
-    from data_gen.dataset import apply_filters, row_filters
-    from data_gen.rows import save_rows
-    from eval.episodes import read_episodes
-    from memcompiler.data import describe_rows
-
-    with Environments(config.env) as envs:
-        teach = _ask_endpoint if config.teacher == "endpoint" else _ask_expert
-        bank, tasks, facts = teach(config, envs, run)
-    steps, episodes = rows_from_record(read_episodes(run.path / EPISODES), bank, config.actor != "expert")
-    rows, dropped = apply_filters(steps, row_filters(config))
-    build.quiet()
-    save_rows(rows, out / "rows")
-    summary = {
-        "tasks": len(tasks), "episodes": len(episodes), "successes": sum(e.success for e in episodes),
-        "shard": config.shard, "rows": len(rows), "dropped": dropped, "bank_entries": len(bank),
-        "bank_version": bank.snapshot(),
-        "stop_reasons": _share(str(episode.stop_reason) for episode in episodes),
-        "emissions": _share(e.emission_kind for episode in episodes for e in episode.steps),
-        "malformed": sum(step.parse_error is not None for episode in episodes for step in episode.steps),
-        "misapplied": sum(bool(step.op_errors) for episode in episodes for step in episode.steps),
-        **facts,
-    }  # fmt: skip
-    describe_rows(run, rows, summary)
-    run.write_json("collect.json", summary)
-    console.print(
-        f"  {summary['bank_entries']} memory entries, {len(rows)} rows from "
-        f"{summary['successes']} of {len(episodes)} teacher episodes"
-    )
-
 
 # What a collection that is continued may change: it bears on how the endpoints are asked, not on what.
 MAY_CHANGE_ON_RESUME = tuple(
@@ -72,64 +31,48 @@ MAY_CHANGE_ON_RESUME = tuple(
 )  # fmt: skip
 
 
-def _ask_expert(
-    config: CollectConfig, envs: Environments, run: RunFolder
-) -> tuple[MemoryBank, list[Task], dict[str, Any]]:
-    """The expert fills the bank, then teaches. Bank, tasks, and what collect.json says of its work."""
-    from agent.episode import Limits
-    from agent.expert import ExpertExecutor, ExpertTeacher
-    from data_gen.collect import Rounds, shard_of
-    from data_gen.tasks import training_tasks_and_bank
+def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> None:
+    """Have a teacher play a split (or go on), and leave bank and rows in OUT."""
+    run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)  # type: ignore[arg-type]
+    if (out / "collect.json").exists():
+        console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")
+        return
+    from data_gen.collect import play, prepare, write_rows
 
-    bank, tasks = training_tasks_and_bank(config, envs, run)
-    tasks = shard_of(tasks, config.shard)
-    rounds = Rounds(config.round_size, config.memory.k, Limits(config.max_steps, config.seed), len(bank), grows=False)
-    _play(envs, run, tasks, bank, ExpertTeacher(), ExpertExecutor(config.noise, config.seed), rounds)
-    return bank, tasks, {"teacher": "the environment's expert"}
+    facts: dict[str, Any] = {"teacher": "the environment's expert"}
+    with Environments(config.env) as envs:
+        collection = prepare(config, envs, run)
+        teacher, actor, endpoints = _players(config, out / build.RESPONSES)
+        try:
+            play(collection, envs.lease, teacher, actor)
+        finally:
+            if endpoints:
+                facts = {"teacher": config.api.model, "actor": config.actor, "endpoints": _account(run, endpoints)}
+    build.quiet()
+    summary = write_rows(config, collection, run, facts)
+    console.print(
+        f"  {summary['bank_entries']} memory entries, {summary['rows']} rows from "
+        f"{summary['successes']} of {summary['episodes']} teacher episodes"
+    )
 
 
-def _ask_endpoint(
-    config: CollectConfig, envs: Environments, run: RunFolder
-) -> tuple[MemoryBank, list[Task], dict[str, Any]]:
-    """A model behind an endpoint teaches while the bank grows. Bank, tasks, and what collect.json says of its work."""
-    from agent.episode import Limits
-    from data_gen.collect import Rounds, shard_of
+def _players(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Mapping[str, Endpoint]]:
+    """Who compiles, who acts, and the endpoints that they ask by role."""
+    if config.teacher == "expert":
+        from agent.expert import ExpertExecutor, ExpertTeacher
+
+        return ExpertTeacher(), ExpertExecutor(config.noise, config.seed), {}
     from data_gen.endpoint_teacher import EndpointTeacher
-    from data_gen.tasks import chosen_tasks
-    from memcompiler.leakage import guard_training
 
-    tasks, _ = chosen_tasks(config, envs, config.split)
-    guarded = guard_training(config, tasks, [], envs, run)
-    console.print(f"  {guarded.summary}")
-    tasks = shard_of(guarded.tasks, config.shard)
-    bank, seeded = build.growing_bank(config.memory, run.path / "bank")
-    endpoint = build.open_endpoint(config.api, run.path / build.RESPONSES)
-    teacher = EndpointTeacher(endpoint, config.attempts, config.max_new_tokens)
-    actor, endpoints = build.load_actor(config, endpoint, run.path / build.RESPONSES)
-    rounds = Rounds(config.round_size, config.memory.k, Limits(config.max_steps, config.seed), seeded, grows=True)
-    try:
-        _play(envs, run, tasks, bank, teacher, actor, rounds)
-    finally:
-        accounts = {name: endpoint.account() for name, endpoint in endpoints.items()}
-        run.write_json("endpoints.json", accounts)
-        for name, account in accounts.items():
-            console.print(f"  {name}: {account['requests']} requests, {account['price']:.4f} spent")
-    return bank, tasks, {"teacher": config.api.model, "actor": config.actor, "endpoints": accounts}
+    endpoint = build.open_endpoint(config.api, cache)
+    actor, endpoints = build.load_actor(config, endpoint, cache)
+    return EndpointTeacher(endpoint, config.attempts, config.max_new_tokens), actor, endpoints
 
 
-def _play(
-    envs: Environments, run: RunFolder, tasks: Sequence[Task], bank: MemoryBank, teacher: Teacher,
-    actor: Executor, rounds: Rounds,
-) -> None:  # fmt: skip
-    """What the record does not hold yet, into the record."""
-    from data_gen.collect import EPISODES, play_rounds, restore
-
-    record = run.path / EPISODES
-    if done := restore(record, tasks, bank, rounds):
-        console.print(f"  resumed at task {done} of {len(tasks)}")
-    with progress("teacher", len(tasks), done) as advance:
-        play_rounds(envs.lease, tasks, bank, teacher, actor, rounds, record, done, advance)
-
-
-def _share(kinds: Iterable[str]) -> dict[str, int]:
-    return dict(sorted(Counter(kinds).items()))
+def _account(run: RunFolder, endpoints: Mapping[str, Endpoint]) -> dict[str, Any]:
+    """What was asked and spent, also where the run ends here: endpoints.json."""
+    accounts = {name: endpoint.account() for name, endpoint in endpoints.items()}
+    run.write_json("endpoints.json", accounts)
+    for name, account in accounts.items():
+        console.print(f"  {name}: {account['requests']} requests, {account['price']:.4f} spent")
+    return accounts

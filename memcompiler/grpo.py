@@ -12,7 +12,6 @@ from rich.console import Console
 from configs.executor import ExecutorConfig
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
-from data_gen.tasks import training_tasks_and_bank
 from memcompiler import build
 from memcompiler.environments import Environments
 from runtime.progress import progress
@@ -123,9 +122,10 @@ def _specs(
 ) -> tuple[list[EpisodeSpec], dict[str, Any]]:
     """Training tasks with their memory. Rank 0 (which has the run folder) checks them and fills the bank; the others
     take what it has made."""
-    from data_gen.collect import specs_for
+    from data_gen.tasks import specs_for, training_tasks_and_bank
     from envs.manifest import Manifest
     from memcompiler.leakage import MANIFEST
+    from memory.bank import open_bank
     from training import distributed
 
     if run is not None:
@@ -135,7 +135,7 @@ def _specs(
         distributed.barrier()
         kept = Manifest.read(out / MANIFEST).ids
         tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in kept]
-        bank = build.open_bank(config.memory, out / "bank")
+        bank = open_bank(config.memory, out / "bank")
     return specs_for(tasks, bank, config.memory.k), {"bank_version": bank.snapshot()}
 
 

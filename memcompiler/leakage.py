@@ -21,8 +21,8 @@ from configs.training import GrpoConfig
 from data_gen.leakage import BankAudit, LeakageError, Verdict, audit_bank, check, shared_values
 from envs.base import EnvironmentFailure
 from envs.manifest import Manifest, ManifestError
-from memcompiler import build
 from memcompiler.environments import Environments, scienceworld_split
+from memory.bank import open_bank
 
 if TYPE_CHECKING:
     from agent.episode import EpisodeSpec
@@ -130,7 +130,7 @@ def _audit(
     verdict = check(manifest, evaluation) if evaluation else None
     bank = None
     if config.memory.bank is not None and evaluation:
-        bank = audit_bank(build.open_bank(config.memory, Path(config.memory.bank)).origins(), evaluation.ids)
+        bank = audit_bank(open_bank(config.memory, Path(config.memory.bank)).origins(), evaluation.ids)
     return Audit(manifest.sha256, verdict, unchecked, bank)
 
 

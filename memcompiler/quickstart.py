@@ -64,7 +64,7 @@ def _before_and_after(
     config: EvalConfig, out: Path, executor: build.AnyExecutor, on_exists: str
 ) -> tuple[dict[str, Any], list[Episode]]:
     """All deliveries after SFT, and the full one again after GRPO (`compiled_grpo`): results and episodes."""
-    from eval.episodes import read_episodes
+    from agent.records import read_episodes
     from eval.evaluate import ModelCache, evaluate
     from eval.matrix import Cell
     from eval.metrics import AFTER_GRPO, difference

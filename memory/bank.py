@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from configs.memory import MemoryConfig
 from envs.base import Task
 from memory.embed import unit_rows
 from memory.entry import MemoryEntry, Provenance
@@ -542,3 +543,22 @@ def _texts(entry: MemoryEntry) -> tuple[object, ...]:
     origin = entry.provenance
     names = (origin.task_id, origin.scene, origin.goal, origin.split, origin.source)
     return (entry.id, entry.text, *names, *origin.actions)
+
+
+# -- from settings ----------------------------------------------------------------------------------------------------
+
+
+def open_bank(config: MemoryConfig, default: Path) -> MemoryBank:
+    """The bank that the settings name (at its version), or the one at `default`."""
+    from memory.embed import SentenceEmbedder
+
+    bank = MemoryBank(config.bank or default, SentenceEmbedder(config.embed) if config.embed else None)
+    return bank.at(config.version) if config.version is not None else bank
+
+
+def growing_bank(config: MemoryConfig, path: Path) -> tuple[MemoryBank, int]:
+    """A bank at `path` to be written to, with what the bank that the settings name holds; and how much that is."""
+    bank = open_bank(config.model_copy(update={"bank": None, "version": None}), path)
+    given = open_bank(config, path).entries() if config.bank is not None else []
+    bank.write(given)
+    return bank, len(given)

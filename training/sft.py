@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agent.records import compile_request, executor_request
 from compiler.hf import MemoryCompiler
 from configs.training import SftConfig
 from data_gen.rows import SftRow
@@ -166,11 +167,11 @@ _DENOMINATOR = {"text": "text", "action": "action", "entropy": "rows", "latent":
 
 
 def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, soft: bool) -> Example:
-    request = row.executor_request(compiler.n_tokens if soft else 0)
-    prompt = executor.encode(request)
+    step = row.step_input(compiler.n_tokens if soft else 0)
+    prompt = executor.encode(executor_request(step, executor))
     memory = executor.tokenizer(row.memory_text, add_special_tokens=False)["input_ids"]
     return Example(
-        compiler.encode(row.compile_request()), compiler.emission_ids(row.emission), replace(prompt, soft=None),
+        compiler.encode(compile_request(step)), compiler.emission_ids(row.emission), replace(prompt, soft=None),
         executor.action_ids(row.action), tuple(memory),
     )  # fmt: skip
 

@@ -131,7 +131,9 @@ class Replay:
     def memory(self, episode: Episode) -> list[MemoryEntry]:
         """Raises: BankError, where the bank has not what the episode read."""
         if self._bank is None:
-            bank = build.open_bank(self.config.memory, self._own_bank())
+            from memory.bank import open_bank
+
+            bank = open_bank(self.config.memory, self._own_bank())
             pinned = self.config.memory.version is None and episode.bank_version is not None
             self._bank = bank.at(episode.bank_version) if pinned else bank  # type: ignore[arg-type]
         return [self._bank.get(id) for id in episode.memory_ids]

@@ -20,11 +20,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from agent.records import Episode
+from agent.records import Episode, episode_from_json
 from compiler.brief_state import parse_brief_state
 from compiler.hf import MemoryCompiler
 from compiler.records import CompileRequest
-from eval.episodes import episode_from_json
 from eval.plots import ACCENT, DPI, GRID, INK, MUTED
 from executor.hf import FrozenExecutor
 from memory.entry import MemoryEntry

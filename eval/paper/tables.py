@@ -19,8 +19,8 @@ import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from agent.records import Episode
-from eval.episodes import read_episodes, read_matrix
+from agent.records import Episode, read_episodes
+from eval.episodes import read_matrix
 from eval.metrics import DELIVERY_NAMES, ROLES, split_name, usage, wilson
 from eval.plots import ACCENT, DPI, GRID, INK, MUTED
 

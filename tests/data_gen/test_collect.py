@@ -340,8 +340,8 @@ def test_shards_of_the_expert_play_each_task_once(tmp_path):
     assert banks[0] == banks[1] == banks[2]  # each shard reads the experience of all scenes
 
 
-def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    from data_gen import collect
+def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
+    from data_gen import experience
     from envs.household import HouseholdEnvironment
 
     def make_env():
@@ -351,14 +351,13 @@ def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path, monkey
         if len(bank) >= 4:
             raise RuntimeError("stop")
 
-    monkeypatch.setattr(collect, "TOGETHER", 2)
     tasks = make_env().tasks("train_experience")[:7]
     whole, bank = MemoryBank(tmp_path / "whole", create=True), MemoryBank(tmp_path / "cut", create=True)
-    assert collect.not_experienced(tasks, whole) == tasks
-    collect.collect_experience(make_env, tasks, whole)
+    assert experience.not_experienced(tasks, whole) == tasks
+    experience.collect_experience(make_env, tasks, whole, round_size=2)
     with pytest.raises(RuntimeError, match="stop"):
-        collect.collect_experience(make_env, tasks, bank, on_episode=stop)
-    assert collect.not_experienced(tasks, bank) == tasks[4:]
-    collect.collect_experience(make_env, tasks[4:], bank)
+        experience.collect_experience(make_env, tasks, bank, on_episode=stop, round_size=2)
+    assert experience.not_experienced(tasks, bank) == tasks[4:]
+    experience.collect_experience(make_env, tasks[4:], bank, round_size=2)
     assert bank.entries() == whole.entries() and bank.snapshot() == whole.snapshot()
-    assert collect.not_experienced(tasks, bank) == []
+    assert experience.not_experienced(tasks, bank) == []

@@ -103,5 +103,5 @@ def test_rationales():
 def test_rows_leave_out_what_is_not_sound():
     made = episode()
     made.steps[0].parse_error, made.steps[1].op_errors, made.steps[2].grounding = "empty", ("no such key",), "failed"
-    assert [(row.t, row.action) for row in sound_rows(made, own_label=False)] == [(2, "Do 2!"), (3, "Do 3!")]
-    assert [(row.t, row.action) for row in sound_rows(made, own_label=True)] == [(3, "do 3")]
+    assert [(row.t, row.action) for row in sound_rows(made, MEMORY, own_label=False)] == [(2, "Do 2!"), (3, "Do 3!")]
+    assert [(row.t, row.action) for row in sound_rows(made, MEMORY, own_label=True)] == [(3, "do 3")]

@@ -232,7 +232,7 @@ def test_train_sft_refuses_rows_without_a_manifest(tmp_path):
 
 
 def evaluated(tmp_path: Path, tasks: list[Task], **compiler: str) -> dict:
-    from data_gen.collect import specs_for
+    from data_gen.tasks import specs_for
 
     bank = MemoryBank(tmp_path / "bank")
     bank.write([entry("own", tasks[0].id), entry("other", "elsewhere", "train")])

@@ -65,10 +65,10 @@ def test_rows_say_how_their_episode_went() -> None:
     )
     for episode in play(30):
         assert episode.success
-        assert [(r.t, r.success, r.steps) for r in rows_of(episode)] == [
+        assert [(r.t, r.success, r.steps) for r in rows_of(episode, ())] == [
             (t, True, len(episode.steps)) for t in range(len(episode.steps))
         ]
     short = play(2)[0]
-    assert [(r.success, r.steps) for r in rows_of(short)] == [(False, 2)] * 2
-    short.steps[1].compilation = None  # the compiler failed here
-    assert [r.t for r in rows_of(short)] == [0]
+    assert [(r.success, r.steps) for r in rows_of(short, ())] == [(False, 2)] * 2
+    short.steps[1].emission_kind = ""  # the compiler failed here
+    assert [r.t for r in rows_of(short, ())] == [0]

@@ -18,8 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agent.episode import SOFT_MARK
-from agent.records import Episode, StepRecord
+from agent.records import SOFT_MARK, Episode, StepRecord
 from eval.paper.attention import (
     Attention,
     attention_at,

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from agent.records import Episode, StepRecord, StopReason
-from eval.episodes import episode_from_json, read_episodes, read_matrix
+from agent.records import Episode, StepRecord, StopReason, episode_from_json, read_episodes
+from eval.episodes import read_matrix
 from eval.metrics import bootstrap_mean, ordered, paired_bootstrap_difference, results, summarise, wilson
 from eval.table import print_results, to_markdown
 

@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw
 
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.records import executor_request
 from compiler.hf import MemoryCompiler
 from configs.executor import ExecutorConfig
 from configs.training import SftConfig
@@ -149,7 +150,7 @@ def test_sft_rows_with_pictures_train_through_a_seeing_executor() -> None:
     compiler: MemoryCompiler = tiny_models.memory_compiler()
     model, examples = executor(), []
     for row in rows:
-        prompt = replace(model.encode(row.executor_request(compiler.n_tokens)), soft=None)
+        prompt = replace(model.encode(executor_request(row.step_input(compiler.n_tokens), model)), soft=None)
         assert (prompt.pixels is not None) == (row.image is not None)
         examples.append(replace(encode_row(row, compiler, model, soft=True), executor_prompt=prompt))
     losses = sft_losses(compiler, model, examples, SftConfig())

@@ -103,7 +103,7 @@ def teacher_rows(env: Environment, specs: Sequence[EpisodeSpec], seed: int, max_
     """States as a compiler meets them, from the teacher's own episodes with detours."""
     delivery = Delivery("teacher", "compiled", ExpertTeacher(), soft=False)
     episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.2, seed), Limits(max_steps), concurrency=1)
-    return [row for episode in episodes for row in rows_of(episode)]
+    return [row for episode, spec in zip(episodes, specs, strict=True) for row in rows_of(episode, spec.memory)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 
-from agent.episode import EpisodeSpec, goal_text
+from agent.episode import EpisodeSpec
 from agent.expert import entry_for_goal, taken
 from compiler.brief_state import BriefState
 from compiler.hf import MemoryCompiler
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest, Decoding
-from data_gen.collect import collect_experience, specs_for
+from data_gen.experience import collect_experience
+from data_gen.tasks import specs_for
 from envs.household import HouseholdEnvironment
 from lm.backbone import Backbone
 from lm.loading import load_backbone, model_path
@@ -53,11 +54,11 @@ def gate(model: str, scenes: int, seed: int) -> GateResult:
         specs = specs_for(env.tasks("gate"), bank, 4)
     requests, truths, chances = [], [], []
     for spec in specs:
-        entry = entry_for_goal(goal_text(spec.task), spec.memory)
+        entry = entry_for_goal(spec.goal, spec.memory)
         fact = taken(entry.provenance.actions) if entry else None
         if fact is None:
             continue
-        asker.things[goal_text(spec.task)] = fact[0]
+        asker.things[spec.goal] = fact[0]
         requests.append(_request(env, spec))
         truths.append(fact[1])
         places = [taken(e.provenance.actions) for e in spec.memory]
@@ -81,7 +82,7 @@ class _Asker(MemoryCompiler):
 
 def _request(env: HouseholdEnvironment, spec: EpisodeSpec) -> CompileRequest:
     observation = env.reset(spec.task)
-    goal = goal_text(spec.task)
+    goal = spec.goal
     return CompileRequest(goal, spec.memory, BriefState(goal), observation.text, observation.image)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from agent.expert import location, taken
+from agent.records import compile_request
 from compiler.prompt import compiler_parts
 from data_gen.rows import SftRow
 from lm.backbone import Backbone
@@ -123,7 +124,7 @@ def conversation(
     if emissions:
         talk.append(("emission", row.emission))
     rng.shuffle(talk)
-    return compiler_parts(row.compile_request()), talk
+    return compiler_parts(compile_request(row.step_input())), talk
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def gathering(backbone: Backbone, row: SftRow, marked: str, rng: random.Random) 
     in a few hundred steps (measured: action loss 0.87 a token before and after).
     """
     tokenize = lambda text: backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
-    encoded = backbone.encode(compiler_parts(row.compile_request()))
+    encoded = backbone.encode(compiler_parts(compile_request(row.step_input())))
     before = [*encoded.ids, *tokenize(row.emission), backbone.end_id]
     n = rng.randint(4, 8)
     target = tokenize(f" {marked if _shows_mark(row, marked) else 'nothing'}")
