@@ -4,23 +4,35 @@ none      no memory
 static    all of M pasted into the executor's prompt at episode start (the paper's AMMI)
 compiled  a compiler reads M and the state at every step and delivers what applies now (SCMC); soft tokens on or off,
           Brief State on or off
+
+`DELIVERIES` is the one list: evaluations, tables, plots, reports, matrices and analyses ask it. A new delivery is a new
+entry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
+from agent.disclosure import RuleDisclosure
+from agent.records import Episode, StepInput
 from compiler.records import Compilation, Compiler, CompileRequest
+from memory.entry import MemoryEntry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kind = Literal["none", "static", "compiled"]
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
+    """A delivery as the loop plays it."""
+
     name: str
-    kind: Literal["none", "static", "compiled"]
+    kind: Kind
     compiler: Compiler | None = None
     soft: bool = True
     brief_state: bool = True
@@ -28,6 +40,47 @@ class Delivery:
     def __post_init__(self) -> None:
         if (self.kind == "compiled") != (self.compiler is not None):
             raise ValueError(f"delivery {self.name}: a compiler is needed for `compiled`, and only there")
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverySpec:
+    """A delivery as settings, records and results name it.
+
+    Attributes:
+        label: its name in tables and plots.
+        kind, soft, brief_state: as of the `Delivery` that it makes.
+        compiler: makes what compiles, from the trained compiler (None where none is loaded) and the run's seed.
+        needs_checkpoint: the trained compiler has to be there.
+        top_entry: M is the best entry alone, instead of all that was retrieved.
+        control: it shows what the others owe to what they are told; tables have it below a rule.
+        interdependent: its episodes depend on those that run beside them: a killed run plays them again as a whole.
+        compared_with: deliveries that results always compare it with.
+        played: False for a name that only results have.
+    """
+
+    name: str
+    label: str
+    kind: Kind = "compiled"
+    compiler: Callable[[Compiler | None, int], Compiler | None] = lambda trained, seed: None
+    soft: bool = True
+    brief_state: bool = True
+    needs_checkpoint: bool = False
+    top_entry: bool = False
+    control: bool = False
+    interdependent: bool = False
+    compared_with: tuple[str, ...] = ()
+    played: bool = True
+
+    @property
+    def shows_own_soft(self) -> bool:
+        """Whether the executor reads soft tokens that the trained compiler made of this very step."""
+        return self.needs_checkpoint and self.soft and not self.interdependent
+
+    def make(self, trained: Compiler | None, seed: int) -> Delivery:
+        """Raises: ValueError, where it needs the trained compiler and there is none."""
+        if self.needs_checkpoint and trained is None:
+            raise ValueError(f"delivery {self.name} needs a trained compiler: set compiler.checkpoint")
+        return Delivery(self.name, self.kind, self.compiler(trained, seed), self.soft, self.brief_state)
 
 
 class ShuffledSoft:
@@ -38,7 +91,7 @@ class ShuffledSoft:
 
     def __init__(self, compiler: Compiler) -> None:
         self.compiler = compiler
-        self._spare: torch.Tensor | None = None  # for a batch of one: the soft tokens of the step before
+        self._spare: Tensor | None = None  # for a batch of one: the soft tokens of the step before
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
         made = self.compiler.compile(requests)
@@ -46,3 +99,88 @@ class ShuffledSoft:
         donors = [*soft[1:], soft[0]] if len(made) > 1 else [self._spare if self._spare is not None else soft[0]]
         self._spare = soft[0]
         return [replace(c, soft=other) for c, other in zip(made, donors, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The list
+
+
+def _trained(trained: Compiler | None, seed: int) -> Compiler | None:
+    return trained
+
+
+def _shuffled(trained: Compiler | None, seed: int) -> Compiler | None:
+    return trained and ShuffledSoft(trained)
+
+
+def _by_rule(trained: Compiler | None, seed: int) -> Compiler:
+    return RuleDisclosure()
+
+
+def _expert(trained: Compiler | None, seed: int) -> Compiler:
+    from agent.expert import ExpertTeacher  # imports torch, which tables and reports do without
+
+    return ExpertTeacher()
+
+
+def _random_entry(trained: Compiler | None, seed: int) -> Compiler:
+    from agent.expert import ExpertTeacher
+
+    return ExpertTeacher("random", seed)
+
+
+COMPILED, AFTER_GRPO = "compiled", "compiled_grpo"
+DELIVERIES = {  # in the order of every table and plot
+    spec.name: spec
+    for spec in (
+        DeliverySpec("none", "no memory", "none"),
+        DeliverySpec("static", "static memory", "static"),
+        DeliverySpec("static_top1", "static, top entry", "static", top_entry=True),
+        DeliverySpec("disclosure", "rule-based disclosure", compiler=_by_rule, soft=False),
+        DeliverySpec("compiled_text", "compiled, text only", compiler=_trained, soft=False, needs_checkpoint=True),
+        DeliverySpec(
+            COMPILED, "compiled, text + soft", compiler=_trained, needs_checkpoint=True,
+            compared_with=("none", "static", "compiled_text"),
+        ),
+        DeliverySpec(  # the quickstart's second compiler, under the delivery `compiled`
+            AFTER_GRPO, "compiled, text + soft, after GRPO", compiler=_trained, needs_checkpoint=True,
+            compared_with=(COMPILED,), played=False,
+        ),
+        DeliverySpec(
+            "compiled_no_brief", "compiled, no brief", compiler=_trained, brief_state=False, needs_checkpoint=True
+        ),
+        DeliverySpec("expert_compiler", "expert as compiler", compiler=_expert, soft=False, control=True),
+        DeliverySpec("expert_random_entry", "expert, random entry", compiler=_random_entry, soft=False, control=True),
+        DeliverySpec(
+            "compiled_shuffled_soft", "shuffled soft tokens", compiler=_shuffled, needs_checkpoint=True, control=True,
+            interdependent=True,
+        ),
+    )
+}  # fmt: skip
+
+
+def find(name: str) -> DeliverySpec:
+    """Look a delivery up by its name.
+
+    Raises:
+        ValueError: there is none of that name; the message names those that there are.
+    """
+    if name in DELIVERIES:
+        return DELIVERIES[name]
+    close = difflib.get_close_matches(name, DELIVERIES, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    playable = ", ".join(spec.name for spec in DELIVERIES.values() if spec.played)
+    raise ValueError(f"there is no delivery {name!r}{hint}; there are {playable}")
+
+
+def recorded_step(
+    episode: Episode, t: int, memory: Sequence[MemoryEntry] = (), soft: Tensor | None = None
+) -> StepInput:  # fmt: skip
+    """What both roles read at step t of a recorded episode, as its delivery showed it.
+
+    Args:
+        memory: the entries that the episode names; only the compiler needs them.
+        soft: the soft tokens, which no record keeps, made again.
+    """
+    spec = find(episode.delivery)
+    return episode.step_input(t, memory, brief_state=spec.brief_state, pasted=spec.kind == "static", soft=soft)

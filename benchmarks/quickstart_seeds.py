@@ -14,8 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from agent.deliveries import AFTER_GRPO
 from agent.records import read_episodes
-from eval.metrics import AFTER_GRPO, results
+from eval.metrics import results
 from eval.table import print_results, to_markdown
 
 

@@ -128,6 +128,7 @@ def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, banks: P
 
 
 def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) -> dict[str, Any]:
+    from agent.deliveries import find
     from agent.episode import Limits
     from data_gen.tasks import chosen_tasks, specs_for
     from eval.record import EpisodeRecord
@@ -139,7 +140,11 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) ->
     tasks, experience = chosen_tasks(config, envs, split)
     bank = _filled_bank(config, envs, experience, run.path if banks is None else banks / bank_key(config, split))
     specs = specs_for(tasks, bank, config.memory.k)
-    top = specs_for(tasks, bank, min(1, config.memory.k)) if "static_top1" in config.deliveries else []
+    top = (
+        specs_for(tasks, bank, min(1, config.memory.k))
+        if any(find(name).top_entry for name in config.deliveries)
+        else []
+    )
     executor, compiler = loaded.executor(config), loaded.compiler(config)
     identity = _identity(config, specs, executor, compiler)
     changed = run.record(
@@ -174,6 +179,7 @@ def _results(
     split: str,
     identity: Mapping[str, Any],
 ) -> dict[str, Any]:
+    from agent.deliveries import find
     from eval.lookup import chance, lookup
     from eval.matrix import baseline_of
     from eval.metrics import HIGHER_IS_BETTER, results
@@ -192,7 +198,7 @@ def _results(
         "max_steps": config.max_steps,
         "chance_lookup": chance(specs),
         **identity,
-        "lookup": {name: lookup(e, specs) for name, e in episodes.items() if name.startswith("compiled")},
+        "lookup": {name: lookup(e, specs) for name, e in episodes.items() if find(name).needs_checkpoint},
         "complete": True,
         "levels": dict(cell.levels),
         "baseline": config.baseline,
@@ -234,9 +240,9 @@ def _identity(
 
 def _drop_unfinished(record: EpisodeRecord, tasks: int) -> None:
     """A torn line, and what was played of deliveries whose episodes depend on each other."""
-    from eval.runner import INTERDEPENDENT
+    from agent.deliveries import find
 
-    partial = {name for name, done in record.played().items() if name in INTERDEPENDENT and len(done) < tasks}
+    partial = {name for name, done in record.played().items() if find(name).interdependent and len(done) < tasks}
     record.lines.keep(lambda row: row["delivery"] not in partial)
 
 
@@ -263,9 +269,9 @@ def bank_key(config: EvalConfig, split: str) -> str:
 
 
 def _needs_checkpoint(config: EvalConfig) -> list[str]:
-    from eval.runner import NEEDS_CHECKPOINT
+    from agent.deliveries import find
 
-    return [name for name in config.deliveries if name in NEEDS_CHECKPOINT]
+    return [name for name in config.deliveries if find(name).needs_checkpoint]
 
 
 def _check_checkpoints(made: Sequence[Cell]) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agent.deliveries import find
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 
@@ -68,18 +69,32 @@ def cells(config: EvalConfig) -> list[Cell]:
         ConfigError: naming the cells whose settings are wrong, and what is wrong with them.
     """
     if not config.matrix:
+        check_deliveries(config)
         return [Cell({}, config)]
     named = axes(config)
     made, problems = [], []
     for levels in itertools.product(*named.values()):
         chosen = dict(zip(named, levels, strict=True))
         try:
-            made.append(Cell(chosen, _override(config, [named[axis][level] for axis, level in chosen.items()])))
+            cell = Cell(chosen, _override(config, [named[axis][level] for axis, level in chosen.items()]))
+            check_deliveries(cell.config)
+            made.append(cell)
         except ConfigError as error:
             problems.append(f"matrix, cell {_named(chosen)}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
     return _grouped(made)
+
+
+def check_deliveries(config: EvalConfig) -> None:
+    """Raises: ConfigError, for a delivery that is none or that only results have."""
+    for name in config.deliveries:
+        try:
+            spec = find(name)
+        except ValueError as error:
+            raise ConfigError(f"deliveries: {error}") from None
+        if not spec.played:
+            raise ConfigError(f"deliveries: {name} is a name in results alone")
 
 
 def baseline_of(config: EvalConfig, cell: Cell, delivery: str) -> str | None:

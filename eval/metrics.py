@@ -15,28 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from agent.deliveries import DELIVERIES
 from agent.records import Episode, StepRecord
 from eval.errors import analyse
 from runtime.errors import StopReason, is_failure
 
-AFTER_GRPO = "compiled_grpo"  # the quickstart's second compiler
-DELIVERY_NAMES: Mapping[str, str] = {  # in the order of every table and plot; names not listed come last, as they are
-    "none": "no memory",
-    "static": "static memory",
-    "static_top1": "static, top entry",
-    "disclosure": "rule-based disclosure",
-    "compiled_text": "compiled, text only",
-    "compiled": "compiled, text + soft",
-    AFTER_GRPO: "compiled, text + soft, after GRPO",
-    "compiled_no_brief": "compiled, no brief",
-    "expert_compiler": "expert as compiler",
-    "expert_random_entry": "expert, random entry",
-    "compiled_shuffled_soft": "shuffled soft tokens",
-}
-CONTROLS = ("expert_compiler", "expert_random_entry", "compiled_shuffled_soft")
-DIFFERENCES = (
-    ("compiled", "none"), ("compiled", "static"), ("compiled", "compiled_text"), (AFTER_GRPO, "compiled"),
-)  # fmt: skip
 EMISSION_KINDS = ("EXPERIENCE", "BRIEF", "HYBRID", "NOACTION")
 GROUNDINGS = ("choice", "exact", "fuzzy", "failed")
 ROLES = ("compiler", "executor")
@@ -293,9 +276,10 @@ def results(
     """The content of `results.json`: a summary per delivery, the run's meta data, and the paired differences.
 
     Args:
-        per_delivery: episodes by delivery name (see DELIVERY_NAMES); in a matrix, `group/delivery`.
+        per_delivery: episodes by delivery name (`agent.deliveries`); in a matrix, `group/delivery`.
         meta: at least "environment", "split" and "seed"; anything else that is JSON goes in beside them.
-        pairs: what is compared beyond DIFFERENCES (which hold within each group), such as all with a baseline.
+        pairs: what is compared beyond what the deliveries' `compared_with` says (within each group), such as all with
+            a baseline.
 
     Raises:
         ValueError: for no delivery, a delivery without episodes, or incomplete or clashing meta data.
@@ -321,7 +305,7 @@ def results(
 
 def ordered(deliveries: Iterable[str]) -> list[str]:
     """Delivery names in the order of every table: the deliveries, the controls, then unknown names by alphabet."""
-    known = list(DELIVERY_NAMES)
+    known = list(DELIVERIES)
 
     def place(name: str) -> tuple[str, int, str]:
         group, delivery = split_name(name)
@@ -332,7 +316,12 @@ def ordered(deliveries: Iterable[str]) -> list[str]:
 
 def display_name(name: str) -> str:
     group, delivery = split_name(name)
-    return f"{group}/{DELIVERY_NAMES.get(delivery, delivery)}" if group else DELIVERY_NAMES.get(delivery, delivery)
+    return f"{group}/{label(delivery)}" if group else label(delivery)
+
+
+def label(delivery: str) -> str:
+    """A delivery's name in tables and plots; an unknown one keeps its own."""
+    return DELIVERIES[delivery].label if delivery in DELIVERIES else delivery
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -342,7 +331,8 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_control(name: str) -> bool:
-    return split_name(name)[1] in CONTROLS
+    delivery = split_name(name)[1]
+    return delivery in DELIVERIES and DELIVERIES[delivery].control
 
 
 def compared_pairs(results: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
@@ -357,8 +347,8 @@ def families(results: Mapping[str, Any]) -> list[str]:
 
 def _usual_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
     groups = list(dict.fromkeys(split_name(name)[0] for name in names))
-    inside = [tuple(f"{group}/{name}" if group else name for name in pair) for group in groups for pair in DIFFERENCES]
-    return inside  # type: ignore[return-value]
+    within = [(spec.name, other) for spec in DELIVERIES.values() for other in spec.compared_with]
+    return [(f"{group}/{a}", f"{group}/{b}") if group else (a, b) for group in groups for a, b in within]
 
 
 def difference(a: Sequence[Episode], b: Sequence[Episode]) -> dict[str, Any]:

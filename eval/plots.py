@@ -51,7 +51,7 @@ def deliveries_plot(results: Mapping[str, Any], path: Path) -> Path:
     panels[0].set_yticks(heights, [_plain(display_name(delivery)) for delivery in deliveries], fontsize=9)
     panels[0].set_ylim(max(heights) + 0.7, min(heights) - 0.7)
     figure.supxlabel("success, % of episodes (bar: 95 % interval)", fontsize=8.5, color=MUTED)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
@@ -77,7 +77,7 @@ def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
         panel.set_axis_off()
     unit = "update" if titles is UPDATES else "optimiser step"
     figure.supxlabel(f"{unit} (dark line: moving average)", fontsize=8.5, color=MUTED)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
@@ -166,7 +166,7 @@ def _quiet(panel: Axes, grid: str) -> None:
         label.set_color(INK)
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
     """PNG without dates or versions inside: the same numbers give the same bytes. No global pyplot state is used."""
     FigureCanvasAgg(figure)
     path.parent.mkdir(parents=True, exist_ok=True)

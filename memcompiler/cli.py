@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,8 +69,9 @@ def quickstart(
 ) -> None:
     """The whole system once, on two CPU cores: collect, train, roll out, evaluate, report."""
     from configs.quickstart import QuickstartConfig
+    from eval.matrix import cells
 
-    settings = _load(QuickstartConfig, config, overrides, print_config)
+    settings = _load(QuickstartConfig, config, overrides, print_config, lambda settings: cells(settings.eval))
     from memcompiler.quickstart import run_quickstart
 
     _guard(run_quickstart, settings, out, on_exists)
@@ -142,8 +144,9 @@ def evaluate(
     """Evaluate deliveries side by side on the same tasks, or a matrix of settings; writes results.json, episodes.jsonl
     and report.html. After a kill, --on-exists resume goes on."""
     from configs.evaluation import EvalConfig
+    from eval.matrix import cells
 
-    settings = _load(EvalConfig, config, overrides, print_config)
+    settings = _load(EvalConfig, config, overrides, print_config, cells)
     from eval.evaluate import run_eval
 
     _guard(run_eval, settings, out, on_exists)
@@ -438,12 +441,16 @@ def zoo_executor(out: Out = Path("zoo/household/executor"), seed: int = 0) -> No
     pretrain_executor(out, seed)
 
 
-def _load(schema, config: str | None, overrides: list[str] | None, print_config: bool):
-    """Settings, or a clear message and exit 2."""
+def _load(
+    schema, config: str | None, overrides: list[str] | None, print_config: bool,
+    check: Callable[[Any], object] = lambda settings: None,
+):  # fmt: skip
+    """Settings, or a clear message and exit 2. `check` raises ConfigError for what the schema cannot know."""
     from configs.load import ConfigError, load_config, to_yaml
 
     try:
         settings = load_config(schema, config, overrides or [])
+        check(settings)
     except ConfigError as error:
         typer.secho(str(error), err=True, fg="red")
         raise typer.Exit(2) from error

@@ -64,10 +64,11 @@ def _before_and_after(
     config: EvalConfig, out: Path, executor: build.AnyExecutor, on_exists: str
 ) -> tuple[dict[str, Any], list[Episode]]:
     """All deliveries after SFT, and the full one again after GRPO (`compiled_grpo`): results and episodes."""
+    from agent.deliveries import AFTER_GRPO
     from agent.records import read_episodes
     from eval.evaluate import ModelCache, evaluate
     from eval.matrix import Cell
-    from eval.metrics import AFTER_GRPO, difference
+    from eval.metrics import difference
 
     made: dict[str, dict[str, Any]] = {}
     episodes: dict[str, list[Episode]] = {}

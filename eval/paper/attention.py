@@ -12,25 +12,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from agent.records import Episode
-from eval.metrics import DELIVERY_NAMES, bootstrap_mean
-from eval.paper.latents import RecordedEpisode, goal_of
-from eval.plots import ACCENT, CONTROL, DPI, GRID, INK, MUTED
+from agent.deliveries import recorded_step
+from agent.records import Episode, delivered, executor_request
+from eval.metrics import bootstrap_mean, label
+from eval.paper.latents import RecordedEpisode
+from eval.plots import ACCENT, CONTROL, DPI, GRID, INK, MUTED, save_figure
 from executor.hf import FrozenExecutor
-from executor.prompt import Delivered, ExecutorRequest
 from lm.prompt import Prompt
 
 CHANNELS = ("memory", "text", "soft")  # all memory tokens; those of words; soft tokens
-STATIC = ("static", "static_top1")
 _COLORS = {"static": ACCENT, "compiled": "#d97a34"}  # blue and orange, as in the paper
 _NAME = "memcompiler_attending"
 
@@ -118,14 +116,8 @@ def executor_prompt(executor: FrozenExecutor, episode: Episode, t: int, soft: Te
     Raises:
         ValueError: it is not, token for token, what was recorded.
     """
-    step = episode.steps[t]
-    image = step.image if executor.sees_images else None
-    request = ExecutorRequest(
-        goal_of(episode), _delivered(episode, t, soft), tuple(earlier.action for earlier in episode.steps[:t]),
-        step.observation, step.admissible, None, image,
-    )  # fmt: skip
-    prompt = executor.encode(request)
-    if prompt.ids != step.executor_prompt_ids:
+    prompt = executor.encode(executor_request(recorded_step(episode, t, soft=soft), executor))
+    if prompt.ids != episode.steps[t].executor_prompt_ids:
         raise ValueError(
             f"{episode.task_id}, {episode.delivery}, step {t}: the executor's prompt is not the recorded one: "
             "another executor, other instructions or another layout"
@@ -133,45 +125,31 @@ def executor_prompt(executor: FrozenExecutor, episode: Episode, t: int, soft: Te
     return prompt
 
 
-def _delivered(episode: Episode, t: int, soft: Tensor | None) -> Delivered:
-    step = episode.steps[t]
-    if episode.delivery in STATIC:
-        return Delivered(memory=episode.memory_text)
-    if not step.emission_kind:
-        return Delivered()
-    lines = [] if episode.delivery == "compiled_no_brief" else step.brief_before.split("\n")[1:]
-    return Delivered(state="\n".join(lines), guidance=step.guidance, reason=step.reason, soft=soft)
-
-
 def memory_positions(executor: FrozenExecutor, episode: Episode, t: int) -> dict[str, list[int]]:
     """Positions of memory tokens in step t's prompt by channel: all of M where it was pasted; where it was compiled,
     the guidance with its reason, and the soft tokens. Channels without tokens are left out."""
-    step = episode.steps[t]
-    ids = step.executor_prompt_ids
-    if episode.delivery in STATIC:
-        shown = f"\nmemory:\n{episode.memory_text}" if episode.memory_text else ""
-        skip = len("\nmemory:\n")
-    else:
-        told = f"{step.reason + ' | ' if step.reason else ''}{step.guidance}"
-        shown, skip = (f"\nguide: {told}" if step.guidance else ""), len("\nguide: ")
-    words = _positions(executor, ids, shown, skip) if shown else []
+    ids, told = episode.steps[t].executor_prompt_ids, delivered(recorded_step(episode, t))
+    head = "\nmemory:\n" if told.memory else "\nguide: "
+    guide = f"{told.reason} | {told.guidance}" if told.reason else told.guidance
+    shown = told.memory or (guide if told.guidance else "")
+    words = _positions(executor, ids, head, shown) if shown else []
     soft = [i for i, token in enumerate(ids) if token == executor.placeholder]
     found = {"memory": sorted({*words, *soft}), "text": words, "soft": soft}
     return {channel: places for channel, places in found.items() if places}
 
 
-def _positions(executor: FrozenExecutor, ids: Sequence[int], shown: str, skip: int) -> list[int]:
-    """Tokens that hold characters of `shown` behind its first `skip`.
+def _positions(executor: FrozenExecutor, ids: Sequence[int], head: str, shown: str) -> list[int]:
+    """Tokens that hold characters of `shown`, which stands behind `head`.
 
     Raises:
         ValueError: the text does not stand in the prompt, or the tokens cannot be told from the text.
     """
     text = executor.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     again = executor.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    start = text.find(shown)
+    start = text.find(head + shown)
     if tuple(again["input_ids"]) != tuple(ids) or start < 0:
         raise ValueError("a prompt's memory cannot be found among its tokens: the tokenizer does not round-trip")
-    begin, end = start + skip, start + len(shown)
+    begin, end = start + len(head), start + len(head) + len(shown)
     return [i for i, (a, b) in enumerate(again["offset_mapping"]) if a < end and b > begin]
 
 
@@ -203,47 +181,33 @@ def curves(of_episodes: Sequence[Sequence[Attention]]) -> dict[str, Any]:
     Raises:
         ValueError: no step of any episode has memory.
     """
-    by_step: dict[int, list[Attention]] = defaultdict(list)
-    for steps in of_episodes:
-        for attention in steps:
-            by_step[attention.t].append(attention)
-    if not by_step:
+    if not any(of_episodes):
         raise ValueError("no step shows memory to the executor: set memory.k, or name other deliveries")
-    channels = [c for c in CHANNELS if any(c in a.logit for steps in of_episodes for a in steps)]
     return {
         "episodes": len(of_episodes), "steps_with_memory": sum(map(len, of_episodes)),
         "tokens": fmean(a.tokens for steps in of_episodes for a in steps),
-        **{
-            quantity: {
-                channel: {
-                    "by_step": _by_step(by_step, quantity, channel),
-                    "slope": _slope(of_episodes, quantity, channel),
-                }
-                for channel in channels
-            }
-            for quantity in ("logit", "share")
-        },
+        **{quantity: _quantity(of_episodes, quantity) for quantity in ("logit", "share")},
     }  # fmt: skip
 
 
-def _by_step(by_step: dict[int, list[Attention]], quantity: str, channel: str) -> list[dict[str, Any]]:
-    points = []
-    for t, attentions in sorted(by_step.items()):
-        values = [getattr(a, quantity)[channel] for a in attentions if channel in getattr(a, quantity)]
-        if values:
-            points.append({"t": t, **asdict(bootstrap_mean(values))})
-    return points
-
-
-def _slope(of_episodes: Sequence[Sequence[Attention]], quantity: str, channel: str) -> dict[str, Any] | None:
-    slopes = []
-    for steps in of_episodes:
-        pairs = [(a.t, getattr(a, quantity)[channel]) for a in steps if channel in getattr(a, quantity)]
-        if len(pairs) >= 3:
-            mean = fmean(t for t, _ in pairs)
-            spread = sum((t - mean) ** 2 for t, _ in pairs)
-            slopes.append(sum((t - mean) * value for t, value in pairs) / spread)
-    return asdict(bootstrap_mean(slopes)) if slopes else None
+def _quantity(of_episodes: Sequence[Sequence[Attention]], quantity: str) -> dict[str, Any]:
+    """Points by step and mean slope of each channel that there is."""
+    found: dict[str, Any] = {}
+    for channel in CHANNELS:
+        lines = [
+            [(a.t, getattr(a, quantity)[channel]) for a in steps if channel in getattr(a, quantity)]
+            for steps in of_episodes
+        ]
+        by_step: dict[int, list[float]] = defaultdict(list)
+        for t, value in (point for line in lines for point in line):
+            by_step[t].append(value)
+        if by_step:
+            slopes = [linear_regression(*zip(*line, strict=True)).slope for line in lines if len(line) >= 3]
+            found[channel] = {
+                "by_step": [{"t": t, **asdict(bootstrap_mean(values))} for t, values in sorted(by_step.items())],
+                "slope": asdict(bootstrap_mean(slopes)) if slopes else None,
+            }
+    return found
 
 
 def attention_plot(by_delivery: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
@@ -259,7 +223,7 @@ def attention_plot(by_delivery: Mapping[str, Mapping[str, Any]], path: Path) -> 
             low, high = ([point[end] for point in points] for end in ("low", "high"))
             panel.fill_between(t, low, high, color=color, alpha=0.2, linewidth=0)
             mean = [point["mean"] for point in points]
-            panel.plot(t, mean, color=color, linewidth=1.6, label=DELIVERY_NAMES.get(delivery, delivery))
+            panel.plot(t, mean, color=color, linewidth=1.6, label=label(delivery))
         panel.set_title(title, loc="left", fontsize=9.5, color=INK, fontweight="bold")
         panel.grid(axis="y", color=GRID, linewidth=0.8)
         panel.tick_params(colors=MUTED, labelsize=8)
@@ -267,7 +231,4 @@ def attention_plot(by_delivery: Mapping[str, Mapping[str, Any]], path: Path) -> 
         panel.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     panels[0].legend(frameon=False, fontsize=8, labelcolor=INK)
     figure.supxlabel("step (band: 95 % over the episodes that got so far)", fontsize=8.5, color=MUTED)
-    FigureCanvasAgg(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", facecolor="white", metadata={"Software": None})
-    return path
+    return save_figure(figure, path)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from memory.bank import MemoryBank
     from memory.entry import MemoryEntry
 
-SOFT_DELIVERIES = ("compiled", "compiled_no_brief")  # whose executor reads the soft tokens of its own step
 FIGURES = (3, 4)
 
 
@@ -149,10 +148,11 @@ class Replay:
 
     def recompiled(self, of: RecordedEpisode, t: int) -> Recompiled | None:
         """Step t's soft tokens; None where the executor read none."""
+        from agent.deliveries import find
         from eval.paper.latents import recompiled
 
         episode = of.episode
-        if episode.delivery not in SOFT_DELIVERIES or episode.steps[t].soft is None:
+        if not find(episode.delivery).shows_own_soft or episode.steps[t].soft is None:
             return None
         return recompiled(self.compiler, of, t, self.memory(episode))
 

@@ -16,18 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from agent.records import Episode, episode_from_json
-from compiler.brief_state import parse_brief_state
+from agent.deliveries import recorded_step
+from agent.records import Episode, compile_request, episode_from_json
 from compiler.hf import MemoryCompiler
-from compiler.records import CompileRequest
-from eval.plots import ACCENT, DPI, GRID, INK, MUTED
+from eval.plots import ACCENT, DPI, GRID, INK, MUTED, save_figure
 from executor.hf import FrozenExecutor
 from memory.entry import MemoryEntry
-from memory.trajectory import stated_goal
 
 SOFT, TEXT = "soft", "text"
 SPACES: Mapping[str, str] = {
@@ -90,21 +87,6 @@ def _compiler_ids(step: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, 
     return tuple(step["compiler_prompt_ids"]), tuple(step["emission_ids"])
 
 
-def goal_of(episode: Episode) -> str:
-    """The goal as both roles' prompts state it."""
-    return stated_goal(episode.goal, episode.scene)
-
-
-def compile_request(episode: Episode, t: int, memory: Sequence[MemoryEntry]) -> CompileRequest:
-    """What the compiler was asked at step t."""
-    step = episode.steps[t]
-    bare = episode.delivery == "compiled_no_brief"
-    return CompileRequest(
-        goal_of(episode), tuple(memory), None if bare else parse_brief_state(step.brief_before), step.observation,
-        step.image, tuple(earlier.action for earlier in episode.steps[:t]),
-    )  # fmt: skip
-
-
 @torch.no_grad()
 def recompiled(
     compiler: MemoryCompiler, of: RecordedEpisode, t: int, memory: Sequence[MemoryEntry]
@@ -118,7 +100,7 @@ def recompiled(
     if ids is None or step.soft is None:
         return None
     where = f"{of.episode.task_id}, {of.episode.delivery}, step {t}"
-    prompt = compiler.encode(compile_request(of.episode, t, memory))
+    prompt = compiler.encode(compile_request(recorded_step(of.episode, t, memory)))
     if prompt.ids != ids[0]:
         raise ValueError(f"{where}: the compiler's prompt is not the recorded one: other memory, tokenizer or layout")
     compiler.eval()
@@ -273,7 +255,4 @@ def latents_plot(spaces: Mapping[str, tuple[Tokens, np.ndarray, Mapping[str, Any
         panel.set_yticks([])
         panel.spines[:].set_color(GRID)
     panels[0].legend(frameon=False, fontsize=8, labelcolor=MUTED)
-    FigureCanvasAgg(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", facecolor="white", metadata={"Software": None})
-    return path
+    return save_figure(figure, path)

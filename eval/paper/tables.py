@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 import yaml
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from agent.records import Episode, read_episodes
 from eval.episodes import read_matrix
-from eval.metrics import DELIVERY_NAMES, ROLES, split_name, usage, wilson
-from eval.plots import ACCENT, DPI, GRID, INK, MUTED
+from eval.metrics import ROLES, label, split_name, usage, wilson
+from eval.plots import ACCENT, DPI, GRID, INK, MUTED, save_figure
 
 NUMBERS = Path(__file__).with_name("numbers.yaml")
 TABLES = (1, 2, 3, 4, 5, 6)
@@ -360,7 +359,7 @@ def _method(spec: Spec, m: Measured) -> str:
     variant = m.levels.get("variant") if "variant" in spec.axes else None
     name = spec.methods.get(f"{variant}/{m.delivery}" if variant else m.delivery)
     if name is None:
-        name = ", ".join(filter(None, (variant, DELIVERY_NAMES.get(m.delivery, m.delivery))))
+        name = ", ".join(filter(None, (variant, label(m.delivery))))
     if not any(column.environment for column in spec.columns) and not _in(_ALFWORLD, m):
         name += f", {m.environment} {m.split}"  # Table 5 has one environment, and no column that tells it
     others = ", ".join(f"{axis}={level}" for axis, level in m.levels.items() if axis not in spec.axes)
@@ -529,10 +528,7 @@ def table_plot(table: Table, path: Path) -> Path:
     panels[0].set_yticks(range(len(labels)), names, fontsize=7.5)
     panels[0].set_ylim(len(labels) - 0.4, -0.6)
     figure.supxlabel("diamond: paper    dot: measured, bar: 95 % interval", fontsize=8.5, color=MUTED)
-    FigureCanvasAgg(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", facecolor="white", metadata={"Software": None})
-    return path
+    return save_figure(figure, path)
 
 
 def _dot(panel: Any, y: int, cell: TableCell, source: str) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from agent.deliveries import find
 from agent.disclosure import PIECES, RuleDisclosure, disclose, words
 from agent.episode import EpisodeSpec, Limits
 from compiler.brief_state import Belief, BriefState, Create, Update
 from compiler.records import CompileRequest
 from envs.base import Observation, Task, Transition
-from eval.runner import Evaluation, make_delivery
+from eval.runner import Evaluation
 from executor.grounding import Grounding
 from executor.records import Action
 from memory.entry import MemoryEntry, Provenance
@@ -116,6 +117,6 @@ def test_static_top1_shows_the_best_entry_and_static_shows_all() -> None:
 
 
 def test_names_of_deliveries() -> None:
-    assert make_delivery("disclosure", None, 0).soft is False
+    assert find("disclosure").make(None, 0).soft is False
     with pytest.raises(ValueError, match=r"compiler\.checkpoint"):
-        make_delivery("compiled", None, 0)
+        find("compiled").make(None, 0)
