@@ -140,11 +140,8 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) ->
     tasks, experience = chosen_tasks(config, envs, split)
     bank = _filled_bank(config, envs, experience, run.path if banks is None else banks / bank_key(config, split))
     specs = specs_for(tasks, bank, config.memory.k)
-    top = (
-        specs_for(tasks, bank, min(1, config.memory.k))
-        if any(find(name).top_entry for name in config.deliveries)
-        else []
-    )
+    wants_top = any(find(name).top_entry for name in config.deliveries)
+    top = specs_for(tasks, bank, min(1, config.memory.k)) if wants_top else []
     executor, compiler = loaded.executor(config), loaded.compiler(config)
     identity = _identity(config, specs, executor, compiler)
     changed = run.record(
