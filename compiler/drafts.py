@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from compiler.language import Emission, Parsed, ParseError, parse
@@ -20,6 +21,22 @@ class Draft:
     ids: tuple[int, ...]
     logprobs: Tensor
     truncated: bool
+
+
+Generators = torch.Generator | Sequence[torch.Generator]  # of a whole batch, or of each row
+
+
+def generators(seeds: Sequence[int], device: torch.device) -> list[torch.Generator]:
+    """Make a generator for each row."""
+    return [torch.Generator(device=device).manual_seed(seed) for seed in seeds]
+
+
+def draw_noise(projector: Projector, gaussian: Gaussian, temperature: float, by: Generators) -> Tensor:
+    """Draw the soft tokens' noise (B, N, d)."""
+    if isinstance(by, torch.Generator):
+        return projector.noise(gaussian, temperature, by)
+    rows = zip(gaussian.mu.split(1), gaussian.log_sigma.split(1), by, strict=True)
+    return torch.cat([projector.noise(Gaussian(mu, s), temperature, own) for mu, s, own in rows])
 
 
 def compilations(

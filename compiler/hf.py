@@ -11,9 +11,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from compiler.drafts import Draft, compilations
+from compiler.drafts import Draft, Generators, compilations, draw_noise, generators
 from compiler.prompt import compiler_parts
-from compiler.records import Compilation, CompileRequest, Decoding
+from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
 from lm.backbone import Backbone, Batch
 from lm.prompt import Prompt, PromptEncoder
 from soft_mem.projector import Gaussian, Projector
@@ -65,6 +65,7 @@ class MemoryCompiler(nn.Module):
             parameter.requires_grad_(False)
         self.policy: Any = _with_lora(backbone, lora) if lora else backbone.model
         self.generator = torch.Generator(device=backbone.device).manual_seed(seed)
+        self.broken: str | None = None  # for services: an engine in this process does not die alone
         self.weight_version = 0  # counted up by whoever changes the weights; every compilation bears it
 
     # -- prompts ------------------------------------------------------------------------------------------------------
@@ -127,19 +128,28 @@ class MemoryCompiler(nn.Module):
 
     @torch.no_grad()
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch.compile's: never called on a compiler)
-        self, requests: Sequence[CompileRequest]
+        self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
     ) -> list[Compilation]:
-        """Emission and soft tokens for each request, batched; the order of results is that of the requests."""
-        size = self.decoding.batch_size
-        return [c for i in range(0, len(requests), size) for c in self._compile(requests[i : i + size])]
+        """Emission and soft tokens for each request, batched; the order of results is that of the requests.
 
-    def _compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
+        Args:
+            seeds: each request is drawn as if it were compiled alone by a generator with its seed.
+            wanted: see `compiler.records.Wanted`.
+        """
+        size, made = self.decoding.batch_size, []
+        for at in range(0, len(requests), size):
+            own = generators(seeds[at : at + size], self.backbone.device) if seeds else self.generator
+            made += self._compile(requests[at : at + size], own, lambda i, at=at: wanted(at + i))
+        return made
+
+    def _compile(self, requests: Sequence[CompileRequest], by: Generators, wanted: Wanted) -> list[Compilation]:
         was_training = self.training
         self.eval()  # dropout off: the sampled distribution is the one that is re-scored
         prompts = [self.encode(request) for request in requests]
-        decoded = _Decoder(self, prompts, [tuple(entry.id for entry in request.memory) for request in requests]).run()
+        memories = [tuple(entry.id for entry in request.memory) for request in requests]
+        decoded = _Decoder(self, prompts, memories, by).run(wanted)
         self.train(was_training)
-        noise = self.projector.noise(decoded.gaussian, self.decoding.soft_temperature, self.generator)
+        noise = draw_noise(self.projector, decoded.gaussian, self.decoding.soft_temperature, by)
         return compilations(
             requests, prompts, decoded.rows, decoded.gaussian, noise, self.decoding, self.backbone, self.projector,
             self.weight_version,
@@ -160,10 +170,13 @@ class _Decoder:
 
     Args:
         memories: which task memory each prompt begins with.
+        by: what draws: one generator for all rows, or one for each.
     """
 
-    def __init__(self, compiler: MemoryCompiler, prompts: Sequence[Prompt], memories: Sequence[object]) -> None:
-        self.compiler, self.backbone = compiler, compiler.backbone
+    def __init__(
+        self, compiler: MemoryCompiler, prompts: Sequence[Prompt], memories: Sequence[object], by: Generators
+    ) -> None:
+        self.compiler, self.backbone, self.by = compiler, compiler.backbone, by
         self.cache = DynamicCache(config=self.backbone.model.config.get_text_config())
         whole = self.backbone.pad(prompts, "left")
         self.position = whole.next_positions  # ([3,] B, 1)
@@ -194,7 +207,8 @@ class _Decoder:
         shares = torch.tensor(common, device=order.device) > 0
         return (beginnings.mask * shares[:, None])[order]
 
-    def run(self) -> _Decoded:
+    def run(self, wanted: Wanted) -> _Decoded:
+        """Decode until every row has ended, or nobody waits for those that have not: they count as truncated."""
         end, n = self.backbone.end_id, self.compiler.n_tokens
         hidden = self.backbone.hidden(self.rest, self.cache)[:, -1]
         alive = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
@@ -202,12 +216,12 @@ class _Decoder:
         for _ in range(self.compiler.decoding.max_new_tokens):
             if tokens:
                 hidden = self._feed(tokens[-1], real[-1])[:, -1]
-            token, logprob = self._sample(self.backbone.logits(hidden))
+            token, logprob = self._sample(self.backbone.logits(hidden), alive)
             tokens.append(torch.where(alive, token, end)[:, None])
             logprobs.append(logprob[:, None])
             real.append(alive[:, None])
             alive = alive & (token != end)
-            if not alive.any():
+            if not any(going and wanted(i) for i, going in enumerate(alive.tolist())):
                 break
         # The last token is not in the cache yet; a row that ran out of budget gets its end-of-turn token now.
         tail = torch.full((len(alive), 1 + n), self.backbone.memory_id, device=hidden.device)
@@ -225,13 +239,20 @@ class _Decoder:
         self.position = self.position + counts.sum(1, keepdim=True)
         return self.backbone.hidden(Batch(tokens, self.mask, positions), self.cache)
 
-    def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Token and its log-probability at the sampling temperature, (B,) each; reserved tokens are never sampled."""
+    def _sample(self, logits: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
+        """Token and its log-probability at the sampling temperature, (B,) each; reserved tokens are never sampled.
+
+        A row's own generator draws nothing for a row that has ended, so that others do not change what it draws next.
+        """
         logprobs = self.compiler.logprobs(logits)
         if self.compiler.decoding.temperature == 0:
             token = logprobs.argmax(-1)
+        elif isinstance(self.by, torch.Generator):
+            token = torch.multinomial(logprobs.exp(), 1, generator=self.by).squeeze(1)
         else:
-            token = torch.multinomial(logprobs.exp(), 1, generator=self.compiler.generator).squeeze(1)
+            token = torch.full_like(alive, self.backbone.end_id, dtype=torch.long)
+            for i in alive.nonzero().flatten().tolist():
+                token[i] = torch.multinomial(logprobs[i : i + 1].exp(), 1, generator=self.by[i])
         return token, logprobs.gather(1, token[:, None]).squeeze(1)
 
 

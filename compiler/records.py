@@ -88,6 +88,16 @@ class Compilation:
     weight_version: int = 0  # of the weights that sampled this
 
 
+# Whether anybody still waits for request i. A compiler asks before every token; what it gives for one that nobody waits
+# for may be cut short, and is of no use.
+Wanted = Callable[[int], bool]
+
+
+def always(i: int) -> bool:
+    """Every request is waited for to its end."""
+    return True
+
+
 class Compiler(Protocol):
     """A backend: compiles a batch of states. Order of results is order of requests."""
 

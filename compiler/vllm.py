@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compiler.drafts import Draft, compilations
+from compiler.drafts import Draft, Generators, compilations, draw_noise, generators
 from compiler.language import grammar
 from compiler.prompt import compiler_parts
-from compiler.records import Compilation, CompileRequest, Decoding
+from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
 from lm.loading import load_encoder
 from lm.prompt import Prompt, PromptEncoder
-from lm.vllm_extension import EXTENSION, engine_trouble, llm_class, run, tail_of, take_tails, watched
-from soft_mem.projector import Gaussian, Projector
+from lm.vllm_extension import EXTENSION, engine_trouble, llm_class, run_wanted, tail_of, take_tails, watched
+from soft_mem.projector import Projector
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -132,10 +132,14 @@ class VllmCompiler:
     # -- compiling ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def compile(self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None) -> list[Compilation]:
+    def compile(
+        self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
+    ) -> list[Compilation]:
         """Emission and soft tokens for each request, in their order.
 
-        With seeds, each request is drawn as if it were compiled alone by a generator with its seed.
+        Args:
+            seeds: each request is drawn as if it were compiled alone by a generator with its seed.
+            wanted: see `compiler.records.Wanted`.
 
         Raises:
             ValueError: a prompt leaves no room for its emission, or vLLM would read it as other tokens than we do.
@@ -143,10 +147,10 @@ class VllmCompiler:
         if not requests:
             return []
         prompts = [self._prompt(request) for request in requests]
-        own = [torch.Generator(device=self.device).manual_seed(seed) for seed in seeds or ()]
-        drafts = self._sample(prompts, own)
-        gaussian = self.projector(self._hidden(prompts, drafts).to(self.device))
-        noise = self._noise(gaussian, own)
+        by = generators(seeds, self.device) if seeds else self.generator
+        drafts = self._sample(prompts, by, wanted)
+        gaussian = self.projector(self._hidden(prompts, drafts, wanted).to(self.device))
+        noise = draw_noise(self.projector, gaussian, self.decoding.soft_temperature, by)
         made = compilations(
             requests, prompts, drafts, gaussian, noise, self.decoding, self.encoder, self.projector, self.weight_version
         )  # fmt: skip
@@ -169,15 +173,7 @@ class VllmCompiler:
         images = {"multi_modal_data": {"image": list(prompt.images)}} if prompt.images else {}
         return {"prompt_token_ids": [*self.encoder.folded(prompt.ids), *then], **images}
 
-    def _noise(self, gaussian: Gaussian, own: Sequence[torch.Generator]) -> Tensor:
-        """(B, N, d), each row by a generator of its own, where there are such."""
-        temperature = self.decoding.soft_temperature
-        if not own:
-            return self.projector.noise(gaussian, temperature, self.generator)
-        rows = zip(gaussian.mu.split(1), gaussian.log_sigma.split(1), own, strict=True)
-        return torch.cat([self.projector.noise(Gaussian(mu, s), temperature, by) for mu, s, by in rows])
-
-    def _sample(self, prompts: Sequence[Prompt], own: Sequence[torch.Generator] = ()) -> list[Draft]:
+    def _sample(self, prompts: Sequence[Prompt], by: Generators, wanted: Wanted) -> list[Draft]:
         """First pass; the seed of each request comes from a generator of its own, where there are such."""
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
@@ -185,8 +181,8 @@ class VllmCompiler:
         decoding, end = self.decoding, self.encoder.end_id
         if not (decoding.temperature == 0 or 0.01 <= decoding.temperature <= 2):
             raise ValueError(f"vLLM samples at temperature 0, or 0.01 to 2, not at {decoding.temperature}")
-        drawn = [(by, 1) for by in own] or [(self.generator, len(prompts))]
-        seeds = torch.cat([torch.randint(2**31, (n,), generator=by, device=self.device) for by, n in drawn]).tolist()
+        drawn = [(by, len(prompts))] if isinstance(by, torch.Generator) else [(own, 1) for own in by]
+        seeds = torch.cat([torch.randint(2**31, (n,), generator=own, device=self.device) for own, n in drawn]).tolist()
         shape = StructuredOutputsParams(grammar=grammar()) if self.constrained else None
         params = [
             SamplingParams(
@@ -197,31 +193,33 @@ class VllmCompiler:
             )
             for seed in seeds
         ]  # fmt: skip
-        outputs = self._run([self._request(prompt) for prompt in prompts], params)
-        self.cached_tokens = [output.num_cached_tokens or 0 for output in outputs]
+        outputs = self._run([self._request(prompt) for prompt in prompts], params, wanted)
+        self.cached_tokens = [(output and output.num_cached_tokens) or 0 for output in outputs]
         for prompt, output in zip(prompts, outputs, strict=True):
-            if tuple(output.prompt_token_ids or ()) != prompt.ids:
+            if output is not None and tuple(output.prompt_token_ids or ()) != prompt.ids:
                 raise ValueError("vLLM expanded the prompt's images differently: compare its image processor with ours")
         return [_draft(output, end) for output in outputs]
 
-    def _hidden(self, prompts: Sequence[Prompt], drafts: Sequence[Draft]) -> Tensor:
-        """Second pass: final hidden states (B, N, d) of the memory tokens, in fp32.
+    def _hidden(self, prompts: Sequence[Prompt], drafts: Sequence[Draft], wanted: Wanted) -> Tensor:
+        """Second pass: final hidden states (B, N, d) of the memory tokens, in fp32; zeros where nobody waits for them.
 
         A request that was asked before (equal samples of a group) may find part of its tail in the prefix cache, where
         there are no hidden states: it is asked again, past the cache.
         """
         memory = (self.encoder.memory_id,) * self.n_tokens
         requests = [self._request(p, (*draft.ids, *memory)) for p, draft in zip(prompts, drafts, strict=True)]
-        rows = self._tails(requests, past_cache=False)
-        short = [i for i, row in enumerate(rows) if row is None]
+        rows = self._tails(requests, wanted, past_cache=False)
+        short = [i for i, row in enumerate(rows) if row is None and wanted(i)]
         self.reissued += len(short)
-        for i, row in zip(short, self._tails([requests[i] for i in short], past_cache=True), strict=True):
+        again = self._tails([requests[i] for i in short], lambda i: wanted(short[i]), past_cache=True)
+        for i, row in zip(short, again, strict=True):
             rows[i] = row
-        if any(row is None for row in rows):
+        if any(row is None and wanted(i) for i, row in enumerate(rows)):
             raise RuntimeError("vLLM's workers gave no hidden states for some requests: is the extension installed?")
-        return torch.stack([row for row in rows if row is not None])
+        nothing = torch.zeros(self.n_tokens, self.projector.config.d_compiler)
+        return torch.stack([nothing if row is None else row for row in rows])
 
-    def _tails(self, requests: Sequence[dict[str, Any]], past_cache: bool) -> list[Tensor | None]:
+    def _tails(self, requests: Sequence[dict[str, Any]], wanted: Wanted, past_cache: bool) -> list[Tensor | None]:
         from vllm import SamplingParams
 
         if not requests:
@@ -234,13 +232,15 @@ class VllmCompiler:
             )
             for key in keys
         ]  # fmt: skip
-        self._run(requests, params)
+        self._run(requests, params, wanted)
         tails = take_tails(self.llm)
         return [tails.get(key) for key in keys]
 
-    def _run(self, requests: Sequence[dict[str, Any]], params: Sequence[Any]) -> list[RequestOutput]:
+    def _run(
+        self, requests: Sequence[dict[str, Any]], params: Sequence[Any], wanted: Wanted
+    ) -> list[RequestOutput | None]:
         try:
-            return run(self.llm, requests, params, self.lora)
+            return run_wanted(self.llm, requests, params, self.lora, wanted)
         except Exception:
             self._failure = engine_trouble(self.llm, at_rest=True)
             raise
@@ -270,7 +270,9 @@ def engine_settings(lora_rank: int) -> dict[str, Any]:
     }
 
 
-def _draft(output: RequestOutput, end: int) -> Draft:
+def _draft(output: RequestOutput | None, end: int) -> Draft:
+    if output is None:  # given up
+        return Draft((end,), torch.zeros(0), True)
     sampled = output.outputs[0]
     ids = tuple(sampled.token_ids)
     rows: Any = sampled.logprobs

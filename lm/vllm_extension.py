@@ -50,14 +50,37 @@ def tail_of(key: str, n: int) -> dict[str, Any]:
 
 
 def run(llm: LLM, requests: Any, params: Any, lora: LoRARequest | None = None) -> list[RequestOutput]:
-    """All requests as one batch; outputs in their order.
+    """Run all requests as one batch; outputs in their order.
 
     Raises:
         RuntimeError: the engine died, or hangs, or an earlier failure left requests in it that never end.
     """
-    if llm.llm_engine.has_unfinished_requests():
+    return [output for output in run_wanted(llm, requests, params, lora, lambda i: True) if output is not None]
+
+
+def run_wanted(
+    llm: LLM, requests: Any, params: Any, lora: LoRARequest | None, wanted: Callable[[int], bool]
+) -> list[RequestOutput | None]:
+    """Run requests as `run` does, but abort request i once `wanted(i)`, asked before every step, is false: its output
+    is None, unless it has ended before."""
+    engine = llm.llm_engine
+    if engine.has_unfinished_requests():
         raise RuntimeError(_FAILED)
-    return watched(llm, lambda: llm.generate(requests, params, lora_request=lora, use_tqdm=False))
+
+    def steps() -> list[RequestOutput | None]:
+        ids = llm.enqueue(requests, params, lora_request=lora, use_tqdm=False)
+        running = engine.output_processor.request_states
+        outputs, aborted = [], set()
+        while engine.has_unfinished_requests():
+            if late := [id for i, id in enumerate(ids) if id in running and not wanted(i)]:
+                engine.abort_request(late, internal=True)
+                aborted.update(late)
+            else:
+                outputs += [output for output in engine.step() if output.finished]
+        ended = iter(sorted(outputs, key=lambda output: int(output.request_id)))
+        return [None if id in aborted else next(ended) for id in ids]
+
+    return watched(llm, steps)
 
 
 def watched(llm: LLM, call: Callable[[], T], timeout: float = TIMEOUT) -> T:

@@ -131,9 +131,9 @@ def launch_grpo(
     from configs.training import GrpoConfig
 
     settings = _load(GrpoConfig, config, overrides, print_config)
-    from memcompiler.launch import run_launch
+    from training.launch import launch_grpo as launch
 
-    _guard(run_launch, settings, out, torchrun, on_exists)
+    _guard(launch, settings, out, torchrun, on_exists)
 
 
 @app.command("eval")
@@ -348,7 +348,7 @@ def serve_compiler(
 
     named = [f"compiler.checkpoint={checkpoint}"] if checkpoint else []
     settings = _load(ServeConfig, config, [*(overrides or []), *named], print_config)
-    from memcompiler.serving import run_serve_compiler
+    from memcompiler.serve import run_serve_compiler
 
     _guard(run_serve_compiler, settings, host, port)
 
@@ -362,7 +362,7 @@ def serve_executor(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
 ) -> None:  # fmt: skip
     """A frozen executor behind vLLM's own server, started so that it takes soft tokens."""
-    from memcompiler.serving import run_serve_executor
+    from memcompiler.serve import run_serve_executor
 
     _guard(run_serve_executor, model, host, port, extra or [], dry_run)
 

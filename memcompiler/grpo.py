@@ -151,7 +151,7 @@ def _executor_of(config: GrpoConfig) -> ExecutorConfig:
 
 def _engine(config: GrpoConfig, envs: Environments, executor: Executor, out: Path) -> RolloutEngine:
     from agent.episode import Limits
-    from memcompiler.launch import scratch_of
+    from training.launch import scratch_of
     from training.rollout import RolloutEngine
 
     served: Any = None

@@ -9,7 +9,8 @@ from typing import Any
 
 import uvicorn
 
-from compiler.server.service import CompilerService, ServiceLimits, service_app
+from compiler.server.app import service_app
+from compiler.server.service import CompilerService, ServiceLimits
 from runtime.network import bound_socket
 from tests.waiting import until
 

@@ -173,7 +173,7 @@ class CompileReply(Body):
     @classmethod
     def of(
         cls, made: Compilation, tensors: tuple[TensorName, ...], emb_std: float | None, seed: int | None,
-        cached_tokens: int | None, seconds: Seconds,
+        seconds: Seconds,
     ) -> CompileReply:  # fmt: skip
         sent = {
             name: TensorBody.of(tensor) if name in tensors and tensor is not None else None
@@ -185,7 +185,7 @@ class CompileReply(Body):
             parse_error=None if made.parse_error is None else str(made.parse_error), prompt_ids=made.prompt_ids,
             emission_ids=made.emission_ids, text_logprobs=_floats(made.text_logprobs),
             latent_logprobs=_floats(made.latent_logprobs), emb_std=emb_std, seed=seed, tokens_in=made.tokens_in,
-            tokens_out=made.tokens_out, cached_tokens=cached_tokens, weight_version=made.weight_version,
+            tokens_out=made.tokens_out, cached_tokens=made.tokens_cached, weight_version=made.weight_version,
             seconds=seconds, **sent,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from configs.load import ConfigError
-from memcompiler.launch import scratch_of, shared_out
+from training.launch import scratch_of, shared_out
 
 ROOT = Path(__file__).parents[2]
 SCENES = "env.scenes={train: 3, test: 1}"

@@ -144,3 +144,31 @@ def test_the_grammar_is_a_setting_of_the_served_compiler(constrained, monkeypatc
     monkeypatch.setattr("training.checkpoint.load_projector", lambda path: None)
     build.load_served_compiler(CompilerConfig(engine="vllm", constrained=constrained, checkpoint="somewhere"))
     assert asked[0]["constrained"] is constrained
+
+
+def test_decoding_stops_when_nobody_waits_for_what_is_still_written() -> None:
+    compiler = tiny_models.memory_compiler(False, decoding=Decoding(max_new_tokens=40)).eval()
+    asked = [tiny_models.request(i, image=False) for i in range(3)]
+    whole, steps = compiler.compile(asked), []
+
+    def until_third(i: int) -> bool:
+        steps.append(i)
+        return i == 1 and len(steps) < 6
+
+    assert max(len(c.emission_ids) for c in whole) > 5  # there is something to cut short
+    made = compiler.compile(asked, wanted=until_third)
+    assert all(len(c.emission_ids) <= 5 for c in made)
+    only = compiler.compile(asked, wanted=lambda i: i == 2)[2]  # those beside it are no longer waited for
+    assert only.emission_ids == whole[2].emission_ids
+    torch.testing.assert_close(only.mu, whole[2].mu)
+
+
+def test_rows_with_seeds_of_their_own_draw_as_alone() -> None:
+    compiler = tiny_models.memory_compiler(False, decoding=Decoding(temperature=1.2, max_new_tokens=12)).eval()
+    asked = [tiny_models.request(i, image=False) for i in range(4)]
+    together = compiler.compile(asked, seeds=[5, 6, 7, 8])
+    for request, seed, ours in zip(asked, [5, 6, 7, 8], together, strict=True):
+        compiler.generator.manual_seed(seed)
+        [alone] = compiler.compile([request])
+        assert ours.emission_ids == alone.emission_ids
+        torch.testing.assert_close(ours.z, alone.z, atol=1e-5, rtol=1e-5)

@@ -10,7 +10,7 @@ import torch
 from compiler.client import RemoteCompiler, RemoteError
 from configs.compiler import CompilerConfig
 from configs.serving import ServeConfig
-from memcompiler.serving import _reloader
+from memcompiler.serve import reloader
 from tests import tiny_models
 from tests.services import listening
 from training import checkpoint
@@ -33,7 +33,7 @@ def sent(compiler, folder: Path) -> Path:
 
 
 def test_services_share_requests_and_take_new_weights(tmp_path):
-    reload = _reloader(ServeConfig(compiler=CompilerConfig(engine="hf"), adapters=str(tmp_path)))
+    reload = reloader(ServeConfig(compiler=CompilerConfig(engine="hf"), adapters=str(tmp_path)))
     one, two = (tiny_models.memory_compiler(False).eval() for _ in range(2))
     with listening(one, reload=reload) as (first, _), listening(two, reload=reload) as (second, _):
         remote = RemoteCompiler([first, second])
@@ -59,7 +59,7 @@ def test_weights_come_from_the_folder_agreed_on_or_not_at_all(tmp_path):
     compiler = tiny_models.memory_compiler(False).eval()
     outside = sent(moved(0.1), tmp_path / "elsewhere")
     (tmp_path / "agreed").mkdir()
-    reload = _reloader(ServeConfig(compiler=CompilerConfig(engine="hf"), adapters=str(tmp_path / "agreed")))
+    reload = reloader(ServeConfig(compiler=CompilerConfig(engine="hf"), adapters=str(tmp_path / "agreed")))
     before = compiler.compile(ASKED[:1])[0].mu
     with listening(compiler, reload=reload) as (url, _):
         remote = RemoteCompiler(url)

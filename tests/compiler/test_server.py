@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -26,8 +27,8 @@ from compiler.brief_state import Belief, BriefState
 from compiler.client import RemoteCompiler, RemoteError, RemoteServer
 from compiler.hf import MemoryCompiler
 from compiler.language import Emission, ParseError, render
-from compiler.records import Compilation, CompileRequest, Decoding
-from compiler.server.wire import CompileBody, CompileReply, SamplingBody, TensorBody
+from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
+from compiler.server.wire import CompileBody, CompileReply, SamplingBody, Seconds, TensorBody
 from configs.compiler import COMPILER_KEY, CompilerConfig, Soft
 from configs.evaluation import EvalConfig
 from configs.load import load_config
@@ -37,13 +38,14 @@ from tests.fakes import CountingEnv, Recorder, spec
 from tests.services import listening
 from tests.waiting import in_background, until
 
-pytest.importorskip("fastapi", reason="the service needs fastapi, which comes with the vLLM extras")
-pytest.importorskip("uvicorn", reason="the service needs uvicorn, which comes with the vLLM extras")
+pytest.importorskip("fastapi", reason="the service needs the extra serve")
+pytest.importorskip("uvicorn", reason="the service needs the extra serve")
 
 from fastapi.testclient import TestClient
 
-from compiler.server import service as service_module
-from compiler.server.service import CompilerService, ServiceLimits, service_app
+from compiler.server.app import service_app
+from compiler.server.run import leave_gently
+from compiler.server.service import CompilerService, ServiceLimits
 
 ROOT = Path(__file__).parents[2]
 STATE = "goal: in home 1: put a mug in cabinet\nnow: find mug"
@@ -56,15 +58,21 @@ TENSORS = ("text_logprobs", "mu", "log_sigma", "z", "soft", "latent_logprobs")
 class Fake:
     """A compiler that says what it is told to, and blocks while `gate` is closed."""
 
+    broken: str | None = None
+
     def __init__(self) -> None:
-        self.decoding, self.generator = Decoding(), torch.Generator()
+        self.decoding = Decoding()
         self.projector = SimpleNamespace(config=SimpleNamespace(emb_std=0.5))
         self.gate, self.entered, self.batches = threading.Event(), threading.Event(), []
         self.gate.set()
 
-    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
+    def compile(
+        self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
+    ) -> list[Compilation]:
         self.entered.set()
         assert self.gate.wait(20)
+        if any(request.goal == "endless" for request in requests):  # as long as anybody waits
+            until(lambda: not any(wanted(i) for i in range(len(requests))))
         self.batches.append([request.goal for request in requests])
         for request in requests:
             if request.goal == "too long":
@@ -108,13 +116,14 @@ def test_metrics_are_prometheus_text() -> None:
             client.post("/compile", json=BODY | {"goal": goal})
         page = client.get("/metrics")
         assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
-        lines = dict(line.rsplit(" ", 1) for line in page.text.splitlines() if not line.startswith("#"))
-        assert lines['memcompiler_requests_total{code="200"}'] == "2"
-        assert lines['memcompiler_requests_total{code="422"}'] == lines["memcompiler_failures_total"] == "1"
-        assert lines["memcompiler_tokens_in_total"] == "6" and lines["memcompiler_ready"] == "1"
-        assert (
-            lines['memcompiler_request_seconds_bucket{le="+Inf"}'] == lines["memcompiler_request_seconds_count"] == "3"
-        )
+        lines = [line.rsplit(" ", 1) for line in page.text.splitlines() if not line.startswith("#")]
+        values = {name: float(value) for name, value in lines}
+        assert values['memcompiler_requests_total{code="200"}'] == 2
+        assert values['memcompiler_requests_total{code="422"}'] == values["memcompiler_failures_total"] == 1
+        assert values["memcompiler_tokens_in_total"] == 6 and values["memcompiler_ready"] == 1
+        for seconds, count in (("request", 3), ("queue", 2), ("compile", values["memcompiler_batches_total"])):
+            assert values[f'memcompiler_{seconds}_seconds_bucket{{le="+Inf"}}'] == count
+            assert values[f"memcompiler_{seconds}_seconds_count"] == count
         assert all(re.fullmatch(r'memcompiler_[a-z_]+(\{[a-z]+="[^"]+"\})? [0-9.e+-]+', line)
                    for line in page.text.splitlines() if not line.startswith("#"))  # fmt: skip
         families = re.findall(r"# TYPE (\S+) (\S+)", page.text)
@@ -167,10 +176,7 @@ def test_503_while_starting_and_when_it_did_not_start() -> None:
 
 def test_503_when_the_engine_has_died() -> None:
     class Dying(Fake):
-        cached_tokens: tuple[int, ...] = ()
-        broken: str | None = None
-
-        def compile(self, requests: Any, seeds: Any = None) -> Any:
+        def compile(self, requests: Any, seeds: Any = None, wanted: Any = None) -> Any:
             self.broken = "vLLM's engine process died"
             raise RuntimeError(self.broken)
 
@@ -178,7 +184,7 @@ def test_503_when_the_engine_has_died() -> None:
         answer = client.post("/compile", json=BODY)
         assert answer.status_code == 503 and "died" in answer.json()["error"]
         assert client.get("/ready").status_code == client.post("/compile", json=BODY).status_code == 503
-        assert "memcompiler_ready 0" in client.get("/metrics").text
+        assert "memcompiler_ready 0.0" in client.get("/metrics").text
 
 
 def test_a_full_queue_is_429_and_empties_again() -> None:
@@ -188,7 +194,7 @@ def test_a_full_queue_is_429_and_empties_again() -> None:
         first = in_background(lambda: client.post("/compile", json=BODY))
         assert fake.entered.wait(20)  # in the compiler's hands
         second = in_background(lambda: client.post("/compile", json=BODY))
-        until(lambda: service.waiting == 1)
+        until(lambda: len(service.queue) == 1)
         third = client.post("/compile", json=BODY)
         assert third.status_code == 429 and third.headers["retry-after"] == "1" and "wait" in third.json()["error"]
         fake.gate.set()
@@ -202,9 +208,36 @@ def test_a_slow_compiler_is_504_and_what_timed_out_is_not_compiled_later() -> No
         answers = [in_background(lambda i=i: client.post("/compile", json=BODY | {"goal": str(i)})) for i in range(3)]
         assert {answer().status_code for answer in answers} == {504}
         fake.gate.set()
-        until(lambda: service.waiting == 0 and len(fake.batches) > 0)
+        until(lambda: len(service.queue) == 0 and len(fake.batches) > 0)
         assert client.post("/compile", json=BODY | {"goal": "last"}).status_code == 200
         assert len(fake.batches) == 2 and fake.batches[-1] == ["last"]
+
+
+def test_what_times_out_frees_the_compiler() -> None:
+    fake = Fake()
+    with serving(fake, timeout=0.5) as (client, service):
+        answers = [in_background(lambda: client.post("/compile", json=BODY | {"goal": "endless"})) for _ in range(2)]
+        assert [answer().status_code for answer in answers] == [504, 504]
+        assert client.post("/compile", json=BODY).status_code == 200
+        assert fake.batches[-1] == [BODY["goal"]] and len(service.queue) == 0
+
+
+def test_a_client_that_goes_frees_the_compiler_and_leaves_the_queue() -> None:
+    fake = Fake()
+    with listening(fake, gather=0.0) as (url, _):
+
+        def ask_and_go(seconds: float) -> None:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{url}/compile", json=BODY | {"goal": "endless"}, timeout=seconds)
+
+        first = in_background(lambda: ask_and_go(2))
+        assert fake.entered.wait(20)
+        ask_and_go(0.3)  # waits behind the first
+        until(lambda: "memcompiler_waiting 0.0" in httpx.get(f"{url}/metrics").text)
+        first()
+        assert httpx.post(f"{url}/compile", json=BODY, timeout=15).status_code == 200
+        assert fake.batches == [["endless"], [BODY["goal"]]]
+        assert 'memcompiler_requests_total{code="499"} 2.0' in httpx.get(f"{url}/metrics").text
 
 
 def test_a_large_request_is_413_by_its_header_and_in_fact() -> None:
@@ -224,12 +257,10 @@ def test_a_key_is_asked_for_where_there_is_one() -> None:
 
 
 def test_leaving_finishes_what_runs_and_refuses_what_is_new() -> None:
-    from memcompiler.serving import _leave_gently
-
     fake, server = Fake(), SimpleNamespace(should_exit=False, force_exit=False, handle_exit=None)
     fake.gate.clear()
     with serving(fake) as (client, service):
-        _leave_gently(server, service)
+        leave_gently(server, service)
         running = in_background(lambda: client.post("/compile", json=BODY))
         assert fake.entered.wait(20)
         server.handle_exit(15, None)
@@ -252,7 +283,7 @@ def test_what_waits_is_compiled_together_and_a_bad_one_fails_alone(caplog: pytes
         for goal in goals:
             answers[goal] = in_background(lambda goal=goal: client.post("/compile", json=BODY | {"goal": goal}))
             assert fake.entered.wait(20)  # the first is in the compiler's hands; the others wait
-            until(lambda: service.waiting == len(answers) - 1)
+            until(lambda: len(service.queue) == len(answers) - 1)
         fake.gate.set()
         codes = {goal: answer().status_code for goal, answer in answers.items()}
         assert codes == {"first": 200, "a": 200, "too long": 422, "b": 200, "crash": 500}
@@ -295,7 +326,7 @@ def test_tensors_keep_every_bit() -> None:
 
 def test_a_reply_that_this_version_reads_differently_is_refused() -> None:
     made = Compilation("> go", Emission("go"))
-    reply = CompileReply.of(made, (), None, None, None, service_module.Seconds(queue=0, compile=0))
+    reply = CompileReply.of(made, (), None, None, Seconds(queue=0, compile=0))
     assert reply.compilation(tiny_models.request(0)).emission == made.emission
     with pytest.raises(ValueError, match="reads its emission as BRIEF, this client as EXPERIENCE"):
         reply.model_copy(update={"kind": "BRIEF"}).compilation(tiny_models.request(0))
@@ -340,7 +371,10 @@ def test_a_seed_is_drawn_as_by_the_compiler_itself() -> None:
     for text, latent in ((1.2, None), (1.0, 0.5), (0.0, 1.0), (1.0, 0.0)):
         seeds = torch.randint(2**62, (3,), generator=torch.Generator().manual_seed(5)).tolist()
         theirs = alone(seeds, replace(compiler.decoding, temperature=text, latent_temperature=latent))
-        with listening(compiler, gather=0.1) as (url, _):
+        with listening(compiler, gather=0.5, batch=3) as (url, _):  # together: sums in another order
+            assert_same(RemoteCompiler(url, text, latent, seed=5).compile(asked), theirs, atol=1e-5)
+            assert "memcompiler_batches_total 1.0" in httpx.get(f"{url}/metrics").text
+        with listening(compiler, batch=1) as (url, _):
             remote = RemoteCompiler(url, text, latent, seed=5)
             assert_same(remote.compile(asked), theirs)
             again = remote.compile(asked)  # goes on with other seeds
@@ -355,7 +389,7 @@ def test_a_seed_of_the_services_own_is_named_and_can_be_used_again() -> None:
         again = client.post("/compile", json=asked | {"sampling": {"temperature": 1.0, "seed": first["seed"]}}).json()
         other = client.post("/compile", json=asked).json()
         assert {**again, "seconds": 0} == {**first, "seconds": 0} and other["z"] != first["z"]
-        assert service._backend.decoding.temperature == 0.0  # a request's settings do not outlive it
+        assert service.compiler.decoding.temperature == 0.0  # a request's settings do not outlive it
 
 
 # -- the client -------------------------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ def test_the_command_is_printed() -> None:
 
 
 def test_only_loopback_is_served() -> None:
-    from memcompiler.serving import run_serve_compiler, run_serve_executor
+    from memcompiler.serve import run_serve_compiler, run_serve_executor
 
     for host in ("0.0.0.0", "192.0.2.7", "::", "example.org"):
         with pytest.raises(ValueError, match="not loopback"):

@@ -1,0 +1,160 @@
+"""A node's GPUs shared out to actors, rollout engines and executors (paper C.3.2: 4, 3, 1): `memcompiler launch grpo`.
+
+Rollout engines are `memcompiler serve compiler` and executors `memcompiler serve executor`, each on a GPU and a
+loopback port of its own; the actors are one torchrun. They know each other by URLs alone, and weights go through a
+folder. If one of them ends, all are ended, and the run goes on from its newest checkpoint when launched again.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from configs.engines import VllmEngine
+from configs.load import ConfigError, to_yaml
+from configs.serving import ServeConfig
+from configs.training import GrpoConfig
+from runtime.network import LOOPBACK, answers, free_port, http_url
+from runtime.processes import ChildProcess, ProcessError, check_alive, ended_together
+
+console = Console(width=120)
+START_S = 1800.0  # that a service may take to load its model
+_OURS = (sys.executable, "-m", "memcompiler")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A process that the actors find at its URL.
+
+    Attributes:
+        ready: the path that answers 200 once its model is loaded.
+    """
+
+    process: ChildProcess
+    url: str
+    ready: str
+
+
+def launch_grpo(config: GrpoConfig, out: Path, torchrun: str = "", on_exists: str = "resume") -> None:
+    """Start all, wait for the actors, end all.
+
+    Args:
+        torchrun: further arguments of torchrun, such as those that make several nodes meet.
+
+    Raises:
+        ConfigError: more GPUs are asked for than there are, rollouts on GPUs without vLLM, or a checkpoint is missing.
+        ProcessError: a process did not start, or ended before the run did; with its last words.
+    """
+    place = config.placement
+    if config.compiler.checkpoint is None:
+        raise ConfigError("rollout engines start from compiler.checkpoint: name the SFT run")
+    actor_gpus, rollout_gpus, executor_gpus = shared_out(place.actors, place.rollouts, place.executors)
+    if any(rollout_gpus) and config.compiler.engine != "vllm":
+        raise ConfigError(
+            "rollout services on GPUs run in vLLM, which decodes many times as fast as plain PyTorch: set "
+            "compiler.engine=vllm (extra vllm), or placement.rollouts=0 to have the actors roll out"
+        )
+    folder = scratch_of(out) / socket.gethostname()  # of this node: all may share the file system
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "serve.yaml").write_text(to_yaml(compiler_service(config, folder.parent, any(rollout_gpus))))
+    with ended_together() as children:
+
+        def start(name: str, ready: str, command: Callable[[int], list[str]], gpu: str) -> Service:
+            port = free_port()
+            children.append(_start(name, command(port), gpu, folder / f"{name}.log"))
+            return Service(children[-1], http_url(LOOPBACK, port), ready)
+
+        compiler, executor = partial(compiler_command, folder), partial(executor_command, config, any(executor_gpus))
+        compilers = [start(f"rollout-{i}", "/ready", compiler, gpu) for i, gpu in enumerate(rollout_gpus)]
+        executors = [start(f"executor-{i}", "/health", executor, gpu) for i, gpu in enumerate(executor_gpus)]
+        for service in (*compilers, *executors):
+            service.process.wait_until_ready(partial(answers, service.url + service.ready), START_S, children)
+        settings = config.model_copy(update={
+            "rollout_urls": tuple(s.url for s in compilers), "executor_urls": tuple(s.url for s in executors)
+        })  # fmt: skip
+        (folder / "grpo.yaml").write_text(to_yaml(settings))
+        actors = _start("actors", actors_command(place.actors, torchrun, folder, out, on_exists), actor_gpus[0])
+        children.append(actors)
+        while actors.wait(0.5) is None:
+            check_alive(children[:-1])
+    if actors.status:
+        raise ProcessError(f"the actors ended with status {actors.status}: see above")
+
+
+def scratch_of(out: Path) -> Path:
+    """Beside the run folder (which the actors make): settings, logs, and weights on their way to the services."""
+    return out.with_name(f"{out.name}.launch")
+
+
+def shared_out(actors: int, rollouts: int, executors: int) -> tuple[list[str], list[str], list[str]]:
+    """Values of CUDA_VISIBLE_DEVICES: one for all actors, one for each engine; empty strings on machines without GPUs.
+
+    Raises:
+        ConfigError: there are GPUs, but too few.
+    """
+    import torch
+
+    total = actors + rollouts + executors
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(i) for i in range(torch.cuda.device_count())] if named is None else named.split(",") if named else []
+    if not gpus:
+        return [""], [""] * rollouts, [""] * executors
+    if len(gpus) < total:
+        raise ConfigError(
+            f"placement asks for {actors} + {rollouts} + {executors} GPUs and {len(gpus)} are there: set "
+            "placement.actors, placement.rollouts and placement.executors"
+        )
+    return [",".join(gpus[:actors])], gpus[actors : actors + rollouts], gpus[actors + rollouts : total]
+
+
+def compiler_service(config: GrpoConfig, adapters: Path, own_gpu: bool) -> ServeConfig:
+    """Settings of a service that rolls out, with weights from under `adapters`. A request has the time that its
+    client, the actor, gives it."""
+    compiler = config.compiler.model_copy(update={"vllm": _engine(config.compiler.vllm, own_gpu)})
+    timeout = config.compiler.timeout_s
+    return ServeConfig(compiler=compiler, adapters=str(adapters.resolve()), seed=config.seed, timeout_s=timeout)
+
+
+def compiler_command(folder: Path, port: int) -> list[str]:
+    """Write the command of a service that rolls out, for the settings in `folder`."""
+    return [*_OURS, "serve", "compiler", "-c", str(folder / "serve.yaml"), "--port", str(port)]
+
+
+def executor_command(config: GrpoConfig, own_gpu: bool, port: int) -> list[str]:
+    """Write the command of a service that acts."""
+    vllm = _engine(config.executor.vllm, own_gpu)
+    theirs = ["--dtype", config.executor.dtype, "--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
+    theirs += ["--max-model-len", str(vllm.max_model_len)] if vllm.max_model_len else []
+    return [*_OURS, "serve", "executor", "--model", config.executor.model, "--port", str(port), "--", *theirs]
+
+
+def actors_command(actors: int, torchrun: str, folder: Path, out: Path, on_exists: str) -> list[str]:
+    """Write torchrun's command, for the settings in `folder`."""
+    return [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={actors}",
+        *(shlex.split(torchrun) or ["--standalone"]), "-m", "memcompiler", "train", "grpo",
+        "--config", str(folder / "grpo.yaml"), "--out", str(out), "--on-exists", on_exists,
+    ]  # fmt: skip
+
+
+def _engine(engine: VllmEngine, own_gpu: bool) -> VllmEngine:
+    """A service has its GPU to itself; by default, an engine leaves room there for another and for training."""
+    shared = VllmEngine().gpu_memory_utilization
+    if not own_gpu or engine.gpu_memory_utilization != shared:
+        return engine
+    return engine.model_copy(update={"gpu_memory_utilization": 2 * shared})
+
+
+def _start(name: str, command: Sequence[str], gpus: str, log: Path | None = None) -> ChildProcess:
+    env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})}
+    child = ChildProcess(command, name=name, env=env, output=log or "terminal")
+    console.print(f"  {name}: process {child.pid}{f' on GPU {gpus}' if gpus else ''}{f', log {log}' if log else ''}")
+    return child
