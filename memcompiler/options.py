@@ -1,0 +1,106 @@
+"""What commands share: options, settings from file and command line, failures in one line."""
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+Config = Annotated[str | None, typer.Option("--config", "-c", help="YAML file, or a name in configs/.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Run folder.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as a.b=c, over the file's.")]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved settings and stop.")]
+OnExists = Annotated[str, typer.Option(help="What to do when the run folder exists: resume, overwrite, raise or ask.")]
+
+
+def with_settings(
+    schema: str, config: str | None = None, check: Callable[[Any], object] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command, whose first argument is settings, the options that they come from.
+
+    Args:
+        schema: "module:class" of the settings, imported when the command runs.
+        config: the file that is read where the user names none.
+        check: raises ConfigError for what the schema cannot know.
+    """
+
+    def decorate(run: Callable[..., None]) -> Callable[..., None]:
+        def command(overrides: Any, config: Any, print_config: Any, **rest: Any) -> None:
+            run(load_settings(schema, config, overrides or [], print_config, check), **rest)
+
+        def option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+            return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+        _, *own = inspect.signature(run).parameters.values()
+        options = [
+            option("overrides", Overrides, None), option("config", Config, config),
+            *(option(parameter.name, parameter.annotation, parameter.default) for parameter in own),
+            option("print_config", PrintConfig, False),
+        ]  # fmt: skip
+        command.__name__, command.__doc__ = run.__name__, run.__doc__
+        command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        command.__annotations__ = {option.name: option.annotation for option in options}
+        return command
+
+    return decorate
+
+
+def load_settings(
+    schema: str, config: str | None, overrides: list[str], print_config: bool,
+    check: Callable[[Any], object] | None = None,
+) -> Any:  # fmt: skip
+    """Return validated settings; end the command with a clear message (exit 2) where they are wrong, or once they are
+    printed."""
+    from configs.load import ConfigError, load_config, to_yaml
+
+    try:
+        settings = load_config(pkgutil.resolve_name(schema), config, overrides)
+        if check:
+            check(settings)
+    except ConfigError as error:
+        typer.secho(str(error), err=True, fg="red")
+        raise typer.Exit(2) from error
+    if print_config:
+        typer.echo(to_yaml(settings))
+        raise typer.Exit
+    return settings
+
+
+class OneLineErrors(TyperGroup):
+    """A group whose known failures end in one clear line (exit 1); anything else keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if not isinstance(error, _known_failures()):
+                raise
+            typer.secho(f"error: {error}", err=True, fg="red")
+            raise typer.Exit(1) from error
+
+
+class RunsByDefault(TyperGroup):
+    """`report RUN ...` is `report runs RUN ...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in {*self.commands, *ctx.help_option_names}:
+            args = ["runs", *args]
+        return super().parse_args(ctx, args)
+
+
+def _known_failures() -> tuple[type[Exception], ...]:
+    """Imported when something has failed: a command that only starts another program is spared what they import."""
+    from configs.load import ConfigError
+    from envs.base import EnvironmentFailure
+    from lm.ledger import EndpointStop
+    from memory.bank import BankError
+    from runtime.processes import ProcessError
+    from training.checkpoint import CheckpointError
+
+    return (
+        BankError, CheckpointError, ConfigError, EndpointStop, EnvironmentFailure, FileExistsError, FileNotFoundError,
+        ModuleNotFoundError, ProcessError, ValueError,
+    )  # fmt: skip
