@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from envs.base import Environment
-from envs.household import HouseholdEnvironment
+from envs.household.environment import HouseholdEnvironment
 from envs.pool import EnvironmentPool, WorkerSpec
 
 
@@ -27,10 +27,10 @@ def main() -> None:
     task = direct.tasks("test")[0]
     starts = []
     for _ in range(5):
-        with EnvironmentPool(WorkerSpec("envs.household:HouseholdEnvironment", arguments), 1) as pool:
+        with EnvironmentPool(WorkerSpec("envs.household.environment:HouseholdEnvironment", arguments), 1) as pool:
             starts.append(seconds(lambda pool=pool: pool.lease().reset(task)))
     print(f"start of a worker, with its first reset: {statistics.median(starts):.2f} s")
-    with EnvironmentPool(WorkerSpec("envs.household:HouseholdEnvironment", arguments), 1) as pool:
+    with EnvironmentPool(WorkerSpec("envs.household.environment:HouseholdEnvironment", arguments), 1) as pool:
         remote = pool.lease()
         for name, measure in (("reset", resets), ("step", steps)):
             here, there = measure(direct, task, given.steps), measure(remote, task, given.steps)

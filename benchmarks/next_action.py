@@ -39,13 +39,13 @@ from compiler.records import Compilation, CompileRequest
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
+from envs.registry import evaluation_split
 from eval.evaluate import ModelCache
 from eval.metrics import Interval, bootstrap_mean
 from eval.runner import Evaluation
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest
 from executor.records import Action
-from memcompiler.environments import default_split
 from runtime.progress import progress
 
 
@@ -130,7 +130,7 @@ def main() -> None:
     made: dict[str, dict[str, dict[str, float]]] = {}
     with ModelCache() as loaded:
         envs = loaded.environments(config)
-        tasks, experience = chosen_tasks(config, envs, config.split or default_split(config.env))
+        tasks, experience = chosen_tasks(config, envs, config.split or evaluation_split(config.env))
         bank = filled_bank(config, envs, experience, a.out)
         specs, top = specs_for(tasks, bank, config.memory.k), specs_for(tasks, bank, min(1, config.memory.k))
         executor, compiler = Led(loaded.executor(config)), loaded.compiler(config)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from configs.engines import EndpointConfig
-from configs.environment import EnvConfig
 from configs.executor import ExecutorConfig
 from configs.memory import MemoryConfig
+from envs.registry import AnyEnvSettings, default_settings
 from runtime.settings import Settings
 
 
@@ -33,7 +33,7 @@ class CollectConfig(Settings):
     # endpoint, 64 with the expert.
     concurrency: int | None = Field(default=None, ge=1)
     shard: str = Field(default="0/1", pattern=r"^\d+/\d+$")  # i/n plays tasks i, i+n, ... (i from 0)
-    env: EnvConfig = EnvConfig()
+    env: AnyEnvSettings = Field(default_factory=default_settings)
     memory: MemoryConfig = MemoryConfig()
     split: str = "train"
     limit: int | None = None
@@ -47,8 +47,6 @@ class CollectConfig(Settings):
     max_steps: int = Field(default=20, ge=1)
     seed: int = 0
     leakage: LeakageConfig = LeakageConfig()
-
-    _env = field_validator("env", mode="before")(lambda value: {"name": value} if isinstance(value, str) else value)
 
     @model_validator(mode="after")
     def _endpoint_teacher(self) -> CollectConfig:

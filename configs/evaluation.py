@@ -7,14 +7,14 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from configs.compiler import CompilerConfig
-from configs.environment import EnvConfig
 from configs.executor import ExecutorConfig
 from configs.memory import MemoryConfig
+from envs.registry import AnyEnvSettings, default_settings
 from runtime.settings import Settings
 
 
 class EvalConfig(Settings):
-    env: EnvConfig = EnvConfig()
+    env: AnyEnvSettings = Field(default_factory=default_settings)
     compiler: CompilerConfig = CompilerConfig()
     executor: ExecutorConfig = ExecutorConfig()
     memory: MemoryConfig = MemoryConfig()
@@ -28,8 +28,6 @@ class EvalConfig(Settings):
     max_steps: int = Field(default=15, ge=1)
     concurrency: int = Field(default=64, ge=1)
     seed: int = 0
-
-    _env = field_validator("env", mode="before")(lambda value: {"name": value} if isinstance(value, str) else value)
 
     @field_validator("deliveries")
     @classmethod

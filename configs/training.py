@@ -11,9 +11,9 @@ from pydantic import Field, field_validator, model_validator
 
 from configs.collect import LeakageConfig
 from configs.compiler import CompilerConfig
-from configs.environment import EnvConfig
 from configs.executor import ExecutorConfig
 from configs.memory import MemoryConfig
+from envs.registry import AnyEnvSettings, default_settings
 from runtime.settings import Settings
 
 Backend = Literal["replicated", "fsdp", "zero2", "zero3"]  # how processes share a step: training/backend.py
@@ -70,7 +70,7 @@ class GrpoConfig(Settings):
 
     compiler: CompilerConfig = CompilerConfig()  # `checkpoint` names the SFT run to continue
     executor: ExecutorConfig = ExecutorConfig()
-    env: EnvConfig = EnvConfig()
+    env: AnyEnvSettings = Field(default_factory=default_settings)
     memory: MemoryConfig = MemoryConfig()
     leakage: LeakageConfig = LeakageConfig()
     split: str = "train"
@@ -116,8 +116,6 @@ class GrpoConfig(Settings):
     seed: int = 0
     save_every: int = Field(default=10, ge=1)
     keep: int = Field(default=2, ge=1)
-
-    _env = field_validator("env", mode="before")(lambda value: {"name": value} if isinstance(value, str) else value)
 
     @model_validator(mode="after")
     def _soft_tokens_are_read(self) -> GrpoConfig:

@@ -1,6 +1,7 @@
 """What training and evaluation share, and whether they may (paper C.1): "zero leakage", checked instead of claimed.
 
-Every task says by dimension what must not be shared (`Task.isolation`); `RULES` says how each benchmark reads that.
+Every task says by dimension what must not be shared (`Task.isolation`); the environment's spec says how that is read.
+What a spec does not list (other benchmarks, further dimensions) must be on both sides and disjoint.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from envs.manifest import Manifest
+from envs.registry import known
+from envs.spec import Rule
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,21 +21,6 @@ if TYPE_CHECKING:
     from envs.base import Task
 
 EXAMPLES = 5  # shared values that a verdict names
-
-# disjoint: no value on both sides. novel: evaluation has values that training lacks (and may share others).
-Rule = Literal["disjoint", "novel"]
-
-# By benchmark, every dimension that must be there. What is not listed (other benchmarks, further dimensions) must be
-# on both sides and disjoint.
-RULES: Mapping[str, Mapping[str, Rule]] = {
-    "household": {"scene": "disjoint"},
-    "alfworld": {"gamefile": "disjoint", "scene": "disjoint"},
-    "eb_alfred": {"episode": "disjoint"},
-    # The paper's test set adds 5 object categories to the 28 of training; the official files name 33 in all, so that
-    # most tasks are about known ones.
-    "eb_habitat": {"object": "novel", "template": "disjoint", "scene": "disjoint"},
-    "scienceworld": {"variation": "disjoint"},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +35,18 @@ class Shared:
 
 def shared_values(benchmark: str, held_out: Iterable[Task]) -> Shared:
     """For leaving tasks out before training (paper C.1: EB-ALFRED's pairs, ScienceWorld's variations)."""
-    rules = RULES.get(benchmark, {})
+    rules = _rules(benchmark)
     values: dict[str, set[str]] = {}
     for task in held_out:
         for name, labels in task.isolation.items():
             if rules.get(name, "disjoint") == "disjoint":
                 values.setdefault(name, set()).update(labels)
     return Shared({name: frozenset(labels) for name, labels in values.items()})
+
+
+def _rules(benchmark: str) -> Mapping[str, Rule]:
+    spec = known(benchmark)
+    return spec.isolation if spec else {}
 
 
 class LeakageError(ValueError):
@@ -127,7 +120,7 @@ def check(train: Manifest, evaluation: Manifest) -> Verdict:
     """
     if train.benchmark != evaluation.benchmark:
         raise LeakageError(f"cannot compare tasks of {train.benchmark} with tasks of {evaluation.benchmark}")
-    rules = RULES.get(train.benchmark, {})
+    rules = _rules(train.benchmark)
     named = {name for side in (train, evaluation) for task in side.tasks for name in task.isolation} | set(rules)
     if not named:
         raise LeakageError(f"the tasks of {train.benchmark} do not say what must not be shared: fill in Task.isolation")

@@ -14,7 +14,8 @@ from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from data_gen.experience import collect_experience, not_experienced
 from envs.base import Task
-from memcompiler.environments import Environments, experience_split
+from envs.environments import Environments
+from envs.registry import experience_split
 from memory.bank import MemoryBank, open_bank
 from runtime.progress import progress
 
@@ -34,7 +35,7 @@ def chosen_tasks(
         raise ValueError(f"there are no tasks in {split} of {config.env.name}: check split, limit and the data")
     if config.memory.bank is not None:
         return tasks, []
-    source = experience_split(config.env, config.memory.experience_split, split)
+    source = config.memory.experience_split or experience_split(config.env, split)
     return tasks, experience_tasks(envs.tasks(source), tasks, config.memory.experience_limit)
 
 

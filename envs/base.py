@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from runtime.errors import EnvironmentFailure as EnvironmentFailure  # what an environment of anyone's may raise
 
@@ -31,6 +31,11 @@ class Task:
     data: Mapping[str, str] = field(default_factory=dict)  # what the environment needs to build it (path, seeds)
     # What training and evaluation must not share, by dimension (paper C.1), e.g. {"scene": ("FloorPlan10",)}
     isolation: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def task_from_json(fields: Mapping[str, Any]) -> Task:
+    """Return a task from its fields as JSON holds them."""
+    return Task(**{**fields, "isolation": {name: tuple(labels) for name, labels in fields["isolation"].items()}})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Environments in worker processes: started when needed, reused between episodes, replaced when they break.
 
-    with EnvironmentPool(WorkerSpec("envs.household:HouseholdEnvironment", {"images": False}), size=4) as pool:
+    homes = WorkerSpec("envs.household.environment:HouseholdEnvironment", {"images": False})
+    with EnvironmentPool(homes, size=4) as pool:
         env = pool.lease()  # an `Environment`; run_episodes(pool.lease, jobs, ...) respects the pool's capacity
 
 Every worker leads a process group of its own. One that times out, dies, falls silent or answers garbage is killed with
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from envs.base import EnvironmentFailure, Observation, Task, Transition
+from envs.base import EnvironmentFailure, Observation, Task, Transition, task_from_json
 from envs.worker import task_to_json
 from envs.worker_process import HostedError, PoolLimits, Worker, WorkerFailure, WorkerSpec, end_workers
 
@@ -223,7 +224,7 @@ class Lease:
             if error.type in known:
                 raise known[error.type](error.plain_message) from error
             raise
-        return self._decoded("tasks", lambda: [_task(fields) for fields in value])
+        return self._decoded("tasks", lambda: [task_from_json(fields) for fields in value])
 
     def reset(self, task: Task) -> Observation:
         """As `Environment.reset`; takes a worker first if this lease has none.
@@ -310,10 +311,6 @@ class Lease:
         with self._lock:
             worker, self._worker = self._worker, None
         return worker
-
-
-def _task(fields: Mapping[str, Any]) -> Task:
-    return Task(**{**fields, "isolation": {key: tuple(labels) for key, labels in fields["isolation"].items()}})
 
 
 def _observation(value: Mapping[str, Any], blobs: list[bytes]) -> Observation:

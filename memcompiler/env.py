@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.collect import CollectConfig
-from configs.environment import EnvConfig
 from configs.load import ConfigError
-from envs.household import parity
-from memcompiler.environments import Environments
+from envs.alfworld import parity
+from envs.environments import Environments
+from envs.spec import EnvSettings
 from runtime.progress import progress
 
 console = Console(width=120, soft_wrap=True)
@@ -50,10 +50,10 @@ def run_bench(games: Path, number: int, steps: int, seed: int) -> None:
     console.print(f"ratio: {textworld.step / native.step:.0f}", highlight=False)
 
 
-def run_export(config: EnvConfig, split: str, limit: int | None, out: Path) -> None:
+def run_export(config: EnvSettings, split: str, limit: int | None, out: Path) -> None:
     """Write a generated split as games. Raises: ConfigError, for an environment that generates none."""
-    from envs.household import HouseholdEnvironment
-    from envs.household.export import export_split
+    from envs.alfworld.export import export_split
+    from envs.household.environment import HouseholdEnvironment
 
     if config.name != "household":
         raise ConfigError(f"only generated homes can be exported (env.name=household), not {config.name}")

@@ -12,8 +12,8 @@ from rich.console import Console
 from configs.executor import ExecutorConfig
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
+from envs.environments import Environments
 from memcompiler import build
-from memcompiler.environments import Environments
 from runtime.progress import progress
 
 if TYPE_CHECKING:

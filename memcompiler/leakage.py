@@ -20,8 +20,9 @@ from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from data_gen.leakage import BankAudit, LeakageError, Verdict, audit_bank, check, shared_values
 from envs.base import EnvironmentFailure
+from envs.environments import Environments
 from envs.manifest import Manifest, ManifestError
-from memcompiler.environments import Environments, scienceworld_split
+from envs.registry import find
 from memory.bank import open_bank
 
 if TYPE_CHECKING:
@@ -30,15 +31,6 @@ if TYPE_CHECKING:
     from memory.bank import MemoryBank
 
 MANIFEST, LEAKAGE = "manifest.json", "leakage.json"
-
-# The splits that nothing may be learnt from, by benchmark (paper C.1).
-_EMBODIED = ("base", "common_sense", "complex_instruction", "visual_appearance", "long_horizon")
-HELD_OUT: Mapping[str, tuple[str, ...]] = {
-    "household": ("test",),
-    "alfworld": ("valid_unseen",),
-    "eb_alfred": (*_EMBODIED, "spatial"),
-    "eb_habitat": (*_EMBODIED, "spatial_relationship"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +133,10 @@ def _held_out(config: CollectConfig | GrpoConfig, envs: Environments) -> tuple[l
         ConfigError: a split that was asked for by name does not exist, or its data is not there.
     """
     named = config.leakage.held_out
-    default = (scienceworld_split(config.env),) if config.env.name == "scienceworld" else HELD_OUT.get(config.env.name)
+    default = find(config.env.name).splits(config.env).held_out
     tasks: list[Task] = []
     unchecked: dict[str, str] = {}
-    for split in (default or ()) if named is None else named:
+    for split in default if named is None else named:
         try:
             tasks += envs.tasks(split)
         except (EnvironmentFailure, FileNotFoundError, ValueError) as error:

@@ -15,8 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from envs import probe as probes
+from envs import registry
+from envs.alfworld.spec import fetch_games, find_games
+from envs.embodiedbench.spec import INSTALLATIONS, import_all
+from envs.probe import Missing, Probe
+from envs.scienceworld.spec import start_java
 from memcompiler import doctor
-from memcompiler.doctor import Check, Missing, Probe, all_probes, iter_checks, run_doctor, run_probe
+from memcompiler.doctor import Check, all_probes, iter_checks, run_doctor, run_probe
 
 # Functions of this module, not closures: they travel to the doctor's worker process.
 
@@ -109,9 +115,9 @@ def test_exit_code_and_remedies(found, code, monkeypatch, capsys):
 
 
 def test_missing_module_and_version_without_import():
-    assert run_probe(Probe("x", partial(doctor.imports, "no_such_module_here"))).status == "missing"
+    assert run_probe(Probe("x", partial(probes.imports, "no_such_module_here"))).status == "missing"
     sys.modules.pop("deepspeed", None)
-    assert doctor.is_installed("deepspeed").count(".") >= 1
+    assert probes.is_installed("deepspeed").count(".") >= 1
     assert "deepspeed" not in sys.modules
 
 
@@ -160,16 +166,16 @@ def test_shipped_model(monkeypatch, tmp_path):
 
 
 def test_alfworld_games(monkeypatch, tmp_path):
-    probe = Probe("ALFWorld games", doctor.alfworld_games)
+    probe = Probe("ALFWorld games", find_games)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("ALFWORLD_DATA", raising=False)
     assert run_probe(probe).detail == "ALFWORLD_DATA is not set"
-    assert "--extra alfworld && .venv/bin/alfworld-download" in doctor._fetch_games("uv sync --inexact")
+    assert "--extra alfworld && .venv/bin/alfworld-download" in fetch_games()
     game = tmp_path / "home" / ".cache" / "alfworld" / "json_2.1.1" / "train" / "task" / "trial" / "game.tw-pddl"
     game.parent.mkdir(parents=True)
     game.touch()
     assert run_probe(probe).detail == "ALFWORLD_DATA is not set (games are in the default folder)"
-    assert doctor._fetch_games("uv sync") == 'export ALFWORLD_DATA="$HOME/.cache/alfworld"'
+    assert fetch_games() == 'export ALFWORLD_DATA="$HOME/.cache/alfworld"'
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "nowhere"))
     assert "does not exist" in run_probe(probe).detail
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
@@ -184,11 +190,11 @@ def test_science_world_without_java_is_missing(monkeypatch):
     def no_java() -> str:
         raise ModuleNotFoundError("ScienceWorld needs Java")
 
-    monkeypatch.setattr(doctor, "imports", lambda module: "1.2.3")
+    monkeypatch.setattr("envs.scienceworld.spec.imports", lambda module: "1.2.3")
     monkeypatch.setattr("envs.scienceworld.simulator.java_path", no_java)
-    assert run_probe(Probe("scienceworld", doctor.science_world)).status == "missing"
+    assert run_probe(Probe("scienceworld", start_java)).status == "missing"
     monkeypatch.setattr("envs.scienceworld.simulator.java_path", lambda: sys.executable)  # takes no "-version"
-    assert run_probe(Probe("scienceworld", doctor.science_world)).status == "broken"
+    assert run_probe(Probe("scienceworld", start_java)).status == "broken"
 
 
 @pytest.fixture
@@ -204,12 +210,12 @@ def standin(monkeypatch, tmp_path) -> Path:
 
 
 def test_embodied_bench_is_looked_for_in_its_own_python(standin, monkeypatch):
-    probe = Probe("eb_alfred", partial(doctor.embodied_bench, "eb_alfred"), "export ...", core=False)
+    probe = Probe("eb_alfred", partial(import_all, "eb_alfred"), "export ...", core=False)
     version = ".".join(map(str, sys.version_info[:3]))
     assert run_probe(probe).detail == "embodiedbench/envs/eb_alfred/data/json_2.1.0 is not in the checkout"
     (standin / "embodiedbench/envs/eb_alfred/data/json_2.1.0").mkdir(parents=True)
     assert run_probe(probe) == Check("eb_alfred", "ok", f"Python {version} imports ai2thor; not started", core=False)
-    navigation = Probe("eb_navigation", partial(doctor.embodied_bench, "eb_navigation"), core=False)
+    navigation = Probe("eb_navigation", partial(import_all, "eb_navigation"), core=False)
     assert run_probe(navigation).status == "ok"  # git brings its data
     (standin / "ai2thor" / "controller" / "__init__.py").write_text("import no_such_library\n")
     check = run_probe(probe)
@@ -222,18 +228,17 @@ def test_embodied_bench_is_looked_for_in_its_own_python(standin, monkeypatch):
 
 def test_an_embodied_bench_that_hangs_is_given_up(standin):
     (standin / "gym" / "__init__.py").write_text("import time\ntime.sleep(600)\n")
-    probe = Probe("eb_navigation", partial(doctor.embodied_bench, "eb_navigation", seconds=2.0), core=False)
+    probe = Probe("eb_navigation", partial(import_all, "eb_navigation", seconds=2.0), core=False)
     check = run_probe(probe)
     assert check.status == "broken" and "more than 2 s" in check.detail
 
 
 def test_every_environment_has_a_check_and_none_of_the_foreign_ones_is_core():
     names = {probe.name: probe for probe in all_probes()}
-    foreign = {"ALFWorld games", "alfworld", "scienceworld", *doctor.EMBODIED, "gymnasium", "openenv"}
+    foreign = {"ALFWorld games", "alfworld", "scienceworld", *INSTALLATIONS, "gymnasium", "openenv"}
     assert foreign <= set(names) and not any(names[name].core for name in foreign)
-    from envs.embodiedbench.adapter import INSTALLATIONS
-
-    assert tuple(INSTALLATIONS) == doctor.EMBODIED
+    assert set(INSTALLATIONS) < set(registry.names())
+    assert names["built-in engine"].core
 
 
 def test_without_a_gpu(monkeypatch):

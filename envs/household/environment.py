@@ -1,21 +1,17 @@
-"""The household as an `Environment`: generated homes by default, real ALFWorld games where they are installed."""
+"""The household as an `Environment`: one live episode of the engine, in homes of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Protocol
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.household.engine import Command, Engine
 from envs.household.expert import plan
 from envs.household.generate import DEFAULT_KINDS, Generator
-from envs.household.pddl import AlfworldGames
 from envs.household.world import Game, State
 
 if TYPE_CHECKING:
-    import os
-
     from PIL.Image import Image
 
     from envs.household.render import Renderer
@@ -23,42 +19,29 @@ if TYPE_CHECKING:
 DEFAULT_SCENES: Mapping[str, int] = {"train": 64, "test": 40}
 
 
-class HouseholdEnvironment:
-    """ALFWorld's text world in a native engine: one live episode, a step in tens of microseconds.
+class Games(Protocol):
+    """Where tasks and their games come from."""
 
-    source "generated" makes its own homes (arguments `seed` to `kinds`; see `generate.Generator`) and needs no files.
-    For every name S in `scenes` there are the splits S (train or evaluate) and S + "_experience" (fill a memory).
-    source "alfworld" plays the real games under `data_root` (or the environment variable ALFWORLD_DATA).
+    def tasks(self, split: str) -> list[Task]: ...
+
+    def game(self, task: Task) -> tuple[Game, int | None]:
+        """Return a task's game, and the item whose receptacle the picture marks, if any."""
+        ...
+
+
+class EngineEnvironment:
+    """Games of the household engine: one live episode, a step in tens of microseconds.
 
     `step` never raises on a command that is not possible: it answers "Nothing happens.", as ALFWorld does.
     """
 
     name = "household"
 
-    def __init__(
-        self,
-        source: Literal["generated", "alfworld"] = "generated",
-        seed: int = 0,
-        scenes: Mapping[str, int] = DEFAULT_SCENES,
-        images: bool = True,
-        image_size: int = 64,
-        visual_share: float = 0.5,
-        fixed_objects: int = 6,
-        wandering_objects: int = 3,
-        data_root: str | os.PathLike[str] | None = None,
-        kinds: Sequence[str] = DEFAULT_KINDS,
-    ) -> None:
-        if source not in ("generated", "alfworld"):
-            raise ValueError(f"unknown source {source!r}: use 'generated' or 'alfworld'")
+    def __init__(self, games: Games, images: bool, image_size: int) -> None:
         if image_size < 64:
             raise ValueError(f"image_size must be at least 64 pixels for the plan to be readable, not {image_size}")
-        self.source = source
+        self._games = games
         self._images, self._image_size = images, image_size
-        self._games: Generator | AlfworldGames
-        if source == "generated":
-            self._games = Generator(seed, scenes, visual_share, fixed_objects, wandering_objects, tuple(kinds))
-        else:
-            self._games = AlfworldGames(data_root)
         self._engine: Engine | None = None
         self._state: State | None = None
         self._commands: dict[str, Command] = {}
@@ -113,16 +96,6 @@ class HouseholdEnvironment:
         """The live state; copy it before changing it."""
         return self._live()[1]
 
-    def game_file(self, task: Task) -> Path:
-        """The file of a real game.
-
-        Raises:
-            EnvironmentFailure: for generated homes, which have none.
-        """
-        if not isinstance(self._games, AlfworldGames):
-            raise EnvironmentFailure("a generated home has no game file: see envs.household.export")
-        return self._games.path(task)
-
     @property
     def marked_receptacle(self) -> str | None:
         """Name of the receptacle that wears the mark now: where the visual family's item lies, None in the hand."""
@@ -153,3 +126,24 @@ class HouseholdEnvironment:
         self._commands = engine.commands(state)
         image = self.image() if self._images else None
         return Observation(text, image, tuple(sorted(self._commands)))
+
+
+class HouseholdEnvironment(EngineEnvironment):
+    """Homes that `generate.Generator` makes, without any files (`seed` to `kinds` are its arguments).
+
+    For every name S in `scenes` there are the splits S (train or evaluate) and S + "_experience" (fill a memory).
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        scenes: Mapping[str, int] = DEFAULT_SCENES,
+        images: bool = True,
+        image_size: int = 64,
+        visual_share: float = 0.5,
+        fixed_objects: int = 6,
+        wandering_objects: int = 3,
+        kinds: Sequence[str] = DEFAULT_KINDS,
+    ) -> None:
+        games = Generator(seed, scenes, visual_share, fixed_objects, wandering_objects, tuple(kinds))
+        super().__init__(games, images, image_size)

@@ -1,9 +1,9 @@
 """What a household game is: the facts that never change (`Game`) and the few that do (`State`).
 
-Both the reader of real ALFWorld games (`pddl.py`) and the scene generator (`generate.py`) build a `Game`; the engine,
-the expert and the renderer read nothing else. Items and receptacles are numbered in the order in which ALFWorld lists
-them, and sets of items are Python integers used as bit masks (bit i = item i), so that a state is copied in about a
-microsecond and a list "in order" is simply the bits from low to high.
+Both the reader of real ALFWorld games (`envs.alfworld.games`) and the scene generator (`generate.py`) build a `Game`;
+the engine, the expert and the renderer read nothing else. Items and receptacles are numbered in the order in which
+ALFWorld lists them, and sets of items are Python integers used as bit masks (bit i = item i), so that a state is copied
+in about a microsecond and a list "in order" is simply the bits from low to high.
 """
 
 from __future__ import annotations

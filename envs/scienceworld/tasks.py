@@ -9,9 +9,9 @@ from pathlib import Path
 
 from envs.base import Task
 from envs.scienceworld.simulator import Simulator, require_package
+from envs.scienceworld.spec import FILE_SPLIT
 
 OFFICIAL = ("train", "dev", "test")  # the simulator's own: 3,592, 1,796 and 1,819 variations
-FILE_SPLIT = "agentsquare"
 
 # A repetition without end of something that repeats without end takes a time exponential in the text's length.
 RUNAWAY = re.compile(r"\([^()]*[*+}][^()]*\)\s*(?:[*+]|\{\d*,\})")

@@ -139,10 +139,10 @@ class Replay:
 
     def _own_bank(self) -> Path:
         """A cell of a matrix shares its bank with others."""
+        from envs.registry import evaluation_split
         from eval.evaluate import bank_key
-        from memcompiler.environments import default_split
 
-        key = bank_key(self.config, self.config.split or default_split(self.config.env))
+        key = bank_key(self.config, self.config.split or evaluation_split(self.config.env))
         shared = self.run.parent.parent / "banks" / key
         return shared / "bank" if shared.is_dir() else self.run / "bank"
 

@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from configs.environment import EnvConfig, GymnasiumConfig
+from envs.alfworld.spec import AlfworldSettings
+from envs.embodiedbench.spec import EmbodiedBenchSettings
+from envs.environments import Environments
+from envs.gymnasium.spec import GymnasiumConfig, GymnasiumSettings
+from envs.household.spec import HouseholdSettings
+from envs.registry import evaluation_split, experience_split
+from envs.scienceworld.spec import ScienceWorldSettings
 from memcompiler.cli import app
-from memcompiler.environments import Environments, default_split, experience_split
 
 HOME = {"scenes": {"train": 2, "test": 2}, "images": False}
 
@@ -25,7 +30,7 @@ def transcript(envs: Environments) -> list[str]:
 
 
 def test_workers_and_this_process_play_alike() -> None:
-    with Environments(EnvConfig(**HOME)) as here, Environments(EnvConfig(**HOME, workers=2)) as there:
+    with Environments(HouseholdSettings(**HOME)) as here, Environments(HouseholdSettings(**HOME, workers=2)) as there:
         assert here.capacity > 1000 and there.capacity == 2
         assert here.tasks("test") == there.tasks("test")
         assert transcript(here) == transcript(there) and len(transcript(here)) > 3
@@ -33,26 +38,29 @@ def test_workers_and_this_process_play_alike() -> None:
 
 def test_task_types_and_splits() -> None:
     kinds = ("look_at_obj_in_light", "pick_two_obj_and_place")
-    with Environments(EnvConfig(**HOME, kinds=kinds)) as envs:
+    with Environments(HouseholdSettings(**HOME, kinds=kinds)) as envs:
         assert {task.kind for task in envs.tasks("train")} == set(kinds)
-    assert default_split(EnvConfig()) == "test" and experience_split(EnvConfig(), None, "test") == "test_experience"
-    assert default_split(EnvConfig(name="alfworld")) == "valid_seen"
-    science = EnvConfig(name="scienceworld", tasks_file="tasks.jsonl")
-    assert default_split(science) == "agentsquare" and experience_split(science, None, "test") == "train"
-    assert default_split(EnvConfig(name="eb_habitat")) == "base"
+    assert (
+        evaluation_split(HouseholdSettings()) == "test"
+        and experience_split(HouseholdSettings(), "test") == "test_experience"
+    )
+    assert evaluation_split(AlfworldSettings()) == "valid_seen"
+    science = ScienceWorldSettings(tasks_file="tasks.jsonl")
+    assert evaluation_split(science) == "agentsquare" and experience_split(science, "test") == "train"
+    assert evaluation_split(EmbodiedBenchSettings(name="eb_habitat")) == "base"
 
 
 def test_a_gymnasium_environment_from_settings() -> None:
     pytest.importorskip("gymnasium")
     settings = GymnasiumConfig(id="FrozenLake-v1", splits={"test": {"seeds": (1, 2)}}, goal="reach the goal")
-    with Environments(EnvConfig(name="gymnasium", gymnasium=settings)) as envs:
+    with Environments(GymnasiumSettings(gymnasium=settings)) as envs:
         assert [task.goal for task in envs.tasks("test")] == ["reach the goal"] * 2
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("EMBODIEDBENCH_PYTHON", raising=False)
     with pytest.raises(FileNotFoundError, match="EMBODIEDBENCH_PYTHON is not set"):
-        Environments(EnvConfig(name="eb_alfred")).lease()
+        Environments(EmbodiedBenchSettings(name="eb_alfred")).lease()
     result = CliRunner().invoke(app, ["leakage", "env=eb_alfred"])
     assert result.exit_code == 1 and "EMBODIEDBENCH_" in result.output
 
@@ -74,7 +82,7 @@ def test_export_and_play_what_was_exported(tmp_path: Path) -> None:
     home = ["env.scenes={train: 1, test: 2}"]
     result = CliRunner().invoke(app, ["env", "export", *home, "--limit", "3", "--out", str(out)])
     assert result.exit_code == 0, result.output
-    with Environments(EnvConfig(name="alfworld", data_root=str(out), images=False)) as envs:
+    with Environments(AlfworldSettings(data_root=str(out), images=False)) as envs:
         assert len(envs.tasks("test")) == 3 and len(transcript(envs)) > 2
     again = CliRunner().invoke(app, ["env", "export", *home, "--out", str(out)])
     assert again.exit_code == 1 and "error:" in again.output

@@ -342,10 +342,10 @@ def test_shards_of_the_expert_play_each_task_once(tmp_path):
 
 def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
     from data_gen import experience
-    from envs.household import HouseholdEnvironment
+    from envs.household.environment import HouseholdEnvironment
 
     def make_env():
-        return HouseholdEnvironment(source="generated", scenes={"train": 3})
+        return HouseholdEnvironment(scenes={"train": 3})
 
     def stop(episode):
         if len(bank) >= 4:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from configs.collect import CollectConfig, LeakageConfig
-from configs.environment import EnvConfig
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.memory import MemoryConfig
@@ -14,11 +13,12 @@ from configs.run_folder import RunFolder
 from configs.training import SftConfig
 from data_gen.leakage import LeakageError, audit_bank, check
 from data_gen.tasks import chosen_tasks
+from envs.alfworld.spec import AlfworldSettings
 from envs.base import Task
-from envs.household import HouseholdEnvironment
+from envs.environments import Environments
+from envs.household.environment import HouseholdEnvironment
 from envs.manifest import Manifest
 from memcompiler import leakage
-from memcompiler.environments import Environments
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
 
@@ -121,7 +121,7 @@ GAMES = {"train": ["301", "302", "303"], "valid_seen": ["302"], "valid_unseen": 
 
 
 def alfworld(root: Path, games=GAMES, **held_out) -> CollectConfig:
-    env = EnvConfig(name="alfworld", data_root=fake_alfworld(root, games), images=False)
+    env = AlfworldSettings(data_root=fake_alfworld(root, games), images=False)
     return CollectConfig(env=env, leakage=LeakageConfig(**held_out))
 
 

@@ -12,7 +12,7 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from data_gen.rows import load_rows, row_folders, rows_of, save_rows
-from envs.household import HouseholdEnvironment
+from envs.household.environment import HouseholdEnvironment
 from tests.data_gen.made_rows import row
 
 ROWS = [row(i) for i in range(4)]

@@ -20,13 +20,13 @@ import openenv.core as openenv
 import pytest
 from PIL import Image
 
-from envs.household import HouseholdEnvironment
+from envs.household.environment import HouseholdEnvironment
 from envs.openenv_server import LOOPBACK, openenv_app
 
 ROOT = Path(__file__).parents[2]
 SERVER = """
 import sys
-from envs.household import HouseholdEnvironment
+from envs.household.environment import HouseholdEnvironment
 from envs.openenv_server import serve_openenv
 make_env = lambda: HouseholdEnvironment(scenes={"train": 2, "test": 2})
 serve_openenv(make_env, "test", port=int(sys.argv[1]), max_sessions=2)

@@ -11,16 +11,19 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from envs.base import Environment, EnvironmentFailure, Task
-from envs.embodiedbench import adapter, hosted
+from envs.base import Environment, EnvironmentFailure, Task, task_from_json
+from envs.embodiedbench import hosted, spec
 from envs.embodiedbench import tasks as task_files
-from envs.embodiedbench.adapter import EmbodiedBench
 from envs.embodiedbench.hosted import HostedEmbodiedBench
+from envs.environments import Environments
+from envs.pool import EnvironmentPool
+from envs.registry import settings_of
 
 STANDIN = Path(__file__).parent / "embodiedbench_standin"
 PYTHON = os.environ.get("EMBODIEDBENCH_STANDIN_PYTHON", sys.executable)
@@ -211,10 +214,22 @@ def test_a_missing_installation_says_what_to_do(host, tmp_path):
 
 @pytest.fixture
 def standin(monkeypatch):
-    for place in adapter.INSTALLATIONS.values():
+    for place in spec.INSTALLATIONS.values():
         monkeypatch.setenv(place.variable, PYTHON)
     monkeypatch.setenv("EMBODIEDBENCH_HOME", str(STANDIN))
-    return lambda benchmark: EmbodiedBench(benchmark, resolution=8)
+    opened: list[Environments] = []
+
+    def make(benchmark: str) -> Environments:
+        opened.append(environments(benchmark, resolution=64))
+        return opened[-1]
+
+    yield make
+    for envs in opened:
+        envs.close()
+
+
+def environments(benchmark: str, **settings) -> Environments:
+    return Environments(settings_of({"name": benchmark, **settings}))
 
 
 @pytest.mark.parametrize("benchmark", SOLUTION)
@@ -223,11 +238,11 @@ def test_an_episode_in_a_worker(standin, benchmark):
     tasks = bench.tasks("base")
     assert all(isinstance(task, Task) for task in tasks)
     task = next(task for task in tasks if task.goal.startswith(("Something round", "Put the mug", "navigate", "Pick")))
-    with bench.pool(1) as pool:
+    with EnvironmentPool(spec.construct(bench.settings), 1, spec.LIMITS) as pool:
         with pool.lease() as env:
             assert isinstance(env, Environment) and env.tasks("base") == tasks
             seen = env.reset(task)
-            assert seen.image is not None and seen.image.size == (8, 8)
+            assert seen.image is not None and seen.image.size == (64, 64)
             for action in ["dance", *SOLUTION[benchmark]]:
                 made = env.step(action)
             assert made.success and made.progress == 1.0
@@ -237,35 +252,36 @@ def test_an_episode_in_a_worker(standin, benchmark):
 
 
 def test_errors_of_the_hosted_side_arrive_as_failures_of_the_episode(standin):
-    with standin("eb_alfred").pool(1) as pool, pool.lease() as env:
+    with closing(standin("eb_alfred").lease()) as env:
         with pytest.raises(ValueError, match="has no split 'test'"):
             env.tasks("test")
         with pytest.raises(FileNotFoundError, match="eb_navigation/common_sense"):
             standin("eb_navigation").tasks("common_sense")
         with pytest.raises(EnvironmentFailure, match=r"ann_9\.json"):
-            env.reset(adapter.task_of(task_files.alfred_task("a-Mug-None-Shelf-4/t", 9, "Do it.", "base")))
+            env.reset(task_from_json(task_files.alfred_task("a-Mug-None-Shelf-4/t", 9, "Do it.", "base")))
 
 
 def test_without_an_interpreter_the_error_names_the_variable(monkeypatch):
-    for place in adapter.INSTALLATIONS.values():
+    for place in spec.INSTALLATIONS.values():
         monkeypatch.delenv(place.variable, raising=False)
     monkeypatch.delenv("EMBODIEDBENCH_HOME", raising=False)
     with pytest.raises(FileNotFoundError, match=r"EMBODIEDBENCH_MAN_PYTHON is not set.*embench_man"):
-        EmbodiedBench("eb_manipulation").pool(1)
+        environments("eb_manipulation").lease()
     with pytest.raises(FileNotFoundError, match="cannot list eb_alfred base: no data_root given; EMBODIEDBENCH_PYTHON"):
-        EmbodiedBench("eb_alfred").tasks("base")
+        environments("eb_alfred").tasks("base")
     with pytest.raises(FileNotFoundError, match="no program"):
-        EmbodiedBench("eb_alfred", python="no-such-python").pool(1)
-    with pytest.raises(ValueError, match="there are: eb_alfred"):
-        EmbodiedBench("eb_kitchen").tasks("base")
+        environments("eb_alfred", python="no-such-python").lease()
+    with pytest.raises(ValueError, match=r"no environment 'eb_kitchen'.*there are .*eb_alfred"):
+        environments("eb_kitchen")
 
 
 def test_what_the_simulators_look_for_in_their_environment(monkeypatch):
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.setenv("COPPELIASIM_ROOT", "/sim")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/lib")
-    assert adapter.worker_variables("eb_alfred", None) == {"DISPLAY": ":1"}
-    assert adapter.worker_variables("eb_manipulation", ":5") == {
+    assert spec.worker_variables("eb_alfred") == {"DISPLAY": ":1"}
+    monkeypatch.setenv("DISPLAY", ":5")
+    assert spec.worker_variables("eb_manipulation") == {
         "DISPLAY": ":5", "LD_LIBRARY_PATH": "/sim:/lib", "QT_QPA_PLATFORM_PLUGIN_PATH": "/sim",
     }  # fmt: skip
 

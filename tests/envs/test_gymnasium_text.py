@@ -13,7 +13,9 @@ from agent.deliveries import Delivery  # noqa: E402
 from agent.episode import EpisodeSpec, Limits, run_episodes  # noqa: E402
 from agent.records import StopReason  # noqa: E402
 from envs.base import Environment, EnvironmentFailure  # noqa: E402
-from envs.gymnasium_text import Episodes, GymnasiumTextEnvironment, Keys  # noqa: E402
+from envs.gymnasium.environment import GymnasiumTextEnvironment  # noqa: E402
+from envs.gymnasium.spec import GymnasiumKeys as Keys  # noqa: E402
+from envs.gymnasium.spec import GymnasiumSplit  # noqa: E402
 from executor.grounding import Grounding  # noqa: E402
 from executor.records import Action  # noqa: E402
 
@@ -62,7 +64,7 @@ class Corridor(gymnasium.Env):
 
 
 KEYS = Keys(text="view", image="pixels", goal="mission", admissible="mask", progress="share", success="won")
-SPLITS = {"train": Episodes((3, 1)), "test": Episodes((7,), {"offset": 100})}
+SPLITS = {"train": GymnasiumSplit(seeds=(3, 1)), "test": GymnasiumSplit(seeds=(7,), options={"offset": 100})}
 
 
 def guess(**other) -> GymnasiumTextEnvironment:
@@ -71,7 +73,7 @@ def guess(**other) -> GymnasiumTextEnvironment:
 
 def corridor(**other) -> GymnasiumTextEnvironment:
     return GymnasiumTextEnvironment(
-        Corridor, {"train": Episodes((0, 1))}, **{"actions": ("left", "right"), "keys": KEYS, **other}
+        Corridor, {"train": GymnasiumSplit(seeds=(0, 1))}, **{"actions": ("left", "right"), "keys": KEYS, **other}
     )
 
 
@@ -85,7 +87,7 @@ def test_tasks_are_seeds_and_say_what_may_not_be_shared():
     with pytest.raises(ValueError, match="train, test"):
         env.tasks("valid")
     with pytest.raises(ValueError, match="twice"):
-        GymnasiumTextEnvironment(Guess, {"a": Episodes((1, 1))}, goal="g").tasks("a")
+        GymnasiumTextEnvironment(Guess, {"a": GymnasiumSplit(seeds=(1, 1))}, goal="g").tasks("a")
     with pytest.raises(ValueError, match="goal"):
         GymnasiumTextEnvironment(Guess, SPLITS)
 
@@ -166,7 +168,7 @@ class Broken(Guess):
         (corridor(goal="g", keys=Keys(text="words")), "no 'words'"),
         (corridor(goal="g", keys=Keys(text="pixels")), "not text"),
         (corridor(goal="g", keys=Keys(text="view", admissible="actions")), "no 'actions'"),
-        (GymnasiumTextEnvironment("NoSuch-v0", {"train": Episodes((0,))}, goal="g"), "NoSuch"),
+        (GymnasiumTextEnvironment("NoSuch-v0", {"train": GymnasiumSplit(seeds=(0,))}, goal="g"), "NoSuch"),
     ],
 )
 def test_what_does_not_fit_is_said(env, message):

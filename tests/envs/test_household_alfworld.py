@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from envs.alfworld.environment import AlfworldEnvironment
+from envs.alfworld.games import demangled, load_game, task_sentence
 from envs.base import EnvironmentFailure, Task
-from envs.household import HouseholdEnvironment
 from envs.household.engine import Engine
+from envs.household.environment import HouseholdEnvironment
 from envs.household.expert import plan
-from envs.household.pddl import demangled, load_game, task_sentence
 from envs.household.world import COOL, KINDS, LOOK, SIMPLE
 from tests.envs.exact_search import excess, wander
 
@@ -45,7 +46,7 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def env(data_root: Path) -> HouseholdEnvironment:
-    return HouseholdEnvironment(source="alfworld", data_root=data_root, images=False)
+    return AlfworldEnvironment(data_root=data_root, images=False)
 
 
 def stored(data_root: Path, task: Task) -> dict[str, object]:
@@ -229,7 +230,7 @@ def test_games_that_alfworld_skips_are_skipped(tmp_path: Path) -> None:
         "pick_and_place_simple-Cup-None-Shelf-9",
         {**about, "scene": {"floor_plan": "home 9", "key": "seed-0/train/home-9"}},
     )
-    env = HouseholdEnvironment(source="alfworld", data_root=tmp_path)
+    env = AlfworldEnvironment(data_root=tmp_path)
     tasks = sorted(env.tasks("train"), key=lambda task: task.id)
     assert [task.scene for task in tasks] == ["FloorPlan8", "home 9", "FloorPlan9", "FloorPlan7"]
     assert tasks[0].isolation["scene"] == ("FloorPlan8",) and tasks[1].isolation["scene"] == ("seed-0/train/home-9",)
@@ -241,12 +242,12 @@ def test_games_that_alfworld_skips_are_skipped(tmp_path: Path) -> None:
 def test_missing_games_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALFWORLD_DATA", raising=False)
     with pytest.raises(FileNotFoundError, match="alfworld-download"):
-        HouseholdEnvironment(source="alfworld").tasks("train")
+        AlfworldEnvironment().tasks("train")
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*train.*ALFWORLD_DATA"):
-        HouseholdEnvironment(source="alfworld").tasks("train")
+        AlfworldEnvironment().tasks("train")
     (tmp_path / "json_2.1.1" / "train").mkdir(parents=True)
-    env = HouseholdEnvironment(source="alfworld")
+    env = AlfworldEnvironment()
     with pytest.raises(FileNotFoundError, match="no playable game"):
         env.tasks("train")
     with pytest.raises(ValueError, match="train, valid_seen, valid_unseen"):

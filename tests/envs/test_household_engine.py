@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envs.base import Environment, EnvironmentFailure, Task
-from envs.household import HouseholdEnvironment
 from envs.household.engine import NOTHING_HAPPENS, Engine
+from envs.household.environment import HouseholdEnvironment
 from envs.household.expert import plan
 from envs.household.world import (
     CLEAN,

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from envs.household import HouseholdEnvironment
 from envs.household.engine import Engine
+from envs.household.environment import HouseholdEnvironment
 from envs.household.expert import plan
 from envs.household.world import (
     CLEAN,

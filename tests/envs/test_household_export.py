@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from envs.alfworld.environment import AlfworldEnvironment
+from envs.alfworld.export import export_game, export_split
+from envs.alfworld.reference import TextWorldGame
 from envs.base import EnvironmentFailure, Task
-from envs.household import HouseholdEnvironment
-from envs.household.export import export_game, export_split
-from envs.household.reference import TextWorldGame
+from envs.household.environment import HouseholdEnvironment
 from envs.household.world import KINDS, Item
 
 SPLIT = "test_experience"
@@ -42,7 +43,7 @@ def original(task: Task) -> Task:
 @pytest.mark.alfworld
 @needs_alfworld
 def test_an_export_is_a_split_of_real_games(root: Path) -> None:
-    tasks = HouseholdEnvironment(source="alfworld", data_root=root, images=False).tasks(SPLIT)
+    tasks = AlfworldEnvironment(data_root=root, images=False).tasks(SPLIT)
     assert len(tasks) == len(homes().tasks(SPLIT)) and {task.kind for task in tasks} == set(KINDS)
     for task in tasks:
         generated = original(task)
@@ -54,7 +55,7 @@ def test_an_export_is_a_split_of_real_games(root: Path) -> None:
 @needs_alfworld
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exported_game_plays_as_it_did(root: Path, kind: str) -> None:
-    ours, exported = homes(), HouseholdEnvironment(source="alfworld", data_root=root, images=False)
+    ours, exported = homes(), AlfworldEnvironment(data_root=root, images=False)
     rng = random.Random(kind)
     for task in (task for task in exported.tasks(SPLIT) if task.kind == kind):
         observation = ours.reset(original(task))
@@ -71,7 +72,7 @@ def test_an_exported_game_plays_as_it_did(root: Path, kind: str) -> None:
 @needs_alfworld
 @pytest.mark.parametrize("kind", KINDS)
 def test_textworld_plays_it_alike(root: Path, kind: str) -> None:
-    env = HouseholdEnvironment(source="alfworld", data_root=root, images=False)
+    env = AlfworldEnvironment(data_root=root, images=False)
     task = next(task for task in env.tasks(SPLIT) if task.kind == kind)
     theirs, rng = TextWorldGame(env.game_file(task)), random.Random(kind)
     for walk in (0, 10):
@@ -102,7 +103,7 @@ def test_alfworld_finds_every_exported_game(root: Path) -> None:
         "dataset": {"eval_id_data_path": str(root / "json_2.1.1" / SPLIT), "num_eval_games": 0},
     }
     games = tw.AlfredTWEnv(config, train_eval="eval_in_distribution").game_files
-    listed = HouseholdEnvironment(source="alfworld", data_root=root, images=False).tasks(SPLIT)
+    listed = AlfworldEnvironment(data_root=root, images=False).tasks(SPLIT)
     assert sorted(games) == sorted(str(root / "json_2.1.1" / task.data["path"]) for task in listed)
 
 
@@ -120,7 +121,7 @@ def test_an_export_keeps_to_its_limit_and_to_its_folder(tmp_path: Path) -> None:
         export_split(homes(), "test", tmp_path)
     export_split(homes(), SPLIT, tmp_path, limit=1)  # another split may stand beside it
     with pytest.raises(ValueError, match="no split 'tset'; there are train, valid_seen, valid_unseen, test, test_exp"):
-        HouseholdEnvironment(source="alfworld", data_root=tmp_path).tasks("tset")
+        AlfworldEnvironment(data_root=tmp_path).tasks("tset")
 
 
 @pytest.mark.alfworld
@@ -138,7 +139,7 @@ def test_a_game_that_would_be_another_one_is_refused() -> None:
 
 
 def test_without_alfworld_the_export_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from envs.household import export
+    from envs.alfworld import export
 
     export._rules.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -8,7 +8,8 @@ from collections import Counter, defaultdict
 import pytest
 
 from envs.base import EnvironmentFailure, Task
-from envs.household import RECEPTACLE_NAMES, HouseholdEnvironment
+from envs.household.environment import HouseholdEnvironment
+from envs.household.render import RECEPTACLE_NAMES
 from envs.household.world import CLEAN, COOL, HEAT, KINDS, LOOK, SIMPLE, TWO
 
 SCENES = {"train": 8, "test": 5}

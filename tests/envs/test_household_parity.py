@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from envs.alfworld import parity
 from envs.base import EnvironmentFailure
-from envs.household import parity
 from memcompiler.cli import app
 
 pytestmark = pytest.mark.alfworld
@@ -67,7 +67,7 @@ def test_memoised_parsers_change_nothing(smallest: Path) -> None:
 
 def test_the_reference_leaves_the_command_line_alone(smallest: Path) -> None:
     before = sys.argv[:]
-    from envs.household.reference import TextWorldGame
+    from envs.alfworld.reference import TextWorldGame
 
     TextWorldGame(smallest).reset()
     assert sys.argv == before

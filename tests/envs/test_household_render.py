@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envs.household import RECEPTACLE_NAMES, HouseholdEnvironment
-from envs.household.render import AGENT, CELL, GRID, MARK, cells_of
+from envs.household.environment import HouseholdEnvironment
+from envs.household.render import AGENT, CELL, GRID, MARK, RECEPTACLE_NAMES, cells_of
 
 
 @pytest.fixture(scope="module")

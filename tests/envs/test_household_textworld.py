@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from envs.alfworld.environment import AlfworldEnvironment, TextWorldEnvironment
+from envs.alfworld.export import export_split
+from envs.alfworld.reference import Seen
 from envs.base import Environment, EnvironmentFailure
-from envs.household import HouseholdEnvironment
-from envs.household.export import export_split
-from envs.household.reference import Seen
-from envs.household.textworld import TextWorldEnvironment
+from envs.household.environment import HouseholdEnvironment
 from envs.household.world import HEAT, LOOK
 
 pytestmark = [
@@ -29,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_both_engines_give_the_same_transcript(root: Path) -> None:
-    native = HouseholdEnvironment(source="alfworld", data_root=root, images=False)
+    native = AlfworldEnvironment(data_root=root, images=False)
     textworld = TextWorldEnvironment(root)
     assert isinstance(textworld, Environment)
     assert textworld.tasks("valid_seen") == native.tasks("valid_seen")
@@ -62,7 +62,7 @@ def test_pictures_and_failures(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_broken_game_fails_the_episode(root: Path, tmp_path: Path) -> None:
-    source = HouseholdEnvironment(source="alfworld", data_root=root, images=False)
+    source = AlfworldEnvironment(data_root=root, images=False)
     trial = source.game_file(source.tasks("valid_seen")[0]).parent
     broken = tmp_path / "json_2.1.1" / "train" / "task" / "trial_1"
     broken.mkdir(parents=True)
@@ -76,6 +76,6 @@ def test_a_broken_game_fails_the_episode(root: Path, tmp_path: Path) -> None:
 
 
 def test_a_generated_home_has_no_game_file() -> None:
-    env = HouseholdEnvironment(scenes={"a": 1}, images=False)
-    with pytest.raises(EnvironmentFailure, match="no game file"):
-        env.game_file(env.tasks("a")[0])
+    [task, *_] = HouseholdEnvironment(scenes={"a": 1}, images=False).tasks("a")
+    with pytest.raises(EnvironmentFailure, match="is not of a real game"):
+        AlfworldEnvironment().game_file(task)

@@ -57,11 +57,11 @@ def test_a_lease_is_an_environment() -> None:
 
 
 def test_the_household_is_the_same_in_a_worker() -> None:
-    from envs.household import HouseholdEnvironment
+    from envs.household.environment import HouseholdEnvironment
 
     arguments = {"scenes": {"train": 2, "test": 2}, "seed": 3}
     direct = HouseholdEnvironment(**arguments)  # type: ignore[arg-type]
-    with EnvironmentPool(WorkerSpec("envs.household:HouseholdEnvironment", arguments), 1) as pool:
+    with EnvironmentPool(WorkerSpec("envs.household.environment:HouseholdEnvironment", arguments), 1) as pool:
         assert pool.tasks("test") == direct.tasks("test")
         remote = pool.lease()
         for one in direct.tasks("test")[:4]:

@@ -22,7 +22,9 @@ from executor.grounding import Grounding
 from executor.records import Action
 from tests.envs.hosted_examples import alive
 
-HOMES = WorkerSpec("envs.household:HouseholdEnvironment", {"scenes": {"train": 2, "test": 2}, "images": False})
+HOMES = WorkerSpec(
+    "envs.household.environment:HouseholdEnvironment", {"scenes": {"train": 2, "test": 2}, "images": False}
+)
 LIMITS = PoolLimits(beat_s=0.2, silence_s=4.0, restarts=1000)
 ROUNDS, JOBS = 8, 250
 EVERY = 40

@@ -71,7 +71,7 @@ def test_a_channel_tells_silence_from_the_end() -> None:
 
 
 def test_our_environments_and_plain_objects_are_told_apart() -> None:
-    from envs.household import HouseholdEnvironment
+    from envs.household.environment import HouseholdEnvironment
 
     env = HouseholdEnvironment(scenes={"train": 2, "test": 2}, image_size=64)
     ours = Hosted(env)

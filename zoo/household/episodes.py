@@ -15,7 +15,7 @@ from agent.expert import ExpertExecutor, ExpertTeacher, rationale, subgoals, tak
 from agent.records import Episode
 from data_gen.rows import SftRow, rows_of
 from envs.base import Environment, Task
-from envs.household import HouseholdEnvironment
+from envs.household.environment import HouseholdEnvironment
 from executor.grounding import Grounding
 from executor.prompt import ExecutorRequest
 from executor.records import Action
@@ -26,7 +26,7 @@ SPLIT = "pretrain"
 
 
 def make_env(scenes: int, seed: int) -> Environment:
-    return HouseholdEnvironment(source="generated", seed=seed, scenes={SPLIT: scenes}, images=True)
+    return HouseholdEnvironment(seed=seed, scenes={SPLIT: scenes}, images=True)
 
 
 @dataclass

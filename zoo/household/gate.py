@@ -22,7 +22,7 @@ from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest, Decoding
 from data_gen.experience import collect_experience
 from data_gen.tasks import specs_for
-from envs.household import HouseholdEnvironment
+from envs.household.environment import HouseholdEnvironment
 from lm.backbone import Backbone
 from lm.loading import load_backbone, model_path
 from lm.prompt import Part
@@ -45,7 +45,7 @@ def gate(model: str, scenes: int, seed: int) -> GateResult:
     asker = _Asker(backbone, Projector(ProjectorConfig(backbone.hidden_size, 8, 1)), Decoding(max_new_tokens=24))
 
     def make_env() -> HouseholdEnvironment:
-        return HouseholdEnvironment(source="generated", seed=seed, scenes={"gate": scenes}, visual_share=0.0)
+        return HouseholdEnvironment(seed=seed, scenes={"gate": scenes}, visual_share=0.0)
 
     env = make_env()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
-"""ALFWorld's games played by TextWorld itself: `engine: textworld`, to check what the native engine answers.
+"""ALFWorld's games, played by the household engine or, to check what it answers, by TextWorld itself.
 
-Everything seen, possible and won is TextWorld's. TextWorld says no more than whether the game is won; the share of the
-goal's conditions, the picture and the expert are those of a native game that is given the same commands. The two never
-drift apart unseen: where TextWorld and the native game disagree on a win, the episode fails.
+In `TextWorldEnvironment` everything seen, possible and won is TextWorld's, which says no more than whether the game is
+won; the share of the goal's conditions, the picture and the expert are those of a native game that is given the same
+commands. The two never drift apart unseen: where they disagree on a win, the episode fails.
 """
 
 from __future__ import annotations
@@ -10,21 +10,39 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from envs.alfworld.games import AlfworldGames
+from envs.alfworld.reference import TextWorldGame
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from envs.household.environment import HouseholdEnvironment
-from envs.household.reference import TextWorldGame
+from envs.household.environment import EngineEnvironment
 
 if TYPE_CHECKING:
     import os
+    from pathlib import Path
 
 
-class TextWorldEnvironment(HouseholdEnvironment):
+class AlfworldEnvironment(EngineEnvironment):
+    """Real games under `data_root` (or the environment variable ALFWORLD_DATA) in the native engine."""
+
+    name = "alfworld"
+
+    def __init__(
+        self, data_root: str | os.PathLike[str] | None = None, images: bool = True, image_size: int = 64
+    ) -> None:
+        self._folder = AlfworldGames(data_root)
+        super().__init__(self._folder, images, image_size)
+
+    def game_file(self, task: Task) -> Path:
+        """Return the file of a task's game."""
+        return self._folder.path(task)
+
+
+class TextWorldEnvironment(AlfworldEnvironment):
     """Real (or exported) games in TextWorld: seconds a reset and about 50 ms a step. Needs the extra `alfworld`."""
 
     def __init__(
         self, data_root: str | os.PathLike[str] | None = None, images: bool = False, image_size: int = 64
     ) -> None:
-        super().__init__(source="alfworld", data_root=data_root, images=images, image_size=image_size)
+        super().__init__(data_root, images, image_size)
         self._theirs: TextWorldGame | None = None
 
     def reset(self, task: Task) -> Observation:

@@ -10,34 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
+from envs.gymnasium.spec import GymnasiumConfig, GymnasiumKeys, GymnasiumSplit
 
 if TYPE_CHECKING:
     import gymnasium
     from PIL.Image import Image
 
 
-@dataclass(frozen=True, slots=True)
-class Episodes:
-    """What a split consists of: one task per seed, each reset with the same options (JSON values)."""
-
-    seeds: Sequence[int]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Where an environment says what; None where it does not."""
-
-    text: str = "text"  # in a dict observation
-    image: str | None = None  # in a dict observation: uint8, (height, width, 3) or (height, width)
-    goal: str | None = None  # in a dict observation or in info; read once per task by a reset
-    admissible: str | None = None  # in info: names, or a 0/1 mask over a Discrete space (in a dict observation too)
-    progress: str | None = None  # in info: share of goal conditions met
-    success: str | None = None  # in info; without it, success is to terminate with a positive reward
+KEYS = GymnasiumKeys()
 
 
 class GymnasiumTextEnvironment:
@@ -59,11 +42,11 @@ class GymnasiumTextEnvironment:
     """
 
     def __init__(
-        self, make: str | Callable[[], gymnasium.Env], splits: Mapping[str, Episodes], *, goal: str = "",
-        actions: Sequence[str] = (), keys: Keys = Keys(), name: str = "",
+        self, make: str | Callable[[], gymnasium.Env], splits: Mapping[str, GymnasiumSplit], *, goal: str = "",
+        actions: Sequence[str] = (), keys: GymnasiumKeys = KEYS, name: str = "",
     ) -> None:  # fmt: skip
         if not goal and keys.goal is None:
-            raise ValueError("an agent needs a goal: give goal=..., or name the key that holds it (Keys(goal=...))")
+            raise ValueError("an agent needs a goal: give goal, or name the key that holds it (keys.goal)")
         self._make, self._splits, self._goal = make, dict(splits), goal
         self._actions, self._keys = tuple(actions), keys
         self.name = name or (make if isinstance(make, str) else getattr(make, "__name__", "gymnasium"))
@@ -83,7 +66,7 @@ class GymnasiumTextEnvironment:
             episodes = self._splits[split]
             if len(set(episodes.seeds)) < len(episodes.seeds):
                 raise ValueError(f"split {split!r} names a seed twice")
-            options = json.dumps(dict(episodes.options), sort_keys=True)
+            options = json.dumps(episodes.options, sort_keys=True)
             self._tasks[split] = [self._task(split, seed, options) for seed in episodes.seeds]
         return list(self._tasks[split])
 
@@ -186,7 +169,7 @@ class GymnasiumTextEnvironment:
             if isinstance(place, Mapping) and key in place:
                 return place[key]
         kinds = " and ".join(type(place).__name__ for place in places)
-        raise EnvironmentFailure(f"{self.name}: no {key!r} in what it returned ({kinds}); set keys=Keys(...)")
+        raise EnvironmentFailure(f"{self.name}: no {key!r} in what it returned ({kinds}); set keys")
 
     def _meant(self, env: gymnasium.Env, action: str) -> Any | None:
         """What the environment takes for `action`; None if it means nothing to it."""
@@ -223,10 +206,9 @@ def _picture(pixels: Any) -> Image:
         raise EnvironmentFailure(f"not a picture of shape (height, width, 3): {error}") from error
 
 
-def from_settings(
-    id: str, splits: Mapping[str, Mapping[str, Any]], goal: str = "", actions: Sequence[str] = (),
-    keys: Mapping[str, Any] | None = None,
-) -> GymnasiumTextEnvironment:  # fmt: skip
-    """The same from JSON values, as a configuration or a worker's arguments hold them."""
-    episodes = {name: Episodes(**split) for name, split in splits.items()}
-    return GymnasiumTextEnvironment(id, episodes, goal=goal, actions=actions, keys=Keys(**keys or {}))
+def from_settings(**settings: Any) -> GymnasiumTextEnvironment:
+    """Make one from `GymnasiumConfig`'s fields as JSON values."""
+    config = GymnasiumConfig(**settings)
+    return GymnasiumTextEnvironment(
+        config.id, config.splits, goal=config.goal, actions=config.actions, keys=config.keys
+    )  # fmt: skip

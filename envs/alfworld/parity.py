@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from envs.alfworld.environment import AlfworldEnvironment
+from envs.alfworld.games import load_game
+from envs.alfworld.reference import Fact, Seen, TextWorldGame, quickened
 from envs.base import Task
 from envs.household.engine import Command, Engine
-from envs.household.environment import HouseholdEnvironment
 from envs.household.expert import plan
-from envs.household.pddl import load_game
-from envs.household.reference import Fact, Seen, TextWorldGame, quickened
 from envs.household.world import APPLIANCES, NOWHERE, Game, bits
 
 BANNER = "-= Welcome to TextWorld, ALFRED! =-"
@@ -293,7 +293,7 @@ def _time_native(path: Path, commands: Sequence[str], least: float = 0.2) -> Tim
     started = perf_counter()
     game = load_game(json.loads(path.read_text(encoding="utf-8")))
     loaded = perf_counter() - started
-    env = HouseholdEnvironment(source="alfworld", data_root=path.parent, images=False)
+    env = AlfworldEnvironment(data_root=path.parent, images=False)
     task = Task(path.parent.name, game.task, "", "", game.goal.kind, data={"path": str(path.resolve())})
     resets = steps = 0
     resetting = stepping = 0.0

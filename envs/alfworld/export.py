@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from envs.alfworld.games import FOLDER, load_game
 from envs.base import EnvironmentFailure, Task
-from envs.household.pddl import FOLDER, load_game
 from envs.household.world import CLEAN, COOL, HEAT, LOOK, NOWHERE, SIMPLE, TWO, Game, Goal, Item, Receptacle, bits
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _scene_number(task: Task) -> int:
 
 
 def _about(task: Task, goal: Goal) -> dict[str, Any]:
-    """The part of ALFRED's `traj_data.json` that alfworld and we read; `key` is ours (see `pddl.AlfworldGames`)."""
+    """The part of ALFRED's `traj_data.json` that alfworld and we read; `key` is ours (see `games.AlfworldGames`)."""
     return {
         "task_type": task.kind,
         "task_id": task.id,

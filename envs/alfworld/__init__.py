@@ -1,0 +1,1 @@
+"""ALFWorld: its games in the household engine, the same in TextWorld, and both compared."""

@@ -1,0 +1,231 @@
+"""Our side of EmbodiedBench's four benchmarks: settings, where the installation is, its tasks, and how it is started.
+
+Tasks that are files are listed without EmbodiedBench; only EB-Manipulation, and EB-Habitat from its own pickles, ask a
+worker. Pickles are opened by EmbodiedBench in its own process and never here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from envs.base import Task, task_from_json
+from envs.embodiedbench import tasks as task_files
+from envs.probe import Missing, Probe
+from envs.spec import EnvSettings, EnvSpec, Rule, Splits
+from envs.worker_process import PoolLimits, WorkerSpec
+
+# A simulator's first start compiles shaders and loads scenes; listing EB-Manipulation loads each of its scenes.
+LIMITS = PoolLimits(start_s=120, tasks_s=1800, reset_s=600, step_s=180, close_s=20, silence_s=120)
+HOME = "EMBODIEDBENCH_HOME"
+
+
+class EmbodiedBenchSettings(EnvSettings):
+    """One of the four, in a Python of its own; a simulator in every worker."""
+
+    name: Literal["eb_alfred", "eb_habitat", "eb_navigation", "eb_manipulation"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    data_root: str | None = None  # folder of task files (see `tasks`; default: `home`)
+    python: str | None = None  # its interpreter (default: the benchmark's variable, see `INSTALLATIONS`)
+    home: str | None = None  # its checkout (default: $EMBODIEDBENCH_HOME, or where its Python has it installed from)
+    resolution: int = Field(default=500, ge=64)  # side of the square picture, pixels
+
+    @model_validator(mode="after")
+    def _has_workers(self) -> Self:
+        if self.workers == 0:
+            raise ValueError(f"{self.name} plays in a Python of its own: workers must be at least 1")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """How one benchmark is installed: EmbodiedBench needs three conda environments for its four."""
+
+    variable: str  # names the interpreter
+    conda: str  # EmbodiedBench's own name for that environment
+    modules: tuple[str, ...]  # what its environment class imports, the simulator first
+    data: str  # what must be downloaded into the checkout; "" when git brings all
+
+
+INSTALLATIONS: Mapping[str, Installation] = {
+    "eb_alfred": Installation(
+        "EMBODIEDBENCH_PYTHON", "embench", ("ai2thor.controller", "gym", "numpy", "PIL.Image", "embodiedbench"),
+        "embodiedbench/envs/eb_alfred/data/json_2.1.0",
+    ),
+    "eb_habitat": Installation(
+        "EMBODIEDBENCH_PYTHON", "embench", ("habitat_sim", "habitat", "gym", "numpy", "PIL.Image", "embodiedbench"),
+        "embodiedbench/envs/eb_habitat/data",
+    ),
+    "eb_navigation": Installation(
+        "EMBODIEDBENCH_NAV_PYTHON", "embench_nav", ("ai2thor.platform", "gym", "numpy", "PIL.Image", "embodiedbench"),
+        "",
+    ),
+    "eb_manipulation": Installation(
+        "EMBODIEDBENCH_MAN_PYTHON", "embench_man",
+        ("pyrep", "amsolver", "gymnasium", "numpy", "PIL.Image", "embodiedbench"),
+        "embodiedbench/envs/eb_manipulation/data",
+    ),
+}  # fmt: skip
+
+
+def interpreter(benchmark: str, python: str | None = None) -> str:
+    """Return EmbodiedBench's Python for this benchmark.
+
+    Raises:
+        FileNotFoundError: it is not named, or what is named is no program.
+    """
+    place = INSTALLATIONS[benchmark]
+    named = python or os.environ.get(place.variable)
+    if not named:
+        raise FileNotFoundError(
+            f"{place.variable} is not set: install EmbodiedBench (docs/environments.md), then {_export(benchmark)}"
+        )
+    found = shutil.which(named)
+    if not found:
+        raise FileNotFoundError(
+            f"{named} is no program that can be run: set {place.variable} to EmbodiedBench's Python"
+        )
+    return found
+
+
+def worker_variables(benchmark: str) -> dict[str, str]:
+    """Return the environment variables that its simulator looks for: an X display, and where CoppeliaSim is."""
+    variables = {"DISPLAY": os.environ.get("DISPLAY") or ":1"}  # 1 is what EmbodiedBench's startx opens
+    simulator = os.environ.get("COPPELIASIM_ROOT")
+    if benchmark == "eb_manipulation" and simulator:
+        libraries = [simulator, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        variables |= {"LD_LIBRARY_PATH": os.pathsep.join(libraries), "QT_QPA_PLATFORM_PLUGIN_PATH": simulator}
+    return variables
+
+
+def construct(settings: EmbodiedBenchSettings) -> WorkerSpec:
+    """Say how a worker is started. Raises as `interpreter`."""
+    home = settings.home or os.environ.get(HOME)
+    arguments = {
+        "benchmark": settings.name, "home": str(Path(home).resolve()) if home else "",
+        "data_root": str(Path(settings.data_root).resolve()) if settings.data_root else "",
+        "resolution": settings.resolution,
+    }  # fmt: skip
+    return WorkerSpec(
+        "envs.embodiedbench.hosted:HostedEmbodiedBench", arguments, interpreter(settings.name, settings.python),
+        worker_variables(settings.name),
+    )  # fmt: skip
+
+
+def list_tasks(settings: EmbodiedBenchSettings, split: str) -> list[Task] | None:
+    """List a split from the official files, in their order; None where only the simulator can.
+
+    Raises:
+        ValueError: no such split.
+        FileNotFoundError: no task files, and no EmbodiedBench to ask; the message says what to set.
+    """
+    root = settings.data_root or settings.home or os.environ.get(HOME) or ""
+    try:
+        return [task_from_json(fields) for fields in task_files.list_tasks(settings.name, split, root)]
+    except task_files.NoTaskFile as missing:
+        try:
+            interpreter(settings.name, settings.python)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"cannot list {settings.name} {split}: {missing}; {error}") from missing
+        return None
+
+
+# Run by EmbodiedBench's own Python: import what is named, then say where everything is.
+_IMPORT_ALL = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+import embodiedbench
+print(json.dumps({"python": sys.version.split()[0], "package": list(embodiedbench.__path__)[0]}))
+"""
+
+
+def import_all(benchmark: str, seconds: float = 100.0) -> str:
+    """Import the simulator in its own Python, and look for what must be downloaded into the checkout."""
+    place = INSTALLATIONS[benchmark]
+    if not os.environ.get(place.variable):
+        raise Missing(f"{place.variable} is not set")
+    command = [interpreter(benchmark), "-c", _IMPORT_ALL, *place.modules]
+    paths = [path for path in (os.environ.get(HOME), os.environ.get("PYTHONPATH")) if path]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths)}
+    with tempfile.TemporaryDirectory() as folder:  # some of these modules write where they are imported
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=seconds,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"its Python imports for more than {seconds:g} s") from None
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise RuntimeError(f"its Python says: {said[-1]}")
+    found = json.loads([line for line in done.stdout.splitlines() if line.startswith('{"python"')][-1])
+    if place.data and not (Path(found["package"]).parent / place.data).exists():
+        raise Missing(f"{place.data} is not in the checkout")
+    return f"Python {found['python']} imports {place.modules[0].split('.')[0]}; not started"
+
+
+def _probes(benchmark: str) -> Sequence[Probe]:
+    fix = f"{_export(benchmark)}  # to install: docs/environments.md"
+    return [Probe(benchmark, partial(import_all, benchmark), fix, core=False)]
+
+
+def _export(benchmark: str) -> str:
+    place = INSTALLATIONS[benchmark]
+    return f'export {place.variable}="$(conda run -n {place.conda} which python)"'
+
+
+_SHARED = ("base", "common_sense", "complex_instruction", "visual_appearance", "long_horizon")
+
+
+def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **isolation: Rule) -> EnvSpec:
+    return EnvSpec(
+        benchmark, EmbodiedBenchSettings, construct,
+        splits=lambda _: Splits("base", held_out),
+        workers=lambda _: 1,
+        limits=LIMITS,
+        list_tasks=list_tasks,
+        isolation=isolation,
+        probes=partial(_probes, benchmark),
+        refusals=("Last action is invalid",),
+        instructions=instructions,
+    )  # fmt: skip
+
+
+def _text(where: str, examples: str, action: str = "action from the list of skills") -> str:
+    return (
+        f"You are a robot {where}. Each turn you see what is before you and read what your last action did. Answer "
+        f"with exactly one {action} and nothing else, for example: {examples}."
+    )
+
+
+EB_ALFRED = _spec(
+    "eb_alfred",
+    _text("in a household", "find a Mug, pick up the Mug, open the Fridge, put down the object in hand"),
+    (*_SHARED, "spatial"), episode="disjoint",
+)  # fmt: skip
+# The paper's test set adds 5 object categories to the 28 of training; the official files name 33 in all, so that most
+# tasks are about known ones.
+EB_HABITAT = _spec(
+    "eb_habitat",
+    _text("in a household", "navigate to the table 1, pick up the ball, place at the sofa, open the fridge"),
+    (*_SHARED, "spatial_relationship"), object="novel", template="disjoint", scene="disjoint",
+)  # fmt: skip
+EB_NAVIGATION = _spec(
+    "eb_navigation",
+    _text("that moves through a room", "Move forward by 0.25, Rotate to the left by 90 degrees"),
+)  # fmt: skip
+EB_MANIPULATION = _spec(
+    "eb_manipulation",
+    _text("arm above a table", "[48, 20, 17, 0, 60, 90, 1]",
+          "action, seven whole numbers [x, y, z, roll, pitch, yaw, gripper],"),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Any text environment of Gymnasium."""

@@ -1,0 +1,162 @@
+"""All environments by name: ours, what a program registers itself, and those of other packages.
+
+Another package offers its `EnvSpec` as an entry point of the group `memcompiler.environments`, named as the
+environment. It is loaded when it is asked for by name, and by `memcompiler doctor`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module, metadata
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, SerializeAsAny
+
+from envs.spec import EnvSettings, EnvSpec
+
+GROUP = "memcompiler.environments"
+DEFAULT = "household"
+BUILT_IN: Mapping[str, str] = {
+    "household": "envs.household.spec:HOUSEHOLD",
+    "alfworld": "envs.alfworld.spec:ALFWORLD",
+    "scienceworld": "envs.scienceworld.spec:SCIENCEWORLD",
+    "eb_alfred": "envs.embodiedbench.spec:EB_ALFRED",
+    "eb_habitat": "envs.embodiedbench.spec:EB_HABITAT",
+    "eb_navigation": "envs.embodiedbench.spec:EB_NAVIGATION",
+    "eb_manipulation": "envs.embodiedbench.spec:EB_MANIPULATION",
+    "gymnasium": "envs.gymnasium.spec:GYMNASIUM",
+}
+_known: dict[str, EnvSpec] = {}  # registered, or loaded from an entry point
+
+
+class EnvironmentSpecError(ValueError):
+    """An environment that does not exist, or whose package cannot be loaded. The message is ready to print."""
+
+
+def register(spec: EnvSpec) -> None:
+    """Add an environment of this program.
+
+    Raises:
+        EnvironmentSpecError: another one has that name.
+    """
+    if spec.name in BUILT_IN or _known.get(spec.name, spec) is not spec:
+        raise EnvironmentSpecError(f"there is an environment {spec.name!r} already")
+    _known[spec.name] = spec
+
+
+def find(name: str) -> EnvSpec:
+    """Return the environment of that name.
+
+    Raises:
+        EnvironmentSpecError: there is none, or the package that offers it cannot be loaded.
+    """
+    if name in BUILT_IN:
+        return _built_in(name)
+    if name not in _known:
+        offered = next(iter(metadata.entry_points(group=GROUP, name=name)), None)
+        if offered is None:
+            close = difflib.get_close_matches(name, names(), n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            raise EnvironmentSpecError(f"no environment {name!r}{meant}; there are {', '.join(names())}")
+        register(_offered(offered))
+    return _known[name]
+
+
+def names() -> list[str]:
+    """Return all names: ours first, then those registered, then those that installed packages offer."""
+    return list(dict.fromkeys([*BUILT_IN, *_known, *sorted(e.name for e in metadata.entry_points(group=GROUP))]))
+
+
+def loaded() -> list[EnvSpec]:
+    """Return our environments and those of others that this process has asked for or registered."""
+    return [*map(_built_in, BUILT_IN), *_known.values()]
+
+
+def known(name: str) -> EnvSpec | None:
+    """Return the environment of that name, if there is one, for records that may be of anything."""
+    try:
+        return find(name)
+    except EnvironmentSpecError:
+        return None
+
+
+@cache
+def _built_in(name: str) -> EnvSpec:
+    module, _, attribute = BUILT_IN[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _offered(offered: metadata.EntryPoint) -> EnvSpec:
+    where = f"the environment {offered.name!r} of {offered.dist.name if offered.dist else 'another package'}"
+    try:
+        spec = offered.load()
+    except Exception as error:  # whatever the import of somebody else's module raises
+        raise EnvironmentSpecError(
+            f"{where} cannot be loaded ({offered.value}): {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(spec, EnvSpec) or spec.name != offered.name:
+        raise EnvironmentSpecError(f"{where} is no EnvSpec of that name ({offered.value} is {spec!r:.80})")
+    return spec
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+def settings_of(value: Any) -> Any:
+    """Return an environment's settings from its name or from a mapping that may hold its name.
+
+    Raises:
+        ValueError: no such environment, or a setting that it does not have.
+    """
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping):
+        return value  # settings already, or something that is none: pydantic says so
+    given = {"name": DEFAULT, **value}
+    spec = find(str(given["name"]))
+    return spec.settings.model_validate(_without_strangers(spec, given))
+
+
+def _without_strangers(spec: EnvSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what another environment has and what says nothing here: null, or its default there.
+
+    Raises:
+        ValueError: settings of other environments, or of none.
+    """
+    fields, kept, strangers = spec.settings.model_fields, dict(given), []
+    for key in given:
+        if key in fields:
+            continue
+        owners = [other for other in loaded() if key in other.settings.model_fields]
+        if owners and given[key] in (None, owners[0].settings.model_fields[key].default):
+            del kept[key]
+        elif owners:
+            strangers.append(f"{key} (of {', '.join(owner.name for owner in owners)})")
+        else:
+            close = difflib.get_close_matches(str(key), fields, n=1)
+            strangers.append(f"{key}; did you mean {close[0]!r}?" if close else f"{key}; it has {', '.join(fields)}")
+    if strangers:
+        raise ValueError(f"environment {spec.name} has no setting {'; '.join(strangers)}")
+    return kept
+
+
+def default_settings() -> EnvSettings:
+    """Return the default environment's settings."""
+    return settings_of(DEFAULT)
+
+
+def evaluation_split(settings: EnvSettings) -> str:
+    """Return the split that is evaluated where nobody names one."""
+    return find(settings.name).splits(settings).evaluation
+
+
+def experience_split(settings: EnvSettings, split: str) -> str:
+    """Return the split whose episodes fill the bank of `split`: other tasks in the same scenes, never those tasks."""
+    splits = find(settings.name).splits(settings)
+    return splits.experience(split) if splits.experience else splits.training
+
+
+# The type of a setting `env`: which of the environments' settings it is follows from its name.
+AnyEnvSettings = Annotated[SerializeAsAny[EnvSettings], BeforeValidator(settings_of)]
