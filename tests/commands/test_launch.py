@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -12,9 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
-from configs.load import ConfigError
-from training.launch import scratch_of, shared_out
+from configs.load import ConfigError, load_config, to_yaml
+from configs.training import GrpoConfig
+from memcompiler.cli import app
+from training.launch import compiler_command, compiler_service, executor_command, launch_grpo, scratch_of, shared_out
 
 ROOT = Path(__file__).parents[2]
 SCENES = "env.scenes={train: 3, test: 1}"
@@ -120,6 +125,35 @@ def test_gpus_are_shared_out_in_order(monkeypatch):
         shared_out(4, 4, 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert shared_out(1, 2, 0) == ([""], ["", ""], [])
+
+
+def test_the_paper_rolls_out_and_acts_in_vllm(tmp_path):
+    config = load_config(GrpoConfig, "grpo/paper", ["compiler.timeout_s=300"])
+    (tmp_path / "serve.yaml").write_text(to_yaml(compiler_service(config, tmp_path, own_gpu=True)))
+    rollout = CliRunner().invoke(app, [*compiler_command(tmp_path, 8100)[3:], "--print-config"])
+    assert rollout.exit_code == 0, rollout.output
+    served = yaml.safe_load(rollout.output)
+    assert served["compiler"]["engine"] == "vllm" and served["compiler"]["checkpoint"] == config.compiler.checkpoint
+    assert served["compiler"]["vllm"]["gpu_memory_utilization"] == 0.9  # the GPU is its own
+    assert served["timeout_s"] == 300 and served["adapters"] == str(tmp_path)
+    command = executor_command(config, own_gpu=False, port=8000)[3:]
+    at = command.index("--")
+    acting = CliRunner().invoke(app, [*command[:at], "--dry-run", *command[at:]])
+    assert acting.exit_code == 0, acting.output
+    printed = shlex.split(acting.output)
+    assert any("vllm" in word for word in printed[:3]) and config.executor.model in printed
+    assert printed[printed.index("--gpu-memory-utilization") + 1] == "0.45"
+
+
+def test_rollouts_on_gpus_are_refused_without_vllm(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    config = load_config(
+        GrpoConfig, "grpo/paper",
+        ["compiler.engine=hf", "placement.actors=1", "placement.rollouts=1", "placement.executors=0"],
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"compiler\.engine=vllm"):
+        launch_grpo(config, tmp_path / "run")
+    assert not list(tmp_path.iterdir())
 
 
 def _pids() -> list[int]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from compiler.language import ParseError, grammar, parse
-from compiler.records import Decoding
+from compiler.records import Decoding, always
 from compiler.vllm import VllmCompiler
 from lm.vllm_extension import HiddenTails, tail_of, watched
 from soft_mem.projector import Projector, ProjectorConfig
@@ -32,13 +32,39 @@ def recorded(compiler: VllmCompiler) -> list[tuple[int, int]]:
     """(tokens of the prompt, tokens of it that came from the prefix cache) of every request from now on."""
     seen, run = [], compiler._run
 
-    def spy(prompts, params):
-        outputs = run(prompts, params)
+    def spy(*arguments):
+        outputs = run(*arguments)
         seen.extend((len(output.prompt_token_ids), output.num_cached_tokens) for output in outputs)
         return outputs
 
     compiler._run = spy  # type: ignore[method-assign]
     return seen
+
+
+# -- given up ---------------------------------------------------------------------------------------------------------
+
+
+@using_vllm
+def test_what_nobody_waits_for_is_aborted_and_the_engine_goes_on(tmp_path: Path) -> None:
+    ours = vllm_engines.served(vllm_engines.trained(False, decoding=Decoding(max_new_tokens=200)), tmp_path / "a")
+    asked = [tiny_models.request(i, image=False) for i in range(3)]
+    whole = ours.compile(asked)
+    long = [i for i, c in enumerate(whole) if len(c.emission_ids) > 20]
+    assert long  # there is something to cut short
+    steps = 0
+
+    def until_fifth(i: int) -> bool:
+        nonlocal steps
+        steps += i == long[0]
+        return i != long[0] or steps < 5
+
+    made = ours.compile(asked, wanted=until_fifth)
+    assert made[long[0]].parse_error is ParseError.TRUNCATED and steps <= 10
+    for i in {0, 1, 2} - {long[0]}:
+        assert made[i].emission_ids == whole[i].emission_ids
+        torch.testing.assert_close(made[i].mu, whole[i].mu, atol=1e-5, rtol=1e-5)
+    ours.compile(asked, wanted=lambda i: False)
+    assert [c.emission_ids for c in ours.compile(asked)] == [c.emission_ids for c in whole]
 
 
 # -- parity -----------------------------------------------------------------------------------------------------------
@@ -95,7 +121,7 @@ def test_sampling_frequencies_are_those_of_the_policy(tmp_path: Path) -> None:
         policy = compiler.logprobs(scored.logits)[0, 0].exp()
         colder = (compiler.allowed(scored.logits)[0, 0] / 0.18).softmax(-1)
     ours = vllm_engines.served(compiler, tmp_path / "a", seed=7)
-    drawn = torch.tensor([draft.ids[0] for draft in ours._sample([ours._prompt(one)] * 3000)])
+    drawn = torch.tensor([draft.ids[0] for draft in ours._sample([ours._prompt(one)] * 3000, ours.generator, always)])
     bins = 20
     order = policy.argsort(descending=True)
     bin_of = torch.empty_like(order)
