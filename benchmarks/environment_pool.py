@@ -1,6 +1,6 @@
 """What a worker costs: its start, and a step through it against a direct one.
 
-    python benchmarks/environment_pool.py [--steps 2000] [--images]
+    python -m benchmarks.environment_pool [--steps 2000] [--images]
 
 Times are medians of single calls on this machine, one worker, nothing else at the same time.
 """

@@ -1,6 +1,6 @@
 """Does GRPO learn, and through which channel? Several seeds, held-out success at every checkpoint.
 
-    python benchmarks/grpo_learning.py --out out/grpo-learning --jobs 2 211 212 213 [a.b=c ...]
+    python -m benchmarks.grpo_learning --out out/grpo-learning --jobs 2 211 212 213 [a.b=c ...]
 
 Each seed is another set of scenes, another collection and another short SFT run, from which every variant starts (the
 `linear` projector from an SFT run of its own). Held-out tasks are played greedily at some checkpoints; the change from
@@ -25,9 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
-from stage import collect, run, sft
-
 from agent.records import read_episodes
+from benchmarks.stage import collect, run, sft
 from eval.metrics import bootstrap_mean, wilson
 
 LINEAR = "compiler.soft.projector=linear"

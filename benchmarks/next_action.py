@@ -1,6 +1,6 @@
 """Does the frozen executor choose what the expert would? Deliveries compared step by step, before paying for episodes.
 
-    python benchmarks/next_action.py --config eval/alfworld-smollm2 --out out/next-action [a.b=c ...]
+    python -m benchmarks.next_action --config eval/alfworld-smollm2 --out out/next-action [a.b=c ...]
 
 The expert plays, so every delivery is asked at the same states of the same tasks, and a delivery under which the
 executor would be lost after two steps is still asked at the tenth. At each step the executor scores the admissible

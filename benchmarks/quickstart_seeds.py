@@ -1,6 +1,6 @@
 """The quickstart over several seeds, pooled.
 
-    python benchmarks/quickstart_seeds.py --out out/seeds 101 102 103 [a.b=c ...]
+    python -m benchmarks.quickstart_seeds --out out/seeds 101 102 103 [a.b=c ...]
 
 Each seed is another set of scenes and another SFT run. Episodes of all seeds are pooled per delivery (task ids are made
 unique by seed), so intervals are over episodes; the success of each seed is printed beside them.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from agent.deliveries import find
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode
 from compiler.brief_state import Create
@@ -21,7 +22,6 @@ from compiler.language import Emission
 from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import Compilation, Compiler, CompileRequest
 from envs.base import Observation, Task, Transition
-from eval.runner import make_delivery
 from executor.base import TokenExecutor
 from executor.grounding import Grounding
 from executor.prompt import RULES, ExecutorRequest, memory_text
@@ -191,7 +191,7 @@ def play(
     Raises:
         ValueError: one broke.
     """
-    made = make_delivery(delivery, compiler, seed=0)
+    made = find(delivery).make(compiler, seed=0)
     episodes = run_episodes(ScriptedHome, specs, made, executor, Limits(steps), len(specs))
     if broken := next((episode.error for episode in episodes if episode.error), None):
         raise ValueError(broken)

@@ -1,6 +1,6 @@
 """SFT tokens per second with the soft channel against without, side by side in one run.
 
-    python benchmarks/sft_throughput.py ROWS [--steps 20]      (ROWS: a folder of `memcompiler collect`)
+    python -m benchmarks.sft_throughput ROWS [--steps 20]      (ROWS: a folder of `memcompiler collect`)
 
 Steps of the two trainers alternate, so that whatever else the machine does falls on both; medians are compared.
 """

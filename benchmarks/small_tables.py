@@ -1,6 +1,6 @@
 """The paper's Tables 3, 4 and 5 at small scale over several seeds, with intervals and wall times.
 
-    python benchmarks/small_tables.py --out out/small-tables --jobs 2 301 302 303
+    python -m benchmarks.small_tables --out out/small-tables --jobs 2 301 302 303
 
 Each seed is another set of generated homes, another collection and another SFT run of every variant of Table 4; Tables
 3 and 5 take the one with N = 4, the quickstart's. Seeds are an axis of each evaluation's matrix, so that its tables
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from stage import collect, run, sft
+from benchmarks.stage import collect, run, sft
 
 VARIANTS = {  # name: settings of SFT
     "n4": ["compiler.soft.n_tokens=4"],
