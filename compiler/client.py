@@ -1,125 +1,21 @@
-"""The Memory Compiler behind HTTP: a client of `memcompiler serve compiler` that the agent loop takes for a compiler.
-
-`RemoteServer` is how clients of ours call a server: in parallel, again where it is only busy or starting, and never for
-longer than they were told.
-"""
+"""The Memory Compiler behind HTTP: a client of `memcompiler serve compiler`, which the agent loop takes for a
+compiler."""
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from pydantic import ValidationError
 
 from compiler.records import Compilation, CompileRequest, Decoding
 from compiler.server.wire import AdapterBody, CompileBody, CompileReply, SamplingBody, TensorName
 from configs.compiler import COMPILER_KEY
+from runtime.http import RemoteError, RemoteServer
 from soft_mem.projector import Projector
-
-_BUSY = (429, 503)
-_UNFIT = (400, 413, 422)  # what a request holds cannot be served; a wrong key or address is the matter of all
-_CONNECT, _LONGEST_PAUSE = 5.0, 5.0  # seconds
-
-
-class RemoteError(RuntimeError):
-    """A server that cannot be reached, is too slow, refuses a request, or answers what it should not."""
-
-
-class RefusedError(RemoteError, ValueError):
-    """A request that is not served for what it holds; others may be."""
-
-
-class RemoteServer:
-    """One server.
-
-    Args:
-        url: http(s)://host:port, without a path.
-        key_name: the environment variable with its key, if it wants one. The key is kept nowhere else.
-        start: the command that starts it, for messages.
-        timeout: seconds that a batch of requests may take, retries included.
-        parallel: requests under way at a time.
-    """
-
-    def __init__(self, url: str, key_name: str, start: str, timeout: float = 120.0, parallel: int = 64) -> None:
-        key = os.environ.get(key_name)
-        self.url, self.start, self.timeout, self.parallel = url.rstrip("/"), start, timeout, parallel
-        self._client = httpx.Client(
-            base_url=self.url, headers={"Authorization": f"Bearer {key}"} if key else {},
-            limits=httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel),
-            trust_env=False,  # no proxy between us and a server that we name by its address
-        )  # fmt: skip
-
-    def get(self, path: str) -> Any:
-        """The JSON at `path`. Raises: RemoteError."""
-        return self._send("GET", path, None, time.monotonic() + self.timeout, threading.Event())
-
-    def post_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
-        """The JSON answers to all bodies, in their order.
-
-        Raises:
-            RemoteError: one of them got none; the others are given up.
-        """
-        deadline, stop = time.monotonic() + self.timeout, threading.Event()
-
-        def send(body: Any) -> Any:
-            try:
-                return self._send("POST", path, body, deadline, stop)
-            except BaseException:
-                stop.set()
-                raise
-
-        if len(bodies) == 1:
-            return [send(bodies[0])]
-        with ThreadPoolExecutor(max(1, min(self.parallel, len(bodies))), thread_name_prefix="remote") as pool:
-            futures = [pool.submit(send, body) for body in bodies]
-            try:
-                return [future.result() for future in futures]
-            finally:
-                stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-
-    def _send(self, method: str, path: str, body: Any, deadline: float, stop: threading.Event) -> Any:
-        pause, attempts = 0.1, 0
-        while True:
-            attempts += 1
-            wait, why = 0.0, ""
-            left = max(0.05, deadline - time.monotonic())
-            try:
-                response = self._client.request(
-                    method, path, json=body, timeout=httpx.Timeout(left, connect=min(_CONNECT, left))
-                )
-            except (httpx.ReadTimeout, httpx.WriteTimeout):
-                raise RemoteError(f"{self.url}{path} did not answer within {self.timeout:g} s") from None
-            except httpx.TransportError as error:
-                why = f"{type(error).__name__}: {error}"
-            else:
-                if response.status_code == 200:
-                    return self._json(response, path)
-                why = f"{response.status_code}: {_said(response)}"
-                if response.status_code not in _BUSY:
-                    trouble = RefusedError if response.status_code in _UNFIT else RemoteError
-                    raise trouble(f"{self.url}{path} answered {why}")
-                wait = _seconds(response.headers.get("retry-after", ""))
-            wait = min(max(wait, pause), _LONGEST_PAUSE)
-            if time.monotonic() + wait > deadline or stop.wait(wait):
-                raise RemoteError(
-                    f"{self.url}{path} gave no answer in {attempts} attempts ({why}): is it up? Start it by "
-                    f"`{self.start}`"
-                )
-            pause *= 2
-
-    def _json(self, response: httpx.Response, path: str) -> Any:
-        try:
-            return response.json()
-        except ValueError:
-            raise RemoteError(f"{self.url}{path} did not answer in JSON: is it the right server?") from None
 
 
 class RemoteCompiler:
@@ -206,20 +102,3 @@ class RemoteCompiler:
             raise RemoteError(f"a compiler service answers in another version's format ({fields})") from None
         except ValueError as error:
             raise RemoteError(f"a compiler service: {error}: do both sides run the same version?") from None
-
-
-def _said(response: httpx.Response) -> str:
-    """A server's own words on an error, ours or vLLM's."""
-    try:
-        error = response.json()["error"]
-        said = error["message"] if isinstance(error, dict) else error
-    except (ValueError, KeyError, TypeError):
-        said = response.text
-    return str(said)[:500]
-
-
-def _seconds(retry_after: str) -> float:
-    try:
-        return float(retry_after)
-    except ValueError:  # a date, or nothing
-        return 0.0

@@ -28,7 +28,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compiler.client import RefusedError, RemoteError, RemoteServer
 from configs.executor import EXECUTOR_KEY
 from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest
@@ -37,6 +36,7 @@ from lm.endpoint import content_part
 from lm.loading import input_embeddings, load_encoder
 from lm.prompt import Prompt
 from memory.trajectory import png_bytes
+from runtime.http import RefusedError, RemoteError, RemoteServer
 
 _MOST_SCORED = 128  # vLLM's limit of logprob_token_ids
 # Whatever the server's defaults are: the likeliest token.

@@ -5,19 +5,16 @@ What can go wrong is counted by kind and tried again: `rate_limit` (429), `serve
 another attempt (`refused`: any other 4xx) fails the one request; a wrong key or model, a spent budget, or an endpoint
 that does not answer any more stop the client: no request is sent after that.
 
-Answers and what they cost are kept in one SQLite file. It survives kill -9 at any moment and may be shared by processes
-of one machine; it holds hashes of requests, never the requests, and no key.
+Answers and what they cost are kept in a file (`lm.ledger`): the same request is paid once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import email.utils
 import hashlib
 import json
 import os
-import random
 import threading
 import time
 from collections import Counter
@@ -26,15 +23,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
+
 from configs.engines import EndpointConfig
 from lm.ledger import Answer, EndpointStop, Ledger, price
+from runtime.http import MAX_WAIT_S, TransientError, as_asked, retry_after
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 Message = dict[str, Any]  # {"role", "content"}, as the chat protocol has it
 
-MAX_WAIT_S = 120.0  # between two attempts, whatever Retry-After says
 SILENT = 5  # requests in a row that were given up before the endpoint counts as gone
 STOPPING = (401, 402, 403, 404)  # a key, an account or a model that no later request will find mended
 RETRIED = {408: "timeout", 409: "server_error", 425: "rate_limit", 429: "rate_limit"}
@@ -44,12 +43,12 @@ class EndpointFailure(RuntimeError):
     """One request has no usable answer after all attempts."""
 
 
-class _Fault(Exception):
-    """One attempt failed."""
+class _Fault(TransientError):
+    """One attempt failed. `paid`: tokens read and written that are charged all the same."""
 
     def __init__(self, kind: str, detail: str, wait_s: float = 0.0, paid: tuple[int, int] = (0, 0)) -> None:
-        super().__init__(f"{kind}: {detail}")
-        self.kind, self.wait_s, self.paid = kind, wait_s, paid
+        super().__init__(f"{kind}: {detail}", wait_s)
+        self.kind, self.paid = kind, paid
 
 
 class Endpoint:
@@ -125,47 +124,54 @@ class Endpoint:
         return self._ledger.account(self.config) | {"from_cache": self.from_cache.total()}
 
     async def _insist(self, body: dict[str, Any], key: str, role: str, max_tokens: int) -> Answer:
-        """Attempts until there is an answer, none is left, or there is no use in more."""
-        estimate, last = _estimate(body["messages"]) + max_tokens, None
-        for attempt in range(self.config.retries + 1):
-            self.check()
-            self._check_budget()
-            await asyncio.sleep(self._pace.delay(estimate))
-            try:
-                answer = await self._attempt(body)
-            except _Fault as fault:
-                self._ledger.count(role, fault.kind, *fault.paid)
-                last = fault
-                if fault.kind == "refused":
-                    raise EndpointFailure(self._scrubbed(str(fault))) from None
-                self._pace.hold(fault.wait_s)
-                if attempt < self.config.retries:
-                    backoff = min(MAX_WAIT_S, self.config.backoff_s * 2**attempt)
-                    await asyncio.sleep(max(fault.wait_s, backoff * random.uniform(0.5, 1.5)))
-                continue
-            self._silent = 0
-            self._pace.correct(answer.tokens_in + answer.tokens_out - estimate)
-            return self._ledger.keep(key, role, answer)
-        self._silent += 1
-        told = self._scrubbed(f"no usable answer in {self.config.retries + 1} attempts, the last: {last}")
-        if self._silent >= SILENT:
-            raise EndpointStop(
-                f"{self.config.model} at {self.config.base_url} failed {self._silent} requests in a row ({told}). "
-                "See that it answers, then run the same command again"
-            )
-        raise EndpointFailure(told)
+        """Return the answer of the first attempt that has one, and keep it."""
+        estimate = _estimate(body["messages"]) + max_tokens
+        backoff_s, tries = self.config.backoff_s, self.config.retries + 1
+        attempts = AsyncRetrying(
+            retry=retry_if_exception_type(_Fault), stop=stop_after_attempt(tries), reraise=True,
+            wait=as_asked(wait_exponential(backoff_s, MAX_WAIT_S) + wait_random(0, backoff_s)),
+        )  # fmt: skip
+        try:
+            answer = await attempts(self._attempt, body, role, estimate)
+        except _Fault as last:
+            raise self._given_up(f"no usable answer in {tries} attempts, the last: {last}") from None
+        self._silent = 0
+        self._pace.correct(answer.tokens_in + answer.tokens_out - estimate)
+        return self._ledger.keep(key, role, answer)
 
-    async def _attempt(self, body: dict[str, Any]) -> Answer:
+    async def _attempt(self, body: dict[str, Any], role: str, estimate: int) -> Answer:
+        """Send one request, if the budget allows it and when the pace does; a fault is counted."""
+        self.check()
+        self._check_budget()
+        await asyncio.sleep(self._pace.delay(estimate))
+        try:
+            return await self._send(body)
+        except _Fault as fault:
+            self._ledger.count(role, fault.kind, *fault.paid)
+            self._pace.hold(fault.wait_s)
+            if fault.kind == "refused":
+                raise EndpointFailure(self._scrubbed(str(fault))) from None
+            raise
+
+    def _given_up(self, why: str) -> EndpointFailure | EndpointStop:
+        """What a request without an answer raises; several in a row mean that the endpoint is gone."""
+        self._silent += 1
+        if self._silent < SILENT:
+            return EndpointFailure(self._scrubbed(why))
+        return EndpointStop(
+            f"{self.config.model} at {self.config.base_url} failed {self._silent} requests in a row "
+            f"({self._scrubbed(why)}). See that it answers, then run the same command again"
+        )
+
+    async def _send(self, body: dict[str, Any]) -> Answer:
         """One HTTP request. Raises: _Fault, EndpointStop."""
         import openai
 
-        standard = ("model", "messages", "temperature", self.config.length_key)
-        known = {name: value for name, value in body.items() if name in standard}
-        extra = {name: value for name, value in body.items() if name not in standard}
-        create = self._open().chat.completions.with_raw_response.create
+        standard = {name: body[name] for name in ("model", "messages")}
+        others = {name: value for name, value in body.items() if name not in standard}
         try:
             async with asyncio.timeout(self.config.timeout_s):  # whole: a server may also drip bytes for ever
-                raw = await create(**known, extra_body=extra or None)
+                raw = await self._open().chat.completions.with_raw_response.create(**standard, extra_body=others)
         except (TimeoutError, openai.APITimeoutError):
             raise _Fault("timeout", f"no answer in {self.config.timeout_s:g} s") from None
         except openai.APIStatusError as error:
@@ -271,20 +277,6 @@ def read_answer(text: str, messages: Sequence[Message] = ()) -> Answer:
     read = _estimate(messages) if read is None else read
     written = len(content) // 4 + 1 if written is None else written
     return Answer(content, read, written, reason == "length")
-
-
-def retry_after(value: str | None) -> float:
-    """Seconds to wait, of a header that holds seconds or a date; 0 where it says nothing of use."""
-    if not value:
-        return 0.0
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-        except (ValueError, TypeError):
-            return 0.0
-    return min(MAX_WAIT_S, seconds) if seconds > 0 else 0.0  # also of "nan"
 
 
 def _key(name: str | None) -> str:

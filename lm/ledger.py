@@ -78,7 +78,8 @@ class Ledger:
 
     def keep(self, key: str, role: str, answer: Answer) -> Answer:
         """Store and count an answer. Returns what the file holds: another process may have been first."""
-        with self._clear_errors(), self._transaction():
+        with self._clear_errors(), self._db:  # one transaction
+            self._db.execute("BEGIN IMMEDIATE")
             self._add(role, ANSWER, answer.tokens_in, answer.tokens_out)
             row = (key, answer.text, answer.tokens_in, answer.tokens_out, answer.truncated)
             self._db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?)", row)
@@ -104,22 +105,20 @@ class Ledger:
                 "SELECT role, outcome, n, tokens_in, tokens_out FROM totals WHERE model = ? ORDER BY role, outcome",
                 (self.model,),
             ).fetchall()
-        faults: Counter[str] = Counter()
-        roles: dict[str, dict[str, Any]] = {}
+        faults, whole = Counter[str](), Counter[str](requests=0, answers=0, tokens_in=0, tokens_out=0)
+        roles: dict[str, Counter[str]] = {}
         for role, outcome, n, read, written in rows:
-            known = roles.setdefault(role, {"requests": 0, "answers": 0, "tokens_in": 0, "tokens_out": 0})
-            known["requests"] += n
-            known["tokens_in"] += read
-            known["tokens_out"] += written
-            if outcome == ANSWER:
-                known["answers"] += n
-            else:
+            counts = {"requests": n, "answers": n * (outcome == ANSWER), "tokens_in": read, "tokens_out": written}
+            whole.update(counts)
+            roles.setdefault(role, Counter()).update(counts)
+            if outcome != ANSWER:
                 faults[outcome] += n
-        for known in roles.values():
-            known["price"] = price(config, known["tokens_in"], known["tokens_out"])
-        names = ("requests", "answers", "tokens_in", "tokens_out", "price")
-        whole = {name: sum(known[name] for known in roles.values()) for name in names}
-        return {"model": self.model, **whole, "faults": dict(sorted(faults.items())), "roles": roles}
+
+        def priced(counts: Counter[str]) -> dict[str, Any]:
+            return {**counts, "price": price(config, counts["tokens_in"], counts["tokens_out"])}
+
+        by_role = {role: priced(counts) for role, counts in roles.items()}
+        return {"model": self.model, **priced(whole), "faults": dict(sorted(faults.items())), "roles": by_role}
 
     def _add(self, role: str, outcome: str, tokens_in: int, tokens_out: int) -> None:
         self._db.execute(
@@ -127,16 +126,6 @@ class Ledger:
             "tokens_in = tokens_in + excluded.tokens_in, tokens_out = tokens_out + excluded.tokens_out",
             (self.model, role, outcome, tokens_in, tokens_out),
         )
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
     @contextmanager
     def _clear_errors(self) -> Iterator[None]:

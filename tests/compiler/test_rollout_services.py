@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiler.client import RemoteCompiler, RemoteError
+from compiler.client import RemoteCompiler
 from configs.compiler import CompilerConfig
 from configs.serving import ServeConfig
 from memcompiler.serve import reloader
+from runtime.http import RemoteError
 from tests import tiny_models
 from tests.services import listening
 from training import checkpoint

@@ -24,7 +24,7 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import StopReason
 from compiler.brief_state import Belief, BriefState
-from compiler.client import RemoteCompiler, RemoteError, RemoteServer
+from compiler.client import RemoteCompiler
 from compiler.hf import MemoryCompiler
 from compiler.language import Emission, ParseError, render
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
@@ -33,6 +33,7 @@ from configs.compiler import COMPILER_KEY, CompilerConfig, Soft
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from memory.entry import MemoryEntry, Provenance
+from runtime.http import RemoteError, RemoteServer
 from tests import tiny_models, vllm_engines
 from tests.fakes import CountingEnv, Recorder, spec
 from tests.services import listening

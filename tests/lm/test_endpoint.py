@@ -4,7 +4,6 @@ import multiprocessing
 import sqlite3
 import threading
 import time
-from email.utils import formatdate
 
 import pytest
 
@@ -16,7 +15,6 @@ from lm.endpoint import (
     EndpointFailure,
     Pace,
     read_answer,
-    retry_after,
     user_message,
 )  # fmt: skip
 from lm.ledger import Answer, EndpointStop, Ledger
@@ -138,12 +136,6 @@ def test_pace():
     assert pace.delay(50) == 0 and pace.delay(1) == 5
     pace.correct(10)  # the first had ten more
     assert pace.delay(1) == pytest.approx(6.5)
-
-
-def test_retry_after():
-    assert retry_after("2.5") == 2.5 and retry_after("9999") == 120
-    assert 20 < retry_after(formatdate(time.time() + 30, usegmt=True)) <= 31
-    assert [retry_after(value) for value in (None, "", "soon", "-1", "nan", "Thu, 01 Jan 1970 00:00:00 GMT")] == [0] * 6
 
 
 def test_the_longest_wait_is_the_servers():

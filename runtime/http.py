@@ -1,0 +1,175 @@
+"""How clients call a server of ours: in parallel, again where it is busy or starting, never longer than they may."""
+
+from __future__ import annotations
+
+import email.utils
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+from tenacity import (
+    RetryCallState,
+    RetryError,
+    Retrying,
+    retry_if_exception_type,
+    stop_before_delay,
+    wait_exponential,
+)  # fmt: skip
+
+MAX_WAIT_S = 120.0  # between two attempts, whatever Retry-After says
+_BUSY = (429, 503)
+_UNFIT = (400, 413, 422)  # what a request holds cannot be served; a wrong key or address is the matter of all
+_CONNECT_S, _LONGEST_PAUSE_S = 5.0, 5.0
+_backoff = wait_exponential(multiplier=0.1)
+
+
+class RemoteError(RuntimeError):
+    """A server that cannot be reached, is too slow, refuses a request, or answers what it should not."""
+
+
+class RefusedError(RemoteError, ValueError):
+    """A request that is not served for what it holds; others may be."""
+
+
+class TransientError(Exception):
+    """One attempt failed, and another may not. `wait_s`: seconds that the server asks for in between."""
+
+    def __init__(self, why: str, wait_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.wait_s = wait_s
+
+
+class RemoteServer:
+    """One server.
+
+    Args:
+        url: http(s)://host:port, without a path.
+        key_name: the environment variable with its key, if it wants one. The key is kept nowhere else.
+        start: the command that starts it, for messages.
+        timeout: seconds that a batch of requests may take, retries included.
+        parallel: requests under way at a time.
+    """
+
+    def __init__(self, url: str, key_name: str, start: str, timeout: float = 120.0, parallel: int = 64) -> None:
+        key = os.environ.get(key_name)
+        self.url, self.start, self.timeout, self.parallel = url.rstrip("/"), start, timeout, parallel
+        self._client = httpx.Client(
+            base_url=self.url, headers={"Authorization": f"Bearer {key}"} if key else {},
+            limits=httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel),
+            trust_env=False,  # no proxy between us and a server that we name by its address
+        )  # fmt: skip
+
+    def get(self, path: str) -> Any:
+        """Return the JSON at `path`. Raises: RemoteError."""
+        return self._send("GET", path, None, time.monotonic() + self.timeout, threading.Event())
+
+    def post_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
+        """Return the JSON answers to all bodies, in their order.
+
+        Raises:
+            RefusedError: one of them is refused for what it holds; the others are given up.
+            RemoteError: one of them got no answer; the others are given up.
+        """
+        deadline, over, failures = time.monotonic() + self.timeout, threading.Event(), list[BaseException]()
+
+        def send(body: Any) -> Any:
+            try:
+                return self._send("POST", path, body, deadline, over)
+            except BaseException as error:
+                failures.append(error)
+                over.set()
+                raise
+
+        if len(bodies) == 1:
+            return [send(bodies[0])]
+        with ThreadPoolExecutor(max(1, min(self.parallel, len(bodies))), thread_name_prefix="remote") as pool:
+            futures = [pool.submit(send, body) for body in bodies]
+            try:
+                return [future.result() for future in futures]
+            except RemoteError:
+                raise failures[0] from None  # those after it were given up
+            finally:
+                over.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def _send(self, method: str, path: str, body: Any, deadline: float, over: threading.Event) -> Any:
+        """Return the answer of the first attempt that has one. No attempt is made when `over` is set."""
+
+        def pause(seconds: float) -> None:
+            if over.wait(seconds):
+                raise RemoteError("given up: another request of the batch failed")
+
+        attempts = Retrying(
+            retry=retry_if_exception_type(TransientError), wait=as_asked(_backoff, _LONGEST_PAUSE_S), sleep=pause,
+            stop=stop_before_delay(deadline - time.monotonic()),
+        )  # fmt: skip
+        try:
+            return attempts(self._attempt, method, path, body, deadline)
+        except RetryError as error:
+            last = error.last_attempt
+            raise RemoteError(
+                f"{self.url}{path} gave no answer in {last.attempt_number} attempts ({last.exception()}): is it up? "
+                f"Start it by `{self.start}`"
+            ) from None
+
+    def _attempt(self, method: str, path: str, body: Any, deadline: float) -> Any:
+        left = max(0.05, deadline - time.monotonic())
+        timeout = httpx.Timeout(left, connect=min(_CONNECT_S, left))
+        try:
+            response = self._client.request(method, path, json=body, timeout=timeout)
+        except (httpx.ReadTimeout, httpx.WriteTimeout):
+            raise RemoteError(f"{self.url}{path} did not answer within {self.timeout:g} s") from None
+        except httpx.TransportError as error:
+            raise TransientError(f"{type(error).__name__}: {error}") from None
+        status = response.status_code
+        if status in _BUSY:
+            wait_s = retry_after(response.headers.get("retry-after"))
+            raise TransientError(f"{status}: {_said(response)}", wait_s)
+        if status != 200:
+            trouble = RefusedError if status in _UNFIT else RemoteError
+            raise trouble(f"{self.url}{path} answered {status}: {_said(response)}")
+        try:
+            return response.json()
+        except ValueError:
+            raise RemoteError(f"{self.url}{path} did not answer in JSON: is it the right server?") from None
+
+
+def retry_after(value: str | None) -> float:
+    """Return the seconds to wait of a header that holds seconds or a date; 0 where it says nothing of use."""
+    if not value:
+        return 0.0
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, TypeError):
+            return 0.0
+    return min(MAX_WAIT_S, seconds) if seconds > 0 else 0.0  # also of "nan"
+
+
+def as_asked(
+    backoff: Callable[[RetryCallState], float], longest: float = MAX_WAIT_S
+) -> Callable[[RetryCallState], float]:
+    """Return a wait between attempts: what the server asks for, `backoff` where that is longer, at most `longest`."""
+
+    def seconds(state: RetryCallState) -> float:
+        failure = state.outcome.exception() if state.outcome else None
+        asked = failure.wait_s if isinstance(failure, TransientError) else 0.0
+        return min(longest, max(asked, backoff(state)))
+
+    return seconds
+
+
+def _said(response: httpx.Response) -> str:
+    """A server's own words on an error, ours or vLLM's."""
+    try:
+        error = response.json()["error"]
+        said = error["message"] if isinstance(error, dict) else error
+    except (ValueError, KeyError, TypeError):
+        said = response.text
+    return str(said)[:500]
