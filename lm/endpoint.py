@@ -169,9 +169,10 @@ class Endpoint:
 
         standard = {name: body[name] for name in ("model", "messages")}
         others = {name: value for name, value in body.items() if name not in standard}
+        create = self._open().chat.completions.with_raw_response.create  # at first this imports a great deal
         try:
             async with asyncio.timeout(self.config.timeout_s):  # whole: a server may also drip bytes for ever
-                raw = await self._open().chat.completions.with_raw_response.create(**standard, extra_body=others)
+                raw = await create(**standard, extra_body=others)
         except (TimeoutError, openai.APITimeoutError):
             raise _Fault("timeout", f"no answer in {self.config.timeout_s:g} s") from None
         except openai.APIStatusError as error:
