@@ -138,11 +138,17 @@ def executor_command(config: GrpoConfig, own_gpu: bool, port: int) -> list[str]:
 
 def actors_command(actors: int, torchrun: str, folder: Path, out: Path, on_exists: str) -> list[str]:
     """Write torchrun's command, for the settings in `folder`."""
-    return [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={actors}",
-        *(shlex.split(torchrun) or ["--standalone"]), "-m", "memcompiler", "train", "grpo",
-        "--config", str(folder / "grpo.yaml"), "--out", str(out), "--on-exists", on_exists,
-    ]  # fmt: skip
+    ours = ["-m", "memcompiler", "train", "grpo", "--config", str(folder / "grpo.yaml")]
+    return [*torchrun_command(actors, torchrun), *ours, "--out", str(out), "--on-exists", on_exists]
+
+
+def torchrun_command(processes: int, meeting: str = "") -> list[str]:
+    """Write how torchrun starts a group's processes on this node; `-m MODULE ARGUMENT...` follows.
+
+    torchrun would make a folder for their output, which goes to ours instead, and leave it in the temporary directory.
+    """
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+    return [*start, f"--log-dir={os.devnull}", *(shlex.split(meeting) or ["--standalone"])]
 
 
 def _engine(engine: VllmEngine, own_gpu: bool) -> VllmEngine:

@@ -24,7 +24,7 @@ launch() {
         --nnodes="$SLURM_NNODES" --max_restarts=0 --rdzv_backend=c10d --rdzv_endpoint="$first:$port"
         --rdzv_id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
     )
-    local start=(torchrun "${meet[@]}" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" -m "$@")
+    local start=(torchrun --log-dir=/dev/null "${meet[@]}" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" -m "$@")
     if [[ -n "${PARTITION:-}" ]]; then
         start=(memcompiler launch grpo --torchrun "${meet[*]}" "${@:2}")
     fi

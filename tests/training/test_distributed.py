@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,22 @@ from torch import Tensor
 from tests.training import backend_cases as cases
 from tests.training import sft_trainers
 from training import checkpoint, distributed
+from training.launch import torchrun_command
 
 ROOT = Path(__file__).parents[2]
 
 
 def torchrun(out: Path, backends: str, names: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    """As `memcompiler launch` starts actors: nothing of it stays in the temporary directory."""
+    temporary = out / "tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [*command, "-m", "tests.training.backend_cases", str(out), backends, names],
-        env=env, cwd=ROOT, timeout=400, capture_output=True, text=True,
+    done = subprocess.run(
+        [*torchrun_command(2), "-m", "tests.training.backend_cases", str(out), backends, names],
+        env=env | {"TMPDIR": str(temporary)}, cwd=ROOT, timeout=400, capture_output=True, text=True,
     )  # fmt: skip
+    assert not list(temporary.iterdir())
+    return done
 
 
 def steps(out: Path, step: int, run: str = "sft") -> dict[str, Tensor]:
