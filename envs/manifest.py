@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.base import Task
+from runtime.store import write_atomically
 
 FORMAT = 1
 
@@ -72,9 +73,7 @@ class Manifest:
         """The same bytes for the same tasks, one task per line; the file appears when it is whole."""
         head = {"format": FORMAT, "benchmark": self.benchmark, "split": self.split, "sha256": self.sha256}
         lines = ",\n".join(json.dumps(asdict(task), ensure_ascii=False, sort_keys=True) for task in self.tasks)
-        part = path.with_name(path.name + ".part")
-        part.write_text(f'{json.dumps(head, ensure_ascii=False)[:-1]}, "tasks": [\n{lines}\n]}}\n', encoding="utf-8")
-        part.replace(path)
+        write_atomically(path, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "tasks": [\n{lines}\n]}}\n')
 
     @classmethod
     def read(cls, path: Path) -> Manifest:

@@ -24,6 +24,7 @@ from memory.embed import unit_rows
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import Written
 from memory.retrieval import COLUMNS, Found, Retriever, encodable, goal_text
+from runtime.store import atomic_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -268,13 +269,10 @@ class MemoryBank:
 
     def export_jsonl(self, path: str | Path) -> int:
         """One JSON object per entry, pictures as base64. The file appears when it is complete. Returns the entries."""
-        path = Path(path)
-        part = path.with_name(path.name + ".part")
         n = 0
-        with part.open("w", encoding="utf-8") as file:
+        with atomic_file(Path(path)) as file:
             for n, entry in enumerate(self, 1):  # noqa: B007
-                file.write(json.dumps(_to_json(entry), ensure_ascii=False) + "\n")
-        part.replace(path)
+                file.write((json.dumps(_to_json(entry), ensure_ascii=False) + "\n").encode())
         return n
 
     def import_jsonl(self, path: str | Path) -> Written:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compiler.hf import MemoryCompiler
+from runtime.store import sync
 from soft_mem.projector import Projector, ProjectorConfig
 
 PREFIX = "step-"
@@ -65,9 +65,11 @@ def save(folder: Path, compiler: MemoryCompiler, tensors: Tensors, state: Mappin
     save_projector(part, compiler.projector.config, projector)
     save_file(tensors.moments, part / "optimizer.safetensors")
     (part / "state.json").write_text(json.dumps(dict(state), indent=1))
-    _sync(part)
+    for written in (*part.rglob("*"), part):  # before the rename makes it visible
+        sync(written)
     shutil.rmtree(final, ignore_errors=True)
-    os.replace(part, final)
+    part.replace(final)
+    sync(folder)
     if keep:
         for old in checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
@@ -178,11 +180,3 @@ def sha256(folder: Path) -> str:
     for path in sorted([*(folder / "adapter").glob("adapter_*"), *folder.glob("projector.*")]):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Flush to disk before the rename makes it visible."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())

@@ -85,3 +85,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         raise RuntimeError("killed")
     assert json.loads(path.read_text(encoding="utf-8")) == {"success": "ü"}
     assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_two_who_replace_a_file_at_the_same_moment_do_not_meet(tmp_path: Path) -> None:
+    """As shards do that write one manifest: under one name for both, the second found nothing to rename."""
+    path = tmp_path / "manifest.json"
+    with atomic_file(path) as one:
+        with atomic_file(path) as other:
+            other.write(b"the same")
+        one.write(b"the same")
+    assert path.read_text() == "the same" and len(list(tmp_path.iterdir())) == 1
