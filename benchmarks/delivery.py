@@ -29,14 +29,16 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from benchmarks.scripted import ACTION_TOKENS, EMISSION_TOKENS, Script, ScriptedCompiler, ScriptedExecutor, play
+from compiler import checkpoint
+from compiler.build import load_compiler, load_served_compiler
 from configs.compiler import CompilerConfig, Soft
 from configs.engines import VllmEngine
 from configs.executor import ExecutorConfig
 from configs.run_folder import RunFolder
-from memcompiler import build
+from executor.build import load_executor
+from lm.loading import model_path, quiet
 from runtime.progress import progress
 from runtime.settings import Settings
-from training import checkpoint
 
 console = Console(width=150)
 DELIVERIES = ("static", "compiled")
@@ -68,7 +70,7 @@ def run_bench_delivery(
         ValueError: numbers that are none or not positive, an unknown engine or dtype, or a model whose window is
             smaller than the prompts.
     """
-    build.quiet()
+    quiet()
     if engine not in ENGINES:
         raise ValueError(f"--engine is hf, vllm or both; received {engine!r}")
     auto = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -77,7 +79,7 @@ def run_bench_delivery(
         engines=ENGINES[engine], dtype=auto if dtype == "auto" else dtype,  # type: ignore[arg-type]
     )  # fmt: skip
     run = RunFolder.create(out, config, on_exists="overwrite") if out else None
-    script = Script(build.model_path(model), memory_tokens, n_soft, config.seed)
+    script = Script(model_path(model), memory_tokens, n_soft, config.seed)
     rows: list[Row] = []
     for name in config.engines:
         with _players(name, config, script) as players, progress(name, 2 * len(config.concurrency)) as advance:
@@ -113,7 +115,7 @@ class Players:
 def _players(engine: Literal["hf", "vllm"], config: DeliveryBench, script: Script) -> Iterator[Players]:
     """Both models, clocked, with forced lengths; given up again at the end."""
     needed = script.longest(DELIVERIES, config.steps)
-    window = AutoConfig.from_pretrained(build.model_path(config.model)).get_text_config().max_position_embeddings
+    window = AutoConfig.from_pretrained(model_path(config.model)).get_text_config().max_position_embeddings
     if needed > window:
         raise ValueError(f"prompts of {needed} tokens, but {config.model} reads {window}: lower --memory-tokens")
     players = (_hf_players if engine == "hf" else _vllm_players)(*_settings(config, engine, needed), config, needed)
@@ -138,9 +140,9 @@ def _settings(
 
 
 def _hf_players(executor: ExecutorConfig, compiler: CompilerConfig, config: DeliveryBench, needed: int) -> Players:
-    acting: Any = build.load_executor(executor)
+    acting: Any = load_executor(executor)
     acting.model.generation_config.min_new_tokens = ACTION_TOKENS
-    model = build.load_compiler(compiler, acting, config.seed)
+    model = load_compiler(compiler, acting, config.seed)
     compiling = ScriptedCompiler(model)
     columns = model.n_tokens + 2  # the last token, the end of turn, the memory tokens
     model.backbone.hidden = compiling.clocked(  # type: ignore[method-assign]
@@ -153,11 +155,11 @@ def _vllm_players(executor: ExecutorConfig, compiler: CompilerConfig, config: De
     """The compiler's fresh LoRA and projector are made by the Hugging Face model, which then goes."""
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cache_gib(config, needed)))
-    acting: Any = build.load_executor(executor)
+    acting: Any = load_executor(executor)
     with tempfile.TemporaryDirectory(prefix="memcompiler-bench-") as folder:
         on_cpu = compiler.model_copy(update={"device": "cpu"})
-        checkpoint.save_weights(Path(folder), build.load_compiler(on_cpu, acting, config.seed))
-        served = build.load_served_compiler(compiler.model_copy(update={"checkpoint": folder}), config.seed)
+        checkpoint.save_weights(Path(folder), load_compiler(on_cpu, acting, config.seed))
+        served = load_served_compiler(compiler.model_copy(update={"checkpoint": folder}), config.seed)
     compiling = ScriptedCompiler(served)
     served._hidden = compiling.clocked(served._hidden)  # type: ignore[method-assign]
     _write_at_least(acting.llm, ACTION_TOKENS)
@@ -178,7 +180,7 @@ def _write_at_least(llm: Any, tokens: int) -> None:
 
 def _cache_gib(config: DeliveryBench, needed: int) -> int:
     """Room for keys and values of all episodes, GiB: a cache that is too small would throw out what it should keep."""
-    text = AutoConfig.from_pretrained(build.model_path(config.model)).get_text_config()
+    text = AutoConfig.from_pretrained(model_path(config.model)).get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     values = 2 * text.num_hidden_layers * text.num_key_value_heads * head * needed * (2 * max(config.concurrency) + 1)
     return max(1, -(-values * (4 if config.dtype == "float32" else 2) // 2**30))

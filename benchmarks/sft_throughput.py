@@ -13,10 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from compiler.build import load_compiler
 from configs.load import load_config
 from configs.training import SftConfig
 from data_gen.rows import load_rows
-from memcompiler import build
+from executor.build import load_executor
 from training.sft import SftTrainer
 
 
@@ -30,8 +31,8 @@ def main() -> None:
         running = {}
         for soft in (True, False):
             config = load_config(SftConfig, "sft/quickstart", [f"soft={soft}", "save_every=100000", "max_steps=100000"])
-            executor = build.load_executor(config.executor)
-            compiler = build.load_compiler(config.compiler, executor)
+            executor = load_executor(config.executor)
+            compiler = load_compiler(config.compiler, executor)
             running[soft] = SftTrainer(config, compiler, executor, rows, Path(folder) / str(soft)).steps()
         for step in range(arguments.steps + 2):
             for soft, steps in running.items():

@@ -39,6 +39,12 @@ def draw_noise(projector: Projector, gaussian: Gaussian, temperature: float, by:
     return torch.cat([projector.noise(Gaussian(mu, s), temperature, own) for mu, s, own in rows])
 
 
+def room_for(decoding: Decoding, n_tokens: int) -> int:
+    """How many tokens must fit behind a prompt: the emission, a forced end of turn, the memory tokens, and one more,
+    which vLLM has to be asked for behind them."""
+    return decoding.max_new_tokens + n_tokens + 2
+
+
 def compilations(
     requests: Sequence[CompileRequest], prompts: Sequence[Prompt], drafts: Sequence[Draft], gaussian: Gaussian,
     noise: Tensor, decoding: Decoding, encoder: PromptEncoder, projector: Projector, weight_version: int,

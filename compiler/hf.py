@@ -11,22 +11,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from compiler.drafts import Draft, Generators, compilations, draw_noise, generators
+from compiler.drafts import Draft, Generators, compilations, draw_noise, generators, room_for
 from compiler.prompt import compiler_parts
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
+from configs.compiler import Lora
 from lm.backbone import Backbone, Batch
-from lm.prompt import Prompt, PromptEncoder
+from lm.prompt import Prompt, PromptEncoder, check_context
 from soft_mem.projector import Gaussian, Projector
-
-
-@dataclass(frozen=True, slots=True)
-class LoraSettings:
-    """Paper Table 7. Adapters go on the language model only, never on the vision tower."""
-
-    rank: int = 16
-    alpha: int = 32
-    dropout: float = 0.1
-    targets: tuple[str, ...] = ("q_proj", "v_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +41,7 @@ class MemoryCompiler(nn.Module):
 
     def __init__(
         self, backbone: Backbone, projector: Projector, decoding: Decoding | None = None, instructions: str = "",
-        lora: LoraSettings | None = None, seed: int = 0,
+        lora: Lora | LoraConfig | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         if projector.config.d_compiler != backbone.hidden_size:
@@ -135,6 +126,9 @@ class MemoryCompiler(nn.Module):
         Args:
             seeds: each request is drawn as if it were compiled alone by a generator with its seed.
             wanted: see `compiler.records.Wanted`.
+
+        Raises:
+            ContextLengthError: a prompt leaves no room for its emission.
         """
         size, made = self.decoding.batch_size, []
         for at in range(0, len(requests), size):
@@ -143,9 +137,12 @@ class MemoryCompiler(nn.Module):
         return made
 
     def _compile(self, requests: Sequence[CompileRequest], by: Generators, wanted: Wanted) -> list[Compilation]:
+        prompts = [self.encode(request) for request in requests]
+        for prompt in prompts:
+            room = room_for(self.decoding, self.n_tokens)
+            check_context("compiler", len(prompt.ids), room, self.backbone.context)
         was_training = self.training
         self.eval()  # dropout off: the sampled distribution is the one that is re-scored
-        prompts = [self.encode(request) for request in requests]
         memories = [tuple(entry.id for entry in request.memory) for request in requests]
         decoded = _Decoder(self, prompts, memories, by).run(wanted)
         self.train(was_training)
@@ -283,16 +280,19 @@ def _take(hidden: Tensor, at: Tensor) -> Tensor:
     return hidden.gather(1, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
 
-def _with_lora(backbone: Backbone, settings: LoraSettings) -> PeftModel:
-    """LoRA on the language model's projections (paper: q_proj, v_proj), never on the vision tower's."""
+def _with_lora(backbone: Backbone, lora: Lora | LoraConfig) -> PeftModel:
+    """An adapter as a checkpoint's says, or a fresh one on the language model's projections (paper Table 7: q_proj,
+    v_proj), never on the vision tower's."""
+    if isinstance(lora, LoraConfig):
+        return get_peft_model(backbone.model, lora)
     names = [
         name
         for name, module in backbone.model.named_modules()
-        if isinstance(module, nn.Linear) and name.split(".")[-1] in settings.targets and "visual" not in name
+        if isinstance(module, nn.Linear) and name.split(".")[-1] in lora.targets and "visual" not in name
     ]
     if not names:
-        raise ValueError(f"no layers named {settings.targets} in {type(backbone.model).__name__}")
+        raise ValueError(f"no layers named {lora.targets} in {type(backbone.model).__name__}")
     config = LoraConfig(
-        r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=names, bias="none"
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=names, bias="none"
     )
     return get_peft_model(backbone.model, config)

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compiler.drafts import Draft, Generators, compilations, draw_noise, generators
+from compiler.drafts import Draft, Generators, compilations, draw_noise, generators, room_for
 from compiler.language import grammar
 from compiler.prompt import compiler_parts
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
 from lm.loading import load_encoder
-from lm.prompt import Prompt, PromptEncoder
-from lm.vllm_extension import EXTENSION, engine_trouble, llm_class, run_wanted, tail_of, take_tails, watched
+from lm.prompt import Prompt, PromptEncoder, check_context
+from lm.vllm import SETTINGS, check_read, engine_trouble, load_engine, request_of, run_wanted, take_tails, watched
+from lm.vllm_extension import EXTENSION, tail_of
 from soft_mem.projector import Projector
 
 if TYPE_CHECKING:
@@ -79,8 +80,7 @@ class VllmCompiler:
         Raises:
             RuntimeError: vLLM is not installed.
         """
-        LLM = llm_class()
-        llm = LLM(model=str(name), dtype=dtype, **{**engine_settings(lora_rank), **(engine or {})})
+        llm = load_engine(name, dtype, engine_settings(lora_rank), engine)
         return cls(llm, load_encoder(name, memory_token), projector, **kwargs)
 
     def load_adapter(self, folder: Path, version: int, projector: Projector) -> None:
@@ -146,7 +146,10 @@ class VllmCompiler:
         """
         if not requests:
             return []
-        prompts = [self._prompt(request) for request in requests]
+        prompts = [self.encode(request) for request in requests]
+        for prompt in prompts:
+            room = room_for(self.decoding, self.n_tokens)
+            check_context("compiler", len(prompt.ids), room, self.llm.model_config.max_model_len)
         by = generators(seeds, self.device) if seeds else self.generator
         drafts = self._sample(prompts, by, wanted)
         gaussian = self.projector(self._hidden(prompts, drafts, wanted).to(self.device))
@@ -158,20 +161,8 @@ class VllmCompiler:
             compilation.tokens_cached = cached
         return made
 
-    def _prompt(self, request: CompileRequest) -> Prompt:
-        prompt = self.encoder.encode(compiler_parts(request, images=self.encoder.is_vlm), self.instructions)
-        room = self.llm.model_config.max_model_len - len(prompt.ids) - self.n_tokens - 2  # forced end, a token to ask
-        if room < self.decoding.max_new_tokens:
-            raise ValueError(
-                f"the compiler's prompt has {len(prompt.ids)} tokens and leaves room for {room} of "
-                f"{self.decoding.max_new_tokens}: raise max_model_len, or lower max_new_tokens or memory.k"
-            )
-        return prompt
-
-    def _request(self, prompt: Prompt, then: Sequence[int] = ()) -> dict[str, Any]:
-        """A prompt and what follows it for vLLM: each image's pads as one, for it makes room itself."""
-        images = {"multi_modal_data": {"image": list(prompt.images)}} if prompt.images else {}
-        return {"prompt_token_ids": [*self.encoder.folded(prompt.ids), *then], **images}
+    def encode(self, request: CompileRequest) -> Prompt:
+        return self.encoder.encode(compiler_parts(request, images=self.encoder.is_vlm), self.instructions)
 
     def _sample(self, prompts: Sequence[Prompt], by: Generators, wanted: Wanted) -> list[Draft]:
         """First pass; the seed of each request comes from a generator of its own, where there are such."""
@@ -193,11 +184,8 @@ class VllmCompiler:
             )
             for seed in seeds
         ]  # fmt: skip
-        outputs = self._run([self._request(prompt) for prompt in prompts], params, wanted)
+        outputs = self._run(prompts, [()] * len(prompts), params, wanted)
         self.cached_tokens = [(output and output.num_cached_tokens) or 0 for output in outputs]
-        for prompt, output in zip(prompts, outputs, strict=True):
-            if output is not None and tuple(output.prompt_token_ids or ()) != prompt.ids:
-                raise ValueError("vLLM expanded the prompt's images differently: compare its image processor with ours")
         return [_draft(output, end) for output in outputs]
 
     def _hidden(self, prompts: Sequence[Prompt], drafts: Sequence[Draft], wanted: Wanted) -> Tensor:
@@ -207,11 +195,13 @@ class VllmCompiler:
         there are no hidden states: it is asked again, past the cache.
         """
         memory = (self.encoder.memory_id,) * self.n_tokens
-        requests = [self._request(p, (*draft.ids, *memory)) for p, draft in zip(prompts, drafts, strict=True)]
-        rows = self._tails(requests, wanted, past_cache=False)
+        tails = [(*draft.ids, *memory) for draft in drafts]
+        rows = self._tails(prompts, tails, wanted, past_cache=False)
         short = [i for i, row in enumerate(rows) if row is None and wanted(i)]
         self.reissued += len(short)
-        again = self._tails([requests[i] for i in short], lambda i: wanted(short[i]), past_cache=True)
+        again = self._tails(
+            [prompts[i] for i in short], [tails[i] for i in short], lambda i: wanted(short[i]), past_cache=True
+        )
         for i, row in zip(short, again, strict=True):
             rows[i] = row
         if any(row is None and wanted(i) for i, row in enumerate(rows)):
@@ -219,12 +209,14 @@ class VllmCompiler:
         nothing = torch.zeros(self.n_tokens, self.projector.config.d_compiler)
         return torch.stack([nothing if row is None else row for row in rows])
 
-    def _tails(self, requests: Sequence[dict[str, Any]], wanted: Wanted, past_cache: bool) -> list[Tensor | None]:
+    def _tails(
+        self, prompts: Sequence[Prompt], then: Sequence[Sequence[int]], wanted: Wanted, past_cache: bool
+    ) -> list[Tensor | None]:
         from vllm import SamplingParams
 
-        if not requests:
+        if not prompts:
             return []
-        keys = [str(next(self._tail_keys)) for _ in requests]
+        keys = [str(next(self._tail_keys)) for _ in prompts]
         params = [
             SamplingParams(
                 temperature=0.0, max_tokens=1, detokenize=False, extra_args=tail_of(key, self.n_tokens),
@@ -232,18 +224,22 @@ class VllmCompiler:
             )
             for key in keys
         ]  # fmt: skip
-        self._run(requests, params, wanted)
+        self._run(prompts, then, params, wanted)
         tails = take_tails(self.llm)
         return [tails.get(key) for key in keys]
 
     def _run(
-        self, requests: Sequence[dict[str, Any]], params: Sequence[Any], wanted: Wanted
+        self, prompts: Sequence[Prompt], then: Sequence[Sequence[int]], params: Sequence[Any], wanted: Wanted
     ) -> list[RequestOutput | None]:
+        rows = list(zip(prompts, then, strict=True))
+        requests = [request_of(self.encoder, prompt, ids) for prompt, ids in rows]
         try:
-            return run_wanted(self.llm, requests, params, self.lora, wanted)
+            outputs = run_wanted(self.llm, requests, params, self.lora, wanted)
         except Exception:
             self._failure = engine_trouble(self.llm, at_rest=True)
             raise
+        check_read(outputs, [(*prompt.ids, *ids) for prompt, ids in rows])
+        return outputs
 
     def _frozen(self, projector: Projector) -> Projector:
         d = self.llm.model_config.get_hidden_size()
@@ -258,13 +254,12 @@ def engine_settings(lora_rank: int) -> dict[str, Any]:
 
     ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has kernels for
     return {
+        **SETTINGS,
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next((rank for rank in ranks if rank >= lora_rank), lora_rank),
-        "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, as training scores it
         "worker_extension_cls": EXTENSION,
-        "generation_config": "vllm",  # not the model folder's: its stop tokens and defaults are not ours
         # On CPU, a request with a seed whose prompt is computed in chunks ends the whole engine (0.31).
         **({"enable_chunked_prefill": False} if current_platform.is_cpu() else {}),
     }

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from compiler.build import load_compiler, load_remote_compiler, load_served_compiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder, RunFolderError
 from envs.environments import Environments
 from envs.registry import evaluation_split
-from memcompiler import build
+from executor.build import load_executor
 from runtime.progress import progress
 from runtime.store import to_json, write_atomically
 
@@ -66,7 +67,7 @@ class ModelCache:
             self._held.pop("environments")[1].close()
 
     def executor(self, config: EvalConfig) -> Any:
-        return self._get("executor", config.executor, lambda: build.load_executor(config.executor))
+        return self._get("executor", config.executor, lambda: load_executor(config.executor))
 
     def compiler(self, config: EvalConfig) -> Compiler | None:
         """The trained compiler, if any of the deliveries asks for it."""
@@ -217,10 +218,10 @@ def _identity(
     config: EvalConfig, specs: Sequence[EpisodeSpec], executor: Any, compiler: Compiler | None
 ) -> dict[str, Any]:
     """What must be the same in every session of a run: tasks, memory, weights, prompts."""
+    from compiler import checkpoint
     from compiler.client import RemoteCompiler
     from envs.manifest import Manifest
     from eval.provenance import memory_hash, prompt_hashes
-    from training import checkpoint
 
     compiler_hash = None
     if isinstance(compiler, RemoteCompiler):
@@ -274,7 +275,7 @@ def _needs_checkpoint(config: EvalConfig) -> list[str]:
 
 def _check_checkpoints(made: Sequence[Cell]) -> None:
     """Raises: ConfigError or CheckpointError, before anything is played, where a checkpoint is missing."""
-    from training.checkpoint import find
+    from compiler.checkpoint import find
 
     for cell in made:
         if not (names := _needs_checkpoint(cell.config)) or cell.config.compiler.engine == "http":
@@ -291,10 +292,10 @@ def _compiler_key(config: EvalConfig) -> object:
 
 def _load_compiler(config: EvalConfig, executor: Any) -> Compiler:
     if config.compiler.engine == "http":
-        return build.load_remote_compiler(config.compiler, config.seed)
+        return load_remote_compiler(config.compiler, config.seed)
     if config.compiler.engine == "vllm":
-        return build.load_served_compiler(config.compiler, config.seed)
-    return build.load_compiler(config.compiler, executor, config.seed)
+        return load_served_compiler(config.compiler, config.seed)
+    return load_compiler(config.compiler, executor, config.seed)
 
 
 def _both(first: Callable[[Any], None], then: Callable[[Any], None]) -> Callable[[Any], None]:

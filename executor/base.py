@@ -12,7 +12,7 @@ from torch import Tensor
 from executor.grounding import Grounding, ground
 from executor.prompt import ExecutorRequest, executor_parts
 from executor.records import Action
-from lm.prompt import Part, Prompt, PromptEncoder
+from lm.prompt import Part, Prompt, PromptEncoder, check_context
 
 # Greedy answers to prompts (ids without the end token), and how much of each prompt a cache held, where that is known.
 Generate = Callable[[Sequence[Prompt]], Sequence[tuple[list[int], int | None]]]
@@ -27,15 +27,17 @@ class TokenExecutor:
     """
 
     accepts_soft = True
+    context: int | None = None  # tokens that its model reads and writes; None where nobody knows
     mode: Literal["choice", "guided", "generate"] = "choice"
 
     def __init__(
-        self, encoder: PromptEncoder, instructions: str = "", images: bool = True, temperature: float = 0.0
-    ) -> None:
+        self, encoder: PromptEncoder, instructions: str = "", max_new_tokens: int = 64, images: bool = True,
+        temperature: float = 0.0,
+    ) -> None:  # fmt: skip
         self.encoder, self.tokenizer, self.instructions = encoder, encoder.tokenizer, instructions
         self.placeholder, self.end_id = encoder.memory_id, encoder.end_id
         self.placeholder_text = self.tokenizer.convert_ids_to_tokens(self.placeholder)
-        self.sees_images = encoder.is_vlm and images
+        self.sees_images, self.max_new_tokens = encoder.is_vlm and images, max_new_tokens
         self.temperature, self.generator = temperature, torch.Generator().manual_seed(0)
 
     def encode(self, request: ExecutorRequest) -> Prompt:
@@ -67,11 +69,22 @@ class TokenExecutor:
     def _decided(self, requests: Sequence[ExecutorRequest], generate: Generate) -> list[Action]:
         """By likelihood where `mode` is choice and every request enumerates its commands; else what `generate` says."""
         prompts = [self.encode(request) for request in requests]
-        if self.mode == "choice" and all(request.admissible for request in requests):
+        by_choice = self.mode == "choice" and all(request.admissible for request in requests)
+        for request, prompt in zip(requests, prompts, strict=True):
+            self._check_context(prompt, request.admissible or () if by_choice else ())
+        if by_choice:
             scores = self.candidate_logprobs(prompts, [request.admissible or () for request in requests])
             return [self._chosen(*row) for row in zip(requests, prompts, scores, strict=True)]
         rows = zip(requests, prompts, generate(prompts), strict=True)
         return [self._grounded(request, prompt, *answer) for request, prompt, answer in rows]
+
+    def _check_context(self, prompt: Prompt, candidates: Sequence[str]) -> None:
+        """Raises: ContextLengthError, where an answer or a candidate does not fit behind the prompt."""
+        room = max((len(name.encode()) + 3 for name in candidates), default=self.max_new_tokens)
+        if candidates and self.context is not None and len(prompt.ids) + room > self.context:
+            # Bytes were a bound that is cheap. Behind a candidate vLLM has to be asked for one more token.
+            room = 1 + max(len(self.action_ids(name)) for name in candidates)
+        check_context("executor", len(prompt.ids), room, self.context)
 
     def _chosen(self, request: ExecutorRequest, prompt: Prompt, candidate_logprobs: Tensor) -> Action:
         drawn: dict[str, Any] = {}

@@ -78,15 +78,15 @@ class RemoteExecutor(TokenExecutor):
         mode: Literal["choice", "guided", "generate"] = "choice", instructions: str = "", max_new_tokens: int = 64,
         memory_token: str = "auto", timeout: float = 120.0, parallel: int = 64, images: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(load_encoder(name, memory_token), instructions, images)
-        self.name, self.dtype, self.mode, self.max_new_tokens = str(name), dtype, mode, max_new_tokens
+        super().__init__(load_encoder(name, memory_token), instructions, max_new_tokens, images)
+        self.name, self.dtype, self.mode = str(name), dtype, mode
         start = f"memcompiler serve executor --model {name}"
         self.server = RemoteServer(url, EXECUTOR_KEY, start, timeout, parallel)
         served = {model["id"]: model for model in self.server.get("/v1/models")["data"]}
         found = served.get(self.name) or next((m for m in served.values() if m.get("root") == self.name), None)
         if found is None:
             raise ValueError(f"{self.server.url} serves {sorted(served)}, not {self.name}: start it by `{start}`")
-        self.served_name, self.max_model_len = found["id"], int(found.get("max_model_len") or 1 << 30)
+        self.served_name, self.context = found["id"], found.get("max_model_len")
 
     @functools.cached_property
     def embedding_table(self) -> Tensor:
@@ -163,12 +163,11 @@ class RemoteExecutor(TokenExecutor):
         return made
 
     def _completion(self, prompt: Prompt, path: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
-        ids = self._with_room(prompt, path, settings)
         logprobs = {"logprobs": 1} if "logprob_token_ids" in settings else {}
-        return {"model": self.served_name, "prompt": ids, **logprobs, **settings}
+        return {"model": self.served_name, "prompt": [*prompt.ids, *path], **logprobs, **settings}
 
     def _chat(self, prompt: Prompt, path: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
-        parts = list(self._parts(prompt, self._with_room(prompt, path, settings)))
+        parts = list(self._parts(prompt, [*prompt.ids, *path]))
         logprobs = {"logprobs": True} if "logprob_token_ids" in settings else {}
         return {
             "model": self.served_name, "messages": [{"role": "user", "content": parts}],
@@ -190,15 +189,6 @@ class RemoteExecutor(TokenExecutor):
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _with_room(self, prompt: Prompt, path: Sequence[int], settings: dict[str, Any]) -> list[int]:
-        ids = [*prompt.ids, *path]
-        if len(ids) + settings["max_tokens"] > self.max_model_len:
-            raise ValueError(
-                f"the executor's prompt has {len(ids)} tokens and leaves no room for {settings['max_tokens']} more: "
-                "serve it with a larger --max-model-len, or give it less memory"
-            )
-        return ids
 
     def _choice(self, answer: Any, ids: Sequence[int]) -> dict[str, Any]:
         """The one choice of an answer. Raises: RefusedError, where the server has not read `ids`."""

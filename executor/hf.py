@@ -28,10 +28,10 @@ class FrozenExecutor(TokenExecutor):
         self, backbone: Backbone, mode: Literal["choice", "generate"] = "choice", instructions: str = "",
         max_new_tokens: int = 64, batch_size: int = 64, images: bool = True, temperature: float = 0.0,
     ) -> None:  # fmt: skip
-        super().__init__(backbone, instructions, images, temperature)
-        self.backbone, self.mode = backbone, mode
+        super().__init__(backbone, instructions, max_new_tokens, images, temperature)
+        self.backbone, self.mode, self.context = backbone, mode, backbone.context
         self.model = backbone.model.eval().requires_grad_(False)
-        self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
+        self.batch_size = batch_size
 
     @property
     def embedding_table(self) -> Tensor:

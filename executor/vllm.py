@@ -23,7 +23,7 @@ from executor.prompt import ExecutorRequest
 from executor.records import Action
 from lm.loading import input_embeddings, load_encoder
 from lm.prompt import Prompt, PromptEncoder
-from lm.vllm_extension import llm_class, run
+from lm.vllm import SETTINGS, check_read, load_engine, request_of, run
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -60,10 +60,11 @@ class VllmExecutor(TokenExecutor):
         self, llm: LLM, encoder: PromptEncoder, weights: Path, mode: Literal["choice", "guided", "generate"] = "choice",
         instructions: str = "", max_new_tokens: int = 64, images: bool = True, temperature: float = 0.0,
     ) -> None:  # fmt: skip
-        super().__init__(encoder, instructions, images, temperature)
+        super().__init__(encoder, instructions, max_new_tokens, images, temperature)
         if self.sees_images and not llm.model_config.is_multimodal_model:
             raise ValueError("the engine's model takes text only: give it a tokenizer, or images=False")
-        self.llm, self.weights, self.mode, self.max_new_tokens = llm, weights, mode, max_new_tokens
+        self.llm, self.weights, self.mode = llm, weights, mode
+        self.context = llm.model_config.max_model_len
 
     @classmethod
     def load(
@@ -81,9 +82,8 @@ class VllmExecutor(TokenExecutor):
         """
         from huggingface_hub import snapshot_download
 
-        LLM = llm_class()
         folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(str(name)))
-        llm = LLM(model=str(folder), dtype=dtype, **{**engine_settings(), **(engine or {})})
+        llm = load_engine(folder, dtype, engine_settings(), engine)
         return cls(llm, load_encoder(folder, memory_token), folder, **kwargs)
 
     @functools.cached_property
@@ -139,7 +139,7 @@ class VllmExecutor(TokenExecutor):
             )
             for names in admissible
         ]  # fmt: skip
-        outputs = self._run([self._request(prompt, room=self.max_new_tokens) for prompt in prompts], params)
+        outputs = self._run([self._request(prompt) for prompt in prompts], params)
         answers = [list(output.outputs[0].token_ids) for output in outputs]
         cached = [output.num_cached_tokens or 0 for output in outputs]
         return [(ids[:-1] if ids[-1] == self.end_id else ids, n) for ids, n in zip(answers, cached, strict=True)]
@@ -148,7 +148,7 @@ class VllmExecutor(TokenExecutor):
         """log p(candidate, end of turn | prompt) for every candidate of every prompt."""
         actions = [self.action_ids(name) for names in candidates for name in names]
         rows = [prompt for prompt, names in zip(prompts, candidates, strict=True) for _ in names]
-        requests = [self._request(prompt, ids, room=1) for prompt, ids in zip(rows, actions, strict=True)]
+        requests = [self._request(prompt, ids) for prompt, ids in zip(rows, actions, strict=True)]
         scores = self._scores(requests, actions, past_cache=False)
         # The cache may hold part of a command that was scored before, and nothing is computed for that part.
         short = [i for i, score in enumerate(scores) if score is None]
@@ -172,22 +172,19 @@ class VllmExecutor(TokenExecutor):
         outputs = self._run(requests, [params] * len(requests))
         return [_tail_score(output, ids) for output, ids in zip(outputs, actions, strict=True)]
 
-    def _request(self, prompt: Prompt, then: Sequence[int] = (), room: int = 0) -> _Asked:
-        """Prompt and `then` for vLLM; `room` is how many tokens it may add."""
+    def _request(self, prompt: Prompt, then: Sequence[int] = ()) -> _Asked:
+        """Prompt and `then` for vLLM."""
         ids = (*prompt.ids, *then)
         config = self.llm.model_config
-        if len(ids) + room > config.max_model_len:
-            raise ValueError(
-                f"the executor's prompt has {len(prompt.ids)} tokens and leaves no room for {len(then) + room} more: "
-                "raise max_model_len, or give it less memory"
-            )
         if prompt.soft is not None and prompt.soft.shape[1] != config.get_hidden_size():
             raise ValueError(f"soft tokens of {prompt.soft.shape[1]} dimensions, not {config.get_hidden_size()}")
         soft = None if prompt.soft is None else prompt.soft.to("cpu", config.dtype)
-        if prompt.images:
-            return _Asked(ids, self._with_images(ids, prompt, soft))
         if soft is None:
-            return _Asked(ids, {"prompt_token_ids": list(ids)})
+            return _Asked(ids, request_of(self.encoder, prompt, then))
+        if prompt.images:  # they and the soft tokens hold one place each: vLLM makes room for them itself
+            folded = [*self.encoder.folded(prompt.ids, soft=True), *then]
+            pictures = {"multi_modal_data": {"image": list(prompt.images)}}
+            return _Asked(ids, {"prompt_token_ids": folded, **pictures, SOFT_PARTS: ([soft], self.placeholder)})
         is_soft = torch.tensor(ids) == self.placeholder
         is_soft[len(prompt.ids) :] = False
         embeddings = torch.zeros(len(ids), soft.shape[1], dtype=config.dtype)
@@ -195,25 +192,18 @@ class VllmExecutor(TokenExecutor):
         mixed = {"prompt_embeds": embeddings, "prompt_is_token_ids": (~is_soft).tolist()}
         return _Asked(ids, {"prompt_token_ids": list(ids), **mixed})
 
-    def _with_images(self, ids: Sequence[int], prompt: Prompt, soft: Tensor | None) -> dict[str, Any]:
-        """Pictures and soft tokens each hold one place in what vLLM is given; it makes room for them itself."""
-        places = self.encoder.folded(ids, soft=True)
-        request = {"prompt_token_ids": places, "multi_modal_data": {"image": list(prompt.images)}}
-        return request if soft is None else {**request, SOFT_PARTS: ([soft], self.placeholder)}
-
     def _run(self, requests: Sequence[_Asked], params: Sequence[Any]) -> list[RequestOutput]:
         sent = [dict(asked.request) for asked in requests]  # copies: vLLM takes out and expands what it has read
         outputs = run(self.llm, sent, params)
         if any(SOFT_PARTS in request for request in sent):
             raise RuntimeError("this version of vLLM takes soft tokens beside pictures in another way: use 0.31")
-        if any(tuple(o.prompt_token_ids or ()) != asked.ids for o, asked in zip(outputs, requests, strict=True)):
-            raise ValueError("vLLM read a prompt as other tokens: compare its image processor with the model's own")
+        check_read(outputs, [asked.ids for asked in requests])
         return outputs
 
 
 def engine_settings() -> dict[str, Any]:
     """What this backend asks of `vllm.LLM`, beyond model and dtype."""
-    return {"enable_prompt_embeds": True, "enable_prefix_caching": True, "generation_config": "vllm"}
+    return {**SETTINGS, "enable_prompt_embeds": True}
 
 
 def _tail_score(output: RequestOutput, ids: Sequence[int]) -> float | None:

@@ -56,6 +56,25 @@ class ContextLengthError(ValueError):
     """A prompt that leaves no room in its model's context."""
 
 
+def check_context(role: str, tokens: int, room: int, context: int | None) -> None:
+    """Refuse a prompt of a compiler or executor (`role`) before its model works on it.
+
+    Args:
+        tokens: of the prompt.
+        room: how many tokens must fit behind it.
+        context: of the model; None where nobody knows.
+
+    Raises:
+        ContextLengthError: they do not fit.
+    """
+    if context is not None and tokens + room > context:
+        raise ContextLengthError(
+            f"the {role}'s prompt has {tokens} tokens and leaves no room for {room} more in a context of {context}: "
+            f"give it less memory (memory.k), lower {role}.max_new_tokens, or take a model that reads more (where vLLM "
+            "was given less than the model can: raise max_model_len, or serve it with a larger --max-model-len)"
+        )
+
+
 class PromptEncoder:
     """Turns chats into the prompts of one model.
 

@@ -11,7 +11,6 @@ from rich.console import Console
 from configs.collect import CollectConfig
 from configs.run_folder import RunFolder
 from envs.environments import Environments
-from memcompiler import build
 
 if TYPE_CHECKING:
     from data_gen.collect import Teacher
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from lm.endpoint import Endpoint
 
 console = Console(width=120)
+RESPONSES = "responses.sqlite"  # a run's file of endpoints' answers
 
 # What a collection that is continued may change: it bears on how the endpoints are asked, not on what.
 MAY_CHANGE_ON_RESUME = tuple(
@@ -38,17 +38,18 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
         console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")
         return
     from data_gen.collect import play, prepare, write_rows
+    from lm.loading import quiet
 
     facts: dict[str, Any] = {"teacher": "the environment's expert"}
     with Environments(config.env) as envs:
         collection = prepare(config, envs, run)
-        teacher, actor, endpoints = _players(config, out / build.RESPONSES)
+        teacher, actor, endpoints = _players(config, out / RESPONSES)
         try:
             play(collection, envs.lease, teacher, actor)
         finally:
             if endpoints:
                 facts = {"teacher": config.api.model, "actor": config.actor, "endpoints": _account(run, endpoints)}
-    build.quiet()
+    quiet()
     summary = write_rows(config, collection, run, facts)
     console.print(
         f"  {summary['bank_entries']} memory entries, {summary['rows']} rows from "
@@ -62,10 +63,12 @@ def _players(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Map
         from agent.expert import ExpertExecutor, ExpertTeacher
 
         return ExpertTeacher(), ExpertExecutor(config.noise, config.seed), {}
+    from data_gen.actor import load_actor
     from data_gen.endpoint_teacher import EndpointTeacher
+    from lm.endpoint import Endpoint
 
-    endpoint = build.open_endpoint(config.api, cache)
-    actor, endpoints = build.load_actor(config, endpoint, cache)
+    endpoint = Endpoint(config.api, cache)
+    actor, endpoints = load_actor(config, endpoint, cache)
     return EndpointTeacher(endpoint, config.attempts, config.max_new_tokens), actor, endpoints
 
 

@@ -10,18 +10,19 @@ from rich.console import Console
 from data_gen import publish
 from data_gen.dataset import print_statistics, statistics
 from data_gen.rows import load_rows, row_folders
-from memcompiler import build
 
 
 def run_inspect(rows: Sequence[str], tokenizer: str | None) -> None:
     """Print what rows hold, all folders together."""
-    build.quiet()
+    from lm.loading import model_path, quiet
+
+    quiet()
     folders = row_folders(rows)
     reader = None
     if tokenizer is not None:
         from transformers import AutoTokenizer
 
-        reader = AutoTokenizer.from_pretrained(build.model_path(tokenizer))
+        reader = AutoTokenizer.from_pretrained(model_path(tokenizer))
     found = statistics(load_rows(folders), reader)
     if len(folders) == 1:
         found |= publish.of_collection(folders[0])
@@ -30,5 +31,7 @@ def run_inspect(rows: Sequence[str], tokenizer: str | None) -> None:
 
 def run_push(rows: Path, repo: str, public: bool) -> None:
     """Rows and card to the hub."""
-    build.quiet()
+    from lm.loading import quiet
+
+    quiet()
     Console(width=120).print(publish.push(rows, repo, private=not public))

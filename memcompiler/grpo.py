@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from compiler.build import load_compiler, load_remote_compiler, load_served_compiler
 from configs.executor import ExecutorConfig
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from envs.environments import Environments
-from memcompiler import build
+from executor.build import load_executor
 from runtime.progress import progress
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def _train_grpo(config: GrpoConfig, out: Path, on_exists: str) -> MemoryCompiler
     distributed.barrier()
     with Environments(config.env) as envs:
         specs, facts = _specs(config, envs, run, out)
-        executor = build.load_executor(_executor_of(config))
-        compiler = build.load_compiler(config.compiler, executor, config.seed)
+        executor = load_executor(_executor_of(config))
+        compiler = load_compiler(config.compiler, executor, config.seed)
         trainer = GrpoTrainer(config, compiler, executor, _engine(config, envs, executor, out), specs, out, facts)
         if trainer.resume():
             console.print(f"  resumed at update {trainer.update} of {config.updates}")
@@ -90,8 +91,8 @@ def run_bench_rollout(config: GrpoConfig, out: Path, updates: int) -> None:
 
     from training.grpo import sampling
 
-    executor = build.load_executor(config.executor)
-    compiler = build.load_compiler(config.compiler, executor, config.seed)
+    executor = load_executor(config.executor)
+    compiler = load_compiler(config.compiler, executor, config.seed)
     compiler.decoding = sampling(config)
     run = RunFolder.create(out, config, on_exists="overwrite")
     rates: dict[str, list[float]] = {"batched": [], "one at a time": []}
@@ -156,9 +157,9 @@ def _engine(config: GrpoConfig, envs: Environments, executor: Executor, out: Pat
 
     served: Any = None
     if config.rollout_urls:
-        served = build.load_remote_compiler(config.compiler, config.seed, config.rollout_urls)
+        served = load_remote_compiler(config.compiler, config.seed, config.rollout_urls)
     elif config.compiler.engine == "vllm":
-        served = build.load_served_compiler(config.compiler, config.seed)
+        served = load_served_compiler(config.compiler, config.seed)
     scratch = scratch_of(out) if config.rollout_urls else None
     limits = Limits(config.max_steps, config.seed)
     return RolloutEngine(envs.lease, executor, limits, config.concurrency, served, scratch)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
+from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
 from configs.quickstart import QuickstartConfig
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
-from memcompiler import build
+from executor.build import AnyExecutor, load_executor
 
 if TYPE_CHECKING:
     from agent.records import Episode
@@ -36,7 +37,7 @@ def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwr
     sft = config.sft.model_copy(update={"rows": str(out / "collect" / "rows")})
     with _stage("2/4 SFT: LoRA and projector against the frozen executor", seconds, "sft"):
         run_train_sft(sft, out / "sft", on_exists)
-        executor = build.load_executor(config.eval.executor)
+        executor = load_executor(config.eval.executor)
         frozen = json.loads((_last(out / "sft") / "state.json").read_text())["executor_hash"] == executor.hash()
         console.print(f"  executor unchanged: {frozen} (sha256 {executor.hash()[:16]}...)")
     with _stage("3/4 GRPO: text and soft tokens from success alone", seconds, "grpo"):
@@ -61,7 +62,7 @@ def _from(config: Starting, checkpoint: Path) -> Starting:
 
 
 def _before_and_after(
-    config: EvalConfig, out: Path, executor: build.AnyExecutor, on_exists: str
+    config: EvalConfig, out: Path, executor: AnyExecutor, on_exists: str
 ) -> tuple[dict[str, Any], list[Episode]]:
     """All deliveries after SFT, and the full one again after GRPO (`compiled_grpo`): results and episodes."""
     from agent.deliveries import AFTER_GRPO
@@ -76,7 +77,7 @@ def _before_and_after(
     for stage, names in deliveries.items():
         cell = _from(config, out / stage).model_copy(update={"deliveries": names})
         folder = out / ("eval" if stage == "sft" else "eval-grpo")
-        with ModelCache.holding(cell, executor, build.load_compiler(cell.compiler, executor, cell.seed)) as loaded:
+        with ModelCache.holding(cell, executor, load_compiler(cell.compiler, executor, cell.seed)) as loaded:
             made[stage] = evaluate(Cell({}, cell), folder, loaded, on_exists)
         episodes[stage] = list(read_episodes(folder / "episodes.jsonl"))
     results = made["sft"]
@@ -95,7 +96,7 @@ def _before_and_after(
 
 
 def _last(run: Path) -> Path:
-    from training.checkpoint import find
+    from compiler.checkpoint import find
 
     return find(run)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from compiler.build import load_compiler, load_served_compiler
 from configs.compiler import COMPILER_KEY
 from configs.load import ConfigError
 from configs.serving import ServeConfig
-from memcompiler import build
 from runtime.network import check_loopback, http_url
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def run_serve_compiler(config: ServeConfig, host: str, port: int) -> None:
         from compiler.server.service import CompilerService, ServiceLimits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"serving needs {error.name}: uv sync --inexact --extra serve") from error
-    from training import checkpoint
+    from compiler import checkpoint
 
     limits = ServiceLimits(config.queue, config.batch, config.timeout_s, int(config.max_body_mib * 2**20))
     weights = checkpoint.sha256(checkpoint.find(Path(config.compiler.checkpoint)))
@@ -53,9 +53,10 @@ def run_serve_executor(model: str, host: str, port: int, extra: Sequence[str], d
         ModuleNotFoundError: vLLM is not installed.
     """
     from executor.server import serve, server_command
+    from lm.loading import model_path
 
     check_loopback(host)
-    command = server_command(build.model_path(model), host, port, extra)
+    command = server_command(model_path(model), host, port, extra)
     typer.echo(shlex.join(command))
     if dry_run:
         return
@@ -66,8 +67,8 @@ def run_serve_executor(model: str, host: str, port: int, extra: Sequence[str], d
 
 def _load(config: ServeConfig) -> ServedCompiler:
     if config.compiler.engine == "vllm":
-        return build.load_served_compiler(config.compiler, config.seed)
-    return build.load_compiler(config.compiler, None, config.seed)  # with a checkpoint it asks for no executor
+        return load_served_compiler(config.compiler, config.seed)
+    return load_compiler(config.compiler, None, config.seed)  # with a checkpoint it asks for no executor
 
 
 def reloader(config: ServeConfig) -> Callable[[Any, Path, int], str] | None:
@@ -75,7 +76,7 @@ def reloader(config: ServeConfig) -> Callable[[Any, Path, int], str] | None:
     nowhere else."""
     if config.adapters is None:
         return None
-    from training import checkpoint
+    from compiler import checkpoint
 
     root = Path(config.adapters).resolve()
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from compiler.build import load_compiler
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import SftConfig
-from memcompiler import build
+from executor.build import load_frozen
 from runtime.progress import progress
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def _train_sft(config: SftConfig, out: Path, on_exists: str) -> MemoryCompiler:
         run = RunFolder.create(out, config, on_exists=on_exists, ignore=distributed.MAY_CHANGE_ON_RESUME)  # type: ignore[arg-type]
         record_rows(run, list(parts), problems)
     distributed.barrier()
-    executor = build.load_frozen(config.executor)
-    compiler = build.load_compiler(config.compiler, executor, config.seed)
+    executor = load_frozen(config.executor)
+    compiler = load_compiler(config.compiler, executor, config.seed)
     rows = [row for part in parts.values() for row in part]
     trainer = SftTrainer(config, compiler, executor, rows, out, _bank_facts(list(parts)))
     resumed = trainer.resume()

@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 
 from compiler.brief_state import BriefState, Create
-from compiler.hf import LoraSettings, MemoryCompiler
+from compiler.hf import MemoryCompiler
 from compiler.records import CompileRequest, Decoding
+from configs.compiler import Lora
 from lm.backbone import Backbone
 from memory.entry import MemoryEntry, Provenance
 from soft_mem.projector import Projector, ProjectorConfig
@@ -37,7 +38,7 @@ def memory_compiler(
     backbone = vlm_backbone(seed) if vlm else lm_backbone(seed)
     projector = Projector(ProjectorConfig(backbone.hidden_size, d_executor, n_tokens, **kwargs.pop("projector", {})))
     kwargs.setdefault("decoding", Decoding(max_new_tokens=12))
-    kwargs.setdefault("lora", LoraSettings(rank=4))
+    kwargs.setdefault("lora", Lora(rank=4))
     return MemoryCompiler(backbone, projector, **kwargs)
 
 

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from compiler.checkpoint import trained_parameters
 from compiler.hf import MemoryCompiler
 from configs.training import GrpoConfig, SftConfig
 from training import distributed
-from training.checkpoint import Tensors, trained_parameters
+from training.checkpoint import Tensors
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -122,7 +123,7 @@ class Replicated:
         return Tensors(self.weights(), self._moments())
 
     def load(self, tensors: Tensors) -> None:
-        """Weights and AdamW's moments, as `checkpoint.read` gives them."""
+        """Weights and AdamW's moments, as `read_checkpoint` gives them."""
         self.load_weights(tensors.weights)
         self._load_moments(tensors.moments)
 

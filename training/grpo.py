@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from agent.episode import EpisodeSpec
+from compiler import checkpoint
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
 from configs.training import GrpoConfig
@@ -40,8 +41,9 @@ from executor.hf import FrozenExecutor
 from lm.prompt import Prompt
 from runtime.errors import is_failure
 from soft_mem.projector import Gaussian
-from training import checkpoint, distributed
+from training import distributed
 from training.backend import BACKENDS, make_optimizer
+from training.checkpoint import read_checkpoint, save_checkpoint
 from training.losses import clipped_surrogate, cosine_with_warmup, kl_estimate
 from training.rollout import Draw, Group, RolloutEngine, Sample, samples_of
 
@@ -101,7 +103,7 @@ class GrpoTrainer:
         found = checkpoint.latest(self.out / "checkpoints")
         if found is None:
             return False
-        tensors, state = checkpoint.read(found, self.compiler)
+        tensors, state = read_checkpoint(found, self.compiler)
         if (state["tasks"], state["seed"]) != (len(self.specs), self.config.seed):
             raise checkpoint.CheckpointError(f"{found} was made on {state['tasks']} tasks with seed {state['seed']}")
         self.backend.load(tensors)
@@ -121,7 +123,7 @@ class GrpoTrainer:
                 "stage": "grpo", "step": self.update, "total": self.config.updates, "tasks": len(self.specs),
                 "seed": self.config.seed, "executor_hash": self.executor_hash, **self.facts,
             }  # fmt: skip
-            checkpoint.save(self.out / "checkpoints", self.compiler, tensors, state, self.config.keep)
+            save_checkpoint(self.out / "checkpoints", self.compiler, tensors, state, self.config.keep)
         distributed.barrier()
 
     def specs_of(self, update: int) -> list[EpisodeSpec]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from training.checkpoint import find
+from compiler.checkpoint import find
 
 IGNORED = ["optimizer.safetensors"]  # only resuming needs it
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode, StepRecord
+from compiler.checkpoint import save_weights
 from compiler.hf import MemoryCompiler
 from compiler.records import Compilation, Compiler, CompileRequest, Decoding
 from envs.base import Environment
@@ -25,7 +26,6 @@ from executor.records import Executor
 from lm.prompt import Prompt
 from runtime.errors import is_failure
 from soft_mem.projector import Gaussian, Projector
-from training import checkpoint
 from training.losses import group_advantages
 
 
@@ -122,7 +122,7 @@ class RolloutEngine:
         if self.served is None:
             return compiler
         with TemporaryDirectory(prefix="memcompiler-rollout-", dir=self.scratch) as folder:
-            checkpoint.save_weights(Path(folder), compiler)
+            save_weights(Path(folder), compiler)
             self.served.load_adapter(Path(folder), compiler.weight_version, compiler.projector)
         self.served.decoding = compiler.decoding
         self.served.generator.manual_seed(compiler.generator.initial_seed())

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from agent.records import compile_request, executor_request
+from compiler import checkpoint
 from compiler.hf import MemoryCompiler
 from configs.training import SftConfig
 from data_gen.rows import SftRow
@@ -30,8 +31,9 @@ from executor.hf import FrozenExecutor
 from lm.prompt import Prompt
 from soft_mem.inject import memory_targets
 from soft_mem.losses import gauss_nll, negative_entropy, orthogonality, soft_mse
-from training import checkpoint, distributed
+from training import distributed
 from training.backend import BACKENDS, make_optimizer
+from training.checkpoint import read_checkpoint, save_checkpoint
 from training.losses import cosine_with_warmup, token_nll
 
 
@@ -74,7 +76,7 @@ class SftTrainer:
         found = checkpoint.latest(self.out / "checkpoints")
         if found is None:
             return False
-        tensors, state = checkpoint.read(found, self.compiler)
+        tensors, state = read_checkpoint(found, self.compiler)
         if (state["rows"], state["seed"]) != (len(self.rows), self.config.seed):
             raise checkpoint.CheckpointError(f"{found} was made from {state['rows']} rows with seed {state['seed']}")
         self.backend.load(tensors)
@@ -101,7 +103,7 @@ class SftTrainer:
                 "stage": "sft", "step": self.step, "total": self.total, "rows": len(self.rows),
                 "seed": self.config.seed, "executor_hash": self.executor_hash, **self.facts,
             }  # fmt: skip
-            checkpoint.save(self.out / "checkpoints", self.compiler, tensors, state, self.config.keep)
+            save_checkpoint(self.out / "checkpoints", self.compiler, tensors, state, self.config.keep)
         distributed.barrier()
 
     def batch_indices(self, step: int) -> list[int]:

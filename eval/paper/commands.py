@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
-from memcompiler import build
+from executor.build import load_executor
 from runtime.store import to_json, write_atomically
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Replay:
         """In transformers, whatever the run was played on."""
         if self._executor is None:
             settings = self.config.executor.model_copy(update={"engine": "hf", "mode": "choice"})
-            self._executor = build.load_executor(settings)  # type: ignore[assignment]
+            self._executor = load_executor(settings)  # type: ignore[assignment]
         return self._executor  # type: ignore[return-value]
 
     @property
@@ -124,7 +125,7 @@ class Replay:
             if self.config.compiler.checkpoint is None:
                 raise ConfigError("soft tokens are made again by the compiler: set compiler.checkpoint")
             settings = self.config.compiler.model_copy(update={"engine": "hf", "constrained": False})
-            self._compiler = build.load_compiler(settings, self.executor, self.config.seed)
+            self._compiler = load_compiler(settings, self.executor, self.config.seed)
         return self._compiler
 
     def memory(self, episode: Episode) -> list[MemoryEntry]:

@@ -20,8 +20,8 @@ from configs.evaluation import EvalConfig
 from configs.load import load_config
 from configs.run_folder import RunFolderError
 from eval import evaluate
+from eval import evaluate as evaluation
 from eval.evaluate import run_eval
-from memcompiler import build
 from memcompiler.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -127,8 +127,8 @@ def test_the_result_says_what_it_depends_on(tmp_path):
 
 def test_a_matrix_loads_its_executor_once_and_resumes_by_cells(tmp_path, monkeypatch):
     loads = []
-    load = build.load_executor
-    monkeypatch.setattr(build, "load_executor", lambda settings: loads.append(settings) or load(settings))
+    load = evaluation.load_executor
+    monkeypatch.setattr(evaluation, "load_executor", lambda settings: loads.append(settings) or load(settings))
     asked, out = config(MATRIX, folder=tmp_path), tmp_path / "run"
     results = run_eval(asked, out)
     assert len(loads) == 1 and number(out) == 4 * 2 * 3 and len(list((out / "banks").iterdir())) == 2

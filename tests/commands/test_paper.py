@@ -10,9 +10,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
 from configs.load import load_config
-from memcompiler import build
+from executor.build import load_executor
 from memcompiler.cli import app
 
 COMPILER: dict[str, Any] = {
@@ -29,11 +30,11 @@ SMALL: dict[str, Any] = {
 
 def checkpoint(folder: Path) -> Path:
     """An untrained compiler: what it says does not matter here, only that all of it comes back."""
-    from training.checkpoint import save_weights
+    from compiler.checkpoint import save_weights
 
     folder.mkdir()
     config = EvalConfig.model_validate(SMALL)
-    save_weights(folder, build.load_compiler(config.compiler, build.load_executor(config.executor)))  # type: ignore[arg-type]
+    save_weights(folder, load_compiler(config.compiler, load_executor(config.executor)))  # type: ignore[arg-type]
     return folder
 
 
@@ -104,7 +105,7 @@ def run_folder(folder: Path, **settings: Any) -> Path:
 def test_what_cannot_be_shown_is_said_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "load_executor", lambda *_: pytest.fail("loaded a model"))
+    monkeypatch.setattr("eval.paper.commands.load_executor", lambda *_: pytest.fail("loaded a model"))
     assert "config.resolved.yaml does not exist" in refused("--figure", 3, tmp_path)
     assert "results.json does not exist" in refused("--table", 2, tmp_path)
     matrix = run_folder(tmp_path / "matrix", matrix={"memory": {"one": {"memory.k": 1}, "four": {"memory.k": 4}}})

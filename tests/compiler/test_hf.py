@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig
 from pydantic import ValidationError
 from transformers import GenerationConfig
 
+from compiler.build import load_served_compiler
 from compiler.records import Decoding
 from configs.compiler import CompilerConfig
 from configs.evaluation import EvalConfig
 from configs.training import GrpoConfig
-from memcompiler import build
 from tests import tiny_models
 
 
@@ -140,9 +141,10 @@ def test_the_grammar_is_a_setting_of_the_served_compiler(constrained, monkeypatc
             pass
 
     monkeypatch.setattr("compiler.vllm.VllmCompiler", Recorder)
-    monkeypatch.setattr("training.checkpoint.find", lambda path: path)
-    monkeypatch.setattr("training.checkpoint.load_projector", lambda path: None)
-    build.load_served_compiler(CompilerConfig(engine="vllm", constrained=constrained, checkpoint="somewhere"))
+    monkeypatch.setattr("compiler.checkpoint.find", lambda path: path)
+    monkeypatch.setattr("compiler.checkpoint.load_projector", lambda path: None)
+    monkeypatch.setattr("compiler.checkpoint.lora_config", lambda path: LoraConfig())
+    load_served_compiler(CompilerConfig(engine="vllm", constrained=constrained, checkpoint="somewhere"))
     assert asked[0]["constrained"] is constrained
 
 

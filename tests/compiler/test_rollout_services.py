@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compiler import checkpoint
 from compiler.client import RemoteCompiler
 from configs.compiler import CompilerConfig
 from configs.serving import ServeConfig
@@ -14,7 +15,6 @@ from memcompiler.serve import reloader
 from runtime.http import RemoteError
 from tests import tiny_models
 from tests.services import listening
-from training import checkpoint
 
 ASKED = [tiny_models.request(i, image=False) for i in range(5)]
 

@@ -16,7 +16,8 @@ import torch
 from compiler.language import ParseError, grammar, parse
 from compiler.records import Decoding, always
 from compiler.vllm import VllmCompiler
-from lm.vllm_extension import HiddenTails, tail_of, watched
+from lm.vllm import watched
+from lm.vllm_extension import HiddenTails, tail_of
 from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models, vllm_engines
 from tests.vllm_engines import SAMPLING, assert_scored_alike, requests
@@ -343,14 +344,14 @@ def test_why_no_adapter_is_ever_overwritten_in_place(tmp_path: Path) -> None:
 @using_vllm
 @pytest.mark.parametrize("what", ["nothing", "rank", "corrupt"])
 def test_an_adapter_that_does_not_load_leaves_the_old_one_in_force(what: str, tmp_path: Path) -> None:
-    from compiler.hf import LoraSettings
+    from configs.compiler import Lora
 
     compiler = vllm_engines.trained()
     ours = vllm_engines.served(compiler, tmp_path / "a")
     before = ours.compile(requests(1))
     bad = tmp_path / "bad"
     if what == "rank":
-        vllm_engines.save_adapter(tiny_models.memory_compiler(lora=LoraSettings(rank=32)), bad)
+        vllm_engines.save_adapter(tiny_models.memory_compiler(lora=Lora(rank=32)), bad)
     elif what == "corrupt":
         vllm_engines.save_adapter(compiler, bad)
         (bad / "adapter_model.safetensors").write_bytes(b"not tensors")

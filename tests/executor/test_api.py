@@ -17,11 +17,11 @@ from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from envs.base import Observation, Task, Transition
 from executor.api import ApiExecutor
+from executor.build import load_executor
 from executor.grounding import Grounding
 from executor.prompt import Delivered, ExecutorRequest
 from lm.endpoint import Endpoint
 from lm.ledger import EndpointStop
-from memcompiler import build
 from tests.faulty_server import FaultyServer
 
 COMMANDS = ("go to shelf 1", "open fridge 1", "look")
@@ -113,5 +113,5 @@ def test_settings():
     with pytest.raises(ConfigError, match=r"api\.model"):
         load_config(EvalConfig, None, ["executor.engine=api"])
     config = load_config(EvalConfig, None, ["executor={engine: api, api: {model: m, key_env: null}}"])
-    executor = build.load_executor(config.executor)
+    executor = load_executor(config.executor)
     assert isinstance(executor, ApiExecutor) and executor.hash() == "m at https://api.openai.com/v1"

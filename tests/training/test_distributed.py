@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from compiler import checkpoint
 from tests.training import backend_cases as cases
 from tests.training import sft_trainers
-from training import checkpoint, distributed
+from training import distributed
 from training.launch import torchrun_command
 
 ROOT = Path(__file__).parents[2]

@@ -10,6 +10,7 @@ import torch
 
 from agent.episode import Limits
 from agent.records import StopReason
+from compiler import checkpoint
 from compiler.records import Decoding
 from configs.training import GrpoConfig
 from tests import tiny_models
@@ -22,7 +23,6 @@ from tests.training.grpo_trainers import (
     trainable,
     trainer,
 )
-from training import checkpoint
 from training.grpo import _token_weights, run_grpo
 from training.losses import clipped_surrogate, group_advantages, kl_estimate
 from training.rollout import Group, RolloutEngine, Sample, samples_of

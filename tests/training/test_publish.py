@@ -6,7 +6,7 @@ from typing import ClassVar
 import huggingface_hub
 import pytest
 
-from training.checkpoint import CheckpointError
+from compiler.checkpoint import CheckpointError
 from training.publish import push
 
 

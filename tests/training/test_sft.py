@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from compiler import checkpoint
 from data_gen.rows import load_rows, save_rows
 from tests import tiny_models
 from tests.training.sft_trainers import ROWS, executor, trainable, trainer
-from training import checkpoint
 from training.losses import cosine_with_warmup, token_nll
 from training.sft import encode_row, run_sft, sft_losses
 

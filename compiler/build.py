@@ -1,0 +1,119 @@
+"""From settings to the compiler that they name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compiler.prompt import INSTRUCTIONS
+from compiler.records import Decoding
+from configs.compiler import CompilerConfig
+from configs.load import ConfigError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from torch import Tensor
+
+    from compiler.client import RemoteCompiler
+    from compiler.hf import MemoryCompiler
+    from compiler.vllm import VllmCompiler
+
+log = logging.getLogger("memcompiler.compiler")
+
+
+def load_compiler(
+    config: CompilerConfig, executor: object, seed: int = 0, instructions: str = INSTRUCTIONS
+) -> MemoryCompiler:
+    """Base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones. Always the Hugging
+    Face model, which training needs; `load_served_compiler` makes the engine that is fast.
+
+    Args:
+        executor: whose soft tokens a new projector makes, known by its `embedding_table`; a checkpoint asks for none.
+
+    Raises:
+        ConfigError: a new compiler for an executor whose embeddings nobody knows.
+        CheckpointError: a checkpoint that is missing, or does not fit the model.
+    """
+    import torch
+
+    from compiler import checkpoint
+    from compiler.hf import MemoryCompiler
+    from lm.loading import device_of, dtype_of, load_backbone, model_path
+    from soft_mem.projector import Projector, ProjectorConfig
+
+    torch.manual_seed(seed)  # the initialisation of LoRA and projector
+    backbone = load_backbone(
+        model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token
+    )
+    found = checkpoint.find(Path(config.checkpoint)) if config.checkpoint else None
+    if found:  # for a closed executor, too: its projector was trained against another one
+        lora, projector = checkpoint.lora_config(found), checkpoint.load_projector(found)
+        _report_contradictions(config, lora)
+    else:
+        table: Tensor | None = getattr(executor, "embedding_table", None)
+        if table is None:
+            raise ConfigError("a new compiler is made for an executor whose embeddings are known: engine hf or vllm")
+        lora = config.lora
+        emb_std = float(table.float().std()) if config.soft.emb_std == "auto" else config.soft.emb_std
+        shape = (backbone.hidden_size, table.shape[1], config.soft.n_tokens)
+        projector = Projector(ProjectorConfig(*shape, config.soft.projector, emb_std, config.soft.init_log_sigma))
+    compiler = MemoryCompiler(backbone, projector, _decoding(config), _shown(config, instructions), lora, seed)
+    if found:
+        checkpoint.load(found, compiler)
+    return compiler
+
+
+def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: str = INSTRUCTIONS) -> VllmCompiler:
+    """The trained compiler in a vLLM engine.
+
+    Raises:
+        ConfigError: no checkpoint to serve.
+        CheckpointError: one that is missing or incomplete.
+    """
+    from compiler import checkpoint
+    from compiler.vllm import VllmCompiler
+    from lm.loading import device_of, model_path
+
+    if config.checkpoint is None:
+        raise ConfigError("a compiler in vLLM needs compiler.checkpoint: there is nothing trained to serve")
+    found = checkpoint.find(Path(config.checkpoint))
+    lora, projector = checkpoint.lora_config(found), checkpoint.load_projector(found)
+    _report_contradictions(config, lora)
+    served = VllmCompiler.load(
+        model_path(config.model), projector, config.dtype, config.memory_token, checkpoint.highest_rank(lora),
+        config.vllm.model_dump(), decoding=_decoding(config), instructions=_shown(config, instructions), seed=seed,
+        constrained=config.constrained, device=device_of(config.device),
+    )  # fmt: skip
+    served.load_adapter(found, 0, projector)
+    return served
+
+
+def load_remote_compiler(config: CompilerConfig, seed: int = 0, urls: Sequence[str] = ()) -> RemoteCompiler:
+    """The trained compiler behind `memcompiler serve compiler`: at the settings' url, or at several."""
+    from compiler.client import RemoteCompiler
+
+    return RemoteCompiler(urls or str(config.url), config.temperature, seed=seed, timeout=config.timeout_s)
+
+
+def _report_contradictions(config: CompilerConfig, lora: LoraConfig) -> None:
+    """Warn where the settings say another adapter than the checkpoint holds: the checkpoint's counts."""
+    targets = lora.target_modules
+    names = {name.rsplit(".", 1)[-1] for name in targets} if isinstance(targets, set | list) else set()
+    theirs = {"rank": lora.r, "alpha": lora.lora_alpha, "dropout": lora.lora_dropout, "targets": names}
+    ours = {**config.lora.model_dump(), "targets": set(config.lora.targets)}
+    for name in sorted(config.lora.model_fields_set):
+        if ours[name] != theirs[name]:
+            log.warning(
+                "compiler.lora.%s is %s in the settings, but %s in the adapter of %s, which counts: leave it out",
+                name, ours[name], theirs[name], config.checkpoint,
+            )  # fmt: skip
+
+
+def _decoding(config: CompilerConfig) -> Decoding:
+    return Decoding(config.temperature, config.max_new_tokens, config.batch_size)
+
+
+def _shown(config: CompilerConfig, instructions: str) -> str:
+    return instructions if config.instructions == "full" else ""

@@ -1,0 +1,172 @@
+"""What a checkpoint holds of a compiler: adapter and projector, found, loaded and saved. No pickle anywhere.
+
+    adapter/                adapter_config.json, adapter_model.safetensors (PEFT)
+    projector.safetensors   projector.json holds its configuration
+    state.json              what training records of it (`training.checkpoint`)
+
+The adapter says what it is (rank, alpha, dropout, targets): a compiler that loads it is made by that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from compiler.hf import MemoryCompiler
+from soft_mem.projector import Projector, ProjectorConfig
+
+PREFIX = "step-"
+POLICY, PROJECTOR = "policy.", "projector."  # of the compiler's parameter names
+_ADAPTER = ".default."  # PEFT's name for an only adapter, left out in its files
+_LORA = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # what the same weights mean
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is missing, incomplete, corrupt or made for another model; the message says which."""
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted(p for p in folder.glob(f"{PREFIX}*") if (p / "state.json").is_file()) if folder.is_dir() else []
+
+
+def latest(folder: Path) -> Path | None:
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def find(path: Path) -> Path:
+    """A checkpoint from a checkpoint folder, a run folder or its `checkpoints` folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for candidate in (path if (path / "state.json").is_file() else None, latest(path), latest(path / "checkpoints")):
+        if candidate is not None:
+            return candidate
+    raise CheckpointError(f"no checkpoint in {path}: expected a folder with state.json, or checkpoints/step-*")
+
+
+def sha256(folder: Path) -> str:
+    """Hash names and bytes of what a checkpoint adds to its base: adapter and projector."""
+    digest = hashlib.sha256()
+    for path in sorted([*(folder / "adapter").glob("adapter_*"), *folder.glob("projector.*")]):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def trained_parameters(compiler: MemoryCompiler) -> dict[str, nn.Parameter]:
+    """LoRA and projector by name (the projector also where its loss is off: a checkpoint always has it)."""
+    return {n: p for n, p in compiler.named_parameters() if p.requires_grad or n.startswith(PROJECTOR)}
+
+
+def save_weights(folder: Path, compiler: MemoryCompiler) -> None:
+    """Adapter and projector of a whole compiler into an existing folder, for `load`: nothing to go on training from."""
+    compiler.policy.save_pretrained(folder / "adapter", safe_serialization=True, save_embedding_layers=False)
+    save_projector(folder, compiler.projector.config, compiler.projector.state_dict())
+    (folder / "state.json").write_text("{}")
+
+
+def save_projector(folder: Path, config: ProjectorConfig, weights: Mapping[str, Tensor]) -> None:
+    save_file({name: w.contiguous() for name, w in weights.items()}, folder / "projector.safetensors")
+    (folder / "projector.json").write_text(json.dumps(asdict(config), indent=1))
+
+
+def load_projector(folder: Path) -> Projector:
+    """Raises: CheckpointError."""
+    try:
+        projector = Projector(ProjectorConfig(**json.loads((folder / "projector.json").read_text())))
+        projector.load_state_dict(load_file(folder / "projector.safetensors"))
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"no readable projector in {folder}: {error}") from error
+    return projector
+
+
+def lora_config(folder: Path) -> LoraConfig:
+    """The adapter's own settings, to make a compiler that can load it (and train it on).
+
+    Raises:
+        CheckpointError: they cannot be read, or it is another kind of adapter.
+    """
+    path = folder / "adapter" / "adapter_config.json"
+    try:
+        settings = json.loads(path.read_text())
+        if settings.get("peft_type") != "LORA":
+            raise ValueError(f"an adapter of type {settings.get('peft_type')}, not LORA")
+        config = LoraConfig.from_pretrained(str(path.parent))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"no readable adapter in {folder}: {error}") from error
+    config.inference_mode = False  # else its weights would come frozen
+    return config
+
+
+def highest_rank(config: LoraConfig) -> int:
+    return max([config.r, *config.rank_pattern.values()])
+
+
+def load(folder: Path, compiler: MemoryCompiler) -> dict[str, Any]:
+    """Adapter and projector of a checkpoint into a (whole) compiler of the same shape; returns its state.
+
+    Raises:
+        CheckpointError: missing or corrupt files, or weights that do not fit the compiler.
+    """
+    weights, state = read_weights(folder, compiler)
+    put(compiler, weights)
+    return state
+
+
+@torch.no_grad()
+def put(compiler: MemoryCompiler, weights: Mapping[str, Tensor]) -> None:
+    """Weights by name into a whole compiler."""
+    for name, parameter in trained_parameters(compiler).items():
+        parameter.copy_(weights[name])
+
+
+def read_weights(folder: Path, compiler: MemoryCompiler) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights by the names of the compiler's parameters, and the checkpoint's state.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    try:
+        adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+        state = json.loads((folder / "state.json").read_text())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"cannot load the checkpoint {folder}: {error}") from error
+    _check_scaling(folder, compiler)
+    saved = {f"{PROJECTOR}{name}": w for name, w in load_projector(folder).state_dict().items()} | adapter
+    expected = trained_parameters(compiler)
+    files = {name: name.removeprefix(POLICY).replace(_ADAPTER, ".") for name in expected}
+    if missing := [file for file in files.values() if file not in saved]:
+        raise CheckpointError(f"{folder} was made for another model: it lacks {missing[:3]} ...")
+    if strangers := sorted(saved.keys() - set(files.values())):
+        raise CheckpointError(f"{folder} was made for another model: it has {strangers[:3]} ...")
+    for name, parameter in expected.items():
+        shape, found = getattr(parameter, "ds_shape", parameter.shape), saved[files[name]].shape  # ds: ZeRO-3's slices
+        if shape != found:
+            raise CheckpointError(f"{folder} was made for another model: {name} is {tuple(found)}, not {tuple(shape)}")
+    return {name: saved[file] for name, file in files.items()}, state
+
+
+def _check_scaling(folder: Path, compiler: MemoryCompiler) -> None:
+    """Refuse an adapter whose weights would mean something else here: alpha and rank scale them."""
+    config = getattr(compiler.policy, "peft_config", {}).get("default")
+    if config is None:
+        return
+    theirs = lora_config(folder)
+    for name in _LORA:
+        if getattr(theirs, name) != getattr(config, name):
+            raise CheckpointError(
+                f"{folder} has an adapter with {name} = {getattr(theirs, name)}, the compiler has "
+                f"{getattr(config, name)}: make the compiler from the checkpoint"
+            )

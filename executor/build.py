@@ -1,0 +1,67 @@
+"""From settings to the executor that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from configs.executor import ExecutorConfig
+from executor.prompt import RULES
+
+if TYPE_CHECKING:
+    from executor.api import ApiExecutor
+    from executor.client import RemoteExecutor
+    from executor.hf import FrozenExecutor
+    from executor.vllm import VllmExecutor
+
+AnyExecutor: TypeAlias = "FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor"
+
+
+def load_executor(config: ExecutorConfig, cache: Path | None = None, instructions: str = RULES) -> AnyExecutor:
+    """Make the executor on the engine that the settings name.
+
+    Args:
+        cache: file for a closed model's answers, where the settings name none.
+        instructions: the environment's, shown unless the settings say `none`.
+    """
+    common = _common(config, instructions)
+    if config.engine == "api":
+        from executor.api import ApiExecutor
+        from lm.endpoint import Endpoint
+
+        return ApiExecutor(Endpoint(config.api, cache), common["instructions"], config.max_new_tokens)
+    if config.engine == "hf":
+        return load_frozen(config, instructions)
+    from lm.loading import dtype_of, model_path, quiet
+
+    quiet()
+    name = model_path(config.model)
+    common |= {"mode": config.mode, "memory_token": config.memory_token}
+    if config.engine == "vllm":
+        from executor.vllm import VllmExecutor
+
+        engine = config.vllm.model_dump()
+        return VllmExecutor.load(name, config.dtype, engine=engine, temperature=config.temperature, **common)
+    from executor.client import RemoteExecutor
+
+    return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), timeout=config.timeout_s, **common)
+
+
+def load_frozen(config: ExecutorConfig, instructions: str = RULES) -> FrozenExecutor:
+    """The executor in this process, whatever `engine` says: a gradient can pass through it."""
+    from executor.hf import FrozenExecutor
+    from lm.loading import device_of, dtype_of, load_backbone, model_path, quiet
+
+    quiet()
+    backbone = load_backbone(
+        model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token
+    )
+    return FrozenExecutor(
+        backbone, "choice" if config.mode == "choice" else "generate", batch_size=config.batch_size,
+        temperature=config.temperature, **_common(config, instructions),
+    )  # fmt: skip
+
+
+def _common(config: ExecutorConfig, instructions: str) -> dict[str, Any]:
+    shown = instructions if config.instructions == "full" else ""
+    return {"instructions": shown, "max_new_tokens": config.max_new_tokens, "images": config.images}
