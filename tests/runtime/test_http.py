@@ -12,6 +12,7 @@ from email.utils import formatdate
 import pytest
 
 from runtime.http import RefusedError, RemoteError, RemoteServer, retry_after
+from runtime.network import answers, free_port
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -30,6 +31,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("retry-after", str(asked["wait"]))
         self.end_headers()
         self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
 
     def log_message(self, *_: object) -> None: ...
 
@@ -82,6 +87,16 @@ def test_a_batch_ends_before_its_deadline(scripted: http.server.ThreadingHTTPSer
     with pytest.raises(RemoteError, match=r"no answer in \d attempts \(503: in words\): is it up\? Start it by `it`"):
         client(scripted, timeout=1).post_all("/", [{"id": i, "statuses": [503] * 99} for i in range(2)])
     assert time.monotonic() - started < 3
+
+
+def test_no_proxy_is_asked_for_a_server_on_this_machine(
+    scripted: http.server.ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")  # where nobody is
+    monkeypatch.delenv("no_proxy", raising=False)
+    body = {"id": 0, "statuses": []}
+    assert answers(client(scripted).url) and client(scripted).post_all("/", [body]) == [body]
 
 
 def test_retry_after() -> None:
