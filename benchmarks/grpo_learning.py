@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from statistics import fmean
 from agent.records import read_episodes
 from benchmarks.stage import collect, run, sft
 from eval.metrics import bootstrap_mean, wilson
+from runtime.store import JsonLines, to_json, write_atomically
 
 LINEAR = "compiler.soft.projector=linear"
 VARIANTS = {  # name: settings of GRPO
@@ -110,7 +110,7 @@ def rows(root: Path, a: argparse.Namespace) -> Iterator[dict]:
 def training_success(root: Path, name: str, a: argparse.Namespace) -> list[list[float]]:
     """Of sampled training episodes, by seed and update: what `reward` in metrics.jsonl is."""
     files = [root / str(seed) / name / "grpo" / "metrics.jsonl" for seed in a.seeds]
-    return [[json.loads(line)["reward"] for line in file.read_text().splitlines()] for file in files]
+    return [[row["reward"] for row in JsonLines(file)] for file in files]
 
 
 def plot(found: list[dict], root: Path, a: argparse.Namespace) -> None:
@@ -160,7 +160,7 @@ def main() -> None:
         each(one_start, list(starts.values()))
         each(one_variant, [(seed, name) for name in a.variants for seed in a.seeds])
     found = list(rows(a.out, a))
-    (a.out / "results.json").write_text(json.dumps(found, indent=1))
+    write_atomically(a.out / "results.json", to_json(found, indent=1))
     plot(found, a.out, a)
     print("| variant | tasks | before % | after % [95 %] | change [95 %] | better / worse | by seed |")
     print("| --- | --- | ---: | ---: | ---: | ---: | --- |")

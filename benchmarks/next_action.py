@@ -20,7 +20,6 @@ text        -log p(the expert's command) among all texts
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest
 from executor.records import Action
 from runtime.progress import progress
+from runtime.store import to_json, write_atomically
 
 
 class Telling:
@@ -141,7 +141,7 @@ def main() -> None:
         for name, play in plays.items():
             with progress(name, len(specs)) as advance:
                 made[name] = measured(play(advance))
-            (a.out / "next_action.json").write_text(json.dumps(made, indent=1))
+            write_atomically(a.out / "next_action.json", to_json(made, indent=1))
     print(table(made))
 
 

@@ -18,6 +18,7 @@ from agent.deliveries import AFTER_GRPO
 from agent.records import read_episodes
 from eval.metrics import results
 from eval.table import print_results, to_markdown
+from runtime.store import to_json, write_atomically
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
         for name, row in json.loads((run / "results.json").read_text())["results"].items():
             by_seed.setdefault(name, {})[seed] = row["success"]["mean"]
     summary = results(pooled, {"environment": "household", "split": "test", "seed": seeds, "success_by_seed": by_seed})
-    (arguments.out / "results.json").write_text(json.dumps(summary, indent=1))
+    write_atomically(arguments.out / "results.json", to_json(summary, indent=1))
     print_results(summary)
     print(to_markdown(summary))
     print(json.dumps(by_seed, indent=1))
