@@ -168,14 +168,14 @@ def _vllm_players(executor: ExecutorConfig, compiler: CompilerConfig, config: De
 
 
 def _write_at_least(llm: Any, tokens: int) -> None:
-    generate = llm.generate
+    enqueue = llm.enqueue
 
     def longer(prompts: Any, params: Sequence[Any], **named: Any) -> Any:
         for one in params:
             one.min_tokens = tokens
-        return generate(prompts, params, **named)
+        return enqueue(prompts, params, **named)
 
-    llm.generate = longer
+    llm.enqueue = longer
 
 
 def _cache_gib(config: DeliveryBench, needed: int) -> int:

@@ -27,7 +27,7 @@ class RemoteCompiler:
     Args:
         urls: of the service, such as http://127.0.0.1:8100, or of several that share the requests.
         temperature: of the text; `latent_temperature` of the soft tokens, by default the same.
-        timeout: seconds that one call of `compile` may take, retries included.
+        timeout: seconds that a request may take from when it is sent, retries included.
     """
 
     def __init__(

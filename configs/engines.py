@@ -26,7 +26,7 @@ class ServerSettings(Settings):
     start: ClassVar[str]  # the command that starts it
     engine: str
     url: str | None = None  # http://127.0.0.1:8100; needed by engine http, and by no other
-    timeout_s: float = Field(default=120.0, gt=0)  # of one batch of requests, retries included
+    timeout_s: float = Field(default=120.0, gt=0)  # of one request from when it is sent, retries included
 
     @field_validator("url")
     @classmethod

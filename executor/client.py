@@ -66,7 +66,7 @@ class RemoteExecutor(TokenExecutor):
             asked for.
         dtype: in which soft tokens travel: the server's.
         images: False keeps pictures from a model that could see them.
-        timeout: seconds that one call of `act` may take, retries included.
+        timeout: seconds that a request may take from when it is sent, retries included.
 
     Raises:
         RemoteError: no such server.

@@ -50,7 +50,7 @@ class RemoteServer:
         url: http(s)://host:port, without a path.
         key_name: the environment variable with its key, if it wants one. The key is kept nowhere else.
         start: the command that starts it, for messages.
-        timeout: seconds that a batch of requests may take, retries included.
+        timeout: seconds that a request may take from when it is sent, retries included.
         parallel: requests under way at a time.
     """
 
@@ -65,7 +65,7 @@ class RemoteServer:
 
     def get(self, path: str) -> Any:
         """Return the JSON at `path`. Raises: RemoteError."""
-        return self._send("GET", path, None, time.monotonic() + self.timeout, threading.Event())
+        return self._send("GET", path, None, threading.Event())
 
     def post_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
         """Return the JSON answers to all bodies, in their order.
@@ -74,11 +74,11 @@ class RemoteServer:
             RefusedError: one of them is refused for what it holds; the others are given up.
             RemoteError: one of them got no answer; the others are given up.
         """
-        deadline, over, failures = time.monotonic() + self.timeout, threading.Event(), list[BaseException]()
+        over, failures = threading.Event(), list[BaseException]()
 
         def send(body: Any) -> Any:
             try:
-                return self._send("POST", path, body, deadline, over)
+                return self._send("POST", path, body, over)
             except BaseException as error:
                 failures.append(error)
                 over.set()
@@ -96,8 +96,9 @@ class RemoteServer:
                 over.set()
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def _send(self, method: str, path: str, body: Any, deadline: float, over: threading.Event) -> Any:
+    def _send(self, method: str, path: str, body: Any, over: threading.Event) -> Any:
         """Return the answer of the first attempt that has one. No attempt is made when `over` is set."""
+        deadline = time.monotonic() + self.timeout
 
         def pause(seconds: float) -> None:
             if over.wait(seconds):
@@ -105,7 +106,7 @@ class RemoteServer:
 
         attempts = Retrying(
             retry=retry_if_exception_type(TransientError), wait=as_asked(_backoff, _LONGEST_PAUSE_S), sleep=pause,
-            stop=stop_before_delay(deadline - time.monotonic()),
+            stop=stop_before_delay(self.timeout),
         )  # fmt: skip
         try:
             return attempts(self._attempt, method, path, body, deadline)

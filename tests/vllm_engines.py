@@ -8,11 +8,8 @@ import functools
 import importlib.util
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,8 @@ from compiler.vllm import engine_settings as compiler_settings
 from configs.executor import EXECUTOR_KEY
 from executor.vllm import engine_settings as executor_settings
 from lm.loading import load_encoder
+from runtime.network import LOOPBACK, answers, free_port, http_url
+from runtime.processes import ChildProcess
 from tests import tiny_models
 from zoo.household.models import as_llama, save
 
@@ -97,32 +96,17 @@ def trained(vlm: bool = True, seed: int = 1, **kwargs: Any) -> MemoryCompiler:
 @contextlib.contextmanager
 def server(log: Path, model: Path, max_model_len: int = 1024) -> Iterator[str]:
     """The URL of `memcompiler serve executor`, whose key is k1; ends by SIGTERM."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+    port = free_port()
+    url = http_url(LOOPBACK, port)
     arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(max_model_len), "--block-size", "32",
                  "--max-num-seqs", "64"]  # fmt: skip
     settings = {k: v for k, v in ENVIRONMENT.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     env = {**os.environ, **settings, EXECUTOR_KEY: "k1"}
     ours = ["--model", str(model), "--port", str(port)]
     command = [sys.executable, "-m", "memcompiler", "serve", "executor", *ours, "--", *arguments]
-    with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + 500
-        while time.monotonic() < deadline and process.poll() is None:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.5)
-        assert process.poll() is None, log.read_text()[-3000:]
+    with ChildProcess(command, cwd=ROOT, env=env, output=log) as process:
+        process.wait_until_ready(lambda: answers(f"{url}/health"), 500)
         yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        finally:
-            process.kill()
 
 
 def save_adapter(compiler: MemoryCompiler, path: Path) -> Path:

@@ -80,15 +80,15 @@ async def _compile(service: CompilerService, request: Request, key: str | None) 
     job = service.submit(asked, sent.sampling)
     try:
         async with _until(deadline, Refusal(504, f"no answer within {seconds:g} s: ask less at a time")):
-            result = await _result(service, request, job)
+            made = await _result(service, request, job)
     except ValueError as error:
         raise Refusal(422, str(error)) from None
     except Refusal:
         raise
     except Exception as error:
         raise Refusal(503 if service.trouble else 500, f"{type(error).__name__}: {error}") from None
-    times = Seconds(queue=result.queue_s, compile=result.compile_s)
-    return CompileReply.of(result.compilation, sent.tensors, compiler.projector.config.emb_std, job.seed, times)
+    times = Seconds(queue=job.queue_s, compile=job.compile_s)
+    return CompileReply.of(made, sent.tensors, compiler.projector.config.emb_std, job.seed, times)
 
 
 async def _swap(service: CompilerService, request: Request, key: str | None) -> None:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from compiler.records import Compilation
+from compiler.server.queue import CompileJob
 
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds
 
@@ -25,7 +26,6 @@ class ServiceMetrics:
         self.compiled = self._histogram("compile_seconds", "Of one batch.")
         self.batches = self._counter("batches", "Compiled batches.")
         self.compilations = self._counter("compilations", "Compiled requests.")
-        self.given_up = self._counter("given_up", "Requests whose answer nobody waited for.")
         self.failures = self._counter("failures", "Requests that could not be compiled.")
         self.tokens_in = self._counter("tokens_in", "Tokens of prompts.")
         self.tokens_out = self._counter("tokens_out", "Tokens of emissions and memory tokens.")
@@ -35,12 +35,12 @@ class ServiceMetrics:
         ):  # fmt: skip
             Gauge(f"memcompiler_{name}", about, registry=self.registry).set_function(value)
 
-    def count_batch(self, made: Sequence[Compilation], queue_s: Sequence[float], compile_s: float) -> None:
+    def count_batch(self, jobs: Sequence[CompileJob], made: Sequence[Compilation]) -> None:
         """Count one batch that was compiled."""
         self.batches.inc()
-        self.compiled.observe(compile_s)
-        for compilation, seconds in zip(made, queue_s, strict=True):
-            self.queued.observe(seconds)
+        self.compiled.observe(jobs[0].compile_s)
+        for job, compilation in zip(jobs, made, strict=True):
+            self.queued.observe(job.queue_s)
             self.compilations.inc()
             self.tokens_in.inc(compilation.tokens_in)
             self.tokens_out.inc(compilation.tokens_out)

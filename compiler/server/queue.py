@@ -19,27 +19,18 @@ class Refusal(Exception):
         self.status, self.message = status, message
 
 
-@dataclass(frozen=True, slots=True)
-class CompileResult:
-    compilation: Compilation
-    queue_s: float  # seconds until its batch began
-    compile_s: float  # seconds of its batch
-
-
 @dataclass(slots=True, eq=False)
 class CompileJob:
-    """A request with the result that somebody waits for, unless it is given up.
-
-    Attributes:
-        seed: of its draws; None where nothing is drawn at random.
-    """
+    """A request with the result that somebody waits for, unless it is given up."""
 
     request: CompileRequest
     decoding: Decoding
-    seed: int | None
-    result: Future[CompileResult] = field(default_factory=Future)
+    seed: int | None  # of its draws; None where nothing is drawn at random
+    result: Future[Compilation] = field(default_factory=Future)
     given_up: bool = False  # nobody waits any more: the compiler looks at it before every token
     since: float = field(default_factory=time.perf_counter)
+    queue_s: float = 0.0  # seconds until its batch began
+    compile_s: float = 0.0  # seconds of its batch
 
     @property
     def group(self) -> tuple[float, float, bool]:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted
 from compiler.server.metrics import ServiceMetrics
-from compiler.server.queue import CompileJob, CompileResult, JobQueue, Refusal, WeightsJob
+from compiler.server.queue import CompileJob, JobQueue, Refusal, WeightsJob
 from compiler.server.wire import SamplingBody
 
 log = logging.getLogger("memcompiler.service")
@@ -180,10 +180,11 @@ class CompilerService:
             for job in jobs:
                 job.result.set_exception(error)
             return
-        seconds = time.perf_counter() - started
-        self.metrics.count_batch(made, [started - job.since for job in jobs], seconds)
+        for job in jobs:
+            job.queue_s, job.compile_s = started - job.since, time.perf_counter() - started
+        self.metrics.count_batch(jobs, made)
         for job, compilation in zip(jobs, made, strict=True):
-            job.result.set_result(CompileResult(compilation, started - job.since, seconds))
+            job.result.set_result(compilation)
 
 
 def _compile(compiler: ServedCompiler, jobs: Sequence[CompileJob]) -> list[Compilation]:

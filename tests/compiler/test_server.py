@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -420,6 +421,16 @@ def test_failures_come_back_in_words_and_in_time() -> None:
         kill()
         with pytest.raises(RemoteError, match="is it up\\? Start it by `memcompiler serve compiler"):
             RemoteCompiler(url, timeout=1).compile([tiny_models.request(0)] * 3)
+
+
+def test_the_time_limit_is_a_requests_not_the_batchs() -> None:
+    class Slow(Fake):
+        def compile(self, requests: Any, seeds: Any = None, wanted: Any = None) -> Any:
+            time.sleep(0.5)
+            return super().compile(requests)
+
+    with listening(Slow(), batch=1, gather=0.0) as (url, _):
+        assert len(RemoteCompiler(url, timeout=3, parallel=1).compile([tiny_models.request(0)] * 8)) == 8
 
 
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
