@@ -19,19 +19,9 @@ from configs.load import read_yaml
 from configs.run_folder import CONFIG
 from eval.matrix import joined, varying
 from eval.metrics import difference, families, ordered, split_name
-from eval.report import (
-    REPLAYS,
-    EpisodeSource,
-    Replays,
-    compared,
-    head_of,
-    load_chosen,
-    load_run,
-    named,
-    select,
-    short,
-    write_page,
-)
+from eval.replays import REPLAYS, Replays, compared, head_of, load_chosen, named, select
+from eval.report import load_run, short, write_page
+from eval.runs import EpisodeSource
 
 PAGE = "compare.html"
 # What must be the same for a difference to come from the runs and not from their tasks: key in results.json, in words.

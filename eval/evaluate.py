@@ -351,9 +351,9 @@ def _pooled(
     config: EvalConfig, made: Sequence[Cell], done: Mapping[str, Mapping[str, Any]], out: Path
 ) -> dict[str, Any]:
     """One table: each delivery of each group, its episodes of all seeds together."""
-    from eval.episodes import read_matrix
     from eval.matrix import SEED_AXIS, axes, baseline_of, joined, varying
     from eval.metrics import HIGHER_IS_BETTER, results
+    from eval.runs import read_matrix
 
     cells = _cells(made, done)
     episodes: dict[str, list[Episode]] = {}

@@ -136,7 +136,7 @@ def _success_panel(
         panel.axvline(100 * baseline["mean"], color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
     panel.set_xlim(0, 116)
     panel.set_xticks([0, 25, 50, 75, 100])
-    _quiet(panel, grid="x")
+    quiet(panel, grid="x")
     panel.spines["left"].set_visible(False)
     panel.tick_params(axis="y", length=0)
 
@@ -147,7 +147,7 @@ def _curve(panel: Axes, title: str, steps: Sequence[int], values: Sequence[float
     panel.set_title(title, loc="left", fontsize=9.5, color=INK, fontweight="bold")
     panel.margins(x=0.02)
     panel.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    _quiet(panel, grid="y")
+    quiet(panel, grid="y")
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
@@ -156,7 +156,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return [fmean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
 
 
-def _quiet(panel: Axes, grid: str) -> None:
+def quiet(panel: Axes, grid: str) -> None:
     panel.grid(axis="x" if grid == "x" else "y", color=GRID, linewidth=0.8)
     panel.set_axisbelow(True)
     panel.tick_params(colors=MUTED, labelsize=8, length=3, color=GRID)

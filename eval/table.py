@@ -15,11 +15,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from eval.format import DASH, emission_mix, escape, interval, markdown_table, milliseconds, percent, points, sizes
 from eval.metrics import CLOCKS, compared_pairs, display_name, families, is_control, ordered
 from runtime.errors import FAILURES
 
 WIDTH = 120  # what every terminal table of ours must fit into
-DASH = "–"
 COST_FROM = "executor\ntok/step"  # the first column of what a delivery takes, as against what it reaches
 
 
@@ -50,13 +50,12 @@ def results_table(results: Mapping[str, Any], width: int = WIDTH) -> RenderableT
 
 def to_markdown(results: Mapping[str, Any]) -> str:
     """The same rows as a GitHub table, controls in italics because Markdown tables have no rules."""
-    heads = headings(results)
-    rule = ["---"] + ["---:"] * (len(heads) - 1)
-    lines = [_markdown_row([_escape(head) for head in heads]), _markdown_row(rule)]
+    rows = []
     for delivery in ordered(results["results"]):
-        name, *cells = (_escape(cell) for cell in row(results, delivery))
-        lines.append(_markdown_row([f"*{name}*" if is_control(delivery) else name, *cells]))
-    notes = [_escape(line) for line in (*difference_lines(results), *notes_lines(results))]
+        name, *cells = map(escape, row(results, delivery))
+        rows.append([f"*{name}*" if is_control(delivery) else name, *cells])
+    lines = markdown_table([escape(head) for head in headings(results)], rows)
+    notes = [escape(line) for line in (*difference_lines(results), *notes_lines(results))]
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
@@ -72,7 +71,7 @@ def row(results: Mapping[str, Any], delivery: str) -> list[str]:
     of_family = [summary["by_family"].get(family) for family in families(results)]
     return [
         display_name(delivery),
-        percent_interval(summary["success"]),
+        interval(summary["success"]),
         *(percent(entry["success"]["mean"]) if entry else DASH for entry in of_family),
         f"{summary['progress']['mean']:.2f}",
         f"{summary['executor_tokens_per_step']:.0f}",
@@ -87,17 +86,9 @@ def difference_lines(results: Mapping[str, Any]) -> list[str]:
     return [f"{display_name(a)} − {display_name(b)}: {points(pair)}" for a, b, pair in compared_pairs(results)]
 
 
-def points(pair: Mapping[str, Any]) -> str:
-    """A paired difference in percentage points, with the tasks that only one of the two solved."""
-    low, high = (f"{100 * pair[end]:+.1f}" for end in ("low", "high"))
-    better = f"better on {pair['wins']}, worse on {pair['losses']} of {pair['n']} tasks"
-    return f"{100 * pair['mean']:+.1f} points [{low}, {high}], {better}"
-
-
 def notes_lines(results: Mapping[str, Any]) -> list[str]:
     """How to read the table, and every episode that broke."""
-    sizes = sorted({summary["success"]["n"] for summary in results["results"].values()})
-    counts = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    counts = sizes([summary["success"]["n"] for summary in results["results"].values()])
     lines = [f"{counts} episodes per delivery; [95% Wilson intervals], differences by paired bootstrap over tasks."]
     if any(summary["emission_mix"] for summary in results["results"].values()):
         lines.append("Emissions: E experience, B brief, H hybrid, N no action. Times: compiler/executor/environment.")
@@ -117,28 +108,6 @@ def broken_episodes(summary: Mapping[str, Any]) -> str:
     return ", ".join(f"{stops[name]} {name.replace('_', ' ')}" for name in map(str, FAILURES) if stops.get(name))
 
 
-def percent(share: float | None) -> str:
-    return DASH if share is None else f"{100 * share:.1f}"
-
-
-def percent_interval(interval: Mapping[str, Any]) -> str:
-    """`52.5 [44.8, 60.1]`"""
-    return f"{percent(interval['mean'])} [{percent(interval['low'])}, {percent(interval['high'])}]"
-
-
-def emission_mix(mix: Mapping[str, float]) -> str:
-    """`E 40 B 10 H 20 N 30`: shares in percent by the kinds' first letters."""
-    return " ".join(f"{kind[:1]} {100 * share:.0f}" for kind, share in mix.items()) or DASH
-
-
-def milliseconds(seconds: float) -> str:
-    """Milliseconds in about two digits: the environment takes microseconds, a large model seconds."""
-    value = 1000 * seconds
-    if value == 0 or value >= 10:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
-
-
 def _table(results: Mapping[str, Any], heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=box.HORIZONTALS, pad_edge=False, padding=(0, 1, 0, 0))
     for i, head in enumerate(heads):
@@ -156,13 +125,3 @@ def _width(table: Table) -> int:
 
 def _title(results: Mapping[str, Any]) -> str:
     return f"{results['environment']}, split {results['split']}, seed {results['seed']}"
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _escape(text: str) -> str:
-    """Cells hold data: a pipe would split the cell, a newline the row; HTML, links and emphasis would be rendered."""
-    escaped = "".join("\\" + c if c in "\\`*_|~" else {"<": "&lt;", "&": "&amp;"}.get(c, c) for c in text)
-    return " ".join(escaped.replace("](", "]\\(").split())

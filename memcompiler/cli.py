@@ -161,7 +161,8 @@ def report_runs(
     """Write RUN/report.html again, or compare several runs in FIRST/compare.html. Either is one file that opens
     offline."""
     from eval.compare import write_comparison
-    from eval.report import Replays, write_run_report
+    from eval.replays import Replays
+    from eval.report import write_run_report
 
     replays = Replays(tasks, tuple(task or ()))
     page = write_comparison(runs, out, replays) if len(runs) > 1 else write_run_report(runs[0], out, replays)

@@ -38,7 +38,8 @@ def run_table(number: int, runs: Sequence[Path], out: Path | None) -> None:
     Raises:
         ValueError: no such table, or a run that has no results.
     """
-    from eval.paper.tables import paper_table, table_plot, to_markdown
+    from eval.paper.render import table_plot, to_markdown
+    from eval.paper.tables import paper_table
 
     table = paper_table(number, runs)
     target = out or (runs[0] / "paper" if runs else None)

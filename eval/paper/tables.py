@@ -7,7 +7,6 @@ said to be so. The paper's figures are in `numbers.yaml`.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,18 +15,16 @@ from typing import Any
 
 import numpy as np
 import yaml
-from matplotlib.figure import Figure
 
-from agent.records import Episode, read_episodes
-from eval.episodes import read_matrix
+from agent.records import Episode
 from eval.metrics import ROLES, label, split_name, usage, wilson
-from eval.plots import ACCENT, DPI, GRID, INK, MUTED, save_figure
+from eval.paper.specs import ALFWORLD, EFFICIENCY, SPECS, Column, Spec
+from eval.runs import episode_files, episodes_of, read_results
 
 NUMBERS = Path(__file__).with_name("numbers.yaml")
 TABLES = (1, 2, 3, 4, 5, 6)
 NOT_MEASURED = "not measured"
 PAPER, MEASURED = "paper", "measured"
-_AXES = frozenset({"executor", "environment", "split", "seed"})
 _RESAMPLES = 2_000
 
 
@@ -81,17 +78,6 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """What a column shows: one metric on one environment, over `splits` together, of all tasks or of one family."""
-
-    name: str
-    environment: str
-    splits: tuple[str, ...]
-    metric: str = "success"
-    family: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """One delivery of one group of cells in a run's results."""
 
@@ -105,89 +91,10 @@ class Measured:
 
     def cell(self, metric: str, family: str) -> TableCell | None:
         """In percent, or in the unit of Table 5's column."""
-        if metric in _EFFICIENCY:
+        if metric in EFFICIENCY:
             return self.efficiency.get(metric)
         summary = self.summary["by_family"].get(family) if family else self.summary
         return _percent(summary[metric]) if summary else None
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """How a run's results become rows and columns of one of the paper's tables.
-
-    Attributes:
-        methods: name of the paper's row by delivery; in Table 4 by `variant/delivery`.
-        metrics: what environments that the paper has not are shown by.
-        axes: axes of a matrix that rows and columns tell already; others stand beside the method's name.
-        by_method: rows of one method together (the paper has one executor), instead of rows of one executor.
-    """
-
-    columns: tuple[Column, ...]
-    methods: Mapping[str, str]
-    metrics: tuple[str, ...] = ("success",)
-    axes: frozenset[str] = _AXES
-    by_method: bool = False
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The six tables
-
-
-def _embodiedbench(metric: str) -> tuple[Column, ...]:
-    columns: list[Column] = []
-    for name, environment, spatial in (
-        ("EB-ALFRED", "eb_alfred", "spatial"), ("EB-Habitat", "eb_habitat", "spatial_relationship"),
-    ):  # fmt: skip
-        splits = {
-            "Base": "base", "Com.": "common_sense", "Comp.": "complex_instruction", "Vis.": "visual_appearance",
-            "Spat.": spatial, "Long": "long_horizon",
-        }  # fmt: skip
-        columns.append(Column(f"{name} Avg.", environment, tuple(splits.values()), metric))
-        columns += [Column(f"{name} {short}", environment, (split,), metric) for short, split in splits.items()]
-    return tuple(columns)
-
-
-_ALFWORLD = Column("AlfWorld", "alfworld", ("valid_unseen",))
-_SCIENCEWORLD = Column("ScienceWorld", "scienceworld", ("agentsquare",))
-_HABITAT = tuple(
-    c for c in _embodiedbench("success") if c.name in ("EB-Habitat Avg.", "EB-Habitat Spat.", "EB-Habitat Vis.")
-)
-_METHODS = {"none": "No Mem", "static": "AMMI (static injection)", "compiled": "Ours"}
-_EFFICIENCY: Mapping[str, tuple[str, tuple[str, ...]]] = {  # column -> role, and what of its usage
-    "Compiler s": ("compiler", ("seconds",)),
-    "Executor s": ("executor", ("seconds",)),
-    "Exec In": ("executor", ("tokens_in",)),
-    "Exec Out": ("executor", ("tokens_out",)),
-    "Compiler tokens": ("compiler", ("tokens_in", "tokens_out")),
-}
-
-SPECS: Mapping[int, Spec] = {
-    1: Spec(_embodiedbench("success"), _METHODS),
-    2: Spec((_ALFWORLD, _SCIENCEWORLD), _METHODS),
-    3: Spec(
-        (_ALFWORLD, _SCIENCEWORLD, replace(_SCIENCEWORLD, name="ScienceWorld progress", metric="progress")),
-        {
-            "compiled": "MemCompiler (Full)", "compiled_text": "w/o Soft-Mem (text only)",
-            "compiled_no_brief": "w/o Brief State (raw obs as state)",
-            "static": "AMMI (static injection, same memory)", "none": "No Memory",
-        },
-        metrics=("success", "progress"), by_method=True,
-    ),
-    4: Spec(
-        tuple(sorted(_HABITAT, key=lambda c: ("Avg.", "Spat.", "Vis.").index(c.name.split()[1]))),
-        {
-            "n0/compiled_text": "N=0 (text only)", "n4/compiled": "N=4", "n8/compiled": "N=8",
-            "n16/compiled": "N=16 (default)", "n32/compiled": "N=32",
-            "no_orth/compiled": "N=16, w/o orth. constraint", "linear/compiled": "N=16, linear proj. (no Gaussian)",
-        },
-        axes=_AXES | {"variant"}, by_method=True,
-    ),
-    5: Spec(
-        (*(Column(name, "", (), name) for name in _EFFICIENCY), Column("Success %", "", ())),
-        {"static": "AMMI", "compiled": "SCMC"}, by_method=True,
-    ),
-    6: Spec(_embodiedbench("progress"), _METHODS, metrics=("progress",)),
-}  # fmt: skip
 
 
 def paper_numbers() -> dict[str, Any]:
@@ -219,27 +126,6 @@ def paper_table(number: int, runs: Sequence[Path]) -> Table:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a run measured
-
-
-def read_results(run: Path) -> dict[str, Any]:
-    """A run's results.json.
-
-    Raises:
-        ValueError: there is none, or it is not whole; says what to do.
-    """
-    path = run / "results.json"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: evaluate first (memcompiler eval -c CONFIG --out {run})")
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}): evaluate again") from error
-    if not isinstance(results, dict) or not results.get("results"):
-        missing = ", ".join(results.get("missing", ())) if isinstance(results, dict) else ""
-        raise ValueError(
-            f"{path} holds no results{f', {missing} are missing' if missing else ''}: go on with --on-exists resume"
-        )
-    return results
 
 
 def measurements(results: Mapping[str, Any], run: Path, efficiency: bool = False) -> list[Measured]:
@@ -278,11 +164,8 @@ def _efficiencies(results: Mapping[str, Any], run: Path) -> dict[str, dict[str, 
 
 
 def _episodes(results: Mapping[str, Any], run: Path) -> Iterable[Episode]:
-    if "cells" not in results:
-        path = run / "episodes.jsonl"
-        return read_episodes(path, images=False) if path.exists() else ()
-    whole = all((run / cell["path"] / "episodes.jsonl").exists() for cell in results["cells"].values())
-    return read_matrix(run, results, images=False) if whole else ()
+    whole = all(path.exists() for path in episode_files(run, results))
+    return episodes_of(run, results)(False) if whole else ()
 
 
 def _per_call(taken: Sequence[Mapping[str, Any]]) -> dict[str, TableCell]:
@@ -290,7 +173,7 @@ def _per_call(taken: Sequence[Mapping[str, Any]]) -> dict[str, TableCell]:
     rng = np.random.default_rng(0)
     picks = rng.integers(len(taken), size=(_RESAMPLES, len(taken)))
     cells = {}
-    for column, (role, keys) in _EFFICIENCY.items():
+    for column, (role, keys) in EFFICIENCY.items():
         calls = np.array([of[role]["calls"] for of in taken], dtype=float)
         sums = np.array([sum(of[role][key] for key in keys) for of in taken], dtype=float)
         if not calls.sum():
@@ -360,7 +243,7 @@ def _method(spec: Spec, m: Measured) -> str:
     name = spec.methods.get(f"{variant}/{m.delivery}" if variant else m.delivery)
     if name is None:
         name = ", ".join(filter(None, (variant, label(m.delivery))))
-    if not any(column.environment for column in spec.columns) and not _in(_ALFWORLD, m):
+    if not any(column.environment for column in spec.columns) and not _in(ALFWORLD, m):
         name += f", {m.environment} {m.split}"  # Table 5 has one environment, and no column that tells it
     others = ", ".join(f"{axis}={level}" for axis, level in m.levels.items() if axis not in spec.axes)
     return f"{name} [{others}]" if others else name
@@ -455,86 +338,3 @@ def _notes(number: int, found: Sequence[Measured], results: Sequence[Mapping[str
     if not found:
         notes.append("No run was given.")
     return notes
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Text and picture
-
-
-def to_markdown(table: Table) -> str:
-    """The table for GitHub and the terminal."""
-    heads = ["executor", "method", "source", *table.columns, "n"]
-    lines = [f"### {table.title}", "", _line(heads), _line(["---"] * 3 + ["---:"] * (len(heads) - 3))]
-    for row in table.rows:
-        source = (
-            "**measured**" if row.source == MEASURED else PAPER if table.measured(row) else f"paper; {NOT_MEASURED}"
-        )
-        cells = [_text(row.cells.get(column), row.source, column) for column in table.columns]
-        lines.append(_line([_plain(row.executor), _plain(row.method), source, *cells, _sizes(row)]))
-    about = [
-        f"Run {_plain(of['run'])}: " + "; ".join(f"{key} {_plain(', '.join(map(str, of[key])))}" for key in _ABOUT)
-        for of in table.runs
-    ]
-    return "\n".join([*lines, "", *(f"- {note}" for note in (*about, *table.notes))]) + "\n"
-
-
-_ABOUT = ("environment", "split", "seed", "n_tasks", "executors")
-
-
-def _text(cell: TableCell | None, source: str, column: str) -> str:
-    """`52.5 [44.8, 60.1] (+12%)`"""
-    if cell is None:
-        return NOT_MEASURED if source == MEASURED and column not in _EFFICIENCY else "–"  # some have no compiler
-    digits = 3 if column.endswith(" s") else 1
-    shown = f"{cell.value:g}" if source == PAPER else f"{cell.value:.{digits}f}"
-    if cell.low is not None and cell.high is not None:
-        shown += f" [{cell.low:.{digits}f}, {cell.high:.{digits}f}]"
-    return shown if cell.relative is None else f"{shown} ({cell.relative:+.1f}%)"
-
-
-def _sizes(row: Row) -> str:
-    sizes = sorted({cell.n for cell in row.cells.values() if cell.n})
-    return "–" if not sizes else f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _plain(text: str) -> str:
-    """Names from data: a pipe or a line's end would break the table, a bracket or an angle would be read as markup."""
-    return " ".join("".join("\\" + c if c in "\\`*_|~<" else c for c in text).split())
-
-
-def table_plot(table: Table, path: Path) -> Path:
-    """One panel a column: the paper's values as open diamonds, measured ones as dots with their intervals."""
-    labels = list(dict.fromkeys((row.executor, row.method) for row in table.rows))
-    size = (3.4 + 2.3 * len(table.plotted), 1.3 + 0.24 * len(labels))
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
-    panels = figure.subplots(1, len(table.plotted), sharey=True, squeeze=False)[0]
-    for panel, column in zip(panels, table.plotted, strict=True):
-        for row in table.rows:
-            if (cell := row.cells.get(column)) is not None:
-                _dot(panel, labels.index((row.executor, row.method)), cell, row.source)
-        panel.set_title(column.replace("$", r"\$"), loc="left", fontsize=9, color=INK, fontweight="bold")
-        panel.grid(axis="x", color=GRID, linewidth=0.8)
-        panel.set_axisbelow(True)
-        panel.tick_params(colors=MUTED, labelsize=8)
-        panel.tick_params(axis="y", length=0)
-        panel.spines[["top", "right", "left"]].set_visible(False)
-        if column not in _EFFICIENCY:
-            panel.set_xlim(-2, 102)
-    names = [f"{executor}, {method}".replace("$", r"\$") for executor, method in labels]
-    panels[0].set_yticks(range(len(labels)), names, fontsize=7.5)
-    panels[0].set_ylim(len(labels) - 0.4, -0.6)
-    figure.supxlabel("diamond: paper    dot: measured, bar: 95 % interval", fontsize=8.5, color=MUTED)
-    return save_figure(figure, path)
-
-
-def _dot(panel: Any, y: int, cell: TableCell, source: str) -> None:
-    if source == PAPER:
-        panel.plot(cell.value, y, "D", color="white", markeredgecolor=MUTED, markersize=4.5, zorder=2)
-        return
-    if cell.low is not None and cell.high is not None:
-        panel.plot([cell.low, cell.high], [y, y], color=ACCENT, linewidth=4, alpha=0.32, solid_capstyle="butt")
-    panel.plot(cell.value, y, "o", color=ACCENT, markersize=5.5, zorder=3)

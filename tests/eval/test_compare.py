@@ -12,8 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 from agent.records import Episode, StopReason
-from eval.compare import Replays, differences, differing, dotted, read_runs, shared, unique_names, write_comparison
+from eval.compare import differences, differing, dotted, read_runs, shared, unique_names, write_comparison
 from eval.metrics import results
+from eval.replays import Replays
 from memcompiler.cli import app
 from tests.eval.pages import HOSTILE, Page, episode, hostile_episode
 

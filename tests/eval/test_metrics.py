@@ -11,8 +11,8 @@ from PIL import Image
 from rich.console import Console
 
 from agent.records import Episode, StepRecord, StopReason, episode_from_json, read_episodes
-from eval.episodes import read_matrix
 from eval.metrics import bootstrap_mean, ordered, paired_bootstrap_difference, results, summarise, wilson
+from eval.runs import read_matrix
 from eval.table import print_results, to_markdown
 
 META = {"environment": "household", "split": "test", "seed": 7}

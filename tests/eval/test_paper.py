@@ -14,19 +14,10 @@ from configs.evaluation import EvalConfig
 from configs.load import CONFIGS, load_config
 from eval.matrix import cells, joined
 from eval.metrics import bootstrap_mean, summarise, wilson
-from eval.paper.tables import (
-    MEASURED,
-    NOT_MEASURED,
-    PAPER,
-    SPECS,
-    TABLES,
-    Table,
-    paper_numbers,
-    paper_table,
-    read_results,
-    table_plot,
-    to_markdown,
-)
+from eval.paper.render import table_plot, to_markdown
+from eval.paper.specs import SPECS
+from eval.paper.tables import MEASURED, NOT_MEASURED, PAPER, TABLES, Table, paper_numbers, paper_table
+from eval.runs import read_results
 
 EVAL_CONFIGS = CONFIGS / "eval"
 

@@ -14,7 +14,8 @@ from PIL import Image
 from agent.records import Episode, StopReason
 from eval.metrics import results
 from eval.plots import deliveries_plot, read_metrics, training_plot
-from eval.report import Head, diff_state, outcome, select, write_report
+from eval.replays import Head, diff_state, outcome, select
+from eval.report import write_report, write_run_report
 from tests.eval.pages import HOSTILE, Page, episode, hostile_episode, step
 
 META = {"environment": "household", "split": "test", "seed": 7}
@@ -50,14 +51,14 @@ def test_the_report_shows_results_and_replays(tmp_path: Path) -> None:
 def test_a_run_folder_becomes_a_report(tmp_path: Path) -> None:
     per_delivery = make_run()
     with pytest.raises(ValueError, match=r"results\.json does not exist: evaluate first"):
-        write_report(tmp_path)
+        write_run_report(tmp_path)
     (tmp_path / "results.json").write_text(json.dumps(results(per_delivery, META)), encoding="utf-8")
     with pytest.raises(FileNotFoundError, match=r"episodes\.jsonl is missing"):
-        write_report(tmp_path)
+        write_run_report(tmp_path)
     rows = [json.dumps(each.to_json(images=True)) for episodes in per_delivery.values() for each in episodes]
     (tmp_path / "episodes.jsonl").write_text("\n".join(rows), encoding="utf-8")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n', encoding="utf-8")
-    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    page = Page(write_run_report(tmp_path).read_text(encoding="utf-8"))
     assert page.text.count("goal of t") == 4
     assert {"Success by delivery", "Training losses"} <= set(page.attributes("alt"))
     assert sum(tag == "img" for tag, _ in page.tags) == 2 + 2 * 4 * 2  # figures, and every step's picture

@@ -1,0 +1,77 @@
+"""The paper's tables as Markdown and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from eval.format import DASH, escape, markdown_table, sizes
+from eval.paper.specs import EFFICIENCY
+from eval.paper.tables import MEASURED, NOT_MEASURED, PAPER, Row, Table, TableCell
+from eval.plots import ACCENT, DPI, INK, MUTED, quiet, save_figure
+
+_ABOUT = ("environment", "split", "seed", "n_tasks", "executors")
+
+
+def to_markdown(table: Table) -> str:
+    """Write the table for GitHub and the terminal."""
+    heads = ["executor", "method", "source", *table.columns, "n"]
+    about = [
+        f"Run {escape(of['run'])}: " + "; ".join(f"{key} {escape(', '.join(map(str, of[key])))}" for key in _ABOUT)
+        for of in table.runs
+    ]
+    lines = markdown_table(heads, [_cells(table, row) for row in table.rows], left=3)
+    notes = (f"- {note}" for note in (*about, *table.notes))
+    return "\n".join([f"### {table.title}", "", *lines, "", *notes]) + "\n"
+
+
+def _cells(table: Table, row: Row) -> list[str]:
+    source = "**measured**" if row.source == MEASURED else PAPER if table.measured(row) else f"paper; {NOT_MEASURED}"
+    values = [_text(row.cells.get(column), row.source, column) for column in table.columns]
+    n = sizes([cell.n for cell in row.cells.values() if cell.n])
+    return [escape(row.executor), escape(row.method), source, *values, n]
+
+
+def _text(cell: TableCell | None, source: str, column: str) -> str:
+    """`52.5 [44.8, 60.1] (+12%)`"""
+    if cell is None:
+        return NOT_MEASURED if source == MEASURED and column not in EFFICIENCY else DASH  # some have no compiler
+    digits = 3 if column.endswith(" s") else 1
+    shown = f"{cell.value:g}" if source == PAPER else f"{cell.value:.{digits}f}"
+    if cell.low is not None and cell.high is not None:
+        shown += f" [{cell.low:.{digits}f}, {cell.high:.{digits}f}]"
+    return shown if cell.relative is None else f"{shown} ({cell.relative:+.1f}%)"
+
+
+def table_plot(table: Table, path: Path) -> Path:
+    """Draw one panel a column: the paper's values as open diamonds, measured ones as dots with their intervals."""
+    labels = list(dict.fromkeys((row.executor, row.method) for row in table.rows))
+    size = (3.4 + 2.3 * len(table.plotted), 1.3 + 0.24 * len(labels))
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    panels = figure.subplots(1, len(table.plotted), sharey=True, squeeze=False)[0]
+    for panel, column in zip(panels, table.plotted, strict=True):
+        for row in table.rows:
+            if (cell := row.cells.get(column)) is not None:
+                _dot(panel, labels.index((row.executor, row.method)), cell, row.source)
+        panel.set_title(column.replace("$", r"\$"), loc="left", fontsize=9, color=INK, fontweight="bold")
+        quiet(panel, grid="x")
+        panel.tick_params(axis="y", length=0)
+        panel.spines["left"].set_visible(False)
+        if column not in EFFICIENCY:
+            panel.set_xlim(-2, 102)
+    names = [f"{executor}, {method}".replace("$", r"\$") for executor, method in labels]
+    panels[0].set_yticks(range(len(labels)), names, fontsize=7.5)
+    panels[0].set_ylim(len(labels) - 0.4, -0.6)
+    figure.supxlabel("diamond: paper    dot: measured, bar: 95 % interval", fontsize=8.5, color=MUTED)
+    return save_figure(figure, path)
+
+
+def _dot(panel: Any, y: int, cell: TableCell, source: str) -> None:
+    if source == PAPER:
+        panel.plot(cell.value, y, "D", color="white", markeredgecolor=MUTED, markersize=4.5, zorder=2)
+        return
+    if cell.low is not None and cell.high is not None:
+        panel.plot([cell.low, cell.high], [y, y], color=ACCENT, linewidth=4, alpha=0.32, solid_capstyle="butt")
+    panel.plot(cell.value, y, "o", color=ACCENT, markersize=5.5, zorder=3)
