@@ -173,7 +173,7 @@ class _Decoder:
     def __init__(
         self, compiler: MemoryCompiler, prompts: Sequence[Prompt], memories: Sequence[object], by: Generators
     ) -> None:
-        self.compiler, self.backbone, self.by = compiler, compiler.backbone, by
+        self.compiler, self.backbone, self.prompts, self.by = compiler, compiler.backbone, prompts, by
         self.cache = DynamicCache(config=self.backbone.model.config.get_text_config())
         whole = self.backbone.pad(prompts, "left")
         self.position = whole.next_positions  # ([3,] B, 1)
@@ -220,12 +220,14 @@ class _Decoder:
             alive = alive & (token != end)
             if not any(going and wanted(i) for i, going in enumerate(alive.tolist())):
                 break
+        rows = _rows(torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(real, 1), alive, end)
+        if not self.backbone.attends_fully:  # rows that ended went on in its states: all is read once more
+            return _Decoded(rows, self.compiler.score(self.prompts, [row.ids for row in rows]).gaussian)
         # The last token is not in the cache yet; a row that ran out of budget gets its end-of-turn token now.
         tail = torch.full((len(alive), 1 + n), self.backbone.memory_id, device=hidden.device)
         tail[:, 0] = end
         follows = torch.cat([real[-1], alive[:, None], torch.ones_like(tail[:, 1:], dtype=torch.bool)], 1)
         h_soft = self._feed(torch.cat([tokens[-1], tail], 1), follows)[:, -n:]
-        rows = _rows(torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(real, 1), alive, end)
         return _Decoded(rows, self.compiler.projector(h_soft))
 
     def _feed(self, tokens: Tensor, real: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest
 from executor.records import Action
-from lm.backbone import Backbone
+from lm.backbone import Backbone, Batch
 from lm.prompt import Prompt
 from soft_mem.inject import inject
 
@@ -81,8 +81,11 @@ class FrozenExecutor(TokenExecutor):
 
         The candidates of a prompt share prefixes ("go to ..."): they are laid out as a tree behind the prompt, and a
         tree attention mask lets each node see the prompt and its own ancestors only. Exact, not an approximation, and
-        differentiable in the prompts' soft tokens.
+        differentiable in the prompts' soft tokens. Where such a mask would not hold (`Backbone.attends_fully`), each
+        candidate is a row of its own.
         """
+        if not self.backbone.attends_fully:
+            return self._row_logprobs(prompts, candidates)
         trees = [_Tree.of([self.action_ids(c) for c in names]) for names in candidates]
         batch = self.backbone.pad([p.extended(t.tokens) for p, t in zip(prompts, trees, strict=True)], "right")
         mask, offsets = _tree_attention([len(p.ids) for p in prompts], trees, batch.tokens.shape[1])
@@ -102,6 +105,17 @@ class FrozenExecutor(TokenExecutor):
             results.append(torch.stack([node[path].sum() for path in tree.paths]))
         return results
 
+    def _row_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
+        """`candidate_logprobs` by as many forward passes as it takes, `batch_size` candidates at a time."""
+        pairs = zip(prompts, candidates, strict=True)
+        rows = [(prompt, self.action_ids(name)) for prompt, names in pairs for name in names]
+        scores = []
+        for i in range(0, len(rows), self.batch_size):
+            part, actions = zip(*rows[i : i + self.batch_size], strict=True)
+            batch = self.backbone.pad([p.extended(a) for p, a in zip(part, actions, strict=True)], "right")
+            scores.append(-self._nll(batch, self.embed(batch.tokens, part), part, actions)[0])
+        return list(torch.cat(scores).split([len(names) for names in candidates]))
+
     def action_nll(
         self, prompts: Sequence[Prompt], soft_BNd: Tensor | None, actions: Sequence[Sequence[int]],
         smoothing: float = 0.0,
@@ -114,6 +128,12 @@ class FrozenExecutor(TokenExecutor):
         embeddings = self.backbone.embeddings(batch.tokens)
         if soft_BNd is not None:
             embeddings = inject(embeddings, batch.tokens, self.placeholder, soft_BNd)
+        return self._nll(batch, embeddings, prompts, actions, smoothing)
+
+    def _nll(
+        self, batch: Batch, embeddings: Tensor, prompts: Sequence[Prompt], actions: Sequence[Sequence[int]],
+        smoothing: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         hidden = self.backbone.hidden(batch, embeddings=embeddings)
         row = torch.cat([torch.full((len(a),), i) for i, a in enumerate(actions)]).to(hidden.device)
         at = torch.cat([torch.arange(len(a)) + len(p.ids) - 1 for p, a in zip(prompts, actions, strict=True)])

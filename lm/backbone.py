@@ -6,6 +6,8 @@ the last bit of position.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -60,6 +62,16 @@ class Backbone(PromptEncoder):
         """Tokens that the model was made for; None where its config does not say."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
+    @functools.cached_property
+    def attends_fully(self) -> bool:
+        """Tell whether every layer attends to all earlier tokens, by mask and position alone, so that a tree's mask
+        means what it says: not with linear attention, state spaces, convolutions or sliding windows."""
+        config = self.model.config.get_text_config()
+        windows = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
+        full = set(getattr(config, "layer_types", None) or windows) <= {"full_attention"}
+        takes_positions = "position_ids" in inspect.signature(self.body.forward).parameters
+        return full and takes_positions and not getattr(self.model, "_is_stateful", False)
+
     @property
     def body(self) -> Any:
         """The model without its output head."""
@@ -95,9 +107,9 @@ class Backbone(PromptEncoder):
         return Batch(tokens, mask, self._positions(tokens, mask, grid), pixels, grid)
 
     def common(self, rows: Sequence[Prompt]) -> int:
-        """Count the tokens that all of several rows begin with, up to their first picture; something is left of each
-        row. 0 for a single row."""
-        if len(rows) < 2:
+        """Count the tokens that all of several rows begin with, up to their first picture, and may read once for all of
+        them; something is left of each row. 0 for a single row."""
+        if len(rows) < 2 or not self.attends_fully:  # read once, they leave gaps of hidden columns in a cache
             return 0
         first, last = min(row.ids for row in rows), max(row.ids for row in rows)  # all others lie between these two
         n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
