@@ -17,6 +17,8 @@ class ExecutorConfig(ServerSettings):
     model: str = "zoo/household/executor"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: str = "auto"
+    # Of engine hf: accelerate spreads a model too large for one device over all of them and the host's memory.
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
     # What evaluation and rollouts run on; SFT needs hf, for the gradient. http: `memcompiler serve executor` at `url`.
     # api: a closed model, which reads text only.
     engine: Literal["hf", "vllm", "http", "api"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]

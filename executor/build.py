@@ -54,8 +54,9 @@ def load_frozen(config: ExecutorConfig, instructions: str = RULES) -> FrozenExec
 
     quiet()
     backbone = load_backbone(
-        model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token
-    )
+        model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token,
+        config.device_map,
+    )  # fmt: skip
     return FrozenExecutor(
         backbone, "choice" if config.mode == "choice" else "generate", batch_size=config.batch_size,
         temperature=config.temperature, **_common(config, instructions),

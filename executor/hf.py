@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from accelerate.utils.modeling import get_state_dict_offloaded_model
 from torch import Tensor
 
 from executor.base import TokenExecutor
@@ -41,7 +42,9 @@ class FrozenExecutor(TokenExecutor):
     def hash(self) -> str:
         """SHA-256 over names and bytes of all parameters: frozen means that training leaves it as it was."""
         digest = hashlib.sha256()
-        for name, parameter in sorted(self.model.state_dict().items()):
+        spread = any(parameter.is_meta for parameter in self.model.parameters())  # some weights are put away
+        weights = get_state_dict_offloaded_model(self.model) if spread else self.model.state_dict()
+        for name, parameter in sorted(weights.items()):
             digest.update(name.encode())
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
@@ -89,7 +92,7 @@ class FrozenExecutor(TokenExecutor):
         trees = [_Tree.of([self.action_ids(c) for c in names]) for names in candidates]
         batch = self.backbone.pad([p.extended(t.tokens) for p, t in zip(prompts, trees, strict=True)], "right")
         mask, offsets = _tree_attention([len(p.ids) for p in prompts], trees, batch.tokens.shape[1])
-        dtype = self.embedding_table.dtype
+        dtype = self.model.dtype
         bias = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         hidden = self.backbone.hidden(
             replace(batch, positions=batch.positions + offsets.to(batch.positions.device)),

@@ -51,7 +51,10 @@ class Backbone(PromptEncoder):
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        """Where batches go: where a model that is spread over devices has its input embeddings."""
+        hook = getattr(self.model.get_input_embeddings(), "_hf_hook", None)
+        placed = getattr(hook, "execution_device", None)
+        return self.model.device if placed is None else torch.device(placed)
 
     @property
     def hidden_size(self) -> int:
@@ -133,10 +136,10 @@ class Backbone(PromptEncoder):
         return self.body(
             **read, attention_mask=batch.mask if mask is None else mask, position_ids=batch.positions,
             past_key_values=cache, use_cache=cache is not None, **batch.vision,
-        ).last_hidden_state  # fmt: skip
+        ).last_hidden_state.to(self.device)  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(hidden)
+        return self.model.get_output_embeddings()(hidden).to(self.device)
 
     def _positions(self, tokens: Tensor, mask: Tensor, grid: Tensor | None) -> Tensor:
         plain = (mask.cumsum(-1) - 1).clamp(min=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,23 @@ def load_encoder(name: str | Path, memory_token: str = "auto") -> PromptEncoder:
     return PromptEncoder(load_processor(name), memory_token)
 
 
-def load_backbone(name: str | Path, dtype: torch.dtype, device: str, memory_token: str = "auto") -> Backbone:
-    """The model with its prompts; a vision-language model if its config has a vision part."""
+def load_backbone(
+    name: str | Path, dtype: torch.dtype, device: str, memory_token: str = "auto",
+    device_map: str | Mapping[str, str] | None = None, **placing: Any,
+) -> Backbone:  # fmt: skip
+    """The model with its prompts; a vision-language model if its config has a vision part.
+
+    Args:
+        device: that holds all of it, unless there is a `device_map`.
+        device_map: accelerate spreads a model that is too large for one device over all of them and the host's memory:
+            `auto`, or the place of each part. For frozen models.
+        placing: what accelerate takes besides: max_memory, offload_folder.
+    """
     kind: Any = AutoModelForImageTextToText if _is_vlm(name) else AutoModelForCausalLM
-    model = kind.from_pretrained(name, dtype=dtype).to(device)
+    if device_map is None:
+        model = kind.from_pretrained(name, dtype=dtype).to(device)
+    else:
+        model = kind.from_pretrained(name, dtype=dtype, device_map=device_map, **placing)
     return Backbone(model, load_processor(name), memory_token)
 
 
