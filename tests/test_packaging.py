@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-NO_PACKAGES = {"benchmarks", "docs", "out", "build", "dist", "tests"}
+NO_PACKAGES = {"docs", "out", "build", "dist", "tests"}
 
 
 @pytest.fixture(scope="module")
