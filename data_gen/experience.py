@@ -11,8 +11,8 @@ from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import Episode
 from envs.base import Environment, Task
-from memory.bank import MemoryBank
 from memory.entry import MemoryEntry
+from memory.protocol import Memory
 from memory.trajectory import entry_from_trajectory
 from runtime.errors import is_failure
 
@@ -26,7 +26,7 @@ class Explainer(Protocol):
 
 
 def collect_experience(
-    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: MemoryBank, max_steps: int = 50,
+    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: Memory, max_steps: int = 50,
     on_episode: Callable[[Episode], None] | None = None, round_size: int = ROUND,
 ) -> None:  # fmt: skip
     """The expert plays `tasks`; every episode becomes an entry, written when the `round_size` episodes of its round are
@@ -39,7 +39,7 @@ def collect_experience(
         bank.write(entries_of(episodes))
 
 
-def not_experienced(tasks: Sequence[Task], bank: MemoryBank) -> list[Task]:
+def not_experienced(tasks: Sequence[Task], bank: Memory) -> list[Task]:
     """Those of `tasks` of which the bank holds no episode yet."""
     known = bank.origins()
     return [task for task in tasks if (task.id, task.split) not in known]

@@ -17,6 +17,7 @@ from envs.base import Task
 from envs.environments import Environments
 from envs.registry import experience_split
 from memory.bank import MemoryBank, open_bank
+from memory.protocol import Memory
 from runtime.progress import progress
 
 console = Console(width=120)
@@ -45,14 +46,14 @@ def experience_tasks(candidates: Sequence[Task], tasks: Sequence[Task], limit: i
     return [task for task in candidates if task.scene in scenes][:limit]
 
 
-def specs_for(tasks: Sequence[Task], bank: MemoryBank, k: int) -> list[EpisodeSpec]:
+def specs_for(tasks: Sequence[Task], bank: Memory, k: int) -> list[EpisodeSpec]:
     """M = Retrieve(bank, goal) for every task, without entries of the task itself; the bank's version goes along.
 
     Entries stand in the order of their ids (hashes), not of their rank: the right one usually ranks first, and a place
     in the prompt that gives it away would make reading the entries unnecessary, for every delivery alike.
     """
     version = bank.snapshot()
-    found = bank.retrieve_many(tasks, k) if k else [[] for _ in tasks]
+    found = bank.retrieve(tasks, k) if k else [[] for _ in tasks]
     ordered = [tuple(sorted(entries, key=lambda entry: entry.id)) for entries in found]
     return [EpisodeSpec(task, entries, version) for task, entries in zip(tasks, ordered, strict=True)]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import base64
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +29,28 @@ class MemoryEntry:
     text: str
     provenance: Provenance
     images: tuple[bytes, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict, pictures as base64."""
+        images = [base64.b64encode(image).decode("ascii") for image in self.images]
+        return {"id": self.id, "text": self.text, "provenance": asdict(self.provenance), "images": images}
+
+
+def entry_from_json(row: Mapping[str, Any]) -> MemoryEntry:
+    """The entry that `to_json` wrote.
+
+    Raises:
+        ValueError: a field is missing or of the wrong type.
+    """
+    try:
+        origin = row["provenance"]
+        provenance = Provenance(**{**origin, "actions": tuple(origin.get("actions", ()))})
+        images = tuple(base64.b64decode(image, validate=True) for image in row.get("images", ()))
+        entry = MemoryEntry(row["id"], row["text"], provenance, images)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    names = (provenance.task_id, provenance.scene, provenance.goal, provenance.split, provenance.source)
+    texts = (entry.id, entry.text, *names, *provenance.actions)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(provenance.success, bool):
+        raise ValueError("a field is of the wrong type")
+    return entry

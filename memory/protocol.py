@@ -1,8 +1,9 @@
-"""The contract that every memory system meets, so that any of them can feed every delivery."""
+"""What callers use of a memory system, so that any of them can feed every delivery."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -23,20 +24,25 @@ class Written:
 
 @runtime_checkable
 class Memory(Protocol):
-    """Append, look up, and go back to what was known at an earlier time."""
+    """Append, look up, and say which version that was."""
 
     def write(self, entries: MemoryEntry | Iterable[MemoryEntry]) -> Written:
         """Append one entry or several. An id that is known already is ignored and counted, never overwritten."""
         ...
 
-    def retrieve(self, task: Task, k: int = 4) -> list[MemoryEntry]:
-        """M = Retrieve(bank, goal): at most `k` entries, best first, the same for the same contents."""
+    def retrieve(self, tasks: Sequence[Task], k: int = 4) -> list[list[MemoryEntry]]:
+        """M = Retrieve(bank, goal) for each task: at most `k` entries, best first, the same for the same contents and
+        none that an episode of this very task wrote."""
         ...
 
     def snapshot(self) -> int:
-        """The version that stands for everything written so far; `at` takes it, checkpoints record it."""
+        """The version that stands for everything written so far; checkpoints and results record it."""
         ...
 
-    def at(self, version: int) -> Memory:
-        """A read-only view: what is written after `version` is never seen through it."""
+    def origins(self) -> Counter[tuple[str, str]]:
+        """How many entries there are by (task id, split), for audits."""
         ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[MemoryEntry]: ...

@@ -27,13 +27,12 @@ The result depends on the set of entries alone, not on the order or the batches 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from envs.base import Task
+from memory.trajectory import goal_without_scene
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +43,7 @@ WINDOW = 64  # entries of each list that are looked at, at least
 MAX_QUERY = 1000  # characters of a goal that take part, and
 MAX_WORDS = 50  # words: query time grows with both
 
-COLUMNS = ("id", "goal", "scene", "task_id", "split", "success", "words")  # all that ranking reads
+COLUMNS = ("id", "goal", "scene", "task_id", "success", "words")  # all that ranking reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,31 +69,28 @@ class Retriever:
         self._table, self._row_column = table, row_column
         self._top: dict[str, float] = {}  # goals of one benchmark share their words
 
-    def rank(
-        self, task: Task, k: int, exclude_own_task: bool = True, splits: Sequence[str] | None = None,
-        vector: np.ndarray | None = None,
-    ) -> list[Found]:  # fmt: skip
-        """At most k entries, best first. With `vector`, the goal's embedding (d,), by cosine instead of by words."""
-        if k <= 0 or (splits is not None and not splits):
+    def rank(self, task: Task, k: int, vector: np.ndarray | None = None) -> list[Found]:
+        """At most k entries, best first, none of the task's own. With `vector`, the goal's embedding (d,), by cosine
+        instead of by words."""
+        if k <= 0:
             return []
         from lancedb.expr import col, lit
         from lancedb.query import BooleanQuery, Occur
 
-        scene, own = encodable(task.scene), encodable(task.id) if exclude_own_task else None
+        scene, own = encodable(task.scene), encodable(task.id)
         words = [] if vector is not None else self._weighted(query_words(task))
-        allowed = _in_splits(splits)
         here: list[Found] = []
         if scene and vector is not None:
-            here = self._best(vector, [*allowed, col("scene") == lit(scene)], k, lambda f: f.task_id != own)
+            here = self._best(vector, k, lambda f: f.task_id != own, col("scene") == lit(scene))
         elif scene:
             # The scene's own term adds the same to every row found (all of them must have it): the goal decides.
             query = BooleanQuery([(Occur.MUST, _match(scene, "scene")), *words])
-            here = self._best(query, allowed, k, lambda f: f.task_id != own)
+            here = self._best(query, k, lambda f: f.task_id != own)
         elsewhere: list[Found] = []
         if words or vector is not None:
             # Passing over a few rows here is cheaper than a filter in LanceDB, which reads its column from end to end.
             query = BooleanQuery(words) if vector is None else vector
-            elsewhere = self._best(query, allowed, k, lambda f: f.task_id != own and not (scene and f.scene == scene))
+            elsewhere = self._best(query, k, lambda f: f.task_id != own and not (scene and f.scene == scene))
         return merge(repeats_last(here), repeats_last(elsewhere), k)
 
     def _weighted(self, words: Sequence[str]) -> list[tuple[Any, Any]]:
@@ -103,11 +99,13 @@ class Retriever:
 
         for word in words:
             if word not in self._top:
-                best = self._search(_match(word, "words"), [], 1)
+                best = self._search(_match(word, "words"), 1)
                 self._top[word] = best[0].score if best else 0.0
         return [(Occur.SHOULD, _match(word, "words", self._top[word])) for word in words if self._top[word]]
 
-    def _best(self, query: Any, where: Sequence[Expr], k: int, keep: Callable[[Found], bool]) -> list[Found]:
+    def _best(
+        self, query: Any, k: int, keep: Callable[[Found], bool], where: Expr | None = None
+    ) -> list[Found]:  # fmt: skip
         """At least the k best rows that `keep` keeps (if there are as many), by (score, id).
 
         LanceDB breaks ties by row. So rows that tie with the last one found do not count: which of their kind were
@@ -115,22 +113,22 @@ class Retriever:
         """
         limit = max(WINDOW, 4 * k)
         while True:
-            found = self._search(query, where, limit)
+            found = self._search(query, limit, where)
             edge = min(f.score for f in found) if len(found) == limit else -math.inf
             kept = [f for f in found if f.score > edge and keep(f)]
             if edge == -math.inf or len(kept) >= k:
                 return sorted(kept, key=lambda f: (-f.score, f.id))
             limit *= 16
 
-    def _search(self, query: Any, where: Sequence[Expr], limit: int) -> list[Found]:
+    def _search(self, query: Any, limit: int, where: Expr | None = None) -> list[Found]:
         """The best `limit` rows. `query`: a unit vector, or a structured query, never a query string."""
         table: Any = self._table  # the kind of query builder depends on the query
         if by_vector := hasattr(query, "shape"):
             search = table.search(query, query_type="vector").distance_type("dot")  # 1 - cosine
         else:
             search = table.search(query, query_type="fts")
-        if where:
-            search = search.where(reduce(lambda a, b: a & b, where), prefilter=True)
+        if where is not None:
+            search = search.where(where, prefilter=True)
         measure, sign = ("_distance", -1.0) if by_vector else ("_score", 1.0)
         columns = [self._row_column, "id", "goal", "scene", "task_id", "success", measure]
         rows = search.select(columns).with_row_id(True).limit(limit).to_arrow().select(columns)
@@ -138,14 +136,9 @@ class Retriever:
         return [Found(*values[:-1], score=sign * values[-1]) for values in zip(*lists, strict=True)]
 
 
-def goal_text(goal: str, scene: str) -> str:
-    """The goal without its scene's label, which is matched on its own and whose number would match other numbers."""
-    return re.sub(rf"(?<!\w){re.escape(scene)}(?!\w)", " ", goal) if scene else goal
-
-
 def query_words(task: Task) -> list[str]:
     """Each word of the goal once."""
-    words = " ".join(dict.fromkeys(encodable(goal_text(task.goal, task.scene)).lower().split()))
+    words = " ".join(dict.fromkeys(encodable(goal_without_scene(task.goal, task.scene)).lower().split()))
     return words[:MAX_QUERY].split()[:MAX_WORDS]
 
 
@@ -174,12 +167,3 @@ def _match(text: str, column: str, boost: float = 1.0) -> Any:
     from lancedb.query import MatchQuery
 
     return MatchQuery(text, column, boost=boost)  # type: ignore[call-arg]  # pydantic's defaults escape the checker
-
-
-def _in_splits(splits: Sequence[str] | None) -> list[Expr]:
-    """Expression objects, never SQL text: the name of a split is data."""
-    from lancedb.expr import col, lit
-
-    if splits is None:
-        return []
-    return [reduce(lambda a, b: a | b, [col("split") == lit(encodable(split)) for split in splits])]

@@ -20,9 +20,9 @@ _NEWLINE = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # whatever st
 
 def entry_from_trajectory(
     task: Task, actions: Sequence[str], observations: Sequence[str], success: bool, rationale: str = "",
-    images: Iterable[bytes | Image] = (), id: str | None = None, split: str | None = None,
+    images: Iterable[bytes | Image] = (), id: str | None = None,
 ) -> MemoryEntry:  # fmt: skip
-    """The memory entry of one episode.
+    """Make the memory entry of one episode.
 
     Args:
         actions: the commands as executed.
@@ -31,15 +31,11 @@ def entry_from_trajectory(
         rationale: why the episode succeeded, or how it failed.
         images: PNG bytes or PIL pictures, in the order in which they were seen.
         id: default `trajectory_id`, so that the same episode collected twice is one entry.
-        split: default the task's own.
     """
-    provenance = Provenance(
-        task.id, task.scene, task.goal, task.split if split is None else split, success, tuple(actions)
-    )
     return MemoryEntry(
         trajectory_id(task.id, actions, success) if id is None else id,
         trajectory_text(task.scene, task.goal, actions, success, rationale),
-        provenance,
+        Provenance(task.id, task.scene, task.goal, task.split, success, tuple(actions)),
         tuple(image if isinstance(image, bytes) else png_bytes(image) for image in images),
     )
 
@@ -57,14 +53,15 @@ def stated_goal(goal: str, scene: str) -> str:
     return f"in {scene}: {goal}" if scene else goal
 
 
+def goal_without_scene(goal: str, scene: str) -> str:
+    """A goal as retrieval searches for it: the scene's label is matched on its own, and its number would match other
+    numbers."""
+    return re.sub(rf"(?<!\w){re.escape(scene)}(?!\w)", " ", goal) if scene else goal
+
+
 def trajectory_id(task_id: str, actions: Sequence[str], success: bool) -> str:
     """16 hex digits that depend on these three only: the same on every machine and in every run."""
     return hashlib.sha256(json.dumps([task_id, list(actions), success]).encode()).hexdigest()[:16]
-
-
-def split_of(entry: MemoryEntry) -> str:
-    """The split whose episode wrote the entry: what a leakage audit compares with the split under evaluation."""
-    return entry.provenance.split
 
 
 def one_line(text: str) -> str:

@@ -352,7 +352,8 @@ def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
             raise RuntimeError("stop")
 
     tasks = make_env().tasks("train_experience")[:7]
-    whole, bank = MemoryBank(tmp_path / "whole", create=True), MemoryBank(tmp_path / "cut", create=True)
+    whole, bank = MemoryBank(tmp_path / "whole"), MemoryBank(tmp_path / "cut")
+    assert not whole.write([]).added and not bank.write([]).added  # empty banks
     assert experience.not_experienced(tasks, whole) == tasks
     experience.collect_experience(make_env, tasks, whole, round_size=2)
     with pytest.raises(RuntimeError, match="stop"):

@@ -1,6 +1,7 @@
 """The bank on disk: round trips, versions, idempotent and concurrent appends, kill -9, damage, exchange."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -8,15 +9,17 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envs.base import Task
-from memory.bank import CROWDED, BankError, MemoryBank
+from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import Memory, Written
+from memory.table import CROWDED, BankError
 from tests.memory.entries import entry
 
 TASK = Task("none", "put a hot mug in cabinet", "home 1", "test", "")
@@ -119,7 +122,7 @@ def test_reading_while_another_writes(bank: MemoryBank):
     bank.snapshot()
     seen += ids(running)
     assert seen == [f"e{i:05}" for i in range(100)]  # the version in which iteration began
-    assert len(reader) == 130 and ids(reader.retrieve(TASK, 200))  # a new read sees everything
+    assert len(reader) == 130 and ids(reader.retrieve([TASK], 200)[0])  # a new read sees everything
 
     def write() -> None:
         for i in range(130, 150):
@@ -130,7 +133,7 @@ def test_reading_while_another_writes(bank: MemoryBank):
     lengths = []
     while thread.is_alive():
         lengths.append(len(reader))
-        assert len(reader.retrieve(TASK, 4)) == 4
+        assert len(reader.retrieve([TASK], 4)[0]) == 4
     thread.join()
     assert lengths == sorted(lengths) and len(reader) == 150
 
@@ -162,9 +165,38 @@ def test_kill_9_between_and_within_appends(tmp_path: Path):
         bank = MemoryBank(path)
         n = len(bank)
         assert n >= confirmed + 1 and bank.entries() == [entry(i, images=2) for i in range(n)]
-        assert len(bank.retrieve(TASK)) == 4 or n < 4
+        assert len(bank.retrieve([TASK])[0]) == 4 or n < 4
         start = n
     assert MemoryBank(path).write([entry(0), entry(start)]) == Written(1, 1)
+
+
+def open_and_write(folder: Path, number: int, rounds: int, together: Any, said: Any) -> None:
+    """One of several processes, each of which begins every bank at the same moment as the others."""
+    for round in range(rounds):
+        bank = MemoryBank(folder / str(round))
+        together.wait()
+        try:
+            bank.write([] if number == 0 else entry(99))
+            bank.write([entry(2 * number), entry(2 * number + 1), entry(99)])
+            bank.snapshot()
+            said.put("")
+        except Exception as error:  # whatever it is, the test tells it
+            said.put(f"round {round}, process {number}: {error!r}")
+
+
+def test_processes_that_begin_one_bank_at_the_same_moment_all_get_it(tmp_path: Path):
+    processes, rounds = 3, 8
+    context = multiprocessing.get_context("spawn")
+    together, said = context.Barrier(processes), context.Queue()
+    shared = (rounds, together, said)
+    started = [context.Process(target=open_and_write, args=(tmp_path, i, *shared)) for i in range(processes)]
+    for process in started:
+        process.start()
+    assert [said.get(timeout=120) for _ in range(processes * rounds)] == [""] * processes * rounds
+    for process in started:
+        process.join(30)
+    for round in range(rounds):
+        assert sorted(ids(MemoryBank(tmp_path / str(round)))) == [f"e{i:05}" for i in (*range(2 * processes), 99)]
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
@@ -179,7 +211,7 @@ def test_a_view_never_sees_later_rows(bank: MemoryBank):
     for i, version in versions.items():
         for view in (bank.at(version), MemoryBank(bank.path).at(version), bank.at(versions[5]).at(version)):
             assert len(view) == 2 * i + 2 and view.snapshot() == version == view.inspect()["version"]
-            assert max(ids(view.retrieve(TASK, 100))) == max(ids(view)) == f"e{2 * i + 1:05}"
+            assert max(ids(view.retrieve([TASK], 100)[0])) == max(ids(view)) == f"e{2 * i + 1:05}"
             with pytest.raises(KeyError):
                 view.get(f"e{2 * i + 2:05}")
     view = bank.at(versions[2])
@@ -227,7 +259,7 @@ def test_many_small_writes_are_merged_and_no_version_is_lost(bank: MemoryBank):
 
 READS = {
     "len": len, "entries": MemoryBank.entries, "snapshot": MemoryBank.snapshot, "inspect": MemoryBank.inspect,
-    "at": lambda b: b.at(1), "get": lambda b: b.get("x"), "retrieve": lambda b: b.retrieve(TASK),
+    "at": lambda b: b.at(1), "get": lambda b: b.get("x"), "retrieve": lambda b: b.retrieve([TASK])[0],
 }  # fmt: skip
 
 
@@ -242,12 +274,12 @@ def test_reading_a_missing_bank(bank: MemoryBank, read: str):
 
 
 def test_an_empty_bank_is_a_bank(tmp_path: Path):
-    for bank in (MemoryBank(tmp_path / "a", create=True), MemoryBank(tmp_path / "b")):
+    for bank in (MemoryBank(tmp_path / "a"), MemoryBank(tmp_path / "b")):
         assert bank.write([]) == Written(0, 0)
         assert len(bank) == 0 and bank.entries() == [] and bank.snapshot() == bank.snapshot() >= 1
-        assert bank.retrieve(TASK) == [] and bank.retrieve_many([TASK, TASK]) == [[], []]
+        assert bank.retrieve([TASK])[0] == [] and bank.retrieve([TASK, TASK]) == [[], []]
         assert bank.inspect()["entries"] == 0 and bank.export_jsonl(tmp_path / "x.jsonl") == 0
-        assert len(MemoryBank(bank.path, create=True)) == len(MemoryBank(bank.path)) == 0
+        assert len(MemoryBank(bank.path)) == 0
 
 
 def test_a_process_killed_while_making_the_bank(bank: MemoryBank):
@@ -292,7 +324,7 @@ def test_a_bank_that_disappears(bank: MemoryBank):
     with pytest.raises(BankError):
         bank.entries()
     shutil.rmtree(bank.path)
-    for use in (len, MemoryBank.snapshot, lambda b: b.retrieve(TASK), lambda b: b.write(entry(9))):
+    for use in (len, MemoryBank.snapshot, lambda b: b.retrieve([TASK])[0], lambda b: b.write(entry(9))):
         with pytest.raises(BankError):
             use(bank)
 
@@ -313,7 +345,7 @@ def test_export_and_import(bank: MemoryBank, tmp_path: Path):
     again = tmp_path / "again.jsonl"
     other.export_jsonl(again)
     assert again.read_bytes() == file.read_bytes()
-    assert ids(other.retrieve(TASK, 10)) == ids(bank.retrieve(TASK, 10))
+    assert ids(other.retrieve([TASK], 10)[0]) == ids(bank.retrieve([TASK], 10)[0])
 
 
 @pytest.mark.parametrize("limit", ["IMPORT_BATCH", "IMPORT_BYTES"])
@@ -371,4 +403,4 @@ def test_a_bank_that_cannot_be_written_to_is_still_read(bank: MemoryBank, monkey
     bank.write([entry(i) for i in range(9)])
     monkeypatch.setattr("memory.bank.os.access", lambda *_: False)
     reader = MemoryBank(bank.path)
-    assert reader.snapshot() == reader.snapshot() and len(reader.retrieve(TASK)) == 4
+    assert reader.snapshot() == reader.snapshot() and len(reader.retrieve([TASK])[0]) == 4

@@ -1,0 +1,196 @@
+"""A bank's table in LanceDB: schema, full-text indexes, rows as entries. `memory.bank` is what others use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memory.entry import MemoryEntry, Provenance
+from memory.retrieval import COLUMNS, encodable
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from lancedb.index import FTS
+    from lancedb.table import Table
+
+    from memory.embed import Embed
+
+# lancedb and pyarrow are imported where they are used: they take a second that only those who open a bank should pay.
+
+TABLE = "entries"
+ENTRY_COLUMNS = ["id", "text", "images", "task_id", "scene", "goal", "split", "success", "actions", "source"]
+FOREVER = timedelta(days=36_500)  # LanceDB's maintenance prunes versions older than a week unless told otherwise
+CROWDED = 64  # fragments (there is one per write) from which merging them is considered
+ATTEMPTS = 5  # at indexing, when other processes index the same bank at the same time
+EMBED_NAME = b"memcompiler.embed"
+
+
+class BankError(RuntimeError):
+    """A bank that is missing, damaged, of another kind or read-only. The message names the next step."""
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+def connect(path: Path) -> Any:
+    import lancedb
+
+    # Interval 0: every read of the newest version looks for commits of other processes first (0.1 ms).
+    return lancedb.connect(path, read_consistency_interval=timedelta(0))
+
+
+def checked_out(path: Path, version: int) -> Table:
+    """The table as it was at a version."""
+    table = connect(path).open_table(TABLE)
+    table.checkout(version)
+    return table
+
+
+@contextmanager
+def clear_errors(path: Path) -> Iterator[None]:
+    """LanceDB's errors name Rust source lines; say what to do as well."""
+    try:
+        yield
+    except BankError:
+        raise
+    except (RuntimeError, OSError) as e:
+        problem = (str(e) or repr(e)).splitlines()[0]
+        raise BankError(
+            f"{path}: {problem}\nIf the disk is full or not reachable, mend that: what was "
+            "committed is safe. If files of the bank are missing or damaged, an earlier version may still be whole "
+            "(at(version)); otherwise import an export into a new folder (memcompiler bank import)."
+        ) from e
+
+
+# -- indexes ----------------------------------------------------------------------------------------------------------
+
+
+def indexes() -> dict[str, FTS]:
+    from lancedb.index import FTS
+
+    return {
+        # Words in any script, stemmed where they are English. No stop words: with this tokenizer LanceDB drops those of
+        # other languages too (among them "pot"), and a word that every entry has weighs next to nothing anyway.
+        "words": FTS(base_tokenizer="icu/split", remove_stop_words=False),
+        "scene": FTS(  # the whole label is one word
+            base_tokenizer="raw", lower_case=False, stem=False, remove_stop_words=False, ascii_folding=False,
+            max_token_length=None,
+        ),
+    }  # fmt: skip
+
+
+def unindexed(table: Table) -> dict[str, int]:
+    """Rows that the full-text index of a column does not cover; columns whose index covers all are left out."""
+    rows = table.count_rows()
+    covered = {index.columns[0]: table.index_stats(index.name) for index in table.list_indices()}
+    missing = {c: stats.num_unindexed_rows if (stats := covered.get(c)) else rows for c in ("words", "scene")}
+    return {column: n for column, n in missing.items() if n}
+
+
+def build_indexes(table: Table) -> None:
+    """Cover every row by the indexes.
+
+    They are built afresh (7 to 20 us per row): LanceDB's way of extending them would also rewrite all the pictures.
+    """
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            for column in unindexed(table):
+                table.create_index(column, config=indexes()[column], replace=True)
+            if _crowded(table):  # after indexing: rows that differ in being indexed would not stay in order
+                table.optimize(cleanup_older_than=FOREVER)
+            return
+        except (RuntimeError, OSError, ValueError):  # another process has just committed the same index
+            if attempt == ATTEMPTS:
+                raise
+
+
+def _crowded(table: Table) -> bool:
+    """Many small writes, and twice as many rows as the last merge left: all merges together write a row only twice."""
+    stats: Any = table.stats()["fragment_stats"]  # type: ignore[index]  # a dict, whatever its annotation says
+    return stats["num_fragments"] >= CROWDED and 2 * stats["lengths"]["max"] <= table.count_rows()
+
+
+def indexed_copy(table: Table) -> Table:
+    """What ranking reads, in memory and indexed: for versions that were not indexed when they were written.
+
+    LanceDB would find their rows, but score indexed and other rows on different scales.
+    """
+    import lancedb
+
+    rows = table.search().select(list(COLUMNS)).with_row_id(True).to_arrow()
+    rows = rows.rename_columns(["row" if name == "_rowid" else name for name in rows.column_names])
+    copy = lancedb.connect("memory://").create_table(TABLE, rows)
+    for column, config in indexes().items():
+        copy.create_index(column, config=config)
+    return copy
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def make_schema(dimension: int | None, embed_name: str) -> pa.Schema:
+    import pyarrow as pa
+
+    key = {b"lance-schema:unenforced-primary-key": b"true"}  # concurrent inserts of one id conflict and are retried
+    fields = [
+        pa.field("id", pa.string(), nullable=False, metadata=key),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("images", pa.list_(pa.large_binary()), nullable=False),
+        *(pa.field(c, pa.string(), nullable=False) for c in ("task_id", "scene", "goal", "split", "source")),
+        pa.field("success", pa.bool_(), nullable=False),
+        pa.field("actions", pa.list_(pa.string()), nullable=False),
+        pa.field("words", pa.string(), nullable=False),  # what full-text search reads: the text, and the goal
+    ]
+    if dimension is not None:
+        fields.append(pa.field("vector", pa.list_(pa.float32(), dimension), nullable=False))
+    return pa.schema(fields, metadata={EMBED_NAME: encodable(embed_name).encode()})
+
+
+def check_schema(schema: pa.Schema, embed: Embed | None, path: Path) -> None:
+    """Raises BankError for a table of another kind, and for embeddings that do not go with the bank's."""
+    if missing := {*ENTRY_COLUMNS, "words"} - set(schema.names):
+        raise BankError(f"{path} is not a memory bank of this version of MemCompiler: no column {min(missing)!r} in it")
+    if embed is None:
+        return
+    stored = embedding_of(schema)
+    remedy = "export it (memcompiler bank export) and import it into a new bank with this embedding"
+    if stored is None:
+        raise BankError(f"{path} was written without embeddings: open it without, or {remedy}")
+    theirs, ours = stored["name"], getattr(embed, "name", "")
+    if theirs and ours and theirs != ours:
+        raise BankError(f"{path} was written with the embedding {theirs}, not {ours}: open it with that, or {remedy}")
+
+
+def embedding_of(schema: pa.Schema) -> dict[str, Any] | None:
+    if "vector" not in schema.names:
+        return None
+    name = (schema.metadata or {}).get(EMBED_NAME, b"").decode()
+    return {"name": name, "dimension": schema.field("vector").type.list_size}
+
+
+def row_of(entry: MemoryEntry) -> dict[str, Any]:
+    if not entry.id:
+        raise ValueError(f"an entry needs an id (text: {entry.text[:80]!r})")
+    origin = entry.provenance
+    row = {"id": entry.id, "text": entry.text, "task_id": origin.task_id, "scene": origin.scene, "goal": origin.goal}
+    row |= {"split": origin.split, "source": origin.source}
+    row = {column: encodable(value) for column, value in row.items()}
+    words = row["text"] if row["goal"] in row["text"] else f"{row['text']}\n{row['goal']}"
+    actions = [encodable(action) for action in origin.actions]
+    return {**row, "success": origin.success, "actions": actions, "images": list(entry.images), "words": words}
+
+
+def entry_of(row: dict[str, Any]) -> MemoryEntry:
+    origin = {c: row[c] for c in ("task_id", "scene", "goal", "split", "success", "source")}
+    provenance = Provenance(**origin, actions=tuple(row["actions"]))
+    return MemoryEntry(row["id"], row["text"], provenance, tuple(row["images"]))
+
+
+def take_entries(table: Table, rows: set[int]) -> dict[str, MemoryEntry]:
+    if not rows:
+        return {}
+    taken = table.take_row_ids(sorted(rows)).select(ENTRY_COLUMNS).to_arrow().to_pylist()
+    return {row["id"]: entry_of(row) for row in taken}
