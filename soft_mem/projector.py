@@ -37,12 +37,6 @@ class Gaussian:
         """z = mu + T sigma noise, differentiable in mu and sigma."""
         return self.mu + temperature * self.log_sigma.exp() * noise
 
-    def noise_of(self, z: Tensor, temperature: float = 1.0) -> Tensor:
-        """What `at` makes z of; zeros at temperature 0, where z is the mean."""
-        if temperature == 0:
-            return torch.zeros_like(self.mu)
-        return (z - self.mu) / (temperature * self.log_sigma.exp())
-
     def log_prob(self, z: Tensor, temperature: float = 1.0) -> Tensor:
         """(B, N): MEAN over dimensions of the log-density of z at std T*sigma, fp32.
 

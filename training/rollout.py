@@ -25,7 +25,7 @@ from envs.base import Environment
 from executor.records import Executor
 from lm.prompt import Prompt
 from runtime.errors import is_failure
-from soft_mem.projector import Gaussian, Projector
+from soft_mem.projector import Projector
 from training.losses import group_advantages
 
 
@@ -146,13 +146,13 @@ def _sample(step: StepRecord, compiler: MemoryCompiler, advantage: float, episod
     compiled = step.compilation
     if compiled is None or compiled.request is None or compiled.z is None or compiled.text_logprobs is None:
         raise ValueError("this compilation cannot be trained on: it holds no request, soft tokens or log-probabilities")
-    prompt = compiler.encode(compiled.request)
+    prompt = compiled.prompt or compiler.encode(compiled.request)  # a service sends ids, no pixels
     if prompt.ids != compiled.prompt_ids:  # token-in/token-out: train on the very tokens that were sampled from
         raise ValueError("the prompt was tokenised differently when it was sampled from")
     assert compiled.latent_logprobs is not None
     draw, last = None, compiled.latent_logprobs.float()
     if pathwise:
-        draw = _draw(step, compiled, compiler.decoding.soft_temperature)
+        draw = _draw(step, compiled)
         last = torch.tensor([draw.logprob])
     return Sample(
         prompt, compiled.emission_ids, compiled.z, torch.cat([compiled.text_logprobs.float(), last]),
@@ -160,14 +160,14 @@ def _sample(step: StepRecord, compiler: MemoryCompiler, advantage: float, episod
     )  # fmt: skip
 
 
-def _draw(step: StepRecord, compiled: Compilation, temperature: float) -> Draw:
+def _draw(step: StepRecord, compiled: Compilation) -> Draw:
     action = step.decision
-    if action is None or action.prompt is None or action.logprob is None or not step.admissible:
+    if action is None or action.prompt is None or action.logprob is None or action.chosen is None:
         raise ValueError(
             "a pathwise gradient needs actions that were drawn among admissible ones: this environment lists none, or "
             "the executor writes free text (latent_gradient=score goes without)"
         )
-    assert compiled.z is not None and compiled.mu is not None and compiled.log_sigma is not None
-    noise = Gaussian(compiled.mu, compiled.log_sigma).noise_of(compiled.z, temperature)
+    assert compiled.z is not None and step.admissible is not None
+    noise = torch.zeros_like(compiled.z) if compiled.noise is None else compiled.noise
     prompt = replace(action.prompt, soft=None)  # made again, with its gradient, from mu, sigma and noise
-    return Draw(prompt, step.admissible, step.admissible.index(action.action), noise, action.logprob)
+    return Draw(prompt, step.admissible, action.chosen, noise, action.logprob)
