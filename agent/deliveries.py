@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from agent.disclosure import RuleDisclosure
+from agent.expert import ExpertTeacher
 from agent.records import Episode, StepInput
 from compiler.records import Compilation, Compiler, CompileRequest
 from memory.entry import MemoryEntry
@@ -109,26 +110,6 @@ def _trained(trained: Compiler | None, seed: int) -> Compiler | None:
     return trained
 
 
-def _shuffled(trained: Compiler | None, seed: int) -> Compiler | None:
-    return trained and ShuffledSoft(trained)
-
-
-def _by_rule(trained: Compiler | None, seed: int) -> Compiler:
-    return RuleDisclosure()
-
-
-def _expert(trained: Compiler | None, seed: int) -> Compiler:
-    from agent.expert import ExpertTeacher  # imports torch, which tables and reports do without
-
-    return ExpertTeacher()
-
-
-def _random_entry(trained: Compiler | None, seed: int) -> Compiler:
-    from agent.expert import ExpertTeacher
-
-    return ExpertTeacher("random", seed)
-
-
 COMPILED, AFTER_GRPO = "compiled", "compiled_grpo"
 DELIVERIES = {  # in the order of every table and plot
     spec.name: spec
@@ -136,7 +117,7 @@ DELIVERIES = {  # in the order of every table and plot
         DeliverySpec("none", "no memory", "none"),
         DeliverySpec("static", "static memory", "static"),
         DeliverySpec("static_top1", "static, top entry", "static", top_entry=True),
-        DeliverySpec("disclosure", "rule-based disclosure", compiler=_by_rule, soft=False),
+        DeliverySpec("disclosure", "rule-based disclosure", compiler=lambda *_: RuleDisclosure(), soft=False),
         DeliverySpec("compiled_text", "compiled, text only", compiler=_trained, soft=False, needs_checkpoint=True),
         DeliverySpec(
             COMPILED, "compiled, text + soft", compiler=_trained, needs_checkpoint=True,
@@ -149,11 +130,16 @@ DELIVERIES = {  # in the order of every table and plot
         DeliverySpec(
             "compiled_no_brief", "compiled, no brief", compiler=_trained, brief_state=False, needs_checkpoint=True
         ),
-        DeliverySpec("expert_compiler", "expert as compiler", compiler=_expert, soft=False, control=True),
-        DeliverySpec("expert_random_entry", "expert, random entry", compiler=_random_entry, soft=False, control=True),
         DeliverySpec(
-            "compiled_shuffled_soft", "shuffled soft tokens", compiler=_shuffled, needs_checkpoint=True, control=True,
-            interdependent=True,
+            "expert_compiler", "expert as compiler", compiler=lambda *_: ExpertTeacher(), soft=False, control=True
+        ),
+        DeliverySpec(
+            "expert_random_entry", "expert, random entry", compiler=lambda _, seed: ExpertTeacher("random", seed),
+            soft=False, control=True,
+        ),
+        DeliverySpec(
+            "compiled_shuffled_soft", "shuffled soft tokens", needs_checkpoint=True, control=True, interdependent=True,
+            compiler=lambda trained, _: trained and ShuffledSoft(trained),
         ),
     )
 }  # fmt: skip

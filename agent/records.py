@@ -113,6 +113,8 @@ class StepRecord:
     brief_after: str = ""
     emission_text: str = ""  # raw compiler output, kept even when it does not parse; "" without a compiler
     emission_kind: str = ""  # EXPERIENCE | BRIEF | HYBRID | NOACTION; "" without a compiler
+    compiler_prompt_ids: tuple[int, ...] = ()
+    emission_ids: tuple[int, ...] = ()
     parse_error: str | None = None
     guidance: str = ""
     reason: str = ""
@@ -138,6 +140,7 @@ class StepRecord:
         self.emission_text, self.emission_kind = made.text, str(made.emission.kind)
         self.parse_error = str(made.parse_error) if made.parse_error else None
         self.guidance, self.reason = made.emission.guidance, made.emission.reason
+        self.compiler_prompt_ids, self.emission_ids = made.prompt_ids, made.emission_ids
         self._note_tokens("compiler", made)
         self.compilation = made
         if made.mu is not None and made.log_sigma is not None and made.z is not None:
@@ -213,9 +216,6 @@ _LIVE = ("compilation", "decision", "image")
 def _step_json(step: StepRecord, images: bool) -> dict[str, Any]:
     row = {k: getattr(step, k) for k in step.__slots__ if k not in _LIVE}  # type: ignore[attr-defined]
     row["image"] = png_base64(step.image) if images and step.image is not None else None
-    if step.compilation is not None:
-        row["compiler_prompt_ids"] = list(step.compilation.prompt_ids)
-        row["emission_ids"] = list(step.compilation.emission_ids)
     return row
 
 
@@ -226,7 +226,7 @@ def png_base64(image: Image) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Back from JSON
 
-_TUPLES = ("admissible", "op_errors", "executor_prompt_ids")
+_TUPLES = ("admissible", "op_errors", "compiler_prompt_ids", "emission_ids", "executor_prompt_ids")
 _STEP_FIELDS = frozenset(field.name for field in fields(StepRecord)) - {"compilation", "image"}
 _EPISODE_FIELDS = frozenset(field.name for field in fields(Episode)) - {"steps"}
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agent.expert import subgoals
 from agent.records import Episode, StepRecord
 from envs.registry import loaded
 from runtime.errors import StopReason, is_failure
@@ -133,8 +134,6 @@ def _in_view(thing: str, steps: Sequence[StepRecord]) -> bool:
 
 def _missing(wanted: Needs, episode: Episode) -> list[str]:
     """Steps that the goal needs and that were never taken, as often as it needs them."""
-    from agent.expert import subgoals  # imports torch, which tables and reports do without
-
     taken = subgoals([step.action for step in episode.steps if not refused(step)])
     kinds = Counter(re.sub(r" \d+$", "", name) for name in taken)  # "put mug in cabinet 2": any cabinet will do
     return [name for name, times in Counter(wanted.steps).items() if kinds[name] < times]

@@ -23,7 +23,6 @@ from torch import Tensor
 from agent.deliveries import recorded_step
 from agent.records import Episode, delivered, executor_request
 from eval.metrics import bootstrap_mean, label
-from eval.paper.latents import RecordedEpisode
 from eval.plots import ACCENT, CONTROL, DPI, GRID, INK, MUTED, save_figure
 from executor.hf import FrozenExecutor
 from lm.prompt import Prompt
@@ -153,12 +152,12 @@ def _positions(executor: FrozenExecutor, ids: Sequence[int], head: str, shown: s
     return [i for i, (a, b) in enumerate(again["offset_mapping"]) if a < end and b > begin]
 
 
-def attention_at(executor: FrozenExecutor, of: RecordedEpisode, t: int, soft: Tensor | None) -> Attention | None:
+def attention_at(executor: FrozenExecutor, episode: Episode, t: int, soft: Tensor | None) -> Attention | None:
     """What step t's action was decided on; None where its prompt holds no memory (NOACTION, or no delivery)."""
-    places = memory_positions(executor, of.episode, t)
+    places = memory_positions(executor, episode, t)
     if not places:
         return None
-    logits = last_token_logits(executor, executor_prompt(executor, of.episode, t, soft))
+    logits = last_token_logits(executor, executor_prompt(executor, episode, t, soft))
     weights = logits.softmax(-1)
     return Attention(
         t,

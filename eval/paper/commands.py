@@ -24,7 +24,7 @@ from runtime.store import to_json, write_atomically
 if TYPE_CHECKING:
     from agent.records import Episode
     from compiler.hf import MemoryCompiler
-    from eval.paper.latents import Gathered, Recompiled, RecordedEpisode
+    from eval.paper.latents import Gathered, Recompiled
     from executor.hf import FrozenExecutor
     from memory.bank import MemoryBank
     from memory.entry import MemoryEntry
@@ -148,15 +148,14 @@ class Replay:
         shared = self.run.parent.parent / "banks" / key
         return shared / "bank" if shared.is_dir() else self.run / "bank"
 
-    def recompiled(self, of: RecordedEpisode, t: int) -> Recompiled | None:
+    def recompiled(self, episode: Episode, t: int) -> Recompiled | None:
         """Step t's soft tokens; None where the executor read none."""
         from agent.deliveries import find
         from eval.paper.latents import recompiled
 
-        episode = of.episode
         if not find(episode.delivery).shows_own_soft or episode.steps[t].soft is None:
             return None
-        return recompiled(self.compiler, of, t, self.memory(episode))
+        return recompiled(self.compiler, episode, t, self.memory(episode))
 
     def about(self) -> dict[str, Any]:
         config = self.config
@@ -175,17 +174,17 @@ def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: 
     by_delivery: dict[str, list[list[Any]]] = {name: [] for name in deliveries}
     without = dict.fromkeys(deliveries, 0)
     drawn = 0
-    for of in played(replay.run / "episodes.jsonl", deliveries, limit):
+    for episode in played(replay.run / "episodes.jsonl", deliveries, limit):
         attentions = []
-        for t, step in enumerate(of.episode.steps):
+        for t, step in enumerate(episode.steps):
             if not step.executor_prompt_ids:  # it broke before the executor was asked
                 continue
-            again = replay.recompiled(of, t)
+            again = replay.recompiled(episode, t)
             drawn += again is not None and again.drawn
-            found = attention_at(replay.executor, of, t, again.soft if again else None)
+            found = attention_at(replay.executor, episode, t, again.soft if again else None)
             attentions += [found] if found else []
-            without[of.episode.delivery] += found is None
-        by_delivery[of.episode.delivery].append(attentions)
+            without[episode.delivery] += found is None
+        by_delivery[episode.delivery].append(attentions)
     made = {name: {**curves(of), "steps_without_memory": without[name]} for name, of in by_delivery.items()}
     attention_plot(made, png)
     lines = [
@@ -211,9 +210,9 @@ def _figure4(
     from eval.paper.latents import SPACES, Gathered, latents_plot, played
 
     gathered = Gathered()
-    for number, of in enumerate(played(replay.run / "episodes.jsonl", deliveries, limit)):
-        for t, step in enumerate(of.episode.steps):
-            if (again := replay.recompiled(of, t)) is not None:
+    for number, episode in enumerate(played(replay.run / "episodes.jsonl", deliveries, limit)):
+        for t, step in enumerate(episode.steps):
+            if (again := replay.recompiled(episode, t)) is not None:
                 gathered.add(replay.executor, again, f"{step.reason} {step.guidance}".strip(), number)
     shown, left_out = _spaces(gathered, most, seed)
     latents_plot(shown, png)

@@ -8,7 +8,6 @@ checkpoint, bank or prompt layout is an error, not another figure.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from compiler.hf import MemoryCompiler
 from eval.plots import ACCENT, DPI, GRID, INK, MUTED, save_figure
 from executor.hf import FrozenExecutor
 from memory.entry import MemoryEntry
+from runtime.store import JsonLines
 
 SOFT, TEXT = "soft", "text"
 SPACES: Mapping[str, str] = {
@@ -34,14 +34,6 @@ SPACES: Mapping[str, str] = {
 _NORM_TOLERANCE = 0.01
 _COLORS = {SOFT: "#b5532f", TEXT: ACCENT}
 _COMPONENTS = 50  # both t-SNE and the probe read principal components where there are more dimensions
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedEpisode:
-    """An episode from a record, with the token ids that only compiler steps have (None elsewhere)."""
-
-    episode: Episode
-    compiler_ids: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]  # (prompt, emission) by step
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +47,7 @@ class Recompiled:
     drawn: bool
 
 
-def played(record: Path, deliveries: Sequence[str], limit: int | None = None) -> Iterator[RecordedEpisode]:
+def played(record: Path, deliveries: Sequence[str], limit: int | None = None) -> Iterator[Episode]:
     """Episodes of these deliveries with their pictures, the first `limit` tasks of the record.
 
     Raises:
@@ -64,47 +56,32 @@ def played(record: Path, deliveries: Sequence[str], limit: int | None = None) ->
     if not record.is_file():
         raise ValueError(f"{record} does not exist: name a run folder, of a matrix one of its cells (RUN/cells/NAME)")
     tasks, seen = set(), set()
-    with record.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-                if row["delivery"] not in deliveries or (row["task_id"] not in tasks and len(tasks) == limit):
-                    continue
-                tasks.add(row["task_id"])
-                ids = tuple(_compiler_ids(step) for step in row["steps"])
-                episode = episode_from_json(row)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{record}, line {number}: {error}") from error
-            seen.add(episode.delivery)
-            yield RecordedEpisode(episode, ids)
+    for row in JsonLines(record, ("delivery", "task_id", "steps")):
+        if row["delivery"] not in deliveries or (row["task_id"] not in tasks and len(tasks) == limit):
+            continue
+        tasks.add(row["task_id"])
+        seen.add(row["delivery"])
+        yield episode_from_json(row)
     if absent := [name for name in deliveries if name not in seen]:
         raise ValueError(f"{record} has no episode of {', '.join(absent)}: evaluate with deliveries that include it")
 
 
-def _compiler_ids(step: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    if "compiler_prompt_ids" not in step:
-        return None
-    return tuple(step["compiler_prompt_ids"]), tuple(step["emission_ids"])
-
-
 @torch.no_grad()
-def recompiled(
-    compiler: MemoryCompiler, of: RecordedEpisode, t: int, memory: Sequence[MemoryEntry]
-) -> Recompiled | None:
+def recompiled(compiler: MemoryCompiler, episode: Episode, t: int, memory: Sequence[MemoryEntry]) -> Recompiled | None:
     """Step t's soft tokens made again; None where no compiler spoke.
 
     Raises:
         ValueError: prompt or soft tokens are not those of the record.
     """
-    ids, step = of.compiler_ids[t], of.episode.steps[t]
-    if ids is None or step.soft is None:
+    step = episode.steps[t]
+    if step.soft is None:
         return None
-    where = f"{of.episode.task_id}, {of.episode.delivery}, step {t}"
-    prompt = compiler.encode(compile_request(recorded_step(of.episode, t, memory)))
-    if prompt.ids != ids[0]:
+    where = f"{episode.task_id}, {episode.delivery}, step {t}"
+    prompt = compiler.encode(compile_request(recorded_step(episode, t, memory)))
+    if prompt.ids != step.compiler_prompt_ids:
         raise ValueError(f"{where}: the compiler's prompt is not the recorded one: other memory, tokenizer or layout")
     compiler.eval()
-    scored = compiler.score([prompt], [ids[1]])
+    scored = compiler.score([prompt], [step.emission_ids])
     mu = scored.gaussian.mu[0].float()
     norm, recorded = mu.norm(dim=-1).mean().item(), step.soft["mu_norm"]
     if len(mu) != step.soft["n"] or abs(norm - recorded) > _NORM_TOLERANCE * recorded:

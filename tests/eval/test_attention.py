@@ -27,7 +27,6 @@ from eval.paper.attention import (
     last_token_logits,
     memory_positions,
 )
-from eval.paper.latents import RecordedEpisode
 from executor.hf import FrozenExecutor
 from executor.prompt import Delivered, ExecutorRequest, executor_text
 from lm.backbone import Backbone
@@ -160,22 +159,21 @@ def test_one_step_s_mean_is_over_the_memory_tokens_alone() -> None:
     executor = text_executor("qwen2")
     soft = torch.randn(4, 64)
     episode = recorded(executor, "compiled", soft, emission_kind="EXPERIENCE", guidance="open cabinet 2")
-    of = RecordedEpisode(episode, (None,))
-    got = attention_at(executor, of, 0, soft)
+    got = attention_at(executor, episode, 0, soft)
     places = memory_positions(executor, episode, 0)
     logits = last_token_logits(executor, executor_prompt(executor, episode, 0, soft))
     assert got is not None and got.tokens == len(places["memory"])
     for channel in ("memory", "text", "soft"):
         assert got.logit[channel] == pytest.approx(logits[:, :, places[channel]].mean().item(), abs=1e-6)
     assert got.share["memory"] == pytest.approx(got.share["text"] + got.share["soft"], abs=1e-6)
-    other = attention_at(executor, of, 0, -soft)
+    other = attention_at(executor, episode, 0, -soft)
     assert other is not None and other.logit["soft"] != pytest.approx(got.logit["soft"], abs=1e-3)
 
 
 def test_no_memory_is_no_point_and_another_prompt_is_an_error() -> None:
     executor = text_executor("qwen2")
     nothing = recorded(executor, "none")
-    assert attention_at(executor, RecordedEpisode(nothing, (None,)), 0, None) is None
+    assert attention_at(executor, nothing, 0, None) is None
     episode = recorded(executor, "static")
     episode.steps[0].observation = "You see a cup 1."
     with pytest.raises(ValueError, match="not the recorded one"):

@@ -18,7 +18,6 @@ from eval.paper.latents import (
     TEXT,
     Gathered,
     Recompiled,
-    RecordedEpisode,
     Tokens,
     plane,
     played,
@@ -30,7 +29,7 @@ from memory.entry import MemoryEntry
 from tests import tiny_models
 
 
-def step_of(compiler: MemoryCompiler, memory: tuple[MemoryEntry, ...], delivery: str = "compiled") -> RecordedEpisode:
+def step_of(compiler: MemoryCompiler, memory: tuple[MemoryEntry, ...], delivery: str = "compiled") -> Episode:
     """An episode of one step, its compilation recorded as `run_episode` and `to_json` do."""
     episode = Episode("t", "put a mug in cabinet", "home 1", "test", "", "", delivery, 0)
     state = BriefState("in home 1: put a mug in cabinet")
@@ -42,9 +41,9 @@ def step_of(compiler: MemoryCompiler, memory: tuple[MemoryEntry, ...], delivery:
     soft = {"n": float(len(made.mu)), "mu_norm": made.mu.norm(dim=-1).mean().item(), "sigma_mean": 1.0,
             "z_norm": made.z.norm(dim=-1).mean().item()}  # fmt: skip
     step = StepRecord(0, "You see a mug 1.", None, ("look",), render_brief_state(state), soft=soft)
-    step.compilation = made
+    step.compilation, step.compiler_prompt_ids, step.emission_ids = made, made.prompt_ids, made.emission_ids
     episode.steps.append(step)
-    return RecordedEpisode(episode, ((made.prompt_ids, made.emission_ids),))
+    return episode
 
 
 @pytest.mark.parametrize("delivery", ["compiled", "compiled_no_brief"])
@@ -53,7 +52,7 @@ def test_soft_tokens_come_back(delivery: str) -> None:
     memory = (tiny_models.entry(1, "in home 1: put a mug in shelf\ngo to shelf 1"),)
     of = step_of(compiler, memory, delivery)
     again = recompiled(compiler, of, 0, memory)
-    made = of.episode.steps[0].compilation
+    made = of.steps[0].compilation
     assert again is not None and made is not None and made.soft is not None and not again.drawn
     torch.testing.assert_close(again.soft, made.soft, atol=1e-5, rtol=1e-4)
     assert again.h_soft.shape == (4, 64) and again.h_text.shape == (len(made.emission_ids), 64)
@@ -84,7 +83,7 @@ def test_another_checkpoint_or_memory_is_an_error() -> None:
 def test_a_step_without_soft_tokens_has_none() -> None:
     compiler = tiny_models.memory_compiler()
     of = step_of(compiler, ())
-    of.episode.steps[0].soft = None
+    of.steps[0].soft = None
     assert recompiled(compiler, of, 0, ()) is None
 
 
@@ -103,10 +102,11 @@ def write(path: Path, rows: list[tuple[str, str]]) -> Path:
 def test_records_are_read_by_delivery_and_task(tmp_path: Path) -> None:
     record = write(tmp_path / "e.jsonl", [("a", "static"), ("b", "none"), ("c", "compiled"), ("a", "compiled")])
     found = list(played(record, ("static", "compiled")))
-    assert [(p.episode.task_id, p.compiler_ids) for p in found] == [
-        ("a", (None,)), ("c", (((1, 2), (3,)),)), ("a", (((1, 2), (3,)),))
+    steps = [(episode.task_id, *episode.steps) for episode in found]
+    assert [(task, step.compiler_prompt_ids, step.emission_ids) for task, step in steps] == [
+        ("a", (), ()), ("c", (1, 2), (3,)), ("a", (1, 2), (3,))
     ]  # fmt: skip
-    assert [p.episode.delivery for p in played(record, ("static", "compiled"), limit=1)] == ["static", "compiled"]
+    assert [episode.delivery for episode in played(record, ("static", "compiled"), limit=1)] == ["static", "compiled"]
     with pytest.raises(ValueError, match="no episode of compiled_text"):
         list(played(record, ("compiled_text",)))
     with pytest.raises(ValueError, match="cells/NAME"):
