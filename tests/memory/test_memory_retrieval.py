@@ -247,7 +247,7 @@ def expected(tmp_path_factory) -> list[list[str]]:
 def test_order_and_batches_of_writing_do_not_matter(
     tmp_path_factory, monkeypatch, expected, random, sizes, indexed_last, crowded
 ):
-    monkeypatch.setattr("memory.bank.CROWDED", crowded)
+    monkeypatch.setattr("memory.table.CROWDED", crowded)
     entries = random.sample(MANY, len(MANY))
     bank = MemoryBank(tmp_path_factory.mktemp("bank") / "bank")
     start = 0
