@@ -21,11 +21,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
 from agent.records import read_episodes
 from benchmarks.stage import collect, run, sft
+from eval.format import interval, markdown_table, percent
 from eval.metrics import bootstrap_mean, wilson
 from runtime.store import JsonLines, to_json, write_atomically
 
@@ -95,15 +97,13 @@ def rows(root: Path, a: argparse.Namespace) -> Iterator[dict]:
             tasks = [k for k, (of, _) in every[0].items() if family in ("", of)]
             success = [float(every[update][k][1]) for k in tasks]
             change = [after - float(every[0][k][1]) for after, k in zip(success, tasks, strict=True)]
-            i, c = wilson(int(sum(success)), len(tasks)), bootstrap_mean(change)
             by_seed = {
                 s: fmean(x for x, k in zip(success, tasks, strict=True) if k.startswith(f"{s}/")) for s in a.seeds
             }
             yield {
                 "variant": name, "family": family or "all", "update": update, "n": len(tasks),
-                "success": fmean(success), "interval": [i.low, i.high], "change": fmean(change),
-                "change_interval": [c.low, c.high], "better": change.count(1.0), "worse": change.count(-1.0),
-                "by_seed": by_seed,
+                "success": asdict(wilson(int(sum(success)), len(tasks))), "change": asdict(bootstrap_mean(change)),
+                "better": change.count(1.0), "worse": change.count(-1.0), "by_seed": by_seed,
             }  # fmt: skip
 
 
@@ -127,9 +127,9 @@ def plot(found: list[dict], root: Path, a: argparse.Namespace) -> None:
         training.plot(range(1, len(curve) + 1), curve, color=f"C{i}", label=name)
         for panel, family in zip(held, ("all", "text", "visual"), strict=True):
             line = [r for r in found if (r["variant"], r["family"]) == (name, family)]
-            at, low, high = [r["update"] for r in line], *zip(*(r["interval"] for r in line), strict=True)
+            at, low, high = [r["update"] for r in line], *([r["success"][end] for r in line] for end in ("low", "high"))
             panel.fill_between(at, [100 * x for x in low], [100 * x for x in high], color=f"C{i}", alpha=0.12, lw=0)
-            panel.plot(at, [100 * r["success"] for r in line], color=f"C{i}", marker="o", ms=3)
+            panel.plot(at, [100 * r["success"]["mean"] for r in line], color=f"C{i}", marker="o", ms=3)
             panel.set_title(f"held-out, {family} (n = {line[0]['n']})", loc="left", fontsize=9)
     training.set_title("training, sampled; band: seeds", loc="left", fontsize=9)
     training.set_ylabel("success %")
@@ -162,21 +162,16 @@ def main() -> None:
     found = list(rows(a.out, a))
     write_atomically(a.out / "results.json", to_json(found, indent=1))
     plot(found, a.out, a)
-    print("| variant | tasks | before % | after % [95 %] | change [95 %] | better / worse | by seed |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | --- |")
-    for row in (r for r in found if r["update"] == a.updates):
-        print(f"| {' | '.join(cells(row))} |")
+    heads = ["variant", "tasks", "before %", "after % [95 %]", "change [95 %]", "better / worse", "by seed"]
+    print("\n".join(markdown_table(heads, [cells(row) for row in found if row["update"] == a.updates], left=2)))
     print(f"this call: {(time.perf_counter() - started) / 60:.0f} minutes")
 
 
 def cells(row: dict) -> list[str]:
-    (low, high), (lower, upper) = row["interval"], row["change_interval"]
     return [
-        row["variant"], f"{row['family']} (n = {row['n']})",
-        f"{100 * (row['success'] - row['change']):.1f}",
-        f"{100 * row['success']:.1f} [{100 * low:.1f}, {100 * high:.1f}]",
-        f"{100 * row['change']:+.1f} [{100 * lower:+.1f}, {100 * upper:+.1f}]", f"{row['better']} / {row['worse']}",
-        " / ".join(f"{100 * x:.1f}" for x in row["by_seed"].values()),
+        row["variant"], f"{row['family']} (n = {row['n']})", percent(row["success"]["mean"] - row["change"]["mean"]),
+        interval(row["success"]), interval(row["change"], "{:+.1f}"), f"{row['better']} / {row['worse']}",
+        " / ".join(map(percent, row["by_seed"].values())),
     ]  # fmt: skip
 
 

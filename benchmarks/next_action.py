@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -40,6 +40,7 @@ from configs.load import load_config
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
 from envs.registry import evaluation_split
 from eval.evaluate import ModelCache
+from eval.format import interval, markdown_table
 from eval.metrics import Interval, bootstrap_mean
 from eval.runner import Evaluation
 from executor.hf import FrozenExecutor
@@ -149,25 +150,23 @@ def table(made: dict[str, dict[str, dict[str, float]]]) -> str:
     first = next(iter(made.values()))
     steps = int(sum(values["steps"] for values in first.values()))
     chance, uniform = (100 * over_tasks(first, "chance").mean, over_tasks(first, "uniform").mean)
-    lines = [
-        f"{len(first)} tasks, {steps} steps; at random: choice {chance:.1f} %, nats {uniform:.2f}", "",
-        "| delivery | choice % | minus the first | nats | minus the first | text |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]  # fmt: skip
+    rows = []
     for name, values in made.items():
-        choice, nats = over_tasks(values, "choice"), over_tasks(values, "nats")
-        text = _shown(over_tasks(values, "text"), 1, "{:.1f}")
-        cells = [name, _shown(choice, 100, "{:.1f}"), "-", _shown(nats, 1, "{:.2f}"), "-", text]
+        choice, nats, text = (over_tasks(values, what) for what in ("choice", "nats", "text"))
+        minus = ["-", "-"]
         if values is not first:
-            cells[2] = _shown(over_tasks(values, "choice", first), 100, "{:+.1f}")
-            cells[4] = _shown(over_tasks(values, "nats", first), 1, "{:+.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            minus = [_shown(over_tasks(values, "choice", first), "{:+.1f}", 100),
+                     _shown(over_tasks(values, "nats", first), "{:+.2f}")]  # fmt: skip
+        rows.append(
+            [name, _shown(choice, "{:.1f}", 100), minus[0], _shown(nats, "{:.2f}"), minus[1], _shown(text, "{:.1f}")]
+        )
+    heads = ["delivery", "choice %", "minus the first", "nats", "minus the first", "text"]
+    title = f"{len(first)} tasks, {steps} steps; at random: choice {chance:.1f} %, nats {uniform:.2f}"
+    return "\n".join([title, "", *markdown_table(heads, rows)])
 
 
-def _shown(interval: Interval, scale: float, form: str) -> str:
-    mean, low, high = (form.format(scale * value) for value in (interval.mean, interval.low, interval.high))
-    return f"{mean} [{low}, {high}]"
+def _shown(of: Interval, form: str, scale: float = 1.0) -> str:
+    return interval(asdict(of), form, scale)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import typer
 from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
+from eval.format import DASH, interval, markdown_table, percent
 from executor.build import load_executor
 from runtime.store import to_json, write_atomically
 
@@ -187,17 +188,18 @@ def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: 
         by_delivery[episode.delivery].append(attentions)
     made = {name: {**curves(of), "steps_without_memory": without[name]} for name, of in by_delivery.items()}
     attention_plot(made, png)
-    lines = [
-        f"| {name} | {of['episodes']} | {of['steps_with_memory']} | {channel} | "
-        f"{_ends(of['logit'][channel]['by_step'])} | {_trend(of['logit'][channel]['slope'])} | "
-        f"{_trend(of['share'][channel]['slope'])} |"
+    rows = [
+        [
+            name, str(of["episodes"]), str(of["steps_with_memory"]), channel, _ends(of["logit"][channel]["by_step"]),
+            _trend(of["logit"][channel]["slope"]), _trend(of["share"][channel]["slope"]),
+        ]
         for name, of in made.items()
         for channel in CHANNELS
         if channel in of["logit"]
-    ]
+    ]  # fmt: skip
     heads = ("delivery", "episodes", "steps with memory", "tokens", "logit, first to last step", "trend of the logit "
              "per step", "trend of the share per step")  # fmt: skip
-    text = _page(3, "mean pre-softmax attention logit of the executor over memory tokens", heads, lines, [
+    text = _page(3, "mean pre-softmax attention logit of the executor over memory tokens", heads, rows, [
         "Trend: mean over episodes of each one's own, 95 % bootstrap interval over episodes.",
         *([f"{drawn} steps had sampled soft tokens: their mean stands for them."] if drawn else []),
     ])  # fmt: skip
@@ -216,14 +218,16 @@ def _figure4(
                 gathered.add(replay.executor, again, f"{step.reason} {step.guidance}".strip(), number)
     shown, left_out = _spaces(gathered, most, seed)
     latents_plot(shown, png)
-    lines = [
-        f"| {space} | {apart['n']} | {apart['episodes']} | {apart['silhouette']:.3f} | {100 * apart['probe']:.1f} | "
-        f"{100 * apart['permuted_mean']:.1f} ({100 * apart['permuted_max']:.1f}) | {apart['p_value']:.3f} |"
+    rows = [
+        [
+            space, str(apart["n"]), str(apart["episodes"]), f"{apart['silhouette']:.3f}", percent(apart["probe"]),
+            f"{percent(apart['permuted_mean'])} ({percent(apart['permuted_max'])})", f"{apart['p_value']:.3f}",
+        ]
         for space, (_, _, apart) in shown.items()
-    ]
+    ]  # fmt: skip
     heads = ("space", "tokens", "episodes", "silhouette", "probe, % of held-out tokens", "shuffled labels, mean "
              "(highest), %", "p")  # fmt: skip
-    text = _page(4, "soft memory tokens and text memory tokens", heads, lines, [
+    text = _page(4, "soft memory tokens and text memory tokens", heads, rows, [
         *(f"{space}: {meaning}." for space, meaning in SPACES.items()),
         *(f"{space}: not measured, {why}." for space, why in left_out.items()),
         "Probe: logistic regression, tested on episodes that it was not trained on; distinct vectors, as many of each "
@@ -258,12 +262,12 @@ def _spaces(gathered: Gathered, most: int, seed: int) -> tuple[dict[str, Any], d
     return shown, left_out
 
 
-def _page(number: int, title: str, heads: Sequence[str], lines: Sequence[str], notes: Sequence[str]) -> str:
+def _page(number: int, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
     from eval.paper.tables import paper_numbers
 
     said = f"Paper: {paper_numbers()['figures'][number]} All numbers above are measured."
-    rows = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads), *lines]
-    return "\n".join([f"### Figure {number}: {title}", "", *rows, "", *(f"- {n}" for n in (said, *notes))]) + "\n"
+    lines = ["", *markdown_table(heads, rows), "", *(f"- {n}" for n in (said, *notes))]
+    return "\n".join([f"### Figure {number}: {title}", *lines]) + "\n"
 
 
 def _ends(points: Sequence[Mapping[str, Any]]) -> str:
@@ -272,4 +276,4 @@ def _ends(points: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _trend(slope: Mapping[str, Any] | None) -> str:
-    return "–" if slope is None else f"{slope['mean']:+.3f} [{slope['low']:+.3f}, {slope['high']:+.3f}]"
+    return DASH if slope is None else interval(slope, "{:+.3f}", scale=1)
