@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 import httpx
@@ -86,15 +86,16 @@ class RemoteServer:
 
         if len(bodies) == 1:
             return [send(bodies[0])]
-        with ThreadPoolExecutor(max(1, min(self.parallel, len(bodies))), thread_name_prefix="remote") as pool:
-            futures = [pool.submit(send, body) for body in bodies]
-            try:
-                return [future.result() for future in futures]
-            except RemoteError:
-                raise failures[0] from None  # those after it were given up
-            finally:
-                over.set()
-                pool.shutdown(wait=False, cancel_futures=True)
+        pool = ThreadPoolExecutor(max(1, min(self.parallel, len(bodies))), thread_name_prefix="remote")
+        futures = [pool.submit(send, body) for body in bodies]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+            if failures:
+                raise failures[0]  # those after it were given up
+            return [future.result() for future in futures]
+        finally:
+            over.set()
+            pool.shutdown(wait=False, cancel_futures=True)  # nobody waits for answers that nobody wants
 
     def _send(self, method: str, path: str, body: Any, over: threading.Event) -> Any:
         """Return the answer of the first attempt that has one. No attempt is made when `over` is set."""
