@@ -18,8 +18,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,15 +65,13 @@ class Endpoint:
     def __init__(self, config: EndpointConfig, cache: Path | None = None) -> None:
         self.config = config
         self.stopped: EndpointStop | None = None
-        self.from_cache: Counter[str] = Counter()  # by role, of this process
+        self.from_cache = 0  # answers of this process
         self._key = _key(config.key_env)
         named = Path(config.cache) if config.cache else cache
         self._ledger = Ledger(named, config.model)
         self._pace = Pace(config.rpm, config.tpm)
         self._slots = asyncio.Semaphore(config.concurrency)
         self._silent = 0
-        self._client: AsyncOpenAI | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Results in order; where a coroutine raised EndpointFailure or EndpointStop, that stands in its place."""
@@ -81,14 +79,17 @@ class Endpoint:
         async def all_of_it() -> list[Any]:
             return await asyncio.gather(*work, return_exceptions=True)
 
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
         results = asyncio.run_coroutine_threadsafe(all_of_it(), self._loop).result()
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, EndpointFailure | EndpointStop):
                 raise result
         return results
+
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="endpoint", daemon=True).start()
+        return loop
 
     async def ask(self, messages: Sequence[Message], role: str, max_tokens: int, repeat: int = 0) -> Answer:
         """The model's answer, from the cache if the same was asked before.
@@ -106,12 +107,16 @@ class Endpoint:
             parameters["temperature"] = self.config.temperature
         body = {"model": self.config.model, "messages": list(messages), **parameters}
         key = request_key(body, repeat)
-        with self._stopping():
+        self.check()
+        try:
             if (known := self._ledger.answer(key)) is not None:
-                self.from_cache[role] += 1
+                self.from_cache += 1
                 return known
             async with self._slots:
                 return await self._insist(body, key, role, max_tokens)
+        except EndpointStop as stop:
+            self.stopped = self.stopped or stop  # the first reason is the one that is told
+            raise
 
     def check(self) -> None:
         """Raises: EndpointStop, where the client has stopped."""
@@ -121,7 +126,7 @@ class Endpoint:
     def account(self) -> dict[str, Any]:
         """Requests, faults by kind, tokens and money (at the present prices) of all that the ledger holds for this
         model, and by role; answers from the cache are those of this process."""
-        return self._ledger.account(self.config) | {"from_cache": self.from_cache.total()}
+        return self._ledger.account(self.config) | {"from_cache": self.from_cache}
 
     async def _insist(self, body: dict[str, Any], key: str, role: str, max_tokens: int) -> Answer:
         """Return the answer of the first attempt that has one, and keep it."""
@@ -169,7 +174,7 @@ class Endpoint:
 
         standard = {name: body[name] for name in ("model", "messages")}
         others = {name: value for name, value in body.items() if name not in standard}
-        create = self._open().chat.completions.with_raw_response.create  # at first this imports a great deal
+        create = self._client.chat.completions.with_raw_response.create  # at first this imports a great deal
         try:
             async with asyncio.timeout(self.config.timeout_s):  # whole: a server may also drip bytes for ever
                 raw = await create(**standard, extra_body=others)
@@ -206,25 +211,13 @@ class Endpoint:
                     f"{tokens_out} written). What is done is kept: raise api.{name} and run the same command again"
                 )
 
-    def _open(self) -> AsyncOpenAI:
-        """Made late, in the thread that uses it; importing openai takes a second."""
-        if self._client is None:
-            from openai import AsyncOpenAI
+    @cached_property
+    def _client(self) -> AsyncOpenAI:
+        """Made late, in the thread that uses it; importing openai takes a second. It leaves retries to us."""
+        from openai import AsyncOpenAI
 
-            self._client = AsyncOpenAI(
-                base_url=self.config.base_url, api_key=self._key or "none", timeout=self.config.timeout_s, max_retries=0
-            )
-        return self._client
-
-    @contextmanager
-    def _stopping(self) -> Iterator[None]:
-        """The first reason to stop is the one that is told."""
-        try:
-            self.check()
-            yield
-        except EndpointStop as stop:
-            self.stopped = self.stopped or stop
-            raise
+        where, key = self.config.base_url, self._key or "none"
+        return AsyncOpenAI(base_url=where, api_key=key, timeout=self.config.timeout_s, max_retries=0)
 
     def _scrubbed(self, text: str) -> str:
         """Servers quote keys in their complaints."""
