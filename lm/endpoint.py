@@ -17,7 +17,6 @@ import json
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from functools import cached_property
 from pathlib import Path

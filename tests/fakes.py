@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from agent.episode import EpisodeSpec
-from agent.records import Episode, StepRecord, StopReason
+from agent.records import Episode, StepRecord
 from compiler.brief_state import Create, Fold
 from compiler.language import Emission, render
 from compiler.records import Compilation
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from executor.grounding import Grounding
 from executor.records import Action
+from runtime.errors import StopReason
 from tests.tiny_models import entry
 
 COMMANDS = ("north", "south")

@@ -4,7 +4,7 @@ import pytest
 
 from agent.deliveries import Delivery, ShuffledSoft
 from agent.episode import Limits, run_episodes
-from agent.records import StopReason
+from runtime.errors import StopReason
 from tests.fakes import CountingEnv, Recorder, spec
 
 

@@ -23,7 +23,6 @@ import torch
 
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
-from agent.records import StopReason
 from compiler.brief_state import Belief, BriefState
 from compiler.client import RemoteCompiler
 from compiler.hf import MemoryCompiler
@@ -34,6 +33,7 @@ from configs.compiler import COMPILER_KEY, CompilerConfig, Soft
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from memory.entry import MemoryEntry, Provenance
+from runtime.errors import StopReason
 from runtime.http import RemoteError, RemoteServer
 from tests import tiny_models, vllm_engines
 from tests.fakes import CountingEnv, Recorder, spec

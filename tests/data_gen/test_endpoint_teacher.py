@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from agent.records import Episode, StepRecord, StopReason
+from agent.records import Episode, StepRecord
 from compiler.brief_state import BriefState, Create
 from compiler.language import Emission, Kind, ParseError, render
 from compiler.records import Compilation, CompileRequest
@@ -11,6 +11,7 @@ from data_gen.collect import sound_rows
 from data_gen.endpoint_teacher import AGAIN, COMPILE, EndpointTeacher, read_emission
 from lm.endpoint import Endpoint, EndpointFailure
 from lm.ledger import Answer
+from runtime.errors import StopReason
 from tests.faulty_server import FaultyServer
 from tests.tiny_models import entry
 

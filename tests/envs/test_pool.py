@@ -15,9 +15,9 @@ import pytest
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor
-from agent.records import StopReason
 from envs.base import Environment, EnvironmentFailure, Task
 from envs.pool import EnvironmentPool, PoolLimits, WorkerFailure, WorkerSpec
+from runtime.errors import StopReason
 from tests.envs.hosted_examples import alive
 
 ROOT = Path(__file__).parents[2]

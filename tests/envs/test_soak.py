@@ -16,10 +16,10 @@ import pytest
 
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
-from agent.records import StopReason
 from envs.pool import EnvironmentPool, PoolLimits, WorkerSpec
 from executor.grounding import Grounding
 from executor.records import Action
+from runtime.errors import StopReason
 from tests.envs.hosted_examples import alive
 
 HOMES = WorkerSpec(

@@ -8,7 +8,8 @@ from typing import Any
 
 from PIL import Image
 
-from agent.records import Episode, StepRecord, StopReason
+from agent.records import Episode, StepRecord
+from runtime.errors import StopReason
 
 HOSTILE = (
     """</pre></script><script>alert(1)</script><img src=x onerror="alert(2)">'"--> {{ 7 * 7 }} $x_1$ \x00 \ud800 &lt;"""

@@ -11,11 +11,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from agent.records import Episode, StopReason
+from agent.records import Episode
 from eval.compare import differences, differing, dotted, read_runs, shared, unique_names, write_comparison
 from eval.metrics import results
 from eval.replays import Replays
 from memcompiler.cli import app
+from runtime.errors import StopReason
 from tests.eval.pages import HOSTILE, Page, episode, hostile_episode
 
 META = {

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from agent.records import Episode, StepRecord, StopReason
+from agent.records import Episode, StepRecord
 from eval.errors import KINDS, analyse, labels, needs, primary
+from runtime.errors import StopReason
 
 GOAL = "put a hot mug in cabinet"
 

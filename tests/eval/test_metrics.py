@@ -10,10 +10,11 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from agent.records import Episode, StepRecord, StopReason, episode_from_json, read_episodes
+from agent.records import Episode, StepRecord, episode_from_json, read_episodes
 from eval.metrics import bootstrap_mean, ordered, paired_bootstrap_difference, results, summarise, wilson
 from eval.runs import read_matrix
 from eval.table import print_results, to_markdown
+from runtime.errors import StopReason
 
 META = {"environment": "household", "split": "test", "seed": 7}
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from agent.records import Episode, StopReason
+from agent.records import Episode
 from eval.metrics import results
 from eval.plots import deliveries_plot, read_metrics, training_plot
 from eval.replays import Head, diff_state, outcome, select
 from eval.report import write_report, write_run_report
+from runtime.errors import StopReason
 from tests.eval.pages import HOSTILE, Page, episode, hostile_episode, step
 
 META = {"environment": "household", "split": "test", "seed": 7}

@@ -10,7 +10,6 @@ from PIL import Image
 
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
-from agent.records import StopReason
 from compiler.language import Emission, render
 from compiler.records import Compilation
 from configs.evaluation import EvalConfig
@@ -22,6 +21,7 @@ from executor.grounding import Grounding
 from executor.prompt import Delivered, ExecutorRequest
 from lm.endpoint import Endpoint
 from lm.ledger import EndpointStop
+from runtime.errors import StopReason
 from tests.faulty_server import FaultyServer
 
 COMMANDS = ("go to shelf 1", "open fridge 1", "look")

@@ -23,7 +23,6 @@ from PIL import Image
 
 from agent.deliveries import Delivery
 from agent.episode import Limits, run_episodes
-from agent.records import StopReason
 from configs.compiler import CompilerConfig
 from configs.evaluation import EvalConfig
 from configs.executor import EXECUTOR_KEY, ExecutorConfig
@@ -35,6 +34,7 @@ from executor.grounding import Grounding
 from executor.hf import FrozenExecutor
 from executor.prompt import Delivered, ExecutorRequest
 from lm.loading import load_backbone
+from runtime.errors import StopReason
 from runtime.http import RemoteError
 from tests import vllm_engines
 from tests.fakes import CountingEnv, Recorder, spec

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from agent.episode import Limits
-from agent.records import StopReason
 from compiler import checkpoint
 from compiler.records import Decoding
 from configs.training import GrpoConfig
+from runtime.errors import StopReason
 from tests import tiny_models
 from tests.training.grpo_trainers import (
     PATHWISE,
