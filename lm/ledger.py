@@ -10,7 +10,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,40 +71,35 @@ class Ledger:
 
     def answer(self, key: str) -> Answer | None:
         """Return what was answered to the request with this key, None where nothing was."""
-        with self._clear_errors():
-            columns = "text, tokens_in, tokens_out, truncated"
-            row = self._db.execute(f"SELECT {columns} FROM answers WHERE request = ?", (key,)).fetchone()
-        return None if row is None else Answer(row[0], row[1], row[2], bool(row[3]))
+        rows = self._rows("SELECT text, tokens_in, tokens_out, truncated FROM answers WHERE request = ?", key)
+        return next((Answer(text, read, written, bool(cut)) for text, read, written, cut in rows), None)
 
     def keep(self, key: str, role: str, answer: Answer) -> Answer:
         """Store and count an answer. Returns what the file holds: another process may have been first."""
         with self._clear_errors(), self._db:  # one transaction
             self._db.execute("BEGIN IMMEDIATE")
-            self._add(role, ANSWER, answer.tokens_in, answer.tokens_out)
-            row = (key, answer.text, answer.tokens_in, answer.tokens_out, answer.truncated)
-            self._db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?)", row)
+            self.count(role, ANSWER, answer.tokens_in, answer.tokens_out)
+            self._rows("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?)", key, *astuple(answer))
         return self.answer(key) or answer
 
     def count(self, role: str, outcome: str, tokens_in: int = 0, tokens_out: int = 0) -> None:
-        """Count a request that had no usable answer, and what was paid for it."""
-        with self._clear_errors():
-            self._add(role, outcome, tokens_in, tokens_out)
+        """Count a request by its outcome, and what was paid for it."""
+        self._rows(
+            "INSERT INTO totals VALUES (?, ?, ?, 1, ?, ?) ON CONFLICT DO UPDATE SET n = n + 1, "
+            "tokens_in = tokens_in + excluded.tokens_in, tokens_out = tokens_out + excluded.tokens_out",
+            self.model, role, outcome, tokens_in, tokens_out,
+        )  # fmt: skip
 
     def spent(self) -> tuple[int, int]:
         """Return the tokens read and written by this model, over all runs and processes that share the file."""
-        with self._clear_errors():
-            return self._db.execute(
-                "SELECT COALESCE(SUM(tokens_in), 0), COALESCE(SUM(tokens_out), 0) FROM totals WHERE model = ?",
-                (self.model,),
-            ).fetchone()
+        sums = "COALESCE(SUM(tokens_in), 0), COALESCE(SUM(tokens_out), 0)"
+        [(read, written)] = self._rows(f"SELECT {sums} FROM totals WHERE model = ?", self.model)
+        return read, written
 
     def account(self, config: EndpointConfig) -> dict[str, Any]:
         """Return requests, answers, faults by kind, tokens and price, in all and by role, ready for JSON."""
-        with self._clear_errors():
-            rows = self._db.execute(
-                "SELECT role, outcome, n, tokens_in, tokens_out FROM totals WHERE model = ? ORDER BY role, outcome",
-                (self.model,),
-            ).fetchall()
+        columns = "role, outcome, n, tokens_in, tokens_out"
+        rows = self._rows(f"SELECT {columns} FROM totals WHERE model = ? ORDER BY role, outcome", self.model)
         faults, whole = Counter[str](), Counter[str](requests=0, answers=0, tokens_in=0, tokens_out=0)
         roles: dict[str, Counter[str]] = {}
         for role, outcome, n, read, written in rows:
@@ -120,12 +115,9 @@ class Ledger:
         by_role = {role: priced(counts) for role, counts in roles.items()}
         return {"model": self.model, **priced(whole), "faults": dict(sorted(faults.items())), "roles": by_role}
 
-    def _add(self, role: str, outcome: str, tokens_in: int, tokens_out: int) -> None:
-        self._db.execute(
-            "INSERT INTO totals VALUES (?, ?, ?, 1, ?, ?) ON CONFLICT DO UPDATE SET n = n + 1, "
-            "tokens_in = tokens_in + excluded.tokens_in, tokens_out = tokens_out + excluded.tokens_out",
-            (self.model, role, outcome, tokens_in, tokens_out),
-        )
+    def _rows(self, statement: str, *values: object) -> list[Any]:
+        with self._clear_errors():
+            return self._db.execute(statement, values).fetchall()
 
     @contextmanager
     def _clear_errors(self) -> Iterator[None]:
