@@ -34,10 +34,15 @@ from runtime.store import JsonLines, to_json, write_atomically
 LINEAR = "compiler.soft.projector=linear"
 VARIANTS = {  # name: settings of GRPO
     "both": [],
-    "text": ["latent_weight=0", "latent_gradient=score"],
-    "latent": ["text_weight=0"],
+    "text": ["loss.latent_weight=0", "loss.latent_gradient=score"],
+    "latent": ["loss.text_weight=0"],
     # At the rates of `both` its noise undoes the checkpoint, at a quarter of its spread it explores nothing.
-    "score": ["text_weight=0", "latent_gradient=score", "projector_lr=1.0e-3", "latent_temperature=1.0"],
+    "score": [
+        "loss.text_weight=0",
+        "loss.latent_gradient=score",
+        "optimizer.projector_lr=1.0e-3",
+        "sampling.latent_temperature=1.0",
+    ],
     "linear": [LINEAR],
 }
 FAMILIES = ("", "text", "visual")

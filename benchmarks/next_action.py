@@ -88,10 +88,10 @@ class Led:
         return [self._led(*row) for row in zip(led, commands, scores, strict=True)]
 
     def _led(self, expert: Action, commands: Sequence[str], candidate_logprobs: torch.Tensor) -> LedAction:
-        policy = self.executor.policy(candidate_logprobs.float().cpu())
+        logprobs = self.executor.action_logprobs(candidate_logprobs.float().cpu())
         at = commands.index(expert.action)
-        own = commands[int(policy.argmax())]
-        logprob, among_texts = float(policy[at]), float(candidate_logprobs[at])
+        own = commands[int(logprobs.argmax())]
+        logprob, among_texts = float(logprobs[at]), float(candidate_logprobs[at])
         return LedAction(expert.action, expert.how, own, (), 0, 0, logprob=logprob, text_logprob=among_texts)
 
 

@@ -297,7 +297,7 @@ def _explain(error: ErrorDetails, schema: type[BaseModel], path: str) -> str:
 
 
 def _suggest(schema: type[BaseModel], path: str) -> str:
-    """What an unknown key may have been: a like name at its level, or the same name elsewhere in the schema."""
+    """Say what an unknown key may have been: the same name elsewhere in the schema, or a like name at its level."""
     *parents, name = path.split(".")
     models = [schema]
     for part in parents:
@@ -305,11 +305,11 @@ def _suggest(schema: type[BaseModel], path: str) -> str:
         # A list's index, a dict's key: no field of a model, the models below stay the same.
         models = _models_in(inner) if inner else models
     fields = sorted({field for model in models for field in model.model_fields})
-    close = _did_you_mean(name, fields)
-    if not close:
-        elsewhere = [place for place in _field_paths(schema) if place.rpartition(".")[2] == name]
-        close = f"; did you mean {elsewhere[0]!r}?" if elsewhere else ""
-    return close or (f"; known here: {', '.join(fields)}" if fields else "")
+    elsewhere = [place for place in _field_paths(schema) if place.rpartition(".")[2] == name]
+    if elsewhere:
+        nearest = sorted(elsewhere, key=lambda place: place.count("."))[:3]
+        return f"; did you mean {' or '.join(map(repr, nearest))}?"
+    return _did_you_mean(name, fields) or (f"; known here: {', '.join(fields)}" if fields else "")
 
 
 def _models_in(annotations: Iterable[Any]) -> list[type[BaseModel]]:

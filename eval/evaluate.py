@@ -117,7 +117,7 @@ def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, banks: P
     from eval.report import write_run_report
     from eval.table import print_results
 
-    run = RunFolder.create(out, cell.config, on_exists=on_exists)  # type: ignore[arg-type]
+    run = RunFolder.create(out, cell.config, on_exists=on_exists)
     if (out / RESULTS).exists():
         results = json.loads((out / RESULTS).read_text(encoding="utf-8"))
         console.print(f"  {out} is complete already")
@@ -316,7 +316,7 @@ def _run_matrix(
     from eval.report import write_run_report
     from eval.table import print_results
 
-    run = RunFolder.create(out, config, on_exists=on_exists)  # type: ignore[arg-type]
+    run = RunFolder.create(out, config, on_exists=on_exists)
     done: dict[str, dict[str, Any]] = {}
     for number, cell in enumerate(made, start=1):
         console.rule(f"cell {number}/{len(made)}: {cell.name}", align="left")

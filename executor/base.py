@@ -62,8 +62,8 @@ class TokenExecutor:
         """log p(candidate, end of turn | prompt) for every candidate of every prompt."""
         raise NotImplementedError
 
-    def policy(self, candidate_logprobs: Tensor) -> Tensor:
-        """Log-probabilities (C,) of C admissible actions at this executor's temperature."""
+    def action_logprobs(self, candidate_logprobs: Tensor) -> Tensor:
+        """Give log-probabilities (C,) of C admissible actions at this executor's temperature."""
         return (candidate_logprobs / (self.temperature or 1.0)).log_softmax(0)
 
     def _decided(self, requests: Sequence[ExecutorRequest], generate: Generate) -> list[Action]:
@@ -89,9 +89,9 @@ class TokenExecutor:
     def _chosen(self, request: ExecutorRequest, prompt: Prompt, candidate_logprobs: Tensor) -> Action:
         drawn: dict[str, Any] = {}
         if self.temperature:
-            policy = self.policy(candidate_logprobs.float().cpu())
-            at = int(torch.multinomial(policy.exp(), 1, generator=self.generator))
-            drawn = {"prompt": prompt, "logprob": float(policy[at])}
+            logprobs = self.action_logprobs(candidate_logprobs.float().cpu())
+            at = int(torch.multinomial(logprobs.exp(), 1, generator=self.generator))
+            drawn = {"prompt": prompt, "logprob": float(logprobs[at])}
         else:
             at = int(candidate_logprobs.argmax())
         action = (request.admissible or ())[at]

@@ -98,7 +98,7 @@ def collect(settings: "CollectConfig", out: Out = Path("out/collect"), on_exists
 @with_settings("configs.training:SftConfig")
 def train_sft(settings: "SftConfig", out: Out = Path("out/sft"), on_exists: OnExists = "resume") -> None:
     """Stage 1: LoRA and projector on SFT rows, against the frozen executor. Resumes after a kill."""
-    from memcompiler.sft import run_train_sft
+    from memcompiler.train import run_train_sft
 
     run_train_sft(settings, out, on_exists)
 
@@ -107,7 +107,7 @@ def train_sft(settings: "SftConfig", out: Out = Path("out/sft"), on_exists: OnEx
 @with_settings("configs.training:GrpoConfig")
 def train_grpo(settings: "GrpoConfig", out: Out = Path("out/grpo"), on_exists: OnExists = "resume") -> None:
     """Stage 2: continue an SFT checkpoint by GRPO on binary success, text and soft tokens together. Resumes."""
-    from memcompiler.grpo import run_train_grpo
+    from memcompiler.train import run_train_grpo
 
     run_train_grpo(settings, out, on_exists)
 
@@ -373,7 +373,7 @@ def bench_rollout(
     updates: Annotated[int, typer.Option(min=1, help="Updates whose rollouts are played, each way.")] = 2,
 ) -> None:  # fmt: skip
     """Rollouts with all episodes batched against one episode at a time."""
-    from memcompiler.grpo import run_bench_rollout
+    from benchmarks.rollout import run_bench_rollout
 
     run_bench_rollout(settings, out, updates)
 

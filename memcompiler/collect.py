@@ -33,7 +33,7 @@ MAY_CHANGE_ON_RESUME = tuple(
 
 def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> None:
     """Have a teacher play a split (or go on), and leave bank and rows in OUT."""
-    run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)  # type: ignore[arg-type]
+    run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)
     if (out / "collect.json").exists():
         console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")
         return

@@ -27,11 +27,10 @@ console = Console(width=120)
 def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwrite") -> None:
     """Collect, train (SFT, then GRPO), evaluate, report; each stage is the command of the same name."""
     from memcompiler.collect import run_collect
-    from memcompiler.grpo import run_train_grpo
-    from memcompiler.sft import run_train_sft
+    from memcompiler.train import run_train_grpo, run_train_sft
 
     started, seconds = time.perf_counter(), {}
-    run = RunFolder.create(out, config, on_exists=on_exists)  # type: ignore[arg-type]
+    run = RunFolder.create(out, config, on_exists=on_exists)
     with _stage("1/4 collect: the expert plays the training scenes", seconds, "collect"):
         run_collect(config.collect, out / "collect", on_exists)
     sft = config.sft.model_copy(update={"rows": str(out / "collect" / "rows")})

@@ -21,7 +21,7 @@ collect=() sft=() grpo=() eval=()
 if [[ ${SMALL:-0} == 1 ]]; then
   cpu=(compiler.dtype=float32 executor.dtype=float32)
   collect=(limit=180 memory.k=1)
-  sft=("${cpu[@]}" max_steps=48 batch_size=12 micro_batch_size=6 lr=1.0e-3 projector_lr=1.0e-3 save_every=6)
+  sft=("${cpu[@]}" max_steps=48 batch_size=12 micro_batch_size=6 optimizer.lr=1.0e-3 optimizer.projector_lr=1.0e-3 save_every=6)
   grpo=("${cpu[@]}" limit=180 memory.k=1 updates=1 tasks=2 group_size=4 max_steps=8 micro_batch_size=4)
   eval=("${cpu[@]}" limit=6 memory.k=1 memory.experience_limit=60 max_steps=15
     "deliveries=[none, static, compiled_text, compiled, expert_compiler]")

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from compiler.checkpoint import trained_parameters
 from compiler.hf import MemoryCompiler
-from configs.training import GrpoConfig, SftConfig
+from configs.training import Optimizer
 from training import distributed
 from training.checkpoint import Tensors
 
@@ -74,7 +74,7 @@ class Replicated:
         """This process's rows, `size` at a time; in lock-step, empty ones until all processes have had as many."""
         rounds = math.ceil(len(mine) / size)
         if self.in_lockstep:
-            rounds = max(1, *(int(share["rounds"]) for share in distributed.gather_values({"rounds": float(rounds)})))
+            rounds = max(1, *distributed.gather(rounds))
         for i in range(rounds):
             yield mine[i * size : (i + 1) * size]
 
@@ -360,20 +360,18 @@ class Zero3(Zero2):
         pass  # looked up where they are
 
 
-def make_optimizer(
-    config: SftConfig | GrpoConfig, compiler: MemoryCompiler, projector_lr: float | None
-) -> torch.optim.AdamW:
-    """AdamW (paper Table 7) over LoRA and projector, each at its own rate; nothing else is trainable, and without a
-    `projector_lr`, where no loss reaches it, the projector is not either."""
+def make_optimizer(settings: Optimizer, compiler: MemoryCompiler, with_projector: bool) -> torch.optim.AdamW:
+    """Make AdamW (paper Table 7) over LoRA and projector, each at its own rate; nothing else is trainable, and the
+    projector is not either where no loss reaches it."""
     projector = list(compiler.projector.parameters())
     lora = [p for n, p in compiler.named_parameters() if p.requires_grad and not n.startswith("projector.")]
-    groups: list[dict[str, Any]] = [{"params": lora, "lr": config.lr}]
-    if projector_lr is not None:
-        groups.append({"params": projector, "lr": projector_lr})
+    groups: list[dict[str, Any]] = [{"params": lora, "lr": settings.lr}]
+    if with_projector:
+        groups.append({"params": projector, "lr": settings.projector_lr or settings.lr})
     else:
         for parameter in projector:
             parameter.requires_grad_(False)
-    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
 
 
 BACKENDS: dict[str, type[Replicated]] = {"replicated": Replicated, "fsdp": Fsdp, "zero2": Zero2, "zero3": Zero3}

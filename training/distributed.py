@@ -10,16 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MAY_CHANGE_ON_RESUME = (  # settings that say how and where a step is computed: a run may go on with others
-    "backend", "micro_batch_size", "placement.actors", "placement.rollouts", "placement.executors", "rollout_urls",
-    "executor_urls",
-)  # fmt: skip
+T = TypeVar("T")
+
 TIMEOUT = "MEMCOMPILER_DIST_TIMEOUT"  # minutes that a collective waits for the slowest rank (default 30)
 SETTLE = 0.3  # seconds in which threads of the group let go of what they hold: microseconds of work, but not at once
 
@@ -61,22 +59,27 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def share(n: int) -> range:
+    """Choose this rank's part of 0..n-1: neighbours, as many as the others have or one more."""
+    return range(rank() * n // world_size(), (rank() + 1) * n // world_size())
+
+
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
 
 
-def gather_values(values: dict[str, float]) -> list[dict[str, float]]:
-    """Every rank's numbers, in the order of ranks."""
+def gather(value: T) -> list[T]:
+    """Collect every rank's value, in the order of ranks."""
     if not dist.is_initialized():
-        return [values]
+        return [value]
     shares: list[Any] = [None] * world_size()
-    dist.all_gather_object(shares, values)
+    dist.all_gather_object(shares, value)
     return shares
 
 
 def sum_values(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Scalars summed over ranks. A rank without rows has no names of its own: names come from rank 0."""
+    """Sum scalars over ranks. A rank without rows has no names of its own: names come from rank 0."""
     if not dist.is_initialized():
         return values
     names: list[list[str]] = [sorted(values)]

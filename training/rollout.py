@@ -26,6 +26,7 @@ from executor.records import Executor
 from lm.prompt import Prompt
 from runtime.errors import is_failure
 from soft_mem.projector import Projector
+from training import distributed
 from training.losses import group_advantages
 
 
@@ -58,9 +59,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The K episodes of one task. Failed ones (a dead environment, executor or compiler) have no part in training."""
+    """The K episodes of one task, or those of them that this rank played. Failed ones (a dead environment, executor or
+    compiler) have no part in training."""
 
     episodes: tuple[Episode, ...]
+    elsewhere: tuple[float, ...] = ()  # rewards of the group's episodes that other ranks played
+    leads: bool = True  # whether this rank played the group's first: it speaks for the group where groups are counted
 
     @property
     def counted(self) -> list[Episode]:
@@ -68,17 +72,50 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Binary, at the end of the episode (paper: sparse and environment-driven)."""
+        """Give the rewards of this rank's: binary, at the end of the episode (paper: sparse, environment-driven)."""
         return [float(episode.success) for episode in self.counted]
 
     @property
+    def all_rewards(self) -> list[float]:
+        return [*self.rewards, *self.elsewhere]
+
+    @property
     def advantages(self) -> list[float]:
-        return group_advantages(self.rewards)
+        """Give the advantages of this rank's episodes in the whole group."""
+        return group_advantages(self.all_rewards)[: len(self.counted)]
 
     @property
     def informative(self) -> bool:
-        """Whether its rewards differ: without variance there is no gradient."""
-        return any(self.advantages)
+        """Say whether the rewards of the whole group differ: without variance there is no gradient."""
+        return len(set(self.all_rewards)) > 1
+
+
+def gather_groups(places: Sequence[int], episodes: Sequence[Episode]) -> list[Group]:
+    """Put this rank's episodes into groups that know all their rewards. Every rank has to call it.
+
+    Args:
+        places: Which group of the update each episode belongs to.
+
+    Raises:
+        RuntimeError: every episode of every rank failed; the message holds the first failure.
+    """
+    mine: dict[int, list[Episode]] = {}
+    for place, episode in zip(places, episodes, strict=True):
+        mine.setdefault(place, []).append(episode)
+    groups = {place: Group(tuple(played)) for place, played in mine.items()}
+    rewards = distributed.gather({place: group.rewards for place, group in groups.items()})
+    errors = distributed.gather([episode.error for episode in episodes if is_failure(episode.stop_reason)])
+    if not any(values for share in rewards for values in share.values()):
+        raise RuntimeError(f"every episode of the update failed; the first: {next(e for part in errors for e in part)}")
+    rank = distributed.rank()
+    return [
+        replace(
+            group,
+            elsewhere=tuple(r for i, share in enumerate(rewards) if i != rank for r in share.get(place, ())),
+            leads=not any(place in share for share in rewards[:rank]),
+        )
+        for place, group in groups.items()
+    ]
 
 
 class RolloutPolicy(Protocol):
@@ -95,7 +132,7 @@ class RolloutPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutEngine:
-    """Plays groups with the compiler as it stands now: by itself, or by an engine that gets its weights first."""
+    """Plays episodes with the compiler as it stands now: by itself, or by an engine that gets its weights first."""
 
     make_env: Callable[[], Environment]
     executor: Executor
@@ -104,18 +141,10 @@ class RolloutEngine:
     served: RolloutPolicy | None = None
     scratch: Path | None = None  # where weights for `served` are put: a folder that it sees, too
 
-    def run(self, compiler: MemoryCompiler, specs: Sequence[EpisodeSpec], group_size: int) -> list[Group]:
-        """One group of `group_size` episodes per spec, in their order.
-
-        Raises:
-            RuntimeError: when every episode failed; the message holds the first failure.
-        """
+    def run(self, compiler: MemoryCompiler, specs: Sequence[EpisodeSpec]) -> list[Episode]:
+        """Play an episode of each spec, in their order."""
         delivery = Delivery("compiled", "compiled", self._up_to_date(compiler))
-        repeated = [spec for spec in specs for _ in range(group_size)]
-        episodes = run_episodes(self.make_env, repeated, delivery, self.executor, self.limits, self.concurrency)
-        if all(is_failure(episode.stop_reason) for episode in episodes):
-            raise RuntimeError(f"every episode of the update failed; the first: {episodes[0].error}")
-        return [Group(tuple(episodes[i : i + group_size])) for i in range(0, len(episodes), group_size)]
+        return run_episodes(self.make_env, specs, delivery, self.executor, self.limits, self.concurrency)
 
     def _up_to_date(self, compiler: MemoryCompiler) -> Compiler:
         """What compiles in this update, with the trainer's weights, decoding and random numbers."""
@@ -165,7 +194,7 @@ def _draw(step: StepRecord, compiled: Compilation) -> Draw:
     if action is None or action.prompt is None or action.logprob is None or action.chosen is None:
         raise ValueError(
             "a pathwise gradient needs actions that were drawn among admissible ones: this environment lists none, or "
-            "the executor writes free text (latent_gradient=score goes without)"
+            "the executor writes free text (loss.latent_gradient=score goes without)"
         )
     assert compiled.z is not None and step.admissible is not None
     noise = torch.zeros_like(compiled.z) if compiled.noise is None else compiled.noise

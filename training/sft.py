@@ -2,8 +2,8 @@
 
     L = L_text + L_action + 0.1 L_entropy + 1.0 L_latent + 0.1 L_orth
 
-    memcompiler train sft --config configs/sft/quickstart.yaml rows=out/rows --out out/sft
-    torchrun --nproc_per_node 8 -m training.sft --config configs/sft/paper.yaml --out runs/sft backend=fsdp
+    memcompiler train sft -c sft/quickstart rows=out/rows --out out/sft
+    torchrun --nproc_per_node 8 -m memcompiler train sft -c sft/paper --out runs/sft backend=fsdp
 
 One optimiser step: a global batch of rows, split over ranks and micro-batches; every loss is a sum over rows with
 weights that are computed from the global batch, so the result does not depend on the split. All randomness of a step
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from agent.records import compile_request, executor_request
-from compiler import checkpoint
 from compiler.hf import MemoryCompiler
 from configs.training import SftConfig
 from data_gen.rows import SftRow
@@ -33,8 +32,8 @@ from soft_mem.inject import memory_targets
 from soft_mem.losses import gauss_nll, negative_entropy, orthogonality, soft_mse
 from training import distributed
 from training.backend import BACKENDS, make_optimizer
-from training.checkpoint import read_checkpoint, save_checkpoint
-from training.losses import cosine_with_warmup, token_nll
+from training.losses import token_nll
+from training.trainer import Trainer, permuted
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,10 @@ class Example:
     memory_ids: tuple[int, ...]  # the memory's text, in the executor's tokens
 
 
-class SftTrainer:
-    """Owns optimiser and cursor; `steps()` yields the metrics of each step."""
+class SftTrainer(Trainer[dict[str, float]]):
+    """Trains on rows; a step gives its metrics."""
+
+    stage, unit, counts = "sft", "step", "rows"
 
     def __init__(
         self, config: SftConfig, compiler: MemoryCompiler, executor: FrozenExecutor, rows: Sequence[SftRow], out: Path,
@@ -57,69 +58,48 @@ class SftTrainer:
     ) -> None:  # fmt: skip
         if not rows:
             raise ValueError("no SFT rows: run `memcompiler collect` first")
-        self.config, self.compiler, self.executor, self.rows, self.out = config, compiler, executor, rows, out
-        self.facts = facts or {}  # what the checkpoint records besides: bank version, hashes
-        self.executor_hash = executor.hash()  # before a backend cuts it into slices
+        self.config, self.executor, self.rows = config, executor, rows
         self.per_epoch = math.ceil(len(rows) / config.batch_size)
-        self.total = config.max_steps or math.ceil(config.epochs * self.per_epoch)
-        projector_lr = config.projector_lr if config.soft else None
-        self.backend = BACKENDS[config.backend](
-            compiler, executor.model if config.soft else None, lambda: make_optimizer(config, compiler, projector_lr),
-            config.grad_clip,
+        total = config.max_steps or math.ceil(config.epochs * self.per_epoch)
+        super().__init__(config, compiler, executor.hash(), len(rows), total, out, facts)
+        self.backend = BACKENDS[config.backend](  # cuts compiler and executor into slices, where it does
+            compiler, executor.model if config.soft else None,
+            lambda: make_optimizer(config.optimizer, compiler, config.soft), config.optimizer.grad_clip,
         )  # fmt: skip
-        self.frozen = self.backend.fingerprint(executor.model)
-        self.step = 0
+        self.frozen = self.executor_fingerprint()
         self._examples: dict[int, Example] = {}
 
-    def resume(self) -> bool:
-        """Continue from the newest whole checkpoint of the run, if there is one."""
-        found = checkpoint.latest(self.out / "checkpoints")
-        if found is None:
-            return False
-        tensors, state = read_checkpoint(found, self.compiler)
-        if (state["rows"], state["seed"]) != (len(self.rows), self.config.seed):
-            raise checkpoint.CheckpointError(f"{found} was made from {state['rows']} rows with seed {state['seed']}")
-        self.backend.load(tensors)
-        self.step = state["step"]
-        return True
+    def executor_fingerprint(self) -> str:
+        return self.backend.fingerprint(self.executor.model)
 
     def steps(self) -> Iterator[dict[str, float]]:
         self.compiler.train()
-        while self.step < self.total:
-            started = time.perf_counter()
-            metrics = self._step(self.step)
-            self.step += 1
-            metrics |= {"step": self.step, "seconds": time.perf_counter() - started}
-            if self.step % self.config.save_every == 0 or self.step == self.total:
-                self.save()
-            yield metrics
-        if self.backend.fingerprint(self.executor.model) != self.frozen:
-            raise RuntimeError("the executor's parameters changed during training: it is not frozen")
+        return super().steps()
 
-    def save(self) -> None:
-        tensors = self.backend.state()  # all ranks: it may have to be gathered
-        if distributed.rank() == 0:
-            state = {
-                "stage": "sft", "step": self.step, "total": self.total, "rows": len(self.rows),
-                "seed": self.config.seed, "executor_hash": self.executor_hash, **self.facts,
-            }  # fmt: skip
-            save_checkpoint(self.out / "checkpoints", self.compiler, tensors, state, self.config.keep)
-        distributed.barrier()
+    def take_step(self) -> dict[str, float]:
+        started = time.perf_counter()
+        metrics = self._learn(self.step)
+        self.step += 1
+        metrics |= {"step": self.step, "seconds": time.perf_counter() - started}
+        if self.is_due(self.step):
+            self.save()
+        return metrics
 
     def batch_indices(self, step: int) -> list[int]:
-        """Rows of a global batch: each epoch is a fresh permutation, seeded by (seed, epoch)."""
+        """Choose the rows of a global batch: each epoch is a fresh permutation."""
         epoch, i = divmod(step, self.per_epoch)
-        generator = torch.Generator().manual_seed(self.config.seed * 100_003 + epoch)
-        order = torch.randperm(len(self.rows), generator=generator).tolist()
+        order = permuted(len(self.rows), self.config.seed, epoch)
         return order[i * self.config.batch_size : (i + 1) * self.config.batch_size]
 
-    def _step(self, step: int) -> dict[str, float]:
+    def _learn(self, step: int) -> dict[str, float]:
         config = self.config
         indices = self.batch_indices(step)
         examples = [self.example(i) for i in indices]
-        tokens = {"text": sum(len(e.emission) for e in examples), "action": sum(len(e.action) for e in examples)}
-        counts = {"text": tokens["text"], "action": tokens["action"], "rows": len(examples)}
-        rate = self.backend.scale_rates(cosine_with_warmup(step, self.total, config.warmup))
+        counts = {
+            "text": sum(len(e.emission) for e in examples), "action": sum(len(e.action) for e in examples),
+            "rows": len(examples),
+        }  # fmt: skip
+        rate = self.schedule(config.optimizer, step)
         totals: dict[str, Tensor] = {}
         torch.manual_seed((config.seed * 1_000_003 + step) * 64 + distributed.rank())
         mine = examples[distributed.rank() :: distributed.world_size()]
@@ -132,16 +112,10 @@ class SftTrainer:
         totals = distributed.sum_values(totals)
         weighted = {f"loss_{name}": value.item() for name, value in totals.items()}
         loss = sum(getattr(config.weights, name) * value.item() for name, value in totals.items())
-        return {
-            "loss": loss,
-            **weighted,
-            "lr": rate,
-            "grad_norm": norm,
-            "tokens": self._size(examples),
-        }
+        return {"loss": loss, **weighted, "lr": rate, "grad_norm": norm, "tokens": self._size(examples)}
 
     def _backward(self, micro: Sequence[Example], counts: dict[str, int], weight: float) -> dict[str, Tensor]:
-        """Gradients of a micro-batch; returns its share of each loss."""
+        """Add the gradients of a micro-batch; returns its share of each loss."""
 
         def shares_and_loss() -> tuple[dict[str, Tensor], Tensor]:
             losses = sft_losses(self.compiler, self.executor, micro, self.config)
@@ -153,13 +127,13 @@ class SftTrainer:
         return shares
 
     def example(self, index: int) -> Example:
-        """Row `index` as token ids (made once, then kept)."""
+        """Encode row `index` (made once, then kept)."""
         if index not in self._examples:
             self._examples[index] = encode_row(self.rows[index], self.compiler, self.executor, self.config.soft)
         return self._examples[index]
 
     def _size(self, examples: Sequence[Example]) -> int:
-        """Tokens that compiler and (with the soft channel) executor read in this step."""
+        """Count the tokens that compiler and (with the soft channel) executor read in this step."""
         compiler = sum(len(e.prompt.ids) + len(e.emission) + self.compiler.n_tokens for e in examples)
         executor = sum(len(e.executor_prompt.ids) + len(e.action) for e in examples)
         return compiler + (executor if self.config.soft else 0)
@@ -169,6 +143,7 @@ _DENOMINATOR = {"text": "text", "action": "action", "entropy": "rows", "latent":
 
 
 def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, soft: bool) -> Example:
+    """Encode a row for both models; with `soft`, the executor's prompt has the placeholders of the soft tokens."""
     step = row.step_input(compiler.n_tokens if soft else 0)
     prompt = executor.encode(executor_request(step, executor))
     memory = executor.tokenizer(row.memory_text, add_special_tokens=False)["input_ids"]
@@ -181,7 +156,7 @@ def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, 
 def sft_losses(
     compiler: MemoryCompiler, executor: FrozenExecutor, examples: Sequence[Example], config: SftConfig
 ) -> dict[str, Tensor]:
-    """Per-row loss terms of Eq. 9, each (B,); `text` and `action` sum over tokens, the others are means of the row."""
+    """Compute the terms of Eq. 9, each (B,): `text` and `action` sum over a row's tokens, the others are its means."""
     scored = compiler.score([e.prompt for e in examples], [e.emission for e in examples])
     text, _ = token_nll(scored.logits, scored.targets, scored.text_mask, config.label_smoothing)
     if not config.soft:
@@ -207,7 +182,7 @@ def _latent(
     compiler: MemoryCompiler, executor: FrozenExecutor, examples: Sequence[Example], gaussian: Any, z: Tensor,
     soft: Tensor, config: SftConfig,
 ) -> Tensor:  # fmt: skip
-    """L_latent, the semantic alignment of Eq. 6: the soft tokens should hold the memory's content."""
+    """Compute L_latent, the semantic alignment of Eq. 6: the soft tokens should hold the memory's content."""
     settings = compiler.projector.config
     if config.latent == "lm_head":  # the executor reads the memory back out of the soft tokens
         prompts = [Prompt((executor.placeholder,) * settings.n_tokens, None)] * len(examples)
@@ -221,23 +196,3 @@ def _latent(
     if config.latent == "soft_mse" or settings.kind == "linear":
         return soft_mse(z, target)
     return gauss_nll(gaussian, target)
-
-
-def run_sft(trainer: SftTrainer, on_step: Callable[[dict[str, float]], None]) -> None:
-    """All remaining steps; `on_step` gets the metrics (rank 0 logs them)."""
-    for metrics in trainer.steps():
-        if distributed.rank() == 0:
-            on_step(metrics)
-
-
-def main() -> None:
-    """`torchrun -m training.sft --config FILE [a.b=c ...] --out DIR`: the same as `memcompiler train sft`."""
-    import sys
-
-    from memcompiler.cli import app  # late: the face imports us
-
-    app(["train", "sft", *sys.argv[1:]])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,5 @@
 # Sourced by the job scripts: one torchrun agent per node, meeting on the first, one process per GPU.
-#   launch MODULE ARGUMENT...
+#   launch train STAGE ARGUMENT...
 # PARTITION=1 (GRPO): the GPUs of every node are shared out to actors, rollout engines and executors (placement.*).
 # A run goes on from its newest checkpoint whenever it is started again: after preemption or a node's failure (Slurm
 # requeues the job), and before the time limit (the job requeues itself at the USR1 that --signal asks for).
@@ -24,9 +24,9 @@ launch() {
         --nnodes="$SLURM_NNODES" --max_restarts=0 --rdzv_backend=c10d --rdzv_endpoint="$first:$port"
         --rdzv_id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
     )
-    local start=(torchrun --log-dir=/dev/null "${meet[@]}" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" -m "$@")
+    local start=(torchrun --log-dir=/dev/null "${meet[@]}" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" -m memcompiler "$@")
     if [[ -n "${PARTITION:-}" ]]; then
-        start=(memcompiler launch grpo --torchrun "${meet[*]}" "${@:2}")
+        start=(memcompiler launch grpo --torchrun "${meet[*]}" "${@:3}")
     fi
     srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
         "${start[@]}" --on-exists resume &

@@ -172,8 +172,8 @@ def test_vllm_engines_play_the_same_episodes_and_roll_out_for_grpo(quickstart, t
     assert played["hf"] == played["vllm"] and len(played["hf"]) == 8
     done = memcompiler(
         "train", "grpo", "-c", "grpo/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", "compiler.engine=vllm",
-        "env.scenes={train: 2, test: 1}", "updates=2", "tasks=6", "group_size=4", "max_steps=12", "importance_cap=2",
-        "--out", str(tmp_path / "grpo"),
+        "env.scenes={train: 2, test: 1}", "updates=2", "tasks=6", "group_size=4", "max_steps=12",
+        "loss.importance_cap=2", "--out", str(tmp_path / "grpo"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]

@@ -51,7 +51,8 @@ def sft(tmp_path_factory) -> Path:
 def settings(sft: Path, out: Path, **more: str) -> list[str]:
     return [
         "launch", "grpo", "-c", "grpo/quickstart", f"compiler.checkpoint={sft}", SCENES, "tasks=2", "group_size=4",
-        "max_steps=8", "minibatches=1", "temperature=1.2", "projector_lr=0.02", "env.visual_share=0.5", "save_every=1",
+        "max_steps=8", "minibatches=1", "sampling.temperature=1.2", "optimizer.projector_lr=0.02",
+        "env.visual_share=0.5", "save_every=1",
         *(f"{name.replace('__', '.')}={value}" for name, value in more.items()), "--out", str(out),
     ]  # fmt: skip
 

@@ -228,14 +228,14 @@ def test_xgrammar_accepts_just_what_the_language_allows() -> None:
 
 @using_vllm
 def test_fresh_samples_have_ratio_one_in_grpo(tmp_path: Path) -> None:
-    from tests.training.grpo_trainers import trainer
+    from tests.training.grpo_trainers import played, trainer
     from training.rollout import samples_of
 
     t = trainer(tmp_path)
     t.compiler.load_state_dict(vllm_engines.trained(False).state_dict())
     t.compiler.eval()
     ours = vllm_engines.served(t.compiler, tmp_path / "a")
-    samples = samples_of(t.engine.run(ours, t.specs_of(0), 4), t.compiler)
+    samples = samples_of(played(t, ours), t.compiler)
     assert len(samples) >= 8 and {s.weight_version for s in samples} == {1}
     with torch.no_grad():
         scores = t.score(samples).logprobs

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from configs import load
 from configs.load import ConfigError, load_config, parse_override, to_yaml
+from configs.training import GrpoConfig
 
 
 class Optimiser(BaseModel):
@@ -165,6 +166,16 @@ def test_all_mistakes_at_once_each_with_its_place(write):
         "seed: expected an integer",
     ):
         assert f"  {line}" in message
+
+
+@pytest.mark.parametrize(("key", "place"), [
+    ("lr", "'optimizer.lr'"), ("betas", "'optimizer.betas'"), ("clip_low", "'loss.clip_low'"), ("kl", "'loss.kl'"),
+    ("temperature", "'compiler.temperature' or 'executor.temperature' or 'sampling.temperature'"),
+])  # fmt: skip
+def test_a_setting_that_has_gone_into_a_block_is_named_with_it(key, place):
+    with pytest.raises(ConfigError) as caught:
+        load_config(GrpoConfig, None, [f"{key}=0.5"])
+    assert f"  {key}: unknown key; did you mean {place}?" in str(caught.value)
 
 
 def test_unknown_key_elsewhere_in_the_schema_is_named_with_its_path():

@@ -45,23 +45,28 @@ def environment(run: RunFolder) -> dict:
 # --- starting and coming back ---
 
 
+def resumed(run: RunFolder) -> bool:
+    """Whether the run was there before: its environment.json says on what it went on."""
+    return "resumed" in json.loads((run.path / "environment.json").read_text())
+
+
 def test_a_new_run(tmp_path):
     run = RunFolder.create(tmp_path / "deep" / "run", Settings(steps=3))
-    assert not run.resumed
+    assert not resumed(run)
     assert {entry.name for entry in run.path.iterdir()} == {"config.resolved.yaml", "environment.json", "checkpoints"}
-    assert run.checkpoints.is_dir()
+    assert (run.path / "checkpoints").is_dir()
     assert load_config(Settings, run.path / "config.resolved.yaml") == Settings(steps=3)
 
 
 def test_an_empty_folder_and_one_with_a_killed_write_are_new(tmp_path):
     (tmp_path / ".config.resolved.yaml.123.tmp").write_text("half")
-    assert not RunFolder.create(tmp_path, Settings(), on_exists="raise").resumed
+    assert not resumed(RunFolder.create(tmp_path, Settings(), on_exists="raise"))
 
 
 def test_resume_of_the_same_configuration(tmp_path):
     RunFolder.create(tmp_path, Settings()).metrics.append({"step": 1})
     run = RunFolder.create(tmp_path, Settings(), on_exists="resume")
-    assert run.resumed and list(run.metrics) == [{"step": 1}]
+    assert resumed(run) and list(run.metrics) == [{"step": 1}]
 
 
 @pytest.mark.parametrize("on_exists", ["resume", "raise", "ask"])
@@ -90,13 +95,13 @@ def test_raise_and_ask_without_a_terminal_refuse_even_the_same(tmp_path):
 def test_overwrite_deletes_everything(tmp_path):
     run = RunFolder.create(tmp_path, Settings())
     run.metrics.append({"step": 1})
-    (run.checkpoints / "step-1").mkdir()
+    (run.path / "checkpoints" / "step-1").mkdir()
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
     outside.mkdir()
     (outside / "kept").touch()
     (tmp_path / "link").symlink_to(outside)
     run = RunFolder.create(tmp_path, Settings(steps=1), on_exists="overwrite")
-    assert not run.resumed and list(run.metrics) == [] and not list(run.checkpoints.iterdir())
+    assert not resumed(run) and list(run.metrics) == [] and not list((run.path / "checkpoints").iterdir())
     assert load_config(Settings, tmp_path / "config.resolved.yaml").steps == 1
     assert (outside / "kept").exists() and not (tmp_path / "link").exists()
 
@@ -135,7 +140,7 @@ def test_ask_on_a_terminal(tmp_path, monkeypatch, typed, steps, outcome):
         with pytest.raises(RunFolderError):
             RunFolder.create(tmp_path, Settings(steps=steps))
     else:
-        assert RunFolder.create(tmp_path, Settings(steps=steps)).resumed == (outcome == "resumed")
+        assert resumed(RunFolder.create(tmp_path, Settings(steps=steps))) == (outcome == "resumed")
     assert ("[r]esume" in screen.getvalue()) == (steps == 10)
     assert "[o]verwrite, [q]uit?" in screen.getvalue()
 

@@ -28,8 +28,14 @@ def test_paper_defaults():
     sft = SftConfig()
     assert (sft.compiler.lora.rank, sft.compiler.lora.alpha, sft.compiler.lora.dropout) == (16, 32, 0.1)
     assert sft.compiler.lora.targets == ("q_proj", "v_proj") and sft.compiler.soft.n_tokens == 16
-    assert (sft.batch_size, sft.epochs, sft.lr, sft.warmup, sft.label_smoothing) == (2, 5.0, 1e-5, 0.05, 0.1)
-    assert (sft.betas, sft.eps) == ((0.9, 0.999), 1e-8) and sft.compiler.soft.emb_std == 0.0261
+    assert (sft.batch_size, sft.epochs, sft.optimizer.lr, sft.optimizer.warmup, sft.label_smoothing) == (
+        2,
+        5.0,
+        1e-5,
+        0.05,
+        0.1,
+    )
+    assert (sft.optimizer.betas, sft.optimizer.eps) == ((0.9, 0.999), 1e-8) and sft.compiler.soft.emb_std == 0.0261
     w = sft.weights
     assert (w.text, w.action, w.entropy, w.latent, w.orth) == (1.0, 1.0, 0.1, 1.0, 0.1)
     assert (sft.compiler.max_new_tokens, sft.executor.max_new_tokens) == (512, 64)
@@ -38,10 +44,12 @@ def test_paper_defaults():
 def test_paper_defaults_of_grpo():
     """Table 7 and C.3.2; top-k is off on purpose (method notes: truncation biases the ratio)."""
     grpo = GrpoConfig()
-    assert (grpo.tasks, grpo.group_size, grpo.updates, grpo.max_steps, grpo.temperature) == (4, 4, 500, 15, 1.2)
-    assert (grpo.clip_low, grpo.clip_high, grpo.kl, grpo.top_k, grpo.top_p) == (0.2, 0.28, 0.0, 0, 1.0)
-    assert (grpo.lr, grpo.min_lr, grpo.betas, grpo.eps) == (1e-6, 1e-7, (0.9, 0.95), 1e-5)
-    assert (grpo.weight_decay, grpo.grad_clip) == (0.01, 1.0)
+    assert (grpo.tasks, grpo.group_size, grpo.updates, grpo.max_steps) == (4, 4, 500, 15)
+    loss, sampling, optimizer = grpo.loss, grpo.sampling, grpo.optimizer
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.2, 0, 1.0)
+    assert (loss.clip_low, loss.clip_high, loss.kl) == (0.2, 0.28, 0.0)
+    assert (optimizer.lr, optimizer.min_lr, optimizer.betas, optimizer.eps) == (1e-6, 1e-7, (0.9, 0.95), 1e-5)
+    assert (optimizer.weight_decay, optimizer.grad_clip) == (0.01, 1.0)
 
 
 def test_settings_of_other_environments_are_errors():

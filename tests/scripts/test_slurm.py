@@ -70,8 +70,9 @@ def test_one_agent_per_node_meets_on_the_first(slurm, monkeypatch, stage, settin
     assert launched.nnodes == str(len(nodes.split(","))) and launched.nproc_per_node == "8"
     assert (launched.rdzv_backend, launched.rdzv_id) == ("c10d", "1234567-0")
     assert launched.rdzv_endpoint == f"node07:{20000 + 1234567 % 10000}"
-    assert launched.module and launched.training_script == f"training.{stage}"
-    asked = launched.training_script_args
+    assert launched.module and launched.training_script == "memcompiler"
+    assert launched.training_script_args[:2] == ["train", stage]
+    asked = launched.training_script_args[2:]
     assert asked[-2:] == ["--on-exists", "resume"] and asked[asked.index("--out") + 1] == f"runs/{stage}"
     monkeypatch.chdir(ROOT)
     printed = CliRunner().invoke(app, ["train", stage, *asked, "--print-config"])  # our own

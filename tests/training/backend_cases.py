@@ -8,17 +8,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.training import grpo_trainers, sft_trainers
 from training import distributed
 from training.grpo import GrpoTrainer
+from training.losses import group_advantages
 from training.rollout import samples_of
-from training.sft import SftTrainer, run_sft
+from training.sft import SftTrainer
 
 ROWS = [*sft_trainers.ROWS, sft_trainers.row(5)]  # batches of 5 and 1: ranks have 3 and 2 rows, then 1 and none
 
@@ -26,7 +29,15 @@ ROWS = [*sft_trainers.ROWS, sft_trainers.row(5)]  # batches of 5 and 1: ranks ha
 def sft_trainer(out: Path, backend: str) -> SftTrainer:
     """Three steps, checkpoints after the second and third; what is random by rank (dropout, noise) is off."""
     t = sft_trainers.trainer(
-        out, ROWS, batch_size=5, micro_batch_size=3, max_steps=3, save_every=2, keep=3, grad_clip=0.5, backend=backend
+        out,
+        ROWS,
+        batch_size=5,
+        micro_batch_size=3,
+        max_steps=3,
+        save_every=2,
+        keep=3,
+        optimizer={"lr": 1e-3, "grad_clip": 0.5},
+        backend=backend,
     )
     t.compiler.eval()
     t.compiler.train = lambda mode=True: t.compiler
@@ -38,7 +49,7 @@ def sft(out: Path, backend: str) -> None:
     """Train (or go on training) to the end; the executor is untouched, whole as in slices."""
     t = sft_trainer(out / "sft", backend)
     t.resume()
-    run_sft(t, lambda m: print(m))
+    t.run(lambda m: print(m))
     for (name, parameter), fresh in zip(
         t.executor.model.named_parameters(), sft_trainers.executor().model.parameters(), strict=True
     ):
@@ -50,7 +61,7 @@ def resumed(out: Path, backend: str) -> None:
     """The last step, from a checkpoint that somebody else has written."""
     t = sft_trainer(out / "resumed", backend)
     assert t.resume() and t.step == 2
-    run_sft(t, lambda m: print(m))
+    t.run(lambda m: print(m))
 
 
 def killed(out: Path, backend: str) -> None:
@@ -61,25 +72,26 @@ def killed(out: Path, backend: str) -> None:
 
 
 def grpo_trainer(out: Path, backend: str, **settings: Any) -> GrpoTrainer:
-    return grpo_trainers.trainer(
-        out, minibatches=2, iterations=2, kl=0.1, micro_batch_size=2, grad_clip=0.5, backend=backend,
-        importance_cap=2.0, **settings,
-    )  # fmt: skip
+    common = {
+        "minibatches": 2, "iterations": 2, "micro_batch_size": 2, "backend": backend,
+        "loss": {"kl": 0.1, "importance_cap": 2.0}, "optimizer": {"grad_clip": 0.5},
+    }  # fmt: skip
+    return grpo_trainers.trainer(out, **grpo_trainers.merged(common, settings))
 
 
 def grpo(out: Path, backend: str, name: str = "grpo", **settings: Any) -> None:
     """Two updates on given samples, 3 and 2 and then 2 and none of them; then one whole update, rollouts and all."""
     t = grpo_trainer(out / name, backend, **settings)
     t.sampler.generator.manual_seed(0)
-    samples = samples_of(t.engine.run(t.sampler, t.specs_of(0), t.config.group_size), t.sampler, t.pathwise)[:5]
+    samples = samples_of(grpo_trainers.played(t, t.sampler), t.sampler, t.pathwise)[:5]
     first, alone = distributed.rank() == 0, distributed.world_size() == 1
     t.learn(samples if alone else samples[:3] if first else samples[3:], 0)
     t.learn(samples[:2] if first else [], 1)
     weights = t.backend.weights()
     if first:
         save_file(weights, out / f"{name}.safetensors")
-    t.update = 2
-    metrics, _ = t._update(2)
+    t.step = 2
+    metrics, _ = t.take_step()
     assert metrics["mismatch_kl"] < 1e-8, metrics  # what rolled out is what trains: its weights came along
     assert metrics["samples"] == 16 and metrics["grad_norm"] > 0
     assert all(p.grad is None for p in t.executor.model.parameters())
@@ -92,7 +104,21 @@ def pathwise(out: Path, backend: str) -> None:
     grpo(out, backend, "pathwise", **grpo_trainers.PATHWISE)
 
 
-CASES = {"sft": sft, "resumed": resumed, "grpo": grpo, "pathwise": pathwise, "killed": killed}
+def shared(out: Path, backend: str) -> None:
+    """One task for two ranks: they share out its episodes. Those of rank 0 win, those of rank 1 lose."""
+    make_env = partial(grpo_trainers.LuckyEnv, distributed.rank())
+    t = grpo_trainers.trainer(out / "shared", make_env=make_env, tasks=1, group_size=5, updates=1, backend=backend)
+    metrics, groups = t.take_step()
+    assert [len(group.episodes) for group in groups] == [2 + distributed.rank()]
+    advantages = group_advantages([1, 1, 0, 0, 0])
+    assert groups[0].advantages == pytest.approx(advantages[2:] if distributed.rank() else advantages[:2])
+    assert groups[0].informative and groups[0].leads == (distributed.rank() == 0)
+    assert metrics["episodes"] == 5 and metrics["samples"] == 5 * 2 and metrics["skipped"] == 0
+    assert metrics["reward"] == 0.4 and metrics["zero_variance_fraction"] == 0
+    assert metrics["group_variance"] == pytest.approx(0.4 * 0.6)
+
+
+CASES = {"shared": shared, "sft": sft, "resumed": resumed, "grpo": grpo, "pathwise": pathwise, "killed": killed}
 
 
 def main(out: Path, kinds: str, names: str) -> None:

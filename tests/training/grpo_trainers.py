@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any, cast
 
 import torch
+from omegaconf import OmegaConf
 
 from agent.episode import EpisodeSpec, Limits
+from compiler.hf import MemoryCompiler
 from configs.training import GrpoConfig
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from executor.hf import FrozenExecutor
 from tests import tiny_models
 from tests.tiny_models import entry
 from training.grpo import GrpoTrainer
-from training.rollout import RolloutEngine, Sample, samples_of
+from training.rollout import Group, RolloutEngine, Sample, samples_of
 
 COMMANDS = ("go to cabinet 1", "go to shelf 1", "look")
 
@@ -85,15 +88,20 @@ def engine(make_env=None, **kwargs) -> RolloutEngine:
     return RolloutEngine(make_env or (lambda: LuckyEnv(next(numbers))), executor(**kwargs), Limits(3))
 
 
-PATHWISE = {"latent_gradient": "pathwise", "executor": {"temperature": 30.0}}
+PATHWISE = {"loss": {"latent_gradient": "pathwise"}, "executor": {"temperature": 30.0}}
+
+
+def merged(*settings: dict[str, Any]) -> dict[str, Any]:
+    """Lay settings over settings, block by block."""
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(*settings)))
 
 
 def trainer(tmp_path, specs=None, make_env=None, projector="gaussian", **settings) -> GrpoTrainer:
     defaults = {
-        "compiler": {"max_new_tokens": 8}, "updates": 4, "tasks": 2, "group_size": 4, "lr": 1e-3, "save_every": 2,
-        "micro_batch_size": 3,
+        "compiler": {"max_new_tokens": 8}, "updates": 4, "tasks": 2, "group_size": 4, "optimizer": {"lr": 1e-3},
+        "save_every": 2, "micro_batch_size": 3,
     }  # fmt: skip
-    config = GrpoConfig(**(defaults | settings))
+    config = GrpoConfig(**merged(defaults, settings))
     played, specs = engine(make_env, temperature=config.executor.temperature), specs or [spec(i) for i in range(3)]
     compiler = tiny_models.memory_compiler(False, projector={"kind": projector})
     return GrpoTrainer(config, compiler, played.executor, played, specs, tmp_path)
@@ -105,4 +113,11 @@ def trainable(t: GrpoTrainer) -> dict[str, torch.Tensor]:
 
 def fresh_samples(t: GrpoTrainer, update: int = 0) -> list[Sample]:
     t.compiler.generator.manual_seed(update)
-    return samples_of(t.engine.run(t.compiler, t.specs_of(update), t.config.group_size), t.compiler, t.pathwise)
+    return samples_of(played(t, t.compiler, update), t.compiler, t.pathwise)
+
+
+def played(t: GrpoTrainer, compiler: MemoryCompiler, update: int = 0) -> list[Group]:
+    """The whole groups of an update."""
+    k = t.config.group_size
+    episodes = t.engine.run(compiler, [spec for spec in t.specs_of(update) for _ in range(k)])
+    return [Group(tuple(episodes[i : i + k])) for i in range(0, len(episodes), k)]

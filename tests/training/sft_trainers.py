@@ -41,7 +41,7 @@ def executor() -> FrozenExecutor:
 
 
 def trainer(tmp_path, rows=ROWS, **settings) -> SftTrainer:
-    defaults = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 6, "lr": 1e-3, "save_every": 2}
+    defaults = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 6, "optimizer": {"lr": 1e-3}, "save_every": 2}
     config = SftConfig(**(defaults | settings))
     return SftTrainer(config, tiny_models.memory_compiler(True), executor(), rows, tmp_path)
 

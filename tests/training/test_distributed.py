@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compiler import checkpoint
+from configs.load import load_config
+from configs.training import GrpoConfig
 from tests.training import backend_cases as cases
-from tests.training import sft_trainers
+from tests.training import grpo_trainers, sft_trainers
 from training import distributed
 from training.launch import torchrun_command
 
@@ -77,12 +79,40 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
         shutil.rmtree(out / backend / "sft" / "checkpoints" / "step-000003")
         goes_on_alone = cases.sft_trainer(out / backend / "sft", "replicated")
         assert goes_on_alone.resume() and goes_on_alone.step == 2
-        cases.run_sft(goes_on_alone, lambda m: None)
+        goes_on_alone.run(lambda m: None)
         assert_same(steps(alone, 3), steps(out / backend, 3))
 
 
 def test_two_replicated_or_sharded_ranks_equal_one(alone, tmp_path):
     two_ranks_equal_one(alone, tmp_path, ("replicated", "fsdp"))
+
+
+def test_ranks_share_out_the_episodes_of_a_task_and_its_group_is_whole(tmp_path):
+    done = torchrun(tmp_path, "replicated", "shared")
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(("ranks", "episodes"), [(1, 16), (3, 16), (8, 16), (16, 16)])
+def test_shares_are_whole_and_even(monkeypatch, ranks, episodes):
+    monkeypatch.setattr(distributed, "world_size", lambda: ranks)
+    shares = []
+    for rank in range(ranks):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        shares.append(list(distributed.share(episodes)))
+    assert [e for share in shares for e in share] == list(range(episodes))
+    assert {len(share) for share in shares} <= {episodes // ranks, -(-episodes // ranks)}
+
+
+def test_the_papers_settings_give_each_of_its_8_gpus_episodes():
+    config = load_config(GrpoConfig, "grpo/paper")
+    assert (config.tasks, config.group_size) == (4, 4)  # C.3.2
+    assert config.tasks * config.group_size >= 8
+
+
+def test_ranks_that_would_idle_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "world_size", lambda: 9)
+    with pytest.raises(ValueError, match="2 tasks x 4 episodes an update leave 9 ranks only 8 episodes"):
+        grpo_trainers.trainer(tmp_path)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from agent.episode import Limits
 from compiler import checkpoint
 from compiler.records import Decoding
-from configs.training import GrpoConfig
+from configs.training import GrpoConfig, PolicyLoss
 from runtime.errors import StopReason
 from tests import tiny_models
 from tests.training.grpo_trainers import (
@@ -19,11 +19,12 @@ from tests.training.grpo_trainers import (
     Bandit,
     LuckyEnv,
     fresh_samples,
+    merged,
     spec,
     trainable,
     trainer,
 )
-from training.grpo import _token_weights, run_grpo
+from training.grpo import token_weights
 from training.losses import clipped_surrogate, group_advantages, kl_estimate
 from training.rollout import Group, RolloutEngine, Sample, samples_of
 
@@ -56,8 +57,8 @@ def test_token_weights_by_hand():
     samples = [sample(2, 0), sample(6, 0), sample(12, 1)]
     weights = {}
     for kind in ("token", "step", "episode"):
-        config = GrpoConfig(aggregation=kind, latent_weight=0.5)
-        rows, first, total = _token_weights(samples, config)
+        settings = PolicyLoss(aggregation=kind, latent_weight=0.5)
+        rows, first, total = token_weights(samples, settings)
         assert (first, total) == (0, 3)
         assert sum(r.sum().item() for r in rows) == pytest.approx(1)
         weights[kind] = [(r[0].item(), r[-1].item()) for r in rows]
@@ -73,7 +74,7 @@ def test_text_loss_and_gradients_are_trls(tmp_path, ours, theirs, off_policy):
     from trl import GRPOConfig as TrlConfig
     from trl import GRPOTrainer
 
-    t = trainer(tmp_path, aggregation=ours, latent_weight=0.0, group_size=4)
+    t = trainer(tmp_path, loss={"aggregation": ours, "latent_weight": 0.0}, group_size=4)
     t.compiler.backbone.suppressed = []  # TRL samples from the whole vocabulary
     samples = [_cut(s, 2 + i % 7) for i, s in enumerate(fresh_samples(t))]
     assert len({s.advantage for s in samples}) > 1
@@ -86,7 +87,7 @@ def test_text_loss_and_gradients_are_trls(tmp_path, ours, theirs, off_policy):
         loss.backward()
         return [p.grad.clone() for n, p in t.compiler.named_parameters() if "lora" in n and p.grad is not None]
 
-    weights, _, _ = _token_weights(samples, t.config)
+    weights, _, _ = token_weights(samples, t.config.loss)
     old = [s.rollout_logprobs for s in samples]
     t.compiler.eval()
     loss, stats = t._loss(samples, weights, old, [None] * len(samples))
@@ -96,7 +97,7 @@ def test_text_loss_and_gradients_are_trls(tmp_path, ours, theirs, off_policy):
 
     arguments = TrlConfig(
         str(tmp_path), use_cpu=True, bf16=False, report_to=[], per_device_train_batch_size=4, num_generations=4,
-        loss_type=theirs, temperature=t.config.temperature, epsilon=0.2, epsilon_high=0.28, beta=0.0,
+        loss_type=theirs, temperature=t.config.sampling.temperature, epsilon=0.2, epsilon_high=0.28, beta=0.0,
         gradient_checkpointing=False,
     )  # fmt: skip
     reference = GRPOTrainer(
@@ -177,10 +178,10 @@ def test_fresh_actions_have_ratio_one(tmp_path, projector):
 
 
 def test_pathwise_gradient_is_the_finite_difference(tmp_path):
-    t = trainer(tmp_path, text_weight=0.0, **PATHWISE)
+    t = trainer(tmp_path, **merged(PATHWISE, {"loss": {"text_weight": 0.0}}))
     samples = fresh_samples(t)[:4]
     bias = t.compiler.projector.linear.bias
-    weights, _, _ = _token_weights(samples, t.config)
+    weights, _, _ = token_weights(samples, t.config.loss)
     old, nothing = [s.rollout_logprobs for s in samples], [None] * len(samples)
 
     def loss() -> torch.Tensor:
@@ -198,18 +199,20 @@ def test_pathwise_gradient_is_the_finite_difference(tmp_path):
 
 @pytest.mark.parametrize("projector", ["gaussian", "linear"])
 def test_soft_tokens_learn_by_the_path_what_wins(tmp_path, projector):
-    settings = {"text_weight": 0.0, "updates": 12, "lr": 5e-2, "min_lr": 5e-2, "tasks": 3, "save_every": 100}
-    draws = {"latent_gradient": "pathwise", "executor": {"temperature": 0.3}}
-    t = trainer(tmp_path, make_env=Bandit, projector=projector, group_size=8, **settings, **draws)
+    settings = {
+        "loss": {"text_weight": 0.0, "latent_gradient": "pathwise"}, "executor": {"temperature": 0.3},
+        "updates": 12, "optimizer": {"lr": 5e-2, "min_lr": 5e-2}, "tasks": 3, "group_size": 8, "save_every": 100,
+    }  # fmt: skip
+    t = trainer(tmp_path, make_env=Bandit, projector=projector, **settings)
     frozen = t.executor.hash()
-    rewards = [metrics["reward"] for metrics, _ in t.updates()]
+    rewards = [metrics["reward"] for metrics, _ in t.steps()]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
     assert t.executor.hash() == frozen
 
 
 def test_pathwise_wants_an_executor_that_draws():
     with pytest.raises(ValueError, match=r"executor\.temperature above 0"):
-        GrpoConfig(latent_gradient="pathwise")
+        GrpoConfig(loss={"latent_gradient": "pathwise"})
     with pytest.raises(ValueError, match="draws among admissible commands"):
         GrpoConfig(executor={"temperature": 1.0, "mode": "generate"})
 
@@ -225,7 +228,7 @@ def test_a_cut_emissions_forced_end_is_not_trained_on(tmp_path):
 def test_an_update_moves_lora_and_projector_but_not_the_executor(tmp_path):
     t = trainer(tmp_path)
     before, frozen = trainable(t), t.executor.hash()
-    metrics, groups = next(t.updates())
+    metrics, groups = next(t.steps())
     assert metrics["reward"] == 0.5 and metrics["zero_variance_fraction"] == 0 and metrics["samples"] == 16
     assert metrics["ratio_text"] == pytest.approx(1, abs=1e-5) and metrics["mismatch_kl"] < 1e-8
     assert metrics["clip_low"] == metrics["clip_high"] == 0 and metrics["entropy_text"] > 0
@@ -239,7 +242,7 @@ def test_an_update_moves_lora_and_projector_but_not_the_executor(tmp_path):
 @pytest.mark.parametrize("channel", ["text", "latent"])
 def test_one_channel_alone(tmp_path, channel):
     other = {"text": "latent", "latent": "text"}[channel]
-    t = trainer(tmp_path, **{f"{other}_weight": 0.0})
+    t = trainer(tmp_path, loss={f"{other}_weight": 0.0})
     before = trainable(t)
     t.learn(fresh_samples(t))
     after = trainable(t)
@@ -263,7 +266,7 @@ def test_splitting_changes_nothing(tmp_path, settings):
 
 
 def test_minibatches_and_iterations_make_the_clip_active(tmp_path):
-    t = trainer(tmp_path, minibatches=2, iterations=3, lr=2e-2, projector_lr=2e-2)
+    t = trainer(tmp_path, minibatches=2, iterations=3, optimizer={"lr": 2e-2, "projector_lr": 2e-2})
     metrics = t.learn(fresh_samples(t))
     assert metrics["clip_low"] + metrics["clip_high"] > 0 and metrics["mismatch_kl"] < 1e-8
 
@@ -271,7 +274,7 @@ def test_minibatches_and_iterations_make_the_clip_active(tmp_path):
 def test_kl_holds_to_the_start(tmp_path):
     moved = []
     for kl in (0.0, 50.0):
-        t = trainer(tmp_path, kl=kl, iterations=8, lr=5e-3)
+        t = trainer(tmp_path, loss={"kl": kl}, iterations=8, optimizer={"lr": 5e-3})
         start = trainable(t)
         samples = fresh_samples(t)
         t.learn(samples)
@@ -293,14 +296,14 @@ def test_flat_groups_are_dropped_and_counted(tmp_path):
     numbers = itertools.count(step=2)  # every episode succeeds
     t.engine = RolloutEngine(lambda: LuckyEnv(next(numbers)), t.executor, Limits(3))
     before = trainable(t)
-    metrics, _ = t._update(0)
+    metrics, _ = t.take_step()
     assert metrics["zero_variance_fraction"] == 1 and metrics["skipped"] == 1 and metrics["reward"] == 1
     assert all(torch.equal(before[n], w) for n, w in trainable(t).items())
 
 
 def test_a_dead_environment_costs_its_episode_only(tmp_path):
     t = trainer(tmp_path, specs=[spec(0, "fragile"), spec(1, "fragile")])
-    metrics, groups = t._update(0)
+    metrics, groups = t.take_step()
     assert metrics["failures"] == 2 and metrics["samples"] == (8 - 2) * 2
     for group in groups:
         reasons = [episode.stop_reason for episode in group.episodes]
@@ -313,7 +316,7 @@ def test_when_everything_fails_the_run_stops(tmp_path):
     t = trainer(tmp_path, specs=[spec(0, "fragile")])
     t.engine = RolloutEngine(lambda: LuckyEnv(next(numbers)), t.executor, Limits(3))
     with pytest.raises(RuntimeError, match=r"every episode of the update failed.*simulator is gone"):
-        t._update(0)
+        t.take_step()
 
 
 def test_rewards_are_binary_and_at_the_end():
@@ -338,14 +341,14 @@ def test_tasks_come_in_permutations(tmp_path):
 @pytest.mark.parametrize("settings", [{}, PATHWISE])
 def test_resume_is_exact(tmp_path, settings):
     whole = trainer(tmp_path / "whole", updates=4, **settings)
-    run_grpo(whole, lambda *_: None)
+    whole.run(lambda _: None)
     first = trainer(tmp_path / "cut", updates=4, **settings)
-    for metrics, _ in first.updates():
+    for metrics, _ in first.steps():
         if metrics["update"] == 3:  # killed after the third: the checkpoint holds two
             break
     second = trainer(tmp_path / "cut", updates=4, **settings)
-    assert second.resume() and second.update == 2
-    run_grpo(second, lambda *_: None)
+    assert second.resume() and second.step == 2
+    second.run(lambda _: None)
     expected = trainable(whole)
     assert all(torch.equal(expected[n], w) for n, w in trainable(second).items())
     with pytest.raises(checkpoint.CheckpointError, match="3 tasks with seed 0"):
@@ -353,20 +356,21 @@ def test_resume_is_exact(tmp_path, settings):
 
 
 def test_overlap_plays_one_update_ahead_and_resumes_exactly(tmp_path):
-    settings = {"updates": 6, "save_every": 3, "overlap": True, "importance_cap": 2.0, "projector_lr": 1e-2}
+    settings = {"updates": 6, "save_every": 3, "overlap": True}
+    settings |= {"loss": {"importance_cap": 2.0}, "optimizer": {"projector_lr": 1e-2}}
     whole = trainer(tmp_path / "whole", **settings)
-    rows = [(metrics, samples_of(groups, whole.compiler)) for metrics, groups in whole.updates()]
+    rows = [(metrics, samples_of(groups, whole.compiler)) for metrics, groups in whole.steps()]
     assert [metrics["staleness"] for metrics, _ in rows] == [0, 1, 1, 0, 1, 1]  # a checkpoint is a synchronous point
     for u, (metrics, samples) in enumerate(rows):
         assert {s.weight_version for s in samples} == {u - metrics["staleness"]}
         assert (metrics["mismatch_kl"] > 1e-6) == bool(metrics["staleness"])
     first = trainer(tmp_path / "cut", **settings)
-    for metrics, _ in first.updates():
+    for metrics, _ in first.steps():
         if metrics["update"] == 5:  # killed after the fifth, the sixth under way: the checkpoint holds three
             break
     second = trainer(tmp_path / "cut", **settings)
-    assert second.resume() and second.update == 3
-    run_grpo(second, lambda *_: None)
+    assert second.resume() and second.step == 3
+    second.run(lambda _: None)
     expected = trainable(whole)
     assert all(torch.equal(expected[n], w) for n, w in trainable(second).items())
 
@@ -376,15 +380,15 @@ def test_importance_weights_by_hand(tmp_path, gap, weight):
     """Stale samples count by min(pi / pi_rollout, cap), token by token."""
     losses = []
     for cap in (0.0, 1.5):
-        t = trainer(tmp_path, importance_cap=cap)
+        t = trainer(tmp_path, loss={"importance_cap": cap})
         lucky = [s for s in fresh_samples(t) if s.advantage > 0]
         samples = [_moved(s, torch.full_like(s.rollout_logprobs, -gap)) for s in lucky]
-        weights, _, _ = _token_weights(samples, t.config)
+        weights, _, _ = token_weights(samples, t.config.loss)
         nothing = [None] * len(samples)
         losses.append(float(t._loss(samples, weights, nothing, nothing)[0].detach()))
     assert losses[0] < -0.1 and losses[1] == pytest.approx(losses[0] * weight, rel=1e-3)
 
 
 def test_overlap_wants_a_correction():
-    with pytest.raises(ValueError, match="set importance_cap"):
+    with pytest.raises(ValueError, match=r"set loss\.importance_cap"):
         GrpoConfig(overlap=True)

@@ -8,7 +8,7 @@ from data_gen.rows import load_rows, save_rows
 from tests import tiny_models
 from tests.training.sft_trainers import ROWS, executor, trainable, trainer
 from training.losses import cosine_with_warmup, token_nll
-from training.sft import encode_row, run_sft, sft_losses
+from training.sft import encode_row, sft_losses
 
 
 def test_token_nll_by_hand():
@@ -40,10 +40,10 @@ def test_gradients_reach_lora_and_projector_never_the_executor(tmp_path, latent)
 
 
 def test_training_lowers_the_loss_and_leaves_the_executor_alone(tmp_path):
-    t = trainer(tmp_path, max_steps=12, lr=5e-3)
+    t = trainer(tmp_path, max_steps=12, optimizer={"lr": 5e-3})
     before = t.executor.hash()
     history = []
-    run_sft(t, history.append)
+    t.run(history.append)
     assert history[-1]["loss"] < history[0]["loss"] - 1
     assert t.executor.hash() == before
     for key in ("loss_text", "loss_action", "loss_entropy", "loss_latent", "loss_orth", "lr", "grad_norm", "tokens"):
@@ -71,27 +71,27 @@ def test_micro_batches_do_not_change_the_step(tmp_path):
 
 def test_resume_continues_to_the_same_weights(tmp_path):
     whole = trainer(tmp_path / "whole")
-    run_sft(whole, lambda m: None)
+    whole.run(lambda m: None)
     part = trainer(tmp_path / "part")
     steps = part.steps()
     for _ in range(3):  # killed after step 3: the checkpoint is that of step 2
         next(steps)
     again = trainer(tmp_path / "part")
     assert again.resume() and again.step == 2
-    run_sft(again, lambda m: None)
+    again.run(lambda m: None)
     for name, value in trainable(whole).items():
         assert torch.equal(value, trainable(again)[name]), name
 
 
 def test_a_checkpoint_of_other_rows_is_refused(tmp_path):
-    run_sft(trainer(tmp_path, max_steps=2), lambda m: None)
+    trainer(tmp_path, max_steps=2).run(lambda m: None)
     with pytest.raises(checkpoint.CheckpointError, match="rows"):
         trainer(tmp_path, rows=ROWS[:3]).resume()
 
 
 def test_corrupt_checkpoints_give_clear_errors(tmp_path):
     t = trainer(tmp_path, max_steps=2)
-    run_sft(t, lambda m: None)
+    t.run(lambda m: None)
     found = checkpoint.find(tmp_path)
     (found / "projector.safetensors").write_bytes(b"not a tensor file")
     with pytest.raises(checkpoint.CheckpointError, match="projector"):
@@ -101,14 +101,14 @@ def test_corrupt_checkpoints_give_clear_errors(tmp_path):
 
 
 def test_a_checkpoint_for_another_model_is_refused(tmp_path):
-    run_sft(trainer(tmp_path, max_steps=2), lambda m: None)
+    trainer(tmp_path, max_steps=2).run(lambda m: None)
     other = tiny_models.memory_compiler(False)
     with pytest.raises(checkpoint.CheckpointError):
         checkpoint.load(checkpoint.find(tmp_path), other)
 
 
 def test_only_the_newest_checkpoints_are_kept_and_nothing_is_pickled(tmp_path):
-    run_sft(trainer(tmp_path, keep=1), lambda m: None)
+    trainer(tmp_path, keep=1).run(lambda m: None)
     kept = checkpoint.checkpoints(tmp_path / "checkpoints")
     assert [p.name for p in kept] == ["step-000006"]
     assert {p.suffix for p in kept[0].rglob("*") if p.is_file()} <= {".safetensors", ".json", ".md"}

@@ -1,0 +1,218 @@
+"""A training stage from its settings to a run folder: checkpoints, metrics.jsonl, and for GRPO rollouts.jsonl.
+
+All processes of a torchrun call these functions; rank 0 has the run folder and the trackers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from agent.episode import EpisodeSpec, Limits
+from compiler.build import load_compiler, load_remote_compiler, load_served_compiler
+from compiler.hf import MemoryCompiler
+from configs.executor import ExecutorConfig
+from configs.load import ConfigError
+from configs.run_folder import RunFolder
+from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
+from data_gen.rows import load_rows, row_folders
+from data_gen.tasks import specs_for, training_tasks_and_bank
+from envs.environments import Environments
+from envs.manifest import Manifest
+from executor.build import load_executor, load_frozen
+from executor.records import Executor
+from memcompiler.leakage import MANIFEST, guard_rows, record_rows
+from memory.bank import open_bank
+from runtime.progress import progress
+from training import distributed
+from training.grpo import GrpoTrainer
+from training.launch import scratch_of
+from training.rollout import Group, RolloutEngine
+from training.sft import SftTrainer
+from training.trackers import open_trackers, require
+from training.trainer import Trainer
+
+console = Console(width=120)
+ROLLOUTS = "rollouts.jsonl"
+MISMATCH_ALARM = 0.02  # nats per token between rollout engine and trainer, beyond which GRPO warns
+
+Made = TypeVar("Made")
+Metrics = dict[str, float]
+
+
+def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
+    """Run stage 1, or go on with it.
+
+    Raises:
+        ConfigError: the executor is not here, for a gradient to pass through it; or a tracker is not installed.
+    """
+    if config.executor.engine != "hf":
+        raise ConfigError("SFT's gradient passes through the executor: it needs executor.engine=hf")
+    require(config.trackers)
+    with distributed.group():
+        parts = {folder: load_rows(folder) for folder in row_folders(config.rows)}
+        problems = [
+            problem
+            for folder, part in parts.items()
+            for problem in guard_rows(folder, (row.task_id for row in part), config.allow_leakage)
+        ]
+        run = _run_folder(config, out, on_exists)
+        if run is not None:
+            record_rows(run, list(parts), problems)
+        executor = load_frozen(config.executor)
+        compiler = load_compiler(config.compiler, executor, config.seed)
+        rows = [row for part in parts.values() for row in part]
+        trainer = SftTrainer(config, compiler, executor, rows, out, _bank_facts(list(parts)))
+        train(trainer, run, config, lambda metrics: (metrics, _sft_line(metrics)))
+    return compiler
+
+
+def train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
+    """Run stage 2, or go on with it.
+
+    Raises:
+        ConfigError: tasks share what they must not with evaluation's; or a tracker is not installed.
+    """
+    require(config.trackers)
+    with distributed.group():
+        run = _run_folder(config, out, on_exists)
+        with Environments(config.env) as envs:
+            specs, facts = training_specs(config, envs, run, out)
+            executor = load_executor(_executor_of(config))
+            compiler = load_compiler(config.compiler, executor, config.seed)
+            engine = rollout_engine(config, envs, executor, out)
+            trainer = GrpoTrainer(config, compiler, executor, engine, specs, out, facts)
+
+            def record(update: tuple[Metrics, list[Group]]) -> tuple[Metrics, str]:
+                metrics, groups = update
+                assert run is not None  # only rank 0 records
+                run.lines(ROLLOUTS).append(*_rollout_rows(int(metrics["update"]), groups))
+                return metrics, _grpo_line(metrics)
+
+            train(trainer, run, config, record)
+    return compiler
+
+
+def train(
+    trainer: Trainer[Made], run: RunFolder | None, config: SftConfig | GrpoConfig,
+    record: Callable[[Made], tuple[Metrics, str]],
+) -> None:  # fmt: skip
+    """Take all steps that remain, and tell run folder, trackers and terminal of each.
+
+    Args:
+        run: Of rank 0; the others have none.
+        record: From what a step gives to its metrics, and its line for the terminal.
+    """
+    if trainer.resume():
+        console.print(f"  resumed at {trainer.unit} {trainer.step} of {trainer.total}")
+    if run is not None:  # also where it starts over, having been killed before its first checkpoint
+        for rows in (run.metrics, run.lines(ROLLOUTS)):
+            rows.keep(lambda row: row[trainer.unit] <= trainer.step)
+    trackers = config.trackers if run is not None else ()
+    with (
+        progress(trainer.stage, trainer.total, trainer.step) as advance,
+        open_trackers(trackers, trainer.folder.parent, config, trainer.step) as track,
+    ):
+
+        def on_step(made: Made) -> None:
+            assert run is not None  # only rank 0 hears of steps
+            metrics, line = record(made)
+            run.metrics.append(metrics)
+            track(metrics, trainer.step)
+            advance(line)
+
+        trainer.run(on_step)
+
+
+def _run_folder(config: SftConfig | GrpoConfig, out: Path, on_exists: str) -> RunFolder | None:
+    """Make the run's folder, on rank 0; the others wait for it."""
+    run = None
+    if distributed.rank() == 0:
+        run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)
+    distributed.barrier()
+    return run
+
+
+# -- SFT --------------------------------------------------------------------------------------------------------------
+
+
+def _bank_facts(rows: Sequence[Path]) -> dict[str, Any]:
+    """Name the bank version that the rows were made from; for several folders a list, in their order."""
+    records = [folder.parent / "collect.json" for folder in rows]
+    versions = [json.loads(path.read_text())["bank_version"] if path.exists() else None for path in records]
+    if len(versions) > 1:
+        return {"bank_versions": versions}
+    return {"bank_version": versions[0]} if versions[0] is not None else {}
+
+
+def _sft_line(metrics: Metrics) -> str:
+    terms = " ".join(f"{k[5:]} {v:.2f}" for k, v in metrics.items() if k.startswith("loss_"))
+    return f"loss {metrics['loss']:.2f}  {terms}"
+
+
+# -- GRPO -------------------------------------------------------------------------------------------------------------
+
+
+def training_specs(
+    config: GrpoConfig, envs: Environments, run: RunFolder | None, out: Path
+) -> tuple[list[EpisodeSpec], dict[str, Any]]:
+    """Choose the training tasks with their memory, and what checkpoints say of it. Rank 0 (which has the run folder)
+    checks the tasks and fills the bank; the others take what it has made."""
+    made = training_tasks_and_bank(config, envs, run) if run is not None else None
+    distributed.barrier()
+    if made is None:
+        kept = Manifest.read(out / MANIFEST).ids
+        tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in kept]
+        made = open_bank(config.memory, out / "bank"), tasks
+    bank, tasks = made
+    return specs_for(tasks, bank, config.memory.k), {"bank_version": bank.snapshot()}
+
+
+def rollout_engine(config: GrpoConfig, envs: Environments, executor: Executor, out: Path) -> RolloutEngine:
+    """Make what plays episodes: the compiler in training compiles, or a vLLM engine, or services."""
+    served: Any = None
+    if config.rollout_urls:
+        served = load_remote_compiler(config.compiler, config.seed, config.rollout_urls)
+    elif config.compiler.engine == "vllm":
+        served = load_served_compiler(config.compiler, config.seed)
+    scratch = scratch_of(out) if config.rollout_urls else None
+    limits = Limits(config.max_steps, config.seed)
+    return RolloutEngine(envs.lease, executor, limits, config.concurrency, served, scratch)
+
+
+def _executor_of(config: GrpoConfig) -> ExecutorConfig:
+    """Choose this rank's executor: its share of the services, where there are any."""
+    if not config.executor_urls:
+        return config.executor
+    url = config.executor_urls[distributed.rank() % len(config.executor_urls)]
+    return config.executor.model_copy(update={"engine": "http", "url": url})
+
+
+def _rollout_rows(update: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Say of every episode what it was and how it ended, failures with their reason."""
+    return [
+        {
+            "update": update, "task": episode.task_id, "family": episode.family, "success": episode.success,
+            "steps": len(episode.steps), "stop_reason": str(episode.stop_reason), "error": episode.error,
+        }
+        for group in groups
+        for episode in group.episodes
+    ]  # fmt: skip
+
+
+def _grpo_line(metrics: Metrics) -> str:
+    if metrics.get("mismatch_kl", 0.0) > MISMATCH_ALARM:
+        console.print(
+            f"  warning: rollouts and trainer disagree by {metrics['mismatch_kl']:.3f} nats per token (alarm at "
+            f"{MISMATCH_ALARM}): are precision, truncation and weights of the two the same?"
+        )
+    clipped = metrics.get("clip_low", 0.0) + metrics.get("clip_high", 0.0)
+    return (
+        f"reward {metrics['reward']:.2f}  flat groups {metrics['zero_variance_fraction']:.2f}  clipped {clipped:.3f}  "
+        f"entropy {metrics.get('entropy_text', 0.0):.2f}  sigma {metrics.get('sigma', 0.0):.3f}  "
+        f"{metrics['seconds_rollout']:.1f} + {metrics['seconds_update']:.1f} s"
+    )
