@@ -5,25 +5,37 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
+from compiler import checkpoint
+from compiler.build import load_compiler, load_served_compiler
 from compiler.server.app import service_app
-from compiler.server.service import CompilerService
+from compiler.server.service import CompilerService, ServedCompiler, ServiceLimits
+from configs.load import ConfigError
+from configs.serving import ServeConfig
 from runtime.network import bound_socket, http_url
 
 GRACE_S = 10.0  # beyond a request's own time-out, that a service which leaves waits for what runs
 
 
-def serve(service: CompilerService, host: str, port: int, key: str | None = None) -> None:
-    """Answer until SIGTERM or SIGINT, which let what runs finish; a second one does not.
+def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = None) -> None:
+    """Load a trained compiler and answer until SIGTERM or SIGINT, which let what runs finish; a second one does not.
 
     Raises:
+        ConfigError: no checkpoint.
         ValueError: the port is taken.
         Exception: what went wrong when the compiler was loaded.
     """
+    if config.compiler.checkpoint is None:
+        raise ConfigError("serving needs a trained compiler: --checkpoint RUN")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    limits = ServiceLimits(config.queue, config.batch, config.timeout_s, int(config.max_body_mib * 2**20))
+    weights = checkpoint.sha256(checkpoint.find(Path(config.compiler.checkpoint)))
+    service = CompilerService(lambda: _load(config), limits, config.seed, reloader(config), weights)
     bound = bound_socket(host, port)
     server = uvicorn.Server(uvicorn.Config(service_app(service, key), log_level="warning", access_log=False))
     leave_gently(server, service)
@@ -32,6 +44,32 @@ def serve(service: CompilerService, host: str, port: int, key: str | None = None
     server.run(sockets=[bound])
     if service.failure is not None:
         raise service.failure
+
+
+def reloader(config: ServeConfig) -> Callable[[Any, Path, int], str] | None:
+    """Make what takes other weights and returns their SHA-256: from folders under `config.adapters`, and from nowhere
+    else. None where there are none to come."""
+    if config.adapters is None:
+        return None
+    root = Path(config.adapters).resolve()
+
+    def reload(compiler: Any, folder: Path, version: int) -> str:
+        if not folder.resolve().is_relative_to(root):
+            raise ValueError(f"weights are taken from {root} only")
+        if config.compiler.engine == "vllm":
+            compiler.load_adapter(folder, version, checkpoint.load_projector(folder))
+        else:
+            checkpoint.load(folder, compiler)
+            compiler.weight_version = version
+        return checkpoint.sha256(folder)
+
+    return reload
+
+
+def _load(config: ServeConfig) -> ServedCompiler:
+    if config.compiler.engine == "vllm":
+        return load_served_compiler(config.compiler, config.seed)
+    return load_compiler(config.compiler, None, config.seed)  # with a checkpoint it asks for no executor
 
 
 def leave_gently(server: Any, service: CompilerService) -> None:

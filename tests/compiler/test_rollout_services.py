@@ -9,9 +9,9 @@ import torch
 
 from compiler import checkpoint
 from compiler.client import RemoteCompiler
+from compiler.server.run import reloader
 from configs.compiler import CompilerConfig
 from configs.serving import ServeConfig
-from memcompiler.serve import reloader
 from runtime.http import RemoteError
 from tests import tiny_models
 from tests.services import listening

@@ -251,6 +251,17 @@ def test_a_large_request_is_413_by_its_header_and_in_fact() -> None:
         assert client.post("/compile", json=BODY).status_code == 200
 
 
+def test_a_prompt_beyond_the_context_is_422_and_the_one_beside_it_is_answered() -> None:
+    with listening(tiny_models.memory_compiler(False).eval(), gather=0.5) as (url, _):
+
+        def ask(observation: str) -> httpx.Response:
+            return httpx.post(f"{url}/compile", json=BODY | {"observation": observation}, timeout=60)
+
+        long, short = (in_background(lambda text=text: ask(text)) for text in ("cabinet 1 " * 80_000, "a shelf 1"))
+        assert short().status_code == 200
+        assert long().status_code == 422 and "in a context of 4096" in long().json()["error"]
+
+
 def test_a_key_is_asked_for_where_there_is_one() -> None:
     with serving(Fake(), key="k1") as (client, _):
         assert client.post("/compile", json=BODY).status_code == 401
