@@ -32,7 +32,7 @@ class StepBatcher:
         return [results[i] for i in range(len(episodes))]
 
     async def call(self, index: int, backend: Batch, request: Any) -> tuple[Any, float]:
-        """What `backend` answers to `request`, and this request's share of the batch's seconds.
+        """Return what `backend` answers to `request`, and this request's share of the batch's seconds.
 
         An exception in a batch reaches every episode that waits for it. Only one episode is struck by a ValueError,
         which says that its request cannot be served (`_answers`), or by an exception that a backend returns in the

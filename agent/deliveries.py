@@ -74,11 +74,15 @@ class DeliverySpec:
 
     @property
     def shows_own_soft(self) -> bool:
-        """Whether the executor reads soft tokens that the trained compiler made of this very step."""
+        """Tell whether the executor reads soft tokens that the trained compiler made of this very step."""
         return self.needs_checkpoint and self.soft and not self.interdependent
 
     def make(self, trained: Compiler | None, seed: int) -> Delivery:
-        """Raises: ValueError, where it needs the trained compiler and there is none."""
+        """Make the delivery that the loop plays.
+
+        Raises:
+            ValueError: it needs the trained compiler and there is none.
+        """
         if self.needs_checkpoint and trained is None:
             raise ValueError(f"delivery {self.name} needs a trained compiler: set compiler.checkpoint")
         return Delivery(self.name, self.kind, self.compiler(trained, seed), self.soft, self.brief_state)
@@ -162,7 +166,7 @@ def find(name: str) -> DeliverySpec:
 def recorded_step(
     episode: Episode, t: int, memory: Sequence[MemoryEntry] = (), soft: Tensor | None = None
 ) -> StepInput:  # fmt: skip
-    """What both roles read at step t of a recorded episode, as its delivery showed it.
+    """Return what both roles read at step t of a recorded episode, as its delivery showed it.
 
     Args:
         memory: the entries that the episode names; only the compiler needs them.

@@ -37,7 +37,7 @@ class RuleDisclosure:
 
 
 def disclose(request: CompileRequest) -> Emission:
-    """What the triggers of this step show, and what the rules note."""
+    """Emit what the triggers of this step show, and what the rules note."""
     goal, view = words(request.goal), words(request.observation)
     shared = {piece: words(piece) & (goal | view) for piece in _pieces(request, goal)}
     fired = [piece for piece, common in shared.items() if len(common) >= SHARED and common & goal]
@@ -47,7 +47,7 @@ def disclose(request: CompileRequest) -> Emission:
 
 
 def words(text: str) -> frozenset[str]:
-    """Content words; a thing with its number counts as itself and as its kind."""
+    """List the content words; a thing with its number counts as itself and as its kind."""
     found = _WORD.findall(text.lower())
     return frozenset(w for word in found for w in (word, word.split()[0]) if w.split()[0] not in _PLAIN)
 

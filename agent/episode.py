@@ -40,12 +40,12 @@ class EpisodeSpec:
 
     @property
     def goal(self) -> str:
-        """The goal as memory, compiler and executor state it."""
+        """Return the goal as memory, compiler and executor state it."""
         return stated_goal(self.task.goal, self.task.scene)
 
 
 async def ask(env: Environment, call: Callable[..., T], *arguments: object) -> T:
-    """A call of the environment. One that waits for another process (`in_process = False`) leaves the event loop to the
+    """Call the environment. One that waits for another process (`in_process = False`) leaves the event loop to the
     other episodes; for the others a change of thread would cost more than the call."""
     if getattr(env, "in_process", True):
         return call(*arguments)
@@ -77,7 +77,8 @@ async def run_episode(
     env: Environment, spec: EpisodeSpec, delivery: Delivery, executor: Executor, limits: Limits, batcher: StepBatcher,
     index: int,
 ) -> Episode:  # fmt: skip
-    """One episode. A failure of environment, compiler or executor ends it with a named reason; it never raises them.
+    """Play one episode. A failure of environment, compiler or executor ends it with a named reason; it never raises
+    them.
 
     Raises:
         EndpointStop: no endpoint may be asked any more, for any episode.
@@ -131,7 +132,7 @@ class _Roles:
     index: int
 
     async def compile(self, step: StepInput, record: StepRecord) -> StepInput:
-        """(M, b_t, o_t) -> emission and soft tokens, into the step; nothing where nobody compiles."""
+        """Compile (M, b_t, o_t) into emission and soft tokens of the step; nothing where nobody compiles."""
         if self.delivery.compiler is None:
             return step
         request = compile_request(step)
@@ -140,7 +141,7 @@ class _Roles:
         return replace(step, emission=made.emission, soft=made.soft if self.delivery.soft else None)
 
     async def act(self, step: StepInput, record: StepRecord) -> str:
-        """The executor reads goal, delivery, history and o_t, and decides on one action."""
+        """Have the executor read goal, delivery, history and o_t, and decide on one action."""
         request = executor_request(step, self.executor)
         made = await self._ask("executor", self.executor.act, request, record, ExecutorFailure)
         record.note_action(request, made)
@@ -163,7 +164,8 @@ def run_episodes(
     make_env: Callable[[], Environment], specs: Sequence[EpisodeSpec], delivery: Delivery, executor: Executor,
     limits: Limits, concurrency: int = 64, on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:  # fmt: skip
-    """All specs, at most `concurrency` at a time, each with an environment of its own; results in the order of specs.
+    """Play all specs, at most `concurrency` at a time, each with an environment of its own; results in the order of
+    specs.
 
     Where `make_env` is a pool's `lease` (or anything whose owner has a `capacity`), no more than that run at a time: an
     episode that waits for a worker would wait for those that wait for it in the cohort.

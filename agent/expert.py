@@ -31,13 +31,13 @@ _ARRIVED = re.compile(r"You arrive at (?P<place>[a-z]+ \d+)\.")
 
 
 def taken(actions: Sequence[str]) -> tuple[str, str] | None:
-    """(kind of object, place) of the first thing taken, e.g. ("mug", "cabinet 2")."""
+    """Return (kind of object, place) of the first thing taken, e.g. ("mug", "cabinet 2")."""
     found = next((m for a in actions if (m := _TAKE.fullmatch(a))), None)
     return (found["thing"], found["place"]) if found else None
 
 
 def rationale(scene: str, actions: Sequence[str]) -> str:
-    """Why an episode succeeded: where its object was. The sentence that a later episode looks up."""
+    """Say why an episode succeeded: where its object was. The sentence that a later episode looks up."""
     fact = taken(actions)
     return location(scene, *fact) if fact else ""
 
@@ -47,7 +47,7 @@ def location(scene: str, thing: str, place: str) -> str:
 
 
 def subgoals(plan: Sequence[str]) -> list[str]:
-    """What is left to do, as the Brief State names it: find mug, heat mug, put mug in cabinet."""
+    """List what is left to do, as the Brief State names it: find mug, heat mug, put mug in cabinet."""
     goals: list[str] = []
     for command in plan:
         if m := _TAKE.fullmatch(command):
@@ -62,7 +62,7 @@ def subgoals(plan: Sequence[str]) -> list[str]:
 
 
 def right_entry(goal: str, memory: Sequence[MemoryEntry], thing: str) -> MemoryEntry | None:
-    """The entry that answers "where is `thing`?": same scene as the goal's, and it took a `thing`."""
+    """Find the entry that answers "where is `thing`?": same scene as the goal's, and it took a `thing`."""
     for entry in memory:
         fact = taken(entry.provenance.actions)
         if fact and fact[0] == thing and goal.startswith(f"in {entry.provenance.scene}: "):
@@ -71,7 +71,7 @@ def right_entry(goal: str, memory: Sequence[MemoryEntry], thing: str) -> MemoryE
 
 
 def entry_for_goal(goal: str, memory: Sequence[MemoryEntry]) -> MemoryEntry | None:
-    """The right entry for a goal whose words name its object."""
+    """Find the right entry for a goal whose words name its object."""
     words = re.findall(r"[a-z]+", goal.lower())
     return next((e for word in words if (e := right_entry(goal, memory, word))), None)
 
@@ -88,7 +88,7 @@ class ExpertTeacher:
         return [Compilation(render(e), e, request=r) for e, r in zip(made, requests, strict=True)]
 
     def rationales(self, episodes: Sequence[Episode]) -> list[str]:
-        """Why each episode succeeded, or how it stopped."""
+        """Say why each episode succeeded, or how it stopped."""
         return [
             rationale(episode.scene, [step.action for step in episode.steps])
             if episode.success

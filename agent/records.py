@@ -189,7 +189,7 @@ class Episode:
         self, t: int, memory: Sequence[MemoryEntry] = (), *, brief_state: bool = True, pasted: bool = False,
         soft: Tensor | None = None,
     ) -> StepInput:  # fmt: skip
-        """What both roles read at step t, from the record.
+        """Return what both roles read at step t, from the record.
 
         Args:
             memory: the entries that `memory_ids` names; only the compiler needs them.
@@ -205,7 +205,7 @@ class Episode:
         )  # fmt: skip
 
     def to_json(self, images: bool = False) -> dict[str, Any]:
-        """A JSON-ready dict: tensors left out, images as base64 PNG only when asked for."""
+        """Return a JSON-ready dict: tensors left out, images as base64 PNG only when asked for."""
         head = {k: getattr(self, k) for k in self.__slots__ if k != "steps"}  # type: ignore[attr-defined]
         return {**head, "stop_reason": str(self.stop_reason), "steps": [_step_json(s, images) for s in self.steps]}
 
@@ -232,7 +232,8 @@ _EPISODE_FIELDS = frozenset(field.name for field in fields(Episode)) - {"steps"}
 
 
 def episode_from_json(row: Mapping[str, Any], images: bool = True) -> Episode:
-    """The episode that `to_json` wrote, pictures included if they were; tensors are gone. Unknown keys are ignored.
+    """Rebuild the episode that `to_json` wrote, pictures included if they were; tensors are gone. Unknown keys are
+    ignored.
 
     Args:
         images: False leaves the pictures undecoded and out: numbers need none.
@@ -250,7 +251,7 @@ def episode_from_json(row: Mapping[str, Any], images: bool = True) -> Episode:
 
 
 def read_episodes(path: Path, images: bool = True) -> Iterator[Episode]:
-    """Episodes of a JSONL file, one at a time: a long run's file does not fit into memory as objects.
+    """Read the episodes of a JSONL file, one at a time: a long run's file does not fit into memory as objects.
 
     Raises:
         ValueError: naming the line that holds no episode.

@@ -94,7 +94,7 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
 
 
 def shard_of(tasks: Sequence[Task], shard: str) -> list[Task]:
-    """Tasks i, i + n, i + 2n, ... of shard "i/n" (i from 0): all shards together have each task once.
+    """Return tasks i, i + n, i + 2n, ... of shard "i/n" (i from 0): all shards together have each task once.
 
     Raises:
         ValueError: none are left for it.
@@ -130,7 +130,7 @@ def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, 
 
 
 def restore(of: Collection) -> int:
-    """How many tasks are done. Cuts the record behind its last whole round and brings the bank to that state.
+    """Return how many tasks are done. Cut the record behind its last whole round and bring the bank to that state.
 
     Raises:
         RecordError, BankError: they are of another collection.
@@ -192,7 +192,7 @@ def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Map
 def rows_from_record(
     episodes: Iterable[Episode], bank: Iterable[MemoryEntry], own_label: bool
 ) -> tuple[list[SftRow], list[Episode]]:
-    """Rows of recorded episodes (pictures included), and the episodes without their pictures."""
+    """Make rows of recorded episodes (pictures included), and the episodes without their pictures."""
     entries = {entry.id: entry for entry in bank}
     rows, kept = [], []
     for episode in episodes:
@@ -204,7 +204,7 @@ def rows_from_record(
 
 
 def sound_rows(episode: Episode, memory: Sequence[MemoryEntry], own_label: bool) -> list[SftRow]:
-    """One row per step, without those whose emission could not be read, or not be applied to the Brief State.
+    """Make one row per step, without those whose emission could not be read, or not be applied to the Brief State.
 
     Args:
         own_label: the action to learn is what was done (a model acted: a step whose answer fits no command gives no

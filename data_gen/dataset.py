@@ -26,12 +26,12 @@ Filter = Callable[[Sequence[SftRow]], list[SftRow]]
 
 
 def successful(rows: Sequence[SftRow]) -> list[SftRow]:
-    """Rows of episodes that reached their goal."""
+    """Keep rows of episodes that reached their goal."""
     return [row for row in rows if row.success]
 
 
 def distinct(rows: Sequence[SftRow]) -> list[SftRow]:
-    """The first of all rows with the same compiler input and emission."""
+    """Keep the first of all rows with the same compiler input and emission."""
     seen: dict[tuple, SftRow] = {}
     for row in rows:
         read = (row.goal, row.memory_texts, row.state, row.observation, row.image, row.history)
@@ -40,13 +40,14 @@ def distinct(rows: Sequence[SftRow]) -> list[SftRow]:
 
 
 def thin_noaction(rows: Sequence[SftRow], keep: float, seed: int) -> list[SftRow]:
-    """All rows with something to say, and a seeded share of those with nothing (most steps need nothing)."""
+    """Keep all rows with something to say, and a seeded share of those with nothing (most steps need nothing)."""
     draw = random.Random(seed)
     return [row for row in rows if row.kind is not Kind.NOACTION or draw.random() < keep]
 
 
 def cap_kinds(rows: Sequence[SftRow], ratio: float, seed: int) -> list[SftRow]:
-    """Of each emission kind at most `ratio` times as many rows as the rarest kind has: a seeded sample, in order."""
+    """Keep of each emission kind at most `ratio` times as many rows as the rarest kind has: a seeded sample, in
+    order."""
     by_kind: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         by_kind.setdefault(row.kind, []).append(i)
@@ -57,7 +58,7 @@ def cap_kinds(rows: Sequence[SftRow], ratio: float, seed: int) -> list[SftRow]:
 
 
 def row_filters(config: CollectConfig) -> dict[str, Filter]:
-    """The filters that the settings ask for, in the order in which they apply, by what they drop."""
+    """List the filters that the settings ask for, in the order in which they apply, by what they drop."""
     filters: dict[str, Filter] = {}
     if config.successful_only:
         filters["unsuccessful"] = successful
@@ -71,7 +72,7 @@ def row_filters(config: CollectConfig) -> dict[str, Filter]:
 
 
 def apply_filters(rows: Sequence[SftRow], filters: Mapping[str, Filter]) -> tuple[list[SftRow], dict[str, int]]:
-    """What is left, and how many rows each filter dropped."""
+    """Return what is left, and how many rows each filter dropped."""
     kept, dropped = list(rows), {}
     for name, choose in filters.items():
         before, kept = len(kept), choose(kept)
@@ -83,7 +84,7 @@ def apply_filters(rows: Sequence[SftRow], filters: Mapping[str, Filter]) -> tupl
 
 
 def compiler_text(row: SftRow) -> str:
-    """What the compiler reads, without instructions and pictures."""
+    """Return what the compiler reads, without instructions and pictures."""
     from agent.records import compile_request
     from compiler.prompt import compiler_parts
 
@@ -100,7 +101,7 @@ PARTS: Mapping[str, Callable[[SftRow], str]] = {  # whose lengths are counted
 
 
 def episodes_of(rows: Sequence[SftRow]) -> list[list[SftRow]]:
-    """Rows by episode: they stand in order, so that another task or an earlier step begins the next one."""
+    """Group rows by episode: they stand in order, so that another task or an earlier step begins the next one."""
     episodes: list[list[SftRow]] = []
     for row in rows:
         last = episodes[-1][-1] if episodes else None
@@ -111,8 +112,8 @@ def episodes_of(rows: Sequence[SftRow]) -> list[list[SftRow]]:
 
 
 def statistics(rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
-    """JSON-ready. Lengths are in characters, and in tokens too where there is a tokenizer. `success_rate` is of the
-    episodes that rows are from (1 where failed ones were filtered out)."""
+    """Count what rows hold, JSON-ready. Lengths are in characters, and in tokens too where there is a tokenizer.
+    `success_rate` is of the episodes that rows are from (1 where failed ones were filtered out)."""
     episodes = episodes_of(rows)
     texts = {name: [part(row) for row in rows] for name, part in PARTS.items()}
     found: dict[str, Any] = {
@@ -138,7 +139,7 @@ def verb(action: str) -> str:
 
 
 def spread(values: Sequence[int]) -> dict[str, float] | None:
-    """None for no values."""
+    """Summarise values; None for no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -147,7 +148,7 @@ def spread(values: Sequence[int]) -> dict[str, float] | None:
 
 
 def statistics_table(found: Mapping[str, Any]) -> Table:
-    """Lengths and the like, for a terminal."""
+    """Show lengths and the like, for a terminal."""
     from rich.table import Table
 
     table = Table("", "mean", "min", "median", "95 %", "max")
@@ -162,7 +163,7 @@ def statistics_table(found: Mapping[str, Any]) -> Table:
 
 
 def in_words(found: Mapping[str, Any]) -> list[str]:
-    """What is counted, one line each."""
+    """Say what is counted, one line each."""
     played, dropped = found.get("played"), found.get("dropped")
     lines = [
         f"{found['rows']} rows ({found['with_picture']} with a picture) from {found['episodes']} episodes of "
@@ -194,7 +195,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def statistics_plot(rows: Sequence[SftRow], path: Path) -> Path:
-    """Emission kinds, action verbs, steps per episode and lengths in characters, one small panel each."""
+    """Draw emission kinds, action verbs, steps per episode and lengths in characters, one small panel each."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

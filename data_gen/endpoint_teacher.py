@@ -58,11 +58,11 @@ class EndpointTeacher:
         self.endpoint, self.attempts, self.max_new_tokens = endpoint, attempts, max_new_tokens
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Any]:
-        """One compilation per request, in order; a failure stands in the place of the one that it cost."""
+        """Return one compilation per request, in order; a failure stands in the place of the one that it cost."""
         return self.endpoint.run([self._compile(request) for request in requests])
 
     def rationales(self, episodes: Sequence[Episode]) -> list[str]:
-        """Why each episode succeeded or failed, one line each; how it stopped, where the endpoint does not say.
+        """Say why each episode succeeded or failed, one line each; how it stopped, where the endpoint does not say.
 
         Raises:
             EndpointStop: nothing is asked any more.
@@ -105,7 +105,7 @@ class EndpointTeacher:
 
 
 def read_emission(answer: Answer) -> Parsed:
-    """The emission in a chat model's answer; a fence around it is forgiven."""
+    """Read the emission in a chat model's answer; a fence around it is forgiven."""
     lines = answer.text.strip().split("\n")
     if len(lines) > 1 and lines[0].startswith("```") and lines[-1].strip() == "```":
         lines = lines[1:-1]

@@ -29,8 +29,8 @@ def collect_experience(
     make_env: Callable[[], Environment], tasks: Sequence[Task], bank: Memory, max_steps: int = 50,
     on_episode: Callable[[Episode], None] | None = None, round_size: int = ROUND,
 ) -> None:  # fmt: skip
-    """The expert plays `tasks`; every episode becomes an entry, written when the `round_size` episodes of its round are
-    over."""
+    """Have the expert play `tasks`; every episode becomes an entry, written when the `round_size` episodes of its round
+    are over."""
     delivery, limits = Delivery("expert", "none"), Limits(max_steps)
     for start in range(0, len(tasks), round_size):
         specs = [EpisodeSpec(task) for task in tasks[start : start + round_size]]
@@ -40,7 +40,7 @@ def collect_experience(
 
 
 def not_experienced(tasks: Sequence[Task], bank: Memory) -> list[Task]:
-    """Those of `tasks` of which the bank holds no episode yet."""
+    """Return those of `tasks` of which the bank holds no episode yet."""
     known = bank.origins()
     return [task for task in tasks if (task.id, task.split) not in known]
 
@@ -53,7 +53,8 @@ def explain(episodes: Sequence[Episode], explainer: Explainer) -> None:
 
 
 def entries_of(episodes: Iterable[Episode]) -> list[MemoryEntry]:
-    """What episodes leave in memory: failures, too, but not those of endpoint or environment, which teach nothing."""
+    """Return what episodes leave in memory: failures, too, but not those of endpoint or environment, which teach
+    nothing."""
     return [
         entry_from_trajectory(
             Task(e.task_id, e.goal, e.scene, e.split, e.kind), [step.action for step in e.steps],

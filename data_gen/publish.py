@@ -79,7 +79,7 @@ _OTHER_TERMS = (
 
 
 def provenance(rows: Path) -> dict[str, Any]:
-    """How rows were made, from the records of their collection beside them; "unknown" where those do not say."""
+    """Say how rows were made, from the records of their collection beside them; "unknown" where those do not say."""
     run = rows.parent
     config = read_yaml(run / "config.resolved.yaml") if (run / "config.resolved.yaml").is_file() else {}
     environment = config.get("env") or {}
@@ -98,14 +98,14 @@ def provenance(rows: Path) -> dict[str, Any]:
 
 
 def of_collection(rows: Path) -> dict[str, Any]:
-    """Episodes that were `played` and rows that were `dropped`, where the collection says so."""
+    """Count episodes that were `played` and rows that were `dropped`, where the collection says so."""
     collected = _json(rows.parent / "collect.json")
     played = {name: collected[name] for name in ("episodes", "successes") if name in collected}
     return {"played": played, "dropped": collected.get("dropped")}
 
 
 def dataset_card(made: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """README.md of the dataset.
+    """Write README.md of the dataset.
 
     Args:
         made: from `provenance`.

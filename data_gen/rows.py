@@ -57,7 +57,7 @@ class SftRow:
         return memory_text(self.memory_texts)
 
     def step_input(self, n_tokens: int = 0) -> StepInput:
-        """What both roles read at this step: the teacher's emission, and room for N soft tokens."""
+        """Return what both roles read at this step: the teacher's emission, and room for N soft tokens."""
         nowhere = Provenance("", "", "", self.split, True)
         memory = [MemoryEntry(i, text, nowhere) for i, text in zip(self.memory_ids, self.memory_texts, strict=True)]
         image = Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
@@ -68,7 +68,7 @@ class SftRow:
 
 
 def rows_of(episode: Episode, memory: Sequence[MemoryEntry]) -> list[SftRow]:
-    """One row per step of a teacher's episode. The label is what the expert would do, also where it strayed.
+    """Make one row per step of a teacher's episode. The label is what the expert would do, also where it strayed.
 
     A step at which environment, compiler or executor failed teaches nothing and gives no row.
 
@@ -110,21 +110,25 @@ def row_features() -> Features:
 
 
 def as_dataset(rows: Sequence[SftRow]) -> Dataset:
-    """Rows as what they are stored and published as."""
+    """Turn rows into what they are stored and published as."""
     from datasets import Dataset
 
     return Dataset.from_list([asdict(row) for row in rows], features=row_features())
 
 
 def save_rows(rows: Sequence[SftRow], folder: Path) -> None:
-    """Raises: ValueError, for no rows at all."""
+    """Save rows in a folder.
+
+    Raises:
+        ValueError: there are none at all.
+    """
     if not rows:
         raise ValueError("there are no rows to save: no teacher episode succeeded, or the filters left nothing")
     as_dataset(rows).save_to_disk(str(folder))
 
 
 def row_folders(rows: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The folders that are meant: one, several, or patterns such as `runs/shard-*/rows` (in alphabetical order).
+    """Find the folders that are meant: one, several, or patterns such as `runs/shard-*/rows` (in alphabetical order).
 
     Raises:
         FileNotFoundError: one of them holds no rows, or a pattern fits nothing (the message says what makes them).
@@ -144,7 +148,7 @@ def row_folders(rows: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def load_rows(rows: str | Path | Sequence[str | Path]) -> list[SftRow]:
-    """All rows of the folders that `row_folders` finds, in their order.
+    """Load all rows of the folders that `row_folders` finds, in their order.
 
     Raises:
         FileNotFoundError: no rows there.

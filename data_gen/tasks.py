@@ -26,7 +26,7 @@ console = Console(width=120)
 def chosen_tasks(
     config: CollectConfig | EvalConfig | GrpoConfig, envs: Environments, split: str
 ) -> tuple[list[Task], list[Task]]:
-    """The tasks that a command plays, and those whose episodes fill its bank (none where a bank is given).
+    """Choose the tasks that a command plays, and those whose episodes fill its bank (none where a bank is given).
 
     Raises:
         ValueError: the split has no tasks.
@@ -41,13 +41,14 @@ def chosen_tasks(
 
 
 def experience_tasks(candidates: Sequence[Task], tasks: Sequence[Task], limit: int | None = None) -> list[Task]:
-    """What fills a bank for `tasks`: of `candidates`, those in the same scenes, `limit` of them at most."""
+    """Choose what fills a bank for `tasks`: of `candidates`, those in the same scenes, `limit` of them at most."""
     scenes = {task.scene for task in tasks}
     return [task for task in candidates if task.scene in scenes][:limit]
 
 
 def specs_for(tasks: Sequence[Task], bank: Memory, k: int) -> list[EpisodeSpec]:
-    """M = Retrieve(bank, goal) for every task, without entries of the task itself; the bank's version goes along.
+    """Retrieve M = Retrieve(bank, goal) for every task, without entries of the task itself; the bank's version goes
+    along.
 
     Entries stand in the order of their ids (hashes), not of their rank: the right one usually ranks first, and a place
     in the prompt that gives it away would make reading the entries unnecessary, for every delivery alike.
@@ -64,7 +65,7 @@ def specs_for(tasks: Sequence[Task], bank: Memory, k: int) -> list[EpisodeSpec]:
 def filled_bank(
     config: CollectConfig | EvalConfig | GrpoConfig, envs: Environments, experience: Sequence[Task], out: Path
 ) -> MemoryBank:
-    """The bank that the settings name, or OUT/bank with what the expert experiences now."""
+    """Open the bank that the settings name, or OUT/bank with what the expert experiences now."""
     bank = open_bank(config.memory, out / "bank")
     if experience:
         bank.write([])  # there is one, if an empty one
@@ -75,7 +76,8 @@ def filled_bank(
 
 
 def training_tasks_and_bank(config: GrpoConfig, envs: Environments, run: RunFolder) -> tuple[MemoryBank, list[Task]]:
-    """Tasks to learn from and the bank that serves them, after the check that they share nothing with evaluation.
+    """Choose tasks to learn from and the bank that serves them, after the check that they share nothing with
+    evaluation.
 
     Raises:
         ConfigError: they do. Nothing has been played then.
@@ -87,7 +89,8 @@ def training_tasks_and_bank(config: GrpoConfig, envs: Environments, run: RunFold
 def guarded_tasks(
     config: CollectConfig | GrpoConfig, envs: Environments, run: RunFolder, experienced: bool = True
 ) -> tuple[list[Task], list[Task]]:
-    """`chosen_tasks` after the check that they share nothing with evaluation. `experienced`: experience fills a bank.
+    """Choose tasks as `chosen_tasks` does, after the check that they share nothing with evaluation. `experienced`:
+    experience fills a bank.
 
     Raises:
         ConfigError: they do.

@@ -10,13 +10,14 @@ from agent.records import Episode
 
 
 def lookup(episodes: Iterable[Episode], specs: Iterable[EpisodeSpec]) -> dict[str, float]:
-    """Share of episodes whose first guidance names the place that the right entry holds (where there is one)."""
+    """Return the share of episodes whose first guidance names the place that the right entry holds (where there is
+    one)."""
     named = [_first_place(e) == truth for e, spec in zip(episodes, specs, strict=True) if (truth := _right_place(spec))]
     return {"accuracy": sum(named) / max(1, len(named)), "n": len(named)}
 
 
 def chance(specs: Iterable[EpisodeSpec]) -> float:
-    """Look-up accuracy of citing a random one of the retrieved entries."""
+    """Return the look-up accuracy of citing a random one of the retrieved entries."""
     shares = [
         sum(fact[1] == truth for e in spec.memory if (fact := taken(e.provenance.actions))) / len(spec.memory)
         for spec in specs

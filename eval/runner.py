@@ -33,7 +33,7 @@ class Evaluation:
     def run(
         self, name: str, on_episode: Callable[[Episode], None] | None = None, played: Container[str] = ()
     ) -> list[Episode]:
-        """All specs under delivery `name`, but for the tasks that were played already.
+        """Play all specs under delivery `name`, but for the tasks that were played already.
 
         Raises:
             ValueError: no tasks, no such delivery, or one without the compiler that it needs.

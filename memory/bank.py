@@ -146,7 +146,8 @@ class MemoryBank:
     # -- versions -----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> int:
-        """The current version. Brings the full-text indexes up to date first, so that retrieval from it starts at once.
+        """Return the current version. Brings the full-text indexes up to date first, so that retrieval from it starts
+        at once.
 
         The number stays the same until something is written.
         """
@@ -159,7 +160,7 @@ class MemoryBank:
             return table.version
 
     def at(self, version: int) -> MemoryBank:
-        """A read-only view of the bank as it was at `version`.
+        """Open a read-only view of the bank as it was at `version`.
 
         Raises:
             BankError: for a version that does not exist.
@@ -175,8 +176,8 @@ class MemoryBank:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def retrieve(self, tasks: Sequence[Task], k: int = 4) -> list[list[MemoryEntry]]:
-        """M = Retrieve(bank, goal) for each task: at most `k` entries, best first, none that an episode of this very
-        task wrote; `memory.retrieval` says how they are scored.
+        """Retrieve M = Retrieve(bank, goal) for each task: at most `k` entries, best first, none that an episode of
+        this very task wrote; `memory.retrieval` says how they are scored.
 
         All come from one version of the bank. Entries (and pictures) are read once and shared.
         """
@@ -215,11 +216,16 @@ class MemoryBank:
                 yield from map(entry_of, batch.to_pylist())
 
     def entries(self) -> list[MemoryEntry]:
-        """All entries with their pictures, in the order of writing; iterate over the bank where that is too much."""
+        """Return all entries with their pictures, in the order of writing; iterate over the bank where that is too
+        much."""
         return list(self)
 
     def get(self, id: str) -> MemoryEntry:
-        """Raises KeyError for an id that the bank does not hold."""
+        """Return one entry.
+
+        Raises:
+            KeyError: the bank does not hold this id.
+        """
         from lancedb.expr import col, lit
 
         table = self._pin().table
@@ -230,7 +236,7 @@ class MemoryBank:
         return entry_of(rows[0])
 
     def inspect(self) -> dict[str, Any]:
-        """What the bank holds, ready for JSON: counts of entries and pictures, by split, source and scene."""
+        """Count what the bank holds, ready for JSON: counts of entries and pictures, by split, source and scene."""
         pinned = self._pin()
         fields = ("split", "source", "scene")
         columns: dict[str, Any] = {c: c for c in (*fields, "success")} | {"images": "array_length(images)"}
@@ -247,7 +253,7 @@ class MemoryBank:
         }  # fmt: skip
 
     def origins(self) -> Counter[tuple[str, str]]:
-        """How many entries there are by (task id, split): what an audit needs, without texts and pictures."""
+        """Count entries by (task id, split): what an audit needs, without texts and pictures."""
         pinned = self._pin()
         with clear_errors(self.path):
             rows = pinned.table.search().select(["task_id", "split"]).to_arrow().to_pylist()
@@ -256,7 +262,8 @@ class MemoryBank:
     # -- exchange -----------------------------------------------------------------------------------------------------
 
     def export_jsonl(self, path: str | Path) -> int:
-        """One JSON object per entry, pictures as base64. The file appears when it is complete. Returns the entries."""
+        """Write one JSON object per entry, pictures as base64. The file appears when it is complete. Returns the
+        entries."""
         n = 0
         with atomic_file(Path(path)) as file:
             for n, entry in enumerate(self, 1):  # noqa: B007
@@ -358,7 +365,7 @@ def _imported(line: str, where: str) -> MemoryEntry:
 
 
 def open_bank(config: MemoryConfig, default: Path) -> MemoryBank:
-    """The bank that the settings name (at its version), or the one at `default`."""
+    """Open the bank that the settings name (at its version), or the one at `default`."""
     from memory.embed import SentenceEmbedder
 
     bank = MemoryBank(config.bank or default, SentenceEmbedder(config.embed) if config.embed else None)
@@ -366,7 +373,7 @@ def open_bank(config: MemoryConfig, default: Path) -> MemoryBank:
 
 
 def growing_bank(config: MemoryConfig, path: Path) -> tuple[MemoryBank, int]:
-    """A bank at `path` to be written to, with what the bank that the settings name holds; and how much that is."""
+    """Open a bank at `path` to be written to, with what the bank that the settings name holds; and how much that is."""
     bank = open_bank(config.model_copy(update={"bank": None, "version": None}), path)
     given = open_bank(config, path).entries() if config.bank is not None else []
     bank.write(given)

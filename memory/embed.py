@@ -35,7 +35,7 @@ class SentenceEmbedder:
 
 
 def unit_rows(embed: Embed, texts: list[str]) -> np.ndarray:
-    """`embed(texts)` as (n, d) float32 of unit length, so that a dot product is the cosine. Zero rows stay zero.
+    """Return `embed(texts)` as (n, d) float32 of unit length, so that a dot product is the cosine. Zero rows stay zero.
 
     Raises:
         ValueError: when `embed` returns another shape or values that are not finite.

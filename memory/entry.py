@@ -31,13 +31,13 @@ class MemoryEntry:
     images: tuple[bytes, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict, pictures as base64."""
+        """Return a JSON-ready dict, pictures as base64."""
         images = [base64.b64encode(image).decode("ascii") for image in self.images]
         return {"id": self.id, "text": self.text, "provenance": asdict(self.provenance), "images": images}
 
 
 def entry_from_json(row: Mapping[str, Any]) -> MemoryEntry:
-    """The entry that `to_json` wrote.
+    """Rebuild the entry that `to_json` wrote.
 
     Raises:
         ValueError: a field is missing or of the wrong type.

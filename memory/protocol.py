@@ -31,16 +31,16 @@ class Memory(Protocol):
         ...
 
     def retrieve(self, tasks: Sequence[Task], k: int = 4) -> list[list[MemoryEntry]]:
-        """M = Retrieve(bank, goal) for each task: at most `k` entries, best first, the same for the same contents and
-        none that an episode of this very task wrote."""
+        """Retrieve M = Retrieve(bank, goal) for each task: at most `k` entries, best first, the same for the same
+        contents and none that an episode of this very task wrote."""
         ...
 
     def snapshot(self) -> int:
-        """The version that stands for everything written so far; checkpoints and results record it."""
+        """Return the version that stands for everything written so far; checkpoints and results record it."""
         ...
 
     def origins(self) -> Counter[tuple[str, str]]:
-        """How many entries there are by (task id, split), for audits."""
+        """Count entries by (task id, split), for audits."""
         ...
 
     def __len__(self) -> int: ...

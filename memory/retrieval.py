@@ -70,8 +70,8 @@ class Retriever:
         self._top: dict[str, float] = {}  # goals of one benchmark share their words
 
     def rank(self, task: Task, k: int, vector: np.ndarray | None = None) -> list[Found]:
-        """At most k entries, best first, none of the task's own. With `vector`, the goal's embedding (d,), by cosine
-        instead of by words."""
+        """Return at most k entries, best first, none of the task's own. With `vector`, the goal's embedding (d,), by
+        cosine instead of by words."""
         if k <= 0:
             return []
         from lancedb.expr import col, lit
@@ -137,13 +137,13 @@ class Retriever:
 
 
 def query_words(task: Task) -> list[str]:
-    """Each word of the goal once."""
+    """List each word of the goal once."""
     words = " ".join(dict.fromkeys(encodable(goal_without_scene(task.goal, task.scene)).lower().split()))
     return words[:MAX_QUERY].split()[:MAX_WORDS]
 
 
 def repeats_last(found: Sequence[Found]) -> list[Found]:
-    """One entry per (scene, goal) first, in the order of `found`, then the second ones, and so on."""
+    """Put one entry per (scene, goal) first, in the order of `found`, then the second ones, and so on."""
     seen: dict[tuple[str, str], int] = {}
     turn: dict[str, int] = {}
     for f in sorted(found, key=lambda f: not f.success):  # stable: within success and failure, best first
@@ -152,13 +152,13 @@ def repeats_last(found: Sequence[Found]) -> list[Found]:
 
 
 def merge(here: Sequence[Found], elsewhere: Sequence[Found], k: int) -> list[Found]:
-    """The first k by reciprocal rank: 1/(i+1) here, 1/(j+2) elsewhere, `here` first where equal."""
+    """Take the first k by reciprocal rank: 1/(i+1) here, 1/(j+2) elsewhere, `here` first where equal."""
     ranked = [(i, 0, f) for i, f in enumerate(here)] + [(j + 1, 1, f) for j, f in enumerate(elsewhere)]
     return [f for _, _, f in sorted(ranked, key=lambda r: r[:2])[:k]]
 
 
 def encodable(text: str) -> str:
-    """Lone surrogates (undecodable bytes in some environment's output) become "?": the store is UTF-8."""
+    """Turn lone surrogates (undecodable bytes in some environment's output) into "?": the store is UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

@@ -43,7 +43,7 @@ def connect(path: Path) -> Any:
 
 
 def checked_out(path: Path, version: int) -> Table:
-    """The table as it was at a version."""
+    """Open the table as it was at a version."""
     table = connect(path).open_table(TABLE)
     table.checkout(version)
     return table
@@ -51,7 +51,7 @@ def checked_out(path: Path, version: int) -> Table:
 
 @contextmanager
 def clear_errors(path: Path) -> Iterator[None]:
-    """LanceDB's errors name Rust source lines; say what to do as well."""
+    """Say what to do where LanceDB's errors name Rust source lines."""
     try:
         yield
     except BankError:
@@ -83,7 +83,7 @@ def indexes() -> dict[str, FTS]:
 
 
 def unindexed(table: Table) -> dict[str, int]:
-    """Rows that the full-text index of a column does not cover; columns whose index covers all are left out."""
+    """Count rows that the full-text index of a column does not cover; columns whose index covers all are left out."""
     rows = table.count_rows()
     covered = {index.columns[0]: table.index_stats(index.name) for index in table.list_indices()}
     missing = {c: stats.num_unindexed_rows if (stats := covered.get(c)) else rows for c in ("words", "scene")}
@@ -114,7 +114,7 @@ def _crowded(table: Table) -> bool:
 
 
 def indexed_copy(table: Table) -> Table:
-    """What ranking reads, in memory and indexed: for versions that were not indexed when they were written.
+    """Copy what ranking reads, in memory and indexed: for versions that were not indexed when they were written.
 
     LanceDB would find their rows, but score indexed and other rows on different scales.
     """
@@ -150,7 +150,11 @@ def make_schema(dimension: int | None, embed_name: str) -> pa.Schema:
 
 
 def check_schema(schema: pa.Schema, embed: Embed | None, path: Path) -> None:
-    """Raises BankError for a table of another kind, and for embeddings that do not go with the bank's."""
+    """Refuse a table of another kind, and embeddings that do not go with the bank's.
+
+    Raises:
+        BankError: it is.
+    """
     if missing := {*ENTRY_COLUMNS, "words"} - set(schema.names):
         raise BankError(f"{path} is not a memory bank of this version of MemCompiler: no column {min(missing)!r} in it")
     if embed is None:

@@ -41,7 +41,8 @@ def entry_from_trajectory(
 
 
 def trajectory_text(scene: str, goal: str, actions: Sequence[str], success: bool, rationale: str = "") -> str:
-    """`in <scene>: <goal>`, the actions joined by ` ; `, and (with a rationale) `because ...` or `failed: ...`."""
+    """Write `in <scene>: <goal>`, the actions joined by ` ; `, and (with a rationale) `because ...` or `failed:
+    ...`."""
     lines = [stated_goal(goal, scene), " ; ".join(actions)]
     if rationale.strip():
         lines.append(f"because {rationale}" if success else f"failed: {rationale}")
@@ -49,23 +50,23 @@ def trajectory_text(scene: str, goal: str, actions: Sequence[str], success: bool
 
 
 def stated_goal(goal: str, scene: str) -> str:
-    """A goal as memory, compiler and executor all state it: with the scene (whose layout persists), if any."""
+    """State a goal as memory, compiler and executor all state it: with the scene (whose layout persists), if any."""
     return f"in {scene}: {goal}" if scene else goal
 
 
 def goal_without_scene(goal: str, scene: str) -> str:
-    """A goal as retrieval searches for it: the scene's label is matched on its own, and its number would match other
-    numbers."""
+    """Return a goal as retrieval searches for it: the scene's label is matched on its own, and its number would match
+    other numbers."""
     return re.sub(rf"(?<!\w){re.escape(scene)}(?!\w)", " ", goal) if scene else goal
 
 
 def trajectory_id(task_id: str, actions: Sequence[str], success: bool) -> str:
-    """16 hex digits that depend on these three only: the same on every machine and in every run."""
+    """Return 16 hex digits that depend on these three only: the same on every machine and in every run."""
     return hashlib.sha256(json.dumps([task_id, list(actions), success]).encode()).hexdigest()[:16]
 
 
 def one_line(text: str) -> str:
-    """Every newline becomes one space: a line of the format stays a line."""
+    """Turn every newline into one space: a line of the format stays a line."""
     return _NEWLINE.sub(" ", text)
 
 

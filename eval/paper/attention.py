@@ -48,8 +48,8 @@ class Attention:
 
 @torch.no_grad()
 def last_token_logits(executor: FrozenExecutor, prompt: Prompt) -> Tensor:
-    """(layers, heads, T) fp32: logits of the prompt's last token over all of the prompt's. Their softmax over T is the
-    model's own attention.
+    """Return (layers, heads, T) fp32: logits of the prompt's last token over all of the prompt's. Their softmax over T
+    is the model's own attention.
 
     Raises:
         ValueError: the model's attention cannot be read so (sliding windows, capped logits, attention of its own).
@@ -110,7 +110,7 @@ def _logits(query_HD: Tensor, key_KTD: Tensor, scaling: float | None) -> Tensor:
 
 
 def executor_prompt(executor: FrozenExecutor, episode: Episode, t: int, soft: Tensor | None) -> Prompt:
-    """What the executor read at step t, built anew from the record.
+    """Build what the executor read at step t anew from the record.
 
     Raises:
         ValueError: it is not, token for token, what was recorded.
@@ -125,8 +125,8 @@ def executor_prompt(executor: FrozenExecutor, episode: Episode, t: int, soft: Te
 
 
 def memory_positions(executor: FrozenExecutor, episode: Episode, t: int) -> dict[str, list[int]]:
-    """Positions of memory tokens in step t's prompt by channel: all of M where it was pasted; where it was compiled,
-    the guidance with its reason, and the soft tokens. Channels without tokens are left out."""
+    """Find the positions of memory tokens in step t's prompt by channel: all of M where it was pasted; where it was
+    compiled, the guidance with its reason, and the soft tokens. Channels without tokens are left out."""
     ids, told = episode.steps[t].executor_prompt_ids, delivered(recorded_step(episode, t))
     head = "\nmemory:\n" if told.memory else "\nguide: "
     guide = f"{told.reason} | {told.guidance}" if told.reason else told.guidance
@@ -153,7 +153,7 @@ def _positions(executor: FrozenExecutor, ids: Sequence[int], head: str, shown: s
 
 
 def attention_at(executor: FrozenExecutor, episode: Episode, t: int, soft: Tensor | None) -> Attention | None:
-    """What step t's action was decided on; None where its prompt holds no memory (NOACTION, or no delivery)."""
+    """Measure what step t's action was decided on; None where its prompt holds no memory (NOACTION, or no delivery)."""
     places = memory_positions(executor, episode, t)
     if not places:
         return None
@@ -172,7 +172,7 @@ def attention_at(executor: FrozenExecutor, episode: Episode, t: int, soft: Tenso
 
 
 def curves(of_episodes: Sequence[Sequence[Attention]]) -> dict[str, Any]:
-    """By step: mean over the episodes that got so far and had memory then, with its 95 % bootstrap interval.
+    """Average by step over the episodes that got so far and had memory then, with its 95 % bootstrap interval.
 
     Episodes that end early leave the mean, so that a curve may change though none does: `slope` is the mean over
     episodes of each one's own trend, per step, over those that have three steps with memory or more.
@@ -210,7 +210,7 @@ def _quantity(of_episodes: Sequence[Sequence[Attention]], quantity: str) -> dict
 
 
 def attention_plot(by_delivery: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
-    """Logit and share of attention over steps, one line a delivery with its 95 % band over episodes."""
+    """Draw logit and share of attention over steps, one line a delivery with its 95 % band over episodes."""
     figure = Figure(figsize=(8.6, 3.2), dpi=DPI, layout="constrained")
     panels = figure.subplots(1, 2)
     titles = {"logit": "mean pre-softmax logit of memory tokens", "share": "share of attention on memory tokens"}

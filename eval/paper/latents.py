@@ -48,7 +48,7 @@ class Recompiled:
 
 
 def played(record: Path, deliveries: Sequence[str], limit: int | None = None) -> Iterator[Episode]:
-    """Episodes of these deliveries with their pictures, the first `limit` tasks of the record.
+    """Read episodes of these deliveries with their pictures, the first `limit` tasks of the record.
 
     Raises:
         ValueError: no record, or one of the deliveries is not in it.
@@ -68,7 +68,7 @@ def played(record: Path, deliveries: Sequence[str], limit: int | None = None) ->
 
 @torch.no_grad()
 def recompiled(compiler: MemoryCompiler, episode: Episode, t: int, memory: Sequence[MemoryEntry]) -> Recompiled | None:
-    """Step t's soft tokens made again; None where no compiler spoke.
+    """Make step t's soft tokens again; None where no compiler spoke.
 
     Raises:
         ValueError: prompt or soft tokens are not those of the record.
@@ -107,7 +107,7 @@ class Tokens:
     episodes: np.ndarray
 
     def balanced(self, most: int, seed: int) -> Tokens:
-        """Distinct vectors, equally many of both kinds and at most `most` of each, drawn by `seed`.
+        """Choose distinct vectors, equally many of both kinds and at most `most` of each, drawn by `seed`.
 
         A text token has the same input embedding wherever it stands: counted again and again, it would be on both
         sides of the probe's split.
@@ -154,7 +154,7 @@ class Gathered:
 
 
 def separability(tokens: Tokens, seed: int = 0, permutations: int = 100) -> dict[str, Any]:
-    """Silhouette of the two kinds, and a linear probe's accuracy on episodes that it has not seen.
+    """Measure the silhouette of the two kinds, and a linear probe's accuracy on episodes that it has not seen.
 
     Returns:
         `silhouette` in [-1, 1]; `probe` accuracy in [0, 1] beside `chance` (the larger kind's share of the held-out
@@ -206,7 +206,7 @@ def _probe(vectors: np.ndarray, train: np.ndarray, test: np.ndarray) -> Any:
 
 
 def plane(tokens: Tokens, seed: int = 0) -> np.ndarray:
-    """(n, 2): t-SNE of the tokens, the same for the same seed."""
+    """Return (n, 2): t-SNE of the tokens, the same for the same seed."""
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
@@ -217,7 +217,7 @@ def plane(tokens: Tokens, seed: int = 0) -> np.ndarray:
 
 
 def latents_plot(spaces: Mapping[str, tuple[Tokens, np.ndarray, Mapping[str, Any]]], path: Path) -> Path:
-    """A panel a space: (tokens, their place in the plane, their separability)."""
+    """Draw a panel a space: (tokens, their place in the plane, their separability)."""
     figure = Figure(figsize=(4.2 * len(spaces), 4.4), dpi=DPI, layout="constrained")
     panels = figure.subplots(1, len(spaces), squeeze=False)[0]
     for panel, (space, (tokens, places, apart)) in zip(panels, spaces.items(), strict=True):

@@ -1,11 +1,16 @@
 """The loop: order of events, named failures, deliveries, and batching that does not depend on timing."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
-from agent.deliveries import Delivery, ShuffledSoft
+from agent.deliveries import Delivery, ShuffledSoft, find, recorded_step
 from agent.episode import Limits, run_episodes
+from agent.records import compile_request, episode_from_json, executor_request
+from data_gen.rows import rows_of
 from runtime.errors import StopReason
-from tests.fakes import CountingEnv, Recorder, spec
+from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
 
 
 def run(specs, delivery=None, executor=None, **kwargs):
@@ -83,6 +88,29 @@ def test_deliveries_show_what_they_should():
     assert recorder.seen[1].delivered.state == "" and recorder.seen[1].history == ("north",)
     with pytest.raises(ValueError, match="compiler"):
         Delivery("compiled", "compiled")
+
+
+@pytest.mark.parametrize("name", ["none", "static", "compiled_text", "compiled_no_brief"])
+def test_records_and_rows_ask_what_the_loop_asked(name):
+    """The requests of every step, made again from what went through JSON and from SFT rows."""
+    asked = Recorder()
+    asked.compiled = []
+    compile_ = asked.compile
+    asked.compile = lambda requests: asked.compiled.extend(requests) or compile_(requests)
+    [episode], _ = run([spec(4)], find(name).make(asked, 0), asked)
+    back, memory = episode_from_json(json.loads(json.dumps(episode.to_json()))), spec(4).memory
+    steps = [recorded_step(back, t, memory) for t in range(4)]
+    without_expert = lambda requests: [replace(request, expert=None) for request in requests]
+    assert [executor_request(step, asked) for step in steps] == without_expert(asked.seen)
+    if find(name).kind == "compiled":
+        assert [compile_request(replace(step, emission=None)) for step in steps] == without_expert(asked.compiled)
+    if name == "compiled_text":
+        rows = [row.step_input() for row in rows_of(back, memory)]
+        made = [replace(executor_request(row, asked), admissible=COMMANDS) for row in rows]
+        assert made == without_expert(asked.seen)
+        texts = [[(e.id, e.text) for e in compile_request(row).memory] for row in rows]
+        assert texts == [[(e.id, e.text) for e in memory]] * 4
+        assert [replace(compile_request(row), memory=memory) for row in rows] == without_expert(asked.compiled)
 
 
 def test_batches_depend_on_the_episodes_only():

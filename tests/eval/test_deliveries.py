@@ -16,7 +16,8 @@ from configs.load import ConfigError, load_config
 from eval.evaluate import run_eval
 from eval.matrix import cells
 from eval.metrics import ordered
-from eval.paper.tables import paper_table, to_markdown
+from eval.paper.render import to_markdown
+from eval.paper.tables import paper_table
 from eval.plots import deliveries_plot
 from eval.table import to_markdown as results_markdown
 from memcompiler.cli import app
