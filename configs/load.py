@@ -69,7 +69,7 @@ def load_config(schema: type[Schema], path: str | Path | None, overrides: Sequen
 
 
 def find_config(name: str | Path) -> Path:
-    """The file that `name` means: a path, or a name relative to `configs/`; `.yaml` may be left off.
+    """Find the file that `name` means: a path, or a name relative to `configs/`; `.yaml` may be left off.
 
     Raises:
         ConfigError: when there is none, with the names there are.
@@ -84,12 +84,12 @@ def find_config(name: str | Path) -> Path:
 
 
 def to_yaml(config: BaseModel) -> str:
-    """The configuration with all its defaults, as YAML that `load_config` reads back to an equal one."""
+    """Write the configuration with all its defaults, as YAML that `load_config` reads back to an equal one."""
     return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump(mode="json"))))
 
 
 def read_yaml(path: Path) -> Tree:
-    """One YAML file as plain data, its references left as they stand.
+    """Read one YAML file as plain data, its references left as they stand.
 
     Raises:
         ConfigError: for a file that cannot be read, with the line where YAML breaks off.
@@ -110,7 +110,7 @@ def read_yaml(path: Path) -> Tree:
 
 
 def _read_with_base(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
-    """A file merged over its `base` file, and that over its own."""
+    """Merge a file over its `base` file, and that over its own."""
     path = path.resolve()
     if path in chain:
         cycle = " -> ".join(file.name for file in (*chain, path))
@@ -127,6 +127,8 @@ def _read_with_base(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
 
 
 def _merge(below: Tree, above: Mapping[Any, Any]) -> Tree:
+    """Lay mappings over mappings. (OmegaConf.merge would follow references that it meets, resolvers too, before
+    `_refuse_resolvers` has seen them; and lay a mapping over what a reference means.)"""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -179,7 +181,7 @@ def _apply_override(tree: Tree, text: str) -> None:
 
 
 def _refuse_resolvers(node: Any, path: str, problems: Problems) -> Any:
-    """A copy in which every string that calls a resolver is None and noted, so that none of them ever runs."""
+    """Copy a tree; every string that calls a resolver becomes None and is noted, so that none ever runs."""
     if isinstance(node, dict):
         return {key: _refuse_resolvers(value, _join(path, key), problems) for key, value in node.items()}
     if isinstance(node, list):
@@ -196,7 +198,7 @@ def _refuse_resolvers(node: Any, path: str, problems: Problems) -> Any:
 
 
 def _calls_resolver(text: str) -> bool:
-    """Whether a `:` stands inside a `${...}` (a plain reference holds none) that is not escaped as `\\${`."""
+    """Tell whether a `:` stands inside a `${...}` (a plain reference holds none) that is not escaped as `\\${`."""
     for match in _INTERPOLATION.finditer(text):
         if len(match.group(1)) % 2:  # an odd number of backslashes escapes
             continue
@@ -211,7 +213,7 @@ def _calls_resolver(text: str) -> bool:
 
 
 def _resolve(node: Any, path: str, problems: Problems, depth: int = 0) -> Any:
-    """Plain values with every reference filled in; one that cannot be filled becomes None and is noted."""
+    """Fill in every reference, giving plain values; one that cannot be filled becomes None and is noted."""
     if not isinstance(node, (DictConfig, ListConfig)):
         return node
     if depth > _MAX_DEPTH:
@@ -238,7 +240,7 @@ def _reference_error(error: OmegaConfBaseException) -> str:
 
 
 def _escape(node: Any) -> Any:
-    """The inverse of reading: a literal `${` in a string is written `\\${`."""
+    """Write a literal `${` in a string as `\\${`: the inverse of reading."""
     if isinstance(node, dict):
         return {key: _escape(value) for key, value in node.items()}
     if isinstance(node, list):
@@ -250,7 +252,7 @@ def _escape(node: Any) -> Any:
 
 
 def _validate(schema: type[Schema], values: Tree, problems: Problems) -> Schema | None:
-    """The validated model, or None with all its errors added to `problems`."""
+    """Make the validated model, or None with all its errors added to `problems`."""
     try:
         return schema.model_validate(values, extra="forbid")
     except ValidationError as error:
@@ -263,7 +265,7 @@ def _validate(schema: type[Schema], values: Tree, problems: Problems) -> Schema 
 
 
 def _written_path(error: ErrorDetails, values: Tree) -> str:
-    """The error's place as the user wrote it: pydantic also names union members and validators on the way."""
+    """Give the error's place as the user wrote it: pydantic also names union members and validators on the way."""
     path, node = "", cast(Any, values)
     for i, part in enumerate(error["loc"]):
         if _holds(node, part):
@@ -313,7 +315,7 @@ def _suggest(schema: type[BaseModel], path: str) -> str:
 
 
 def _models_in(annotations: Iterable[Any]) -> list[type[BaseModel]]:
-    """All models inside type annotations: through Optional, unions, lists, dicts."""
+    """Find all models inside type annotations: through Optional, unions, lists, dicts."""
     found: list[type[BaseModel]] = []
     for annotation in annotations:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -324,7 +326,7 @@ def _models_in(annotations: Iterable[Any]) -> list[type[BaseModel]]:
 
 
 def _field_paths(schema: type[BaseModel], prefix: str = "", seen: tuple[type, ...] = ()) -> list[str]:
-    """Dotted paths of all fields; a model that holds itself is entered once."""
+    """List the dotted paths of all fields; a model that holds itself is entered once."""
     paths: list[str] = []
     for name, field in schema.model_fields.items():
         paths.append(_join(prefix, name))

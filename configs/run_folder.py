@@ -156,7 +156,7 @@ def _settle(folder: Path, config: BaseModel, on_exists: str, ignore: Sequence[st
 
 
 def _ask(explained: str, may_resume: bool) -> str:
-    """The user's choice, or "raise" where there is nobody to ask."""
+    """Ask for the user's choice; "raise" where there is nobody to ask."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return "raise"
     choices = ({"r": "resume"} if may_resume else {}) | {"o": "overwrite", "q": "raise"}
@@ -169,14 +169,14 @@ def _ask(explained: str, may_resume: bool) -> str:
 
 
 def _is_empty(folder: Path) -> bool:
-    """Whether nothing is there but what a killed write left."""
+    """Tell whether nothing is there but what a killed write left."""
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is a file. Choose another folder.")
     return all(entry.name.startswith(".") and entry.name.endswith(TEMPORARY) for entry in folder.iterdir())
 
 
 def _differences(folder: Path, config: BaseModel, ignore: Sequence[str]) -> list[str]:
-    """One line per setting that differs between the run on disk and `config`."""
+    """Write a line per setting that differs between the run on disk and `config`."""
     old = flatten(read_yaml(folder / CONFIG))
     new = flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config)), resolve=False))  # as it would be read back
     keys = [key for key in sorted(old.keys() | new.keys()) if key not in ignore]
@@ -211,7 +211,7 @@ def _delete_run(folder: Path) -> None:
 
 
 def describe_environment() -> dict[str, Any]:
-    """What a result may depend on. No environment variables, no names of users or hosts, no private paths."""
+    """Describe what a result may depend on. No environment variables, no names of users or hosts, no private paths."""
     facts = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git": _git(),
@@ -231,13 +231,13 @@ def _read_environment(folder: Path) -> dict[str, Any]:
 
 
 def _resumed_facts(start: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The facts of the start, with what is different in this session appended to `resumed`."""
+    """Give the facts of the start, with what is different in this session appended to `resumed`."""
     changed = {name: value for name, value in now.items() if start.get(name) != value}
     return {**start, "resumed": [*start.get("resumed", []), changed]}
 
 
 def _git() -> dict[str, object] | None:
-    """The commit of this repository and whether files differ from it; None outside git."""
+    """Read the commit of this repository and whether files differ from it; None outside git."""
     top = _output("git", "-C", str(REPOSITORY), "rev-parse", "--show-toplevel")
     if top is None or Path(top) != REPOSITORY:
         return None
@@ -246,7 +246,7 @@ def _git() -> dict[str, object] | None:
 
 
 def _gpu_names() -> list[str]:
-    """Names of the GPUs. Asked of the driver: torch would open a CUDA context, and forks after that fail."""
+    """Name the GPUs. The driver is asked: torch would open a CUDA context, and forks after that fail."""
     names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return names.splitlines() if names else []
 
@@ -271,7 +271,7 @@ def _package_versions() -> dict[str, str]:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, None where it fails, hangs or does not exist."""
+    """Give what a command prints, None where it fails, hangs or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
@@ -280,7 +280,7 @@ def _output(*command: str) -> str | None:
 
 
 def _without_private_paths(value: Any) -> Any:
-    """The value with this repository's folder written as `.` and the home folder as `~`."""
+    """Write this repository's folder as `.` and the home folder as `~`."""
     if isinstance(value, Mapping):
         return {key: _without_private_paths(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

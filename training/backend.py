@@ -71,7 +71,7 @@ class Replicated:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def micro_batches(self, mine: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-        """This process's rows, `size` at a time; in lock-step, empty ones until all processes have had as many."""
+        """Yield this process's rows, `size` at a time; in lock-step, empty ones until all have had as many."""
         rounds = math.ceil(len(mine) / size)
         if self.in_lockstep:
             rounds = max(1, *distributed.gather(rounds))
@@ -79,7 +79,7 @@ class Replicated:
             yield mine[i * size : (i + 1) * size]
 
     def forward(self, function: Callable[[], R]) -> R:
-        """What `function` returns: a tensor, or a tuple or dict with tensors, for the wrappers look inside those only.
+        """Give what `function` returns: a tensor, or a tuple or dict with tensors (the wrappers look inside no others).
         It may use compiler and executor as if they were whole, their layers by calling them."""
         return self.joint(function)
 
@@ -101,7 +101,7 @@ class Replicated:
         return value
 
     def scale_rates(self, factor: float) -> float:
-        """Every group's learning rate to `factor` of its own; returns the first."""
+        """Set every group's learning rate to `factor` of its own; returns the first."""
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * factor
         return self.base_rates[0] * factor
@@ -119,16 +119,16 @@ class Replicated:
     # -- state, whole and by name; every process has to call these ----------------------------------------------------
 
     def state(self) -> Tensors:
-        """What a checkpoint holds."""
+        """Gather what a checkpoint holds."""
         return Tensors(self.weights(), self._moments())
 
     def load(self, tensors: Tensors) -> None:
-        """Weights and AdamW's moments, as `read_checkpoint` gives them."""
+        """Take in weights and AdamW's moments, as `read_checkpoint` gives them."""
         self.load_weights(tensors.weights)
         self._load_moments(tensors.moments)
 
     def weights(self) -> dict[str, Tensor]:
-        """LoRA and projector, copied to the CPU."""
+        """Copy LoRA and projector to the CPU."""
         return {name: self.whole(p) for name, p in trained_parameters(self.compiler).items()}
 
     @torch.no_grad()
@@ -137,11 +137,11 @@ class Replicated:
             parameter.copy_(self._like(weights[name], parameter))
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """A copy on the CPU of a parameter that may be in slices."""
+        """Copy a parameter, which may be in slices, to the CPU whole."""
         return parameter.detach().cpu().clone()
 
     def fingerprint(self, module: nn.Module) -> str:
-        """SHA-256 of what this process holds of a module: it changes when the module does."""
+        """Hash (SHA-256) what this process holds of a module: it changes when the module does."""
         digest = hashlib.sha256()
         for name, parameter in sorted(module.named_parameters()):
             digest.update(name.encode())
@@ -154,7 +154,7 @@ class Replicated:
         return parameter
 
     def _like(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """This process's part of a whole tensor, as the parameter is cut."""
+        """Cut this process's part out of a whole tensor, as the parameter is cut."""
         return value.to(parameter.device, parameter.dtype)
 
     def _moments(self) -> dict[str, Tensor]:
@@ -239,7 +239,7 @@ class Zero2(Replicated):
         return optimizer
 
     def _prepared(self, joint: Joint) -> AbstractContextManager[None]:
-        """What DeepSpeed shall not see of the module is out of sight."""
+        """Hide what DeepSpeed shall not see of the module."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -261,11 +261,11 @@ class Zero2(Replicated):
         parameter.copy_(value)
 
     def _put_master(self, parameter: Any, value: Tensor, key: str | None) -> None:
-        """This process's slice of the fp32 weights, or of a moment."""
+        """Set this process's slice of the fp32 weights, or of a moment."""
         parameter.set_full_hp_param(value.float(), key)
 
     def _flat(self) -> list[Tensor]:
-        """The fp32 slices that AdamW works on."""
+        """List the fp32 slices that AdamW works on."""
         return list(self.engine.optimizer.single_partition_of_fp32_groups)
 
     def _moments(self) -> dict[str, Tensor]:
@@ -388,7 +388,7 @@ def _vision(compiler: MemoryCompiler) -> Any:
 
 
 def _layers(model: nn.Module, vision: nn.Module | None) -> list[nn.Module]:
-    """The blocks that are gathered one at a time."""
+    """Find the blocks that are gathered one at a time."""
     skipped = set(vision.modules()) if vision is not None else set()
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if type(m).__name__ in names and m not in skipped]

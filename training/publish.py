@@ -11,7 +11,7 @@ IGNORED = ["optimizer.safetensors"]  # only resuming needs it
 
 
 def model_card(checkpoint: Path) -> str:
-    """What the folder holds and how it was made, from the checkpoint's own records."""
+    """Say what the folder holds and how it was made, from the checkpoint's own records."""
     state = json.loads((checkpoint / "state.json").read_text())
     projector = json.loads((checkpoint / "projector.json").read_text())
     facts = {k: v for k, v in state.items() if isinstance(v, int | float | str)}

@@ -147,7 +147,7 @@ class RolloutEngine:
         return run_episodes(self.make_env, specs, delivery, self.executor, self.limits, self.concurrency)
 
     def _up_to_date(self, compiler: MemoryCompiler) -> Compiler:
-        """What compiles in this update, with the trainer's weights, decoding and random numbers."""
+        """Bring up to date what compiles in this update, with the trainer's weights, decoding and random numbers."""
         if self.served is None:
             return compiler
         with TemporaryDirectory(prefix="memcompiler-rollout-", dir=self.scratch) as folder:
@@ -159,7 +159,7 @@ class RolloutEngine:
 
 
 def samples_of(groups: Sequence[Group], compiler: MemoryCompiler, pathwise: bool = False) -> list[Sample]:
-    """The samples of all groups that can teach something; zero-variance groups are left out here."""
+    """Make the samples of all groups that can teach something; zero-variance groups are left out here."""
     samples: list[Sample] = []
     episode_index = 0
     for group in groups:
