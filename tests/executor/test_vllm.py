@@ -130,7 +130,7 @@ def test_log_probabilities_of_answers_equal_hugging_face() -> None:
         said = torch.tensor([at[id].logprob for at, id in zip(output.outputs[0].logprobs, ids, strict=True)])
         tokens = torch.tensor([[*prompt.ids, *ids]])
         with torch.no_grad():
-            logits = theirs.model(inputs_embeds=theirs._embed(tokens, [prompt])).logits[0, len(prompt.ids) - 1 : -1]
+            logits = theirs.model(inputs_embeds=theirs.embed(tokens, [prompt])).logits[0, len(prompt.ids) - 1 : -1]
         again = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
         torch.testing.assert_close(said, again, atol=1e-4, rtol=0)
 
