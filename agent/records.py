@@ -26,7 +26,7 @@ from PIL import UnidentifiedImageError
 from compiler.brief_state import BriefState, parse_brief_state, render_brief_state
 from compiler.language import Emission
 from compiler.records import Compilation, CompileRequest
-from executor.prompt import Delivered, ExecutorRequest, executor_text
+from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from memory.entry import MemoryEntry
 from memory.trajectory import png_bytes, stated_goal
 from runtime.errors import StopReason
@@ -80,12 +80,12 @@ def compile_request(step: StepInput) -> CompileRequest:
     )  # fmt: skip
 
 
-def delivered(step: StepInput) -> Delivered:
+def delivered(step: StepInput) -> MemoryBlock:
     """Give what memory contributes to the executor's prompt: all of M, or what was compiled from it, or nothing."""
     if step.emission is None:
-        return Delivered(memory=step.pasted)
+        return MemoryBlock(memory=step.pasted)
     lines = [] if step.state is None else render_brief_state(step.state).split("\n")[1:]  # the goal stands above it
-    return Delivered(
+    return MemoryBlock(
         state="\n".join(lines), guidance=step.emission.guidance, reason=step.emission.reason, soft=step.soft
     )  # fmt: skip
 

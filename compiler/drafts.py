@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiler.language import Emission, Parsed, ParseError, parse
+from compiler.language import Emission, ParseError, ParseResult, parse
 from compiler.records import Compilation, CompileRequest, Decoding
-from lm.prompt import Prompt, PromptEncoder
+from lm.prompt import Prompt, PromptEncoder, check_context
 from soft_mem.projector import Gaussian, Projector
 
 
@@ -39,10 +39,15 @@ def draw_noise(projector: Projector, gaussian: Gaussian, temperature: float, by:
     return torch.cat([projector.noise(Gaussian(mu, s), temperature, own) for mu, s, own in rows])
 
 
-def room_for(decoding: Decoding, n_tokens: int) -> int:
-    """How many tokens must fit behind a prompt: the emission, a forced end of turn, the memory tokens, and one more,
-    which vLLM has to be asked for behind them."""
-    return decoding.max_new_tokens + n_tokens + 2
+def check_room(prompts: Sequence[Prompt], decoding: Decoding, n_tokens: int, context: int | None) -> None:
+    """Refuse prompts without room for emission, forced end of turn and memory tokens, and for one token more, which
+    vLLM has to be asked for behind them.
+
+    Raises:
+        ContextLengthError: one has none.
+    """
+    for prompt in prompts:
+        check_context("compiler", len(prompt.ids), decoding.max_new_tokens + n_tokens + 2, context)
 
 
 def compilations(
@@ -56,7 +61,7 @@ def compilations(
     made = []
     for i, (request, prompt, draft) in enumerate(zip(requests, prompts, drafts, strict=True)):
         text = encoder.tokenizer.decode(draft.ids[:-1])
-        parsed = Parsed(Emission(), ParseError.TRUNCATED) if draft.truncated else parse(text)
+        parsed = ParseResult(Emission(), ParseError.TRUNCATED) if draft.truncated else parse(text)
         compilation = Compilation(
             text=text, emission=parsed.emission, parse_error=parsed.error, prompt_ids=prompt.ids,
             prompt=prompt if decoding.draws else None, emission_ids=draft.ids, text_logprobs=draft.logprobs,

@@ -11,12 +11,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from compiler.drafts import Draft, Generators, compilations, draw_noise, generators, room_for
+from compiler.drafts import Draft, Generators, check_room, compilations, draw_noise, generators
 from compiler.prompt import compiler_parts
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
 from configs.compiler import Lora
 from lm.backbone import Backbone, Batch
-from lm.prompt import Prompt, PromptEncoder, check_context
+from lm.prompt import Prompt, PromptEncoder
 from soft_mem.projector import Gaussian, Projector
 
 
@@ -138,25 +138,17 @@ class MemoryCompiler(nn.Module):
 
     def _compile(self, requests: Sequence[CompileRequest], by: Generators, wanted: Wanted) -> list[Compilation]:
         prompts = [self.encode(request) for request in requests]
-        for prompt in prompts:
-            room = room_for(self.decoding, self.n_tokens)
-            check_context("compiler", len(prompt.ids), room, self.backbone.context)
+        check_room(prompts, self.decoding, self.n_tokens, self.backbone.context)
         was_training = self.training
         self.eval()  # dropout off: the sampled distribution is the one that is re-scored
         memories = [tuple(entry.id for entry in request.memory) for request in requests]
-        decoded = _Decoder(self, prompts, memories, by).run(wanted)
+        drafts, gaussian = _Decoder(self, prompts, memories, by).run(wanted)
         self.train(was_training)
-        noise = draw_noise(self.projector, decoded.gaussian, self.decoding.soft_temperature, by)
+        noise = draw_noise(self.projector, gaussian, self.decoding.soft_temperature, by)
         return compilations(
-            requests, prompts, decoded.rows, decoded.gaussian, noise, self.decoding, self.backbone, self.projector,
+            requests, prompts, drafts, gaussian, noise, self.decoding, self.backbone, self.projector,
             self.weight_version,
         )  # fmt: skip
-
-
-@dataclass(slots=True)
-class _Decoded:
-    rows: list[Draft]
-    gaussian: Gaussian
 
 
 class _Decoder:
@@ -204,7 +196,7 @@ class _Decoder:
         shares = torch.tensor(common, device=order.device) > 0
         return (beginnings.mask * shares[:, None])[order]
 
-    def run(self, wanted: Wanted) -> _Decoded:
+    def run(self, wanted: Wanted) -> tuple[list[Draft], Gaussian]:
         """Decode until every row has ended, or nobody waits for those that have not: they count as truncated."""
         end, n = self.backbone.end_id, self.compiler.n_tokens
         hidden = self.backbone.hidden(self.rest, self.cache)[:, -1]
@@ -222,13 +214,13 @@ class _Decoder:
                 break
         rows = _rows(torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(real, 1), alive, end)
         if not self.backbone.attends_fully:  # rows that ended went on in its states: all is read once more
-            return _Decoded(rows, self.compiler.score(self.prompts, [row.ids for row in rows]).gaussian)
+            return rows, self.compiler.score(self.prompts, [row.ids for row in rows]).gaussian
         # The last token is not in the cache yet; a row that ran out of budget gets its end-of-turn token now.
         tail = torch.full((len(alive), 1 + n), self.backbone.memory_id, device=hidden.device)
         tail[:, 0] = end
         follows = torch.cat([real[-1], alive[:, None], torch.ones_like(tail[:, 1:], dtype=torch.bool)], 1)
         h_soft = self._feed(torch.cat([tokens[-1], tail], 1), follows)[:, -n:]
-        return _Decoded(rows, self.compiler.projector(h_soft))
+        return rows, self.compiler.projector(h_soft)
 
     def _feed(self, tokens: Tensor, real: Tensor) -> Tensor:
         """Hidden states (B, K, d) of K more columns."""

@@ -76,7 +76,7 @@ class Emission:
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParseResult:
     emission: Emission
     error: ParseError | None = None
 
@@ -90,13 +90,13 @@ def render(emission: Emission) -> str:
     return "\n".join(lines) or NOTHING
 
 
-def parse(text: str) -> Parsed:
+def parse(text: str) -> ParseResult:
     """Total: any string gives an emission, or NOACTION with a named error. parse(render(e)).emission == e."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines:
         return _failed(ParseError.EMPTY)
     if NOTHING in lines:
-        return Parsed(Emission()) if lines == [NOTHING] else _failed(ParseError.NOTHING_AND_MORE)
+        return ParseResult(Emission()) if lines == [NOTHING] else _failed(ParseError.NOTHING_AND_MORE)
     guidance = reason = ""
     ops: list[Op] = []
     for i, line in enumerate(lines):
@@ -116,7 +116,7 @@ def parse(text: str) -> Parsed:
         if isinstance(op, ParseError):
             return _failed(op)
         ops.append(op)
-    return Parsed(Emission(guidance, reason, tuple(ops)))
+    return ParseResult(Emission(guidance, reason, tuple(ops)))
 
 
 def grammar() -> str:
@@ -192,5 +192,5 @@ def _clean(op: Op) -> Op:
     return cleaned
 
 
-def _failed(error: ParseError) -> Parsed:
-    return Parsed(Emission(), error)
+def _failed(error: ParseError) -> ParseResult:
+    return ParseResult(Emission(), error)

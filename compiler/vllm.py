@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compiler.drafts import Draft, Generators, compilations, draw_noise, generators, room_for
+from compiler.drafts import Draft, Generators, check_room, compilations, draw_noise, generators
 from compiler.language import grammar
 from compiler.prompt import compiler_parts
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
 from lm.loading import load_encoder
-from lm.prompt import Prompt, PromptEncoder, check_context
+from lm.prompt import Prompt, PromptEncoder
 from lm.vllm import SETTINGS, check_read, engine_trouble, load_engine, request_of, run_wanted, take_tails, watched
 from lm.vllm_extension import EXTENSION, tail_of
 from soft_mem.projector import Projector
@@ -147,9 +147,7 @@ class VllmCompiler:
         if not requests:
             return []
         prompts = [self.encode(request) for request in requests]
-        for prompt in prompts:
-            room = room_for(self.decoding, self.n_tokens)
-            check_context("compiler", len(prompt.ids), room, self.llm.model_config.max_model_len)
+        check_room(prompts, self.decoding, self.n_tokens, self.llm.model_config.max_model_len)
         by = generators(seeds, self.device) if seeds else self.generator
         drafts = self._sample(prompts, by, wanted)
         gaussian = self.projector(self._hidden(prompts, drafts, wanted).to(self.device))

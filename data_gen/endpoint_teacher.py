@@ -13,7 +13,7 @@ from typing import Any
 
 from agent.records import Episode
 from compiler.brief_state import apply_ops, one_line
-from compiler.language import Emission, Parsed, ParseError, parse, render
+from compiler.language import Emission, ParseError, ParseResult, parse, render
 from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import Compilation, CompileRequest
 from lm.endpoint import Endpoint, EndpointFailure, Message, user_message
@@ -83,7 +83,7 @@ class EndpointTeacher:
 
     async def _compile(self, request: CompileRequest) -> Compilation:
         chat, read, written = self.messages(request), 0, 0
-        answer, parsed = Answer("", 0, 0), Parsed(Emission(), ParseError.EMPTY)
+        answer, parsed = Answer("", 0, 0), ParseResult(Emission(), ParseError.EMPTY)
         for attempt in range(self.attempts):
             answer = await self.endpoint.ask(chat, AGAIN if attempt else COMPILE, self.max_new_tokens)
             read, written = read + answer.tokens_in, written + answer.tokens_out
@@ -104,16 +104,16 @@ class EndpointTeacher:
         return one_line((await self.endpoint.ask([system, user_message(told)], RATIONALE, RATIONALE_TOKENS)).text)
 
 
-def read_emission(answer: Answer) -> Parsed:
+def read_emission(answer: Answer) -> ParseResult:
     """Read the emission in a chat model's answer; a fence around it is forgiven."""
     lines = answer.text.strip().split("\n")
     if len(lines) > 1 and lines[0].startswith("```") and lines[-1].strip() == "```":
         lines = lines[1:-1]
     parsed = parse("\n".join(lines))
-    return Parsed(Emission(), ParseError.TRUNCATED) if answer.truncated else parsed
+    return ParseResult(Emission(), ParseError.TRUNCATED) if answer.truncated else parsed
 
 
-def _problem(parsed: Parsed, request: CompileRequest) -> str:
+def _problem(parsed: ParseResult, request: CompileRequest) -> str:
     """What is wrong with an emission, in words; "" for nothing."""
     if parsed.error:
         return str(parsed.error).replace("_", " ")

@@ -19,7 +19,7 @@ from compiler.brief_state import Belief, BriefState
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
 from envs.registry import find
-from executor.prompt import Delivered, ExecutorRequest, executor_text
+from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from memory.entry import MemoryEntry, Provenance
 
 _ENTRY = MemoryEntry("e", "in home 1: put a mug in cabinet\ntake mug 1 from desk 1", Provenance("t", "", "", "", True))
@@ -27,7 +27,7 @@ _STATE = BriefState("put a mug in cabinet", ("found it",), "take mug", ("put mug
 _COMPILE = CompileRequest(_STATE.goal, (_ENTRY,), _STATE, "You see a mug 1.", None, ("look",))
 _BARE = CompileRequest(_STATE.goal, (_ENTRY,), None, "You see a mug 1.", None, ("look",))
 _ACT = ExecutorRequest(
-    _STATE.goal, Delivered("memory", "state", "guidance", "reason", ("s", "s")), ("look",), "You see a mug 1."
+    _STATE.goal, MemoryBlock("memory", "state", "guidance", "reason", ("s", "s")), ("look",), "You see a mug 1."
 )
 
 

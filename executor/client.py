@@ -19,7 +19,6 @@ from __future__ import annotations
 import base64
 import functools
 import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +94,7 @@ class RemoteExecutor(TokenExecutor):
         Raises:
             ValueError: none of them holds it.
         """
-        return input_embeddings(_weight_files(self.name), self.name)
+        return input_embeddings(self.name)
 
     def hash(self) -> str:
         """What is known of the server's weights from here: the name that they are served by."""
@@ -240,17 +239,3 @@ def _packed(tensor: Tensor) -> str:
     buffer = io.BytesIO()
     torch.save(tensor.contiguous().clone(), buffer)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-def _weight_files(name: str) -> list[Path]:
-    """The model's safetensors files on this machine; of a hub model, the one with the input embeddings is fetched."""
-    if Path(name).is_dir():
-        return sorted(Path(name).glob("*.safetensors"))
-    from huggingface_hub import file_exists, hf_hub_download
-
-    index = "model.safetensors.index.json"
-    if not file_exists(name, index):
-        return [Path(hf_hub_download(name, "model.safetensors"))]
-    where = json.loads(Path(hf_hub_download(name, index)).read_text())["weight_map"]
-    files = {file for weight, file in where.items() if weight.endswith("embed_tokens.weight")}
-    return [Path(hf_hub_download(name, file)) for file in sorted(files)]

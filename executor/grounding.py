@@ -17,12 +17,12 @@ class Grounding(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Grounded:
+class Match:
     action: str
     how: Grounding
 
 
-def ground(text: str, admissible: Sequence[str] | None, cutoff: float = 0.8) -> Grounded:
+def ground(text: str, admissible: Sequence[str] | None, cutoff: float = 0.8) -> Match:
     """The admissible command that `text` means: equal up to case and white space, else the closest above `cutoff`.
 
     Args:
@@ -31,12 +31,12 @@ def ground(text: str, admissible: Sequence[str] | None, cutoff: float = 0.8) -> 
     """
     line = next((line.strip() for line in text.splitlines() if line.strip()), "").rstrip(".")
     if admissible is None:
-        return Grounded(line, Grounding.FREE)
+        return Match(line, Grounding.FREE)
     folded = {_fold(command): command for command in admissible}
     if _fold(line) in folded:
-        return Grounded(folded[_fold(line)], Grounding.EXACT)
+        return Match(folded[_fold(line)], Grounding.EXACT)
     close = difflib.get_close_matches(_fold(line), list(folded), n=1, cutoff=cutoff)
-    return Grounded(folded[close[0]], Grounding.FUZZY) if close else Grounded(line, Grounding.FAILED)
+    return Match(folded[close[0]], Grounding.FUZZY) if close else Match(line, Grounding.FAILED)
 
 
 def _fold(text: str) -> str:

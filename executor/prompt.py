@@ -27,7 +27,7 @@ PICTURE = "[picture]"  # how records show a picture's place
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
+class MemoryBlock:
     """What a delivery hands to the executor at one step. All empty is the `none` delivery.
 
     Attributes:
@@ -51,7 +51,7 @@ class Delivered:
 @dataclass(frozen=True, slots=True)
 class ExecutorRequest:
     goal: str
-    delivered: Delivered
+    delivered: MemoryBlock
     history: tuple[str, ...]
     observation: str
     admissible: tuple[str, ...] | None = None

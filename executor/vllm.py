@@ -93,20 +93,17 @@ class VllmExecutor(TokenExecutor):
         Raises:
             ValueError: none of them holds it.
         """
-        return input_embeddings(self._files(), self.weights)
+        return input_embeddings(self.weights)
 
     def hash(self) -> str:
         """SHA-256 over the model's files: the engine's own copy is one that nothing here can write."""
         digest = hashlib.sha256()
-        for path in self._files():
+        for path in sorted(self.weights.glob("*.safetensors")):
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 while block := file.read(1 << 24):
                     digest.update(block)
         return digest.hexdigest()
-
-    def _files(self) -> list[Path]:
-        return sorted(self.weights.glob("*.safetensors"))
 
     # -- acting -------------------------------------------------------------------------------------------------------
 

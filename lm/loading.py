@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import file_exists, hf_hub_download
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
@@ -70,20 +73,30 @@ def load_backbone(
     return Backbone(model, load_processor(name), memory_token)
 
 
-def input_embeddings(files: Iterable[Path], model: str | Path) -> Tensor:
-    """(V, d), from the first of some safetensors files that holds them: an engine elsewhere has the model itself.
+def input_embeddings(name: str | Path) -> Tensor:
+    """(V, d), read from the model's files, for an engine elsewhere has the model (only the file with them is fetched).
 
     Raises:
-        ValueError: none does.
+        ValueError: none of the files holds them.
     """
-    from safetensors import safe_open
-
-    for path in files:
+    for path in _weight_files(name):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                if name.endswith("embed_tokens.weight"):
-                    return file.get_tensor(name)
-    raise ValueError(f"no input embeddings (embed_tokens.weight) in the safetensors files of {model}")
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                if key.endswith("embed_tokens.weight"):
+                    return file.get_tensor(key)
+    raise ValueError(f"no input embeddings (embed_tokens.weight) in the safetensors files of {name}")
+
+
+def _weight_files(name: str | Path) -> list[Path]:
+    """The model's safetensors files on this machine; of a hub model, the one with the input embeddings is fetched."""
+    if Path(name).is_dir():
+        return sorted(Path(name).glob("*.safetensors"))
+    name, index = str(name), "model.safetensors.index.json"
+    if not file_exists(name, index):
+        return [Path(hf_hub_download(name, "model.safetensors"))]
+    where = json.loads(Path(hf_hub_download(name, index)).read_text())["weight_map"]
+    files = {file for weight, file in where.items() if weight.endswith("embed_tokens.weight")}
+    return [Path(hf_hub_download(name, file)) for file in sorted(files)]
 
 
 def _is_vlm(name: str | Path) -> bool:

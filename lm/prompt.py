@@ -47,10 +47,6 @@ class Prompt:
     def extended(self, ids: Sequence[int]) -> Prompt:
         return replace(self, ids=(*self.ids, *ids))
 
-    def without_pixels(self) -> Prompt:
-        """The prompt for the record: light, and refused where it is to be read again with an image missing."""
-        return replace(self, pixels=None, grid=None, images=())
-
 
 class ContextLengthError(ValueError):
     """A prompt that leaves no room in its model's context."""

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from compiler.brief_state import BriefState, parse_brief_state, render_brief_state
-from compiler.language import Emission, Parsed, ParseError, parse
+from compiler.language import Emission, ParseError, ParseResult, parse
 from compiler.records import Compilation, CompileRequest
 from memory.entry import MemoryEntry, Provenance
 
@@ -196,7 +196,7 @@ class CompileReply(Body):
             ValueError: the service reads emissions differently, or a tensor is damaged.
         """
         error = None if self.parse_error is None else ParseError(self.parse_error)
-        parsed = Parsed(Emission(), error) if error is ParseError.TRUNCATED else parse(self.text)
+        parsed = ParseResult(Emission(), error) if error is ParseError.TRUNCATED else parse(self.text)
         if (str(parsed.emission.kind), parsed.error) != (self.kind, error):
             raise ValueError(f"the service reads its emission as {self.kind}, this client as {parsed.emission.kind}")
         sent = (self.mu, self.log_sigma, self.z, self.noise)

@@ -20,7 +20,7 @@ from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import CompileRequest
 from executor.base import TokenExecutor
-from executor.prompt import RULES, Delivered, ExecutorRequest
+from executor.prompt import RULES, ExecutorRequest, MemoryBlock
 from lm.loading import load_encoder
 from memcompiler.cli import app
 
@@ -106,17 +106,17 @@ def test_tokens_are_those_of_the_prompts(measured: tuple[str, dict[str, Any]]) -
     held = len(reader.tokenizer(text)["input_ids"])
     assert MEMORY <= held == row(results, "static", 1)["memory_tokens"] < MEMORY + held / len(memory) + 1
 
-    def prompt(t: int, delivered: Delivered) -> int:
+    def prompt(t: int, delivered: MemoryBlock) -> int:
         return len(reader.encode(ExecutorRequest(goal(1000), delivered, history(t), observation(t).text)).ids)
 
     static, compiled = row(results, "static", 1)["tokens"], row(results, "compiled", 1)["tokens"]
-    assert static["executor_in"]["values"] == [prompt(t, Delivered(memory=text)) for t in range(STEPS)]
+    assert static["executor_in"]["values"] == [prompt(t, MemoryBlock(memory=text)) for t in range(STEPS)]
     now = ["\n".join(render_brief_state(state_at(1000, t)).split("\n")[1:]) for t in range(STEPS)]
     assert now[0] == "" and now[1].startswith("now: find mug\nnext: heat mug ; put mug in cabinet\n")
     assert len(set(now)) == STEPS
     soft = torch.zeros(SOFT, 1)
     assert compiled["executor_in"]["values"] == [
-        prompt(t, Delivered(state=now[t], guidance=GUIDANCE, reason=REASON, soft=soft)) for t in range(STEPS)
+        prompt(t, MemoryBlock(state=now[t], guidance=GUIDANCE, reason=REASON, soft=soft)) for t in range(STEPS)
     ]
     backbone = load_encoder(MODEL)
     assert compiled["compiler_in"]["values"] == [

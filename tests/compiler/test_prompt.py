@@ -7,7 +7,7 @@ from PIL import Image
 from compiler.brief_state import BriefState, Create, Fold
 from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import CompileRequest
-from executor.prompt import Delivered, ExecutorRequest, executor_text
+from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from lm.prompt import messages
 from memory.entry import MemoryEntry
 from tests.tiny_models import entry
@@ -76,12 +76,12 @@ def test_messages_hold_the_instructions_only_where_asked():
 
 
 def test_executor_prompts_differ_by_the_delivered_block_only():
-    def text(delivered: Delivered) -> str:
+    def text(delivered: MemoryBlock) -> str:
         return executor_text(ExecutorRequest(GOAL, delivered, ("look",), "You see a mug 1."), "<m>")
 
-    assert text(Delivered()) == f"goal: {GOAL}\ndid: look\nsee: You see a mug 1."
-    assert text(Delivered(memory="A\n\nB")) == f"goal: {GOAL}\nmemory:\nA\n\nB\n\ndid: look\nsee: You see a mug 1."
-    compiled = Delivered(state="now: heat mug", guidance="go to cabinet 2", reason="it was there", soft=[0, 0, 0])
+    assert text(MemoryBlock()) == f"goal: {GOAL}\ndid: look\nsee: You see a mug 1."
+    assert text(MemoryBlock(memory="A\n\nB")) == f"goal: {GOAL}\nmemory:\nA\n\nB\n\ndid: look\nsee: You see a mug 1."
+    compiled = MemoryBlock(state="now: heat mug", guidance="go to cabinet 2", reason="it was there", soft=[0, 0, 0])
     assert text(compiled) == (
         f"goal: {GOAL}\nnow: heat mug\nguide: it was there | go to cabinet 2\nsoft: <m><m><m>\n"
         "did: look\nsee: You see a mug 1."

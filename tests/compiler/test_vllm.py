@@ -16,7 +16,7 @@ import torch
 from compiler.language import ParseError, grammar, parse
 from compiler.records import Decoding, always
 from compiler.vllm import VllmCompiler
-from lm.vllm import watched
+from lm.vllm import request_of, watched
 from lm.vllm_extension import HiddenTails, tail_of
 from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models, vllm_engines
@@ -384,7 +384,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(tmp_path: Path) -> None:
 @using_vllm
 def test_an_engine_that_failed_amid_a_batch_is_refused(tmp_path: Path) -> None:
     ours = vllm_engines.served(vllm_engines.trained(), tmp_path / "a")
-    left = ours.llm.enqueue([ours._prompt(tiny_models.request(0)).followed_by()], use_tqdm=False)
+    left = ours.llm.enqueue([request_of(ours.encoder, ours.encode(tiny_models.request(0)))], use_tqdm=False)
     with pytest.raises(RuntimeError, match="start it anew"):
         ours.compile([tiny_models.request(1)])
     ours.llm.llm_engine.abort_request(left, internal=True)

@@ -28,7 +28,7 @@ from eval.paper.attention import (
     memory_positions,
 )
 from executor.hf import FrozenExecutor
-from executor.prompt import Delivered, ExecutorRequest, executor_text
+from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from lm.backbone import Backbone
 from lm.prompt import Prompt
 from soft_mem.inject import inject
@@ -68,7 +68,7 @@ def own_weights(executor: FrozenExecutor, prompt: Prompt) -> torch.Tensor:
 
 def request(image: Image.Image | None = None, soft: bool = True) -> ExecutorRequest:
     torch.manual_seed(1)
-    delivered = Delivered("", "now: find mug", "go to shelf 1", "it was there", torch.randn(4, 64) if soft else None)
+    delivered = MemoryBlock("", "now: find mug", "go to shelf 1", "it was there", torch.randn(4, 64) if soft else None)
     return ExecutorRequest("put a mug in cabinet", delivered, ("look",), "You see nothing.", ("look",), None, image)
 
 
@@ -120,9 +120,9 @@ def recorded(executor: FrozenExecutor, delivery: str, soft: torch.Tensor | None 
     at = StepRecord(0, "You see a mug 1.", None, ("look",), "goal: put\nnow: find mug", **step)
     episode.steps.append(at)
     delivered = {
-        "none": Delivered(),
-        "static": Delivered(memory=episode.memory_text),
-        "compiled": Delivered("", "now: find mug", at.guidance, at.reason, soft),
+        "none": MemoryBlock(),
+        "static": MemoryBlock(memory=episode.memory_text),
+        "compiled": MemoryBlock("", "now: find mug", at.guidance, at.reason, soft),
     }[delivery]
     asked = ExecutorRequest("in home 1: put a mug in cabinet", delivered, (), at.observation, at.admissible)
     at.executor_prompt_ids = executor.encode(asked).ids

@@ -18,7 +18,7 @@ from envs.base import Observation, Task, Transition
 from executor.api import ApiExecutor
 from executor.build import load_executor
 from executor.grounding import Grounding
-from executor.prompt import Delivered, ExecutorRequest
+from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.endpoint import Endpoint
 from lm.ledger import EndpointStop
 from runtime.errors import StopReason
@@ -77,7 +77,7 @@ def test_soft_tokens_are_dropped_and_the_record_says_so():
 
 def test_a_picture_is_shown_where_the_settings_say_so():
     picture = Image.new("RGB", (8, 8), (200, 0, 0))
-    request = ExecutorRequest("goal", Delivered(), (), "a room", COMMANDS, image=picture)
+    request = ExecutorRequest("goal", MemoryBlock(), (), "a room", COMMANDS, image=picture)
     with FaultyServer() as server:
         seeing, blind = (ApiExecutor(Endpoint(server.config(images=images))) for images in (True, False))
         before, image, after = seeing.messages(request)[0]["content"]

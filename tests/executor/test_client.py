@@ -32,7 +32,7 @@ from configs.training import GrpoConfig
 from executor.client import RemoteExecutor, _nodes
 from executor.grounding import Grounding
 from executor.hf import FrozenExecutor
-from executor.prompt import Delivered, ExecutorRequest
+from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.loading import load_backbone
 from runtime.errors import StopReason
 from runtime.http import RemoteError
@@ -45,7 +45,7 @@ COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 fr
 
 def request(i: int = 0, soft: bool = True) -> ExecutorRequest:
     tokens = torch.randn(4, 64, generator=torch.Generator().manual_seed(i)) if soft else None
-    delivered = Delivered(memory="in home 1: put a mug in shelf\n" * 4, guidance=f"go to shelf {i}", soft=tokens)
+    delivered = MemoryBlock(memory="in home 1: put a mug in shelf\n" * 4, guidance=f"go to shelf {i}", soft=tokens)
     return ExecutorRequest(
         "put a mug in cabinet", delivered, ("look",) * i, "You see nothing.", COMMANDS[: 3 + i % 4]
     )  # fmt: skip

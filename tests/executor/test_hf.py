@@ -8,7 +8,7 @@ import torch
 
 from executor.grounding import Grounding, ground
 from executor.hf import FrozenExecutor
-from executor.prompt import Delivered, ExecutorRequest
+from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.prompt import Prompt
 from tests import tiny_models
 
@@ -22,7 +22,9 @@ def executor(**kwargs) -> FrozenExecutor:
 
 def request(i: int = 0, soft: bool = False, **kwargs) -> ExecutorRequest:
     torch.manual_seed(i)
-    delivered = Delivered(state="now: find mug", guidance=f"go to shelf {i}", soft=torch.randn(4, 64) if soft else None)
+    delivered = MemoryBlock(
+        state="now: find mug", guidance=f"go to shelf {i}", soft=torch.randn(4, 64) if soft else None
+    )
     return ExecutorRequest("put a mug in cabinet", delivered, ("look",) * i, "You see nothing.", COMMANDS[: 3 + i])
 
 
@@ -81,7 +83,7 @@ def test_soft_tokens_change_the_action_distribution_and_get_gradient():
 
 
 def test_a_reserved_token_in_the_text_is_refused():
-    bad = ExecutorRequest("say <|mem|>", Delivered(), (), "x", COMMANDS)
+    bad = ExecutorRequest("say <|mem|>", MemoryBlock(), (), "x", COMMANDS)
     with pytest.raises(ValueError, match="reserved memory token"):
         executor().encode(bad)
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 
 from executor.grounding import Grounding
 from executor.hf import FrozenExecutor
-from executor.prompt import Delivered, ExecutorRequest, executor_parts
+from executor.prompt import ExecutorRequest, MemoryBlock, executor_parts
 from executor.vllm import SOFT_PARTS, VllmExecutor, engine_settings
 from lm.loading import load_backbone, load_encoder
 from tests import vllm_engines
@@ -33,7 +33,7 @@ def pair(vlm: bool = False, **kwargs: Any) -> tuple[VllmExecutor, FrozenExecutor
 
 def request(i: int = 0, soft: bool = True, scale: float = 1.0) -> ExecutorRequest:
     tokens = scale * torch.randn(4, 64, generator=torch.Generator().manual_seed(i)) if soft else None
-    delivered = Delivered(
+    delivered = MemoryBlock(
         memory="in home 1: put a mug in shelf\n" * 4, state="now: find mug", guidance=f"go to shelf {i}", soft=tokens
     )
     return ExecutorRequest(

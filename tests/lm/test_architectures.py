@@ -11,7 +11,7 @@ from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
 from configs.compiler import Lora
 from executor.hf import FrozenExecutor
-from executor.prompt import Delivered, ExecutorRequest
+from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.backbone import Backbone
 from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models
@@ -46,7 +46,7 @@ def backbone(name: str) -> Backbone:
 
 def request(i: int) -> ExecutorRequest:
     soft = torch.randn(4, 64, generator=torch.Generator().manual_seed(i)) if i else None
-    delivered = Delivered(state="now: find mug", guidance=f"go to shelf {i}", soft=soft)
+    delivered = MemoryBlock(state="now: find mug", guidance=f"go to shelf {i}", soft=soft)
     return ExecutorRequest("put a mug in cabinet", delivered, ("look",) * i, "You see a shelf 1.", COMMANDS[: 3 + i])
 
 

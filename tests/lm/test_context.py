@@ -10,7 +10,7 @@ from agent.episode import EpisodeSpec, Limits, run_episodes
 from compiler.records import Decoding
 from envs.base import Observation, Task, Transition
 from executor.hf import FrozenExecutor
-from executor.prompt import Delivered, ExecutorRequest
+from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.prompt import ContextLengthError
 from tests import tiny_models
 
@@ -23,7 +23,7 @@ def executor(**kwargs):
 
 
 def request(observation="You see nothing."):
-    return ExecutorRequest("put a mug in cabinet", Delivered(), (), observation, COMMANDS)
+    return ExecutorRequest("put a mug in cabinet", MemoryBlock(), (), observation, COMMANDS)
 
 
 def limit(backbone, tokens):

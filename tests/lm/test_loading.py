@@ -8,7 +8,7 @@ import torch
 from configs.executor import ExecutorConfig
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
-from executor.prompt import Delivered, ExecutorRequest
+from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.loading import load_backbone
 
 MODEL = Path(__file__).parents[2] / "zoo" / "household" / "executor"
@@ -17,7 +17,7 @@ COMMANDS = ("go to shelf 1", "go to cabinet 2", "look")
 
 def request(i: int) -> ExecutorRequest:
     soft = torch.randn(4, 128, generator=torch.Generator().manual_seed(i))
-    return ExecutorRequest("put a mug", Delivered(soft=soft), ("look",) * i, "You see nothing.", COMMANDS)
+    return ExecutorRequest("put a mug", MemoryBlock(soft=soft), ("look",) * i, "You see nothing.", COMMANDS)
 
 
 def one() -> FrozenExecutor:

@@ -24,7 +24,7 @@ from configs.training import SftConfig
 from data_gen.rows import SftRow
 from envs.base import Observation, Task, Transition
 from executor.hf import FrozenExecutor
-from executor.prompt import Delivered, ExecutorRequest
+from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.prompt import Prompt
 from memory.trajectory import png_bytes
 from tests import tiny_models, vllm_engines
@@ -42,7 +42,7 @@ def view(i: int) -> Image.Image:
 
 def request(i: int = 0, soft: bool = True, image: bool = True) -> ExecutorRequest:
     tokens = torch.randn(4, 64, generator=torch.Generator().manual_seed(i)) if soft else None
-    delivered = Delivered(state="now: find mug", guidance=f"go to shelf {i}", soft=tokens)
+    delivered = MemoryBlock(state="now: find mug", guidance=f"go to shelf {i}", soft=tokens)
     return ExecutorRequest(
         "put a mug in cabinet", delivered, ("look",) * i, "You see nothing.", COMMANDS[: 3 + i],
         image=view(i) if image else None,
