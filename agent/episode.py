@@ -83,17 +83,12 @@ async def run_episode(
     Raises:
         EndpointStop: no endpoint may be asked any more, for any episode.
     """
-    task, expert = spec.task, EpisodeExpert(env)
-    episode = Episode(
-        task.id, task.goal, task.scene, task.split, task.kind, task.family, delivery.name, limits.seed,
-        memory_ids=tuple(entry.id for entry in spec.memory), bank_version=spec.bank_version,
-        memory_text=memory_text([entry.text for entry in spec.memory]),
-    )  # fmt: skip
+    episode, expert = _begin(spec, delivery, limits), EpisodeExpert(env)
     pasted = episode.memory_text if delivery.kind == "static" else ""
     roles = _Roles(delivery, executor, expert, batcher, index)
     try:
         state, history = BriefState(spec.goal), ()
-        observed = await ask(env, env.reset, task)
+        observed = await ask(env, env.reset, spec.task)
         for t in range(limits.max_steps):
             record = StepRecord(t, observed.text, observed.image, observed.admissible, render_brief_state(state))
             episode.steps.append(record)
@@ -101,10 +96,10 @@ async def run_episode(
                 spec.goal, observed.text, observed.image, observed.admissible, history, spec.memory,
                 state if delivery.brief_state else None, pasted, expert=expert,
             )  # fmt: skip
-            step = await roles.compile(step, record)
+            step = await roles.compile(step, record)  # Eq. 3 to 5
             action = await roles.act(step, record)
             if step.emission is not None:
-                state, record.op_errors = apply_ops(step.emission.ops, state)
+                state, record.op_errors = apply_ops(step.emission.ops, state)  # the change of b_t, Eq. 4
             record.brief_after = render_brief_state(state)
             started = time.perf_counter()
             transition = await ask(env, env.step, action)
@@ -119,6 +114,16 @@ async def run_episode(
     except EpisodeFailure as error:
         episode.stop_reason, episode.error = error.stop_reason, str(error)
     return episode
+
+
+def _begin(spec: EpisodeSpec, delivery: Delivery, limits: Limits) -> Episode:
+    """What is known of an episode before its first step."""
+    task = spec.task
+    return Episode(
+        task.id, task.goal, task.scene, task.split, task.kind, task.family, delivery.name, limits.seed,
+        memory_ids=tuple(entry.id for entry in spec.memory), bank_version=spec.bank_version,
+        memory_text=memory_text([entry.text for entry in spec.memory]),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class StepInput:
 
 
 def compile_request(step: StepInput) -> CompileRequest:
-    """Ask the compiler for (M, b_t, o_t) -> emission (paper Eq. 3)."""
+    """Ask the compiler for (M, b_t, o_t) -> emission (paper Eq. 3 and 4)."""
     return CompileRequest(
         step.goal, step.memory, step.state, step.observation, step.image, step.history, step.expert
     )  # fmt: skip
@@ -91,7 +91,7 @@ def delivered(step: StepInput) -> MemoryBlock:
 
 
 def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:
-    """Ask for one action (paper Eq. 4), with what this executor can read: soft tokens and pictures are not for all."""
+    """Ask for one action, with what this executor can read: soft tokens and pictures are not for all."""
     shown = delivered(step if executor.accepts_soft else replace(step, soft=None))
     image = step.image if executor.sees_images else None
     return ExecutorRequest(step.goal, shown, step.history, step.observation, step.admissible, step.expert, image)

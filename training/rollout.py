@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from agent.deliveries import Delivery
+from agent.deliveries import COMPILED, find
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode, StepRecord
 from compiler.checkpoint import save_weights
@@ -143,7 +143,7 @@ class RolloutEngine:
 
     def run(self, compiler: MemoryCompiler, specs: Sequence[EpisodeSpec]) -> list[Episode]:
         """Play an episode of each spec, in their order."""
-        delivery = Delivery("compiled", "compiled", self._up_to_date(compiler))
+        delivery = find(COMPILED).make(self._up_to_date(compiler), self.limits.seed)
         return run_episodes(self.make_env, specs, delivery, self.executor, self.limits, self.concurrency)
 
     def _up_to_date(self, compiler: MemoryCompiler) -> Compiler:
