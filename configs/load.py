@@ -13,7 +13,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -326,11 +326,13 @@ def _models_in(annotations: Iterable[Any]) -> list[type[BaseModel]]:
 
 
 def _field_paths(schema: type[BaseModel], prefix: str = "", seen: tuple[type, ...] = ()) -> list[str]:
-    """List the dotted paths of all fields; a model that holds itself is entered once."""
+    """List the dotted paths of all fields that a key can name: none in lists and dicts. A model that holds itself is
+    entered once."""
     paths: list[str] = []
     for name, field in schema.model_fields.items():
         paths.append(_join(prefix, name))
-        for model in _models_in([field.annotation]):
+        of_many = get_origin(field.annotation) in (list, tuple, dict)
+        for model in _models_in([] if of_many else [field.annotation]):
             if model not in (*seen, schema):
                 paths.extend(_field_paths(model, _join(prefix, name), (*seen, schema)))
     return paths
