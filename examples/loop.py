@@ -1,0 +1,67 @@
+"""The paper's loop on this repository's pieces, step by step, for one household task (seconds on a CPU):
+
+    python examples/loop.py                       a teacher compiles, from the plans of the environment's expert
+    python examples/loop.py out/quickstart/sft    a trained compiler does (make quickstart trains one)
+
+The expert fills the memory bank, and the small frozen executor that ships with the repository acts. The real loop,
+`agent.episode.run_episode`, adds records, batching, and what happens when something breaks.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from agent.expert import ExpertTeacher
+from agent.records import StepInput, compile_request, executor_request
+from compiler.brief_state import BriefState, apply_ops, render_brief_state
+from compiler.build import load_compiler
+from configs.evaluation import EvalConfig
+from configs.load import load_config
+from data_gen.tasks import chosen_tasks, filled_bank, specs_for
+from envs.environments import Environments
+from executor.build import load_executor
+from lm.loading import quiet
+
+
+def main(checkpoint: str | None = None, number: int = 0) -> bool:
+    """Play test task `number`; tell whether it succeeded."""
+    quiet()
+    own = [f"compiler.checkpoint={checkpoint or 'null'}", "env.scenes={train: 1, test: 2}"]
+    settings = load_config(EvalConfig, "eval/quickstart", own)
+    executor = load_executor(settings.executor)
+    compiler = load_compiler(settings.compiler, executor) if checkpoint else ExpertTeacher()
+    with Environments(settings.env) as envs, tempfile.TemporaryDirectory() as folder:
+        tasks, experience = chosen_tasks(settings, envs, "test")
+        bank = filled_bank(settings, envs, experience, Path(folder))
+        [spec] = specs_for([tasks[number]], bank, settings.memory.k)  # M = Retrieve(bank, goal), all episode long
+        env = envs.lease()
+
+    state, history = BriefState(spec.goal), ()  # b_0 holds the goal
+    print(f"goal: {spec.goal}\nmemory: {len(spec.memory)} entries")
+    observed = env.reset(spec.task)
+    for t in range(settings.max_steps):
+        # Observe: s_t = (o_t, b_t) and M.
+        seen = (observed.text, observed.image, observed.admissible)
+        step = StepInput(spec.goal, *seen, history, spec.memory, state, expert=env.expert)
+        # Compile (Eq. 3): guidance and soft tokens for the executor, operations on the Brief State.
+        [compiled] = compiler.compile([compile_request(step)])
+        step = replace(step, emission=compiled.emission, soft=compiled.soft)
+        # Act (Eq. 4): the frozen executor reads what was compiled, never M itself.
+        [action] = executor.act([executor_request(step, executor)])
+        # Apply (Eq. 5): b_{t+1}.
+        state, _ = apply_ops(compiled.emission.ops, state)
+        # Step.
+        transition = env.step(action.action)
+        observed, history = transition.observation, (*history, action.action)
+        print(f"\n{t}  {compiled.emission.kind}: {compiled.text!r}\n   -> {action.action}\n   {observed.text}")
+        if transition.success or transition.done:
+            break
+    print(f"\nBrief State at the end:\n{render_brief_state(state)}\nsuccess: {transition.success}")
+    return transition.success
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])
