@@ -405,26 +405,29 @@ def zoo_gate(
     scenes: Annotated[int, typer.Option(help="Held-out scenes.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the scenes.")] = 1,
 ) -> None:
-    """The look-up gate: does the base name the place that the right memory entry holds? Exits 1 at 95 % or below."""
-    from zoo.household.gate import run_gate
+    """Test look-up: does the base name the place that the right memory entry holds? Exits 1 at 95 % or below."""
+    from memcompiler.zoo import run_gate
 
     raise typer.Exit(run_gate(model, scenes, seed))
 
 
-@zoo_app.command("compiler")
-def zoo_compiler(out: Out = Path("zoo/household/compiler"), seed: int = 0) -> None:
-    """Pretrain the tiny compiler base from nothing (CPU, about an hour); writes the model and its RECORD.json."""
-    from zoo.household.pretrain import pretrain_compiler
+Work = Annotated[Path, typer.Option(help="Stages and their checkpoints; both recipes may share it, and go on there.")]
 
-    pretrain_compiler(out, seed)
+
+@zoo_app.command("compiler")
+def zoo_compiler(out: Out = Path("zoo/household/compiler"), work: Work = Path("out/zoo/work"), seed: int = 0) -> None:
+    """Train the tiny compiler base from nothing (one CPU thread, under an hour); writes the model and RECORD.json."""
+    from memcompiler.zoo import run_recipe
+
+    run_recipe("compiler", out, work, seed)
 
 
 @zoo_app.command("executor")
-def zoo_executor(out: Out = Path("zoo/household/executor"), seed: int = 0) -> None:
-    """Train the tiny executor from nothing (CPU, about an hour); writes the model and its RECORD.json."""
-    from zoo.household.pretrain import pretrain_executor
+def zoo_executor(out: Out = Path("zoo/household/executor"), work: Work = Path("out/zoo/work"), seed: int = 0) -> None:
+    """Train the tiny executor from nothing (one CPU thread, under an hour); writes the model and RECORD.json."""
+    from memcompiler.zoo import run_recipe
 
-    pretrain_executor(out, seed)
+    run_recipe("executor", out, work, seed)
 
 
 def main() -> None:

@@ -3,19 +3,21 @@
 A model of a million parameters does not learn to look things up from household text alone: the signal is too sparse.
 Three kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
 recall, and memory documents in which only scene AND object together decide the place.
-Every function returns `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
+Every document function returns `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not
+shifted.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from zoo.household.models import OBJECTS, RECEPTACLES, SPECIAL
 
@@ -92,22 +94,17 @@ def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
 
 
 def memory_documents(
-    tokenizer: Any,
-    vocabulary: Vocabulary,
-    rng: random.Random,
-    batch: int,
-    entries: int,
-    filler: int,
+    tokenizer: Any, vocabulary: Vocabulary, rng: random.Random, batch: int, entries: int, filler: int
 ) -> tuple[Tensor, Tensor]:
-    """A batch of memory documents followed by two to four queries; only the queried places are to be predicted."""
+    """A batch of memory documents, each followed by two to four queries; only queried places are to be predicted."""
+    tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     rows, labels = [], []
     for _ in range(batch):
         text, facts = memory_document(vocabulary, rng, entries, filler)
-        ids = tokenizer("memory:\n" + text + "\n", add_special_tokens=False)["input_ids"]
+        ids = tokenize("memory:\n" + text + "\n")
         target = [IGNORE] * len(ids)
         for prefix, place in rng.sample(facts, min(len(facts), 4)):
-            query = tokenizer(f"\nbecause{prefix}", add_special_tokens=False)["input_ids"]
-            answer = tokenizer(f" {place}", add_special_tokens=False)["input_ids"]
+            query, answer = tokenize(f"\nbecause{prefix}"), tokenize(f" {place}")
             ids, target = ids + query + answer, target + [IGNORE] * len(query) + answer
         rows.append(ids)
         labels.append(target)
@@ -125,3 +122,84 @@ def _with_labels(tokens: np.ndarray, known: int) -> tuple[Tensor, Tensor]:
     labels = ids.clone()
     labels[:, :known] = IGNORE
     return ids, labels
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The levels, and what is drawn at each
+
+
+@dataclass(frozen=True)
+class Level:
+    """What is learned, with how much filler in a document, and the accuracy at which the next level begins."""
+
+    kind: Literal["copy", "recall", "documents"]
+    filler: int
+    until: float
+
+
+LEVELS = (
+    Level("copy", 0, 0.9), Level("recall", 0, 0.97), *(Level("documents", n, 0.97) for n in range(0, 12, 2)),
+    Level("documents", 12, 0.985),
+)  # fmt: skip
+
+
+class TextCurriculum(TrainerCallback):
+    """The batches of the text curriculum, and the callback that raises its level when an exam is passed.
+
+    A batch depends on seed, step and the exams passed so far, and these stand in the trainer's log: so a run that is
+    resumed goes on as if it had never stopped.
+    """
+
+    def __init__(self, tokenizer: Any, seed: int, levels: Sequence[Level] = LEVELS) -> None:
+        self.tokenizer, self.seed, self.levels = tokenizer, seed, levels
+        self.vocabulary = Vocabulary.of(tokenizer)
+        self.passed: list[int] = []  # the steps after which exams were passed
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """The level's own documents, with those of earlier levels among them."""
+        level = self.levels[sum(passed + 1 < step for passed in self.passed)]  # the loader draws one batch ahead
+        rng, draw = np.random.default_rng((self.seed, step)), random.Random(f"{self.seed}/{step}")
+        share = draw.random()
+        if level.kind == "copy" or share < {"recall": 0.5, "documents": 0.1}[level.kind]:
+            tokens, labels = repeated_segments(self.vocabulary, rng, 64)
+        elif level.kind == "recall" or share < 0.2:
+            tokens, labels = key_value(self.vocabulary, rng, 64)
+        else:
+            entries = draw.choice([2, 3, 4, 4, 5, 6])
+            tokens, labels = memory_documents(self.tokenizer, self.vocabulary, draw, 32, entries, level.filler)
+        return {"input_ids": tokens, "labels": labels}
+
+    def exam(self, _: int) -> dict[str, Tensor]:
+        """The level's exam: 64 rows that do not change until it is passed."""
+        n, level = len(self.passed), self.levels[min(len(self.passed), len(self.levels) - 1)]
+        rng, draw = np.random.default_rng((self.seed, n, 1)), random.Random(f"{self.seed}/exam/{n}")
+        match level.kind:
+            case "copy":
+                tokens, labels = repeated_segments(self.vocabulary, rng, 64)
+            case "recall":
+                tokens, labels = key_value(self.vocabulary, rng, 64, 12)
+            case "documents":
+                tokens, labels = memory_documents(self.tokenizer, self.vocabulary, draw, 64, 4, level.filler)
+        return {"input_ids": tokens, "labels": labels}
+
+    @property
+    def done(self) -> bool:
+        return len(self.passed) == len(self.levels)
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.passed = []
+        for row in state.log_history:
+            self._read(row)
+
+    def on_log(self, args, state, control, **kwargs) -> None:
+        self._read(state.log_history[-1])
+        control.should_training_stop = control.should_training_stop or self.done
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        """Raises: RuntimeError, for a curriculum that did not get through must not pass for finished."""
+        if not self.done:
+            raise RuntimeError("the curriculum did not get through: look at the log, try another seed")
+
+    def _read(self, row: dict[str, float]) -> None:
+        if "eval_accuracy" in row and not self.done and row["eval_accuracy"] > self.levels[len(self.passed)].until:
+            self.passed.append(int(row["step"]))

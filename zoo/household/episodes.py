@@ -1,4 +1,4 @@
-"""Household material for the tiny models: entries, teacher rows and executor examples from scenes of the split
+"""Household material for the tiny models: entries, situations and executor examples from scenes of the split
 `pretrain`, which no other split shares a layout with."""
 
 from __future__ import annotations
@@ -11,22 +11,18 @@ from dataclasses import dataclass, field
 
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
-from agent.expert import ExpertExecutor, ExpertTeacher, rationale, subgoals, taken
-from agent.records import Episode
-from data_gen.rows import SftRow, rows_of
+from agent.expert import ExpertExecutor, ExpertTeacher, subgoals, taken
+from agent.records import StepInput, compile_request
+from data_gen.experience import entries_of, explain
 from envs.base import Environment, Task
 from envs.household.environment import HouseholdEnvironment
 from executor.grounding import Grounding
 from executor.prompt import ExecutorRequest
 from executor.records import Action
 from memory.entry import MemoryEntry
-from memory.trajectory import entry_from_trajectory
+from zoo.household.lessons import Situation
 
 SPLIT = "pretrain"
-
-
-def make_env(scenes: int, seed: int) -> Environment:
-    return HouseholdEnvironment(seed=seed, scenes={SPLIT: scenes}, images=True)
 
 
 @dataclass
@@ -46,15 +42,11 @@ class EntryPool:
 
     @classmethod
     def collect(cls, env: Environment, tasks: Sequence[Task]) -> EntryPool:
-        entries = []
-        for task in tasks:
-            env.reset(task)
-            actions, feedback = env.expert() or [], []
-            for action in actions:
-                transition = env.step(action)
-                feedback.append(transition.observation.text)
-            entries.append(entry_from_trajectory(task, actions, feedback, True, rationale(task.scene, actions)))
-        return cls(entries)
+        """What the environment's expert leaves in memory when it plays `tasks`."""
+        specs = [EpisodeSpec(task) for task in tasks]
+        played = run_episodes(lambda: env, specs, Delivery("expert", "none"), ExpertExecutor(), Limits(50), 1)
+        explain(played, ExpertTeacher())
+        return cls(entries_of(played))
 
     def memory_for(self, task: Task, thing: str, rng: random.Random, k: int) -> tuple[MemoryEntry, ...]:
         """k entries in random order: the right one (if there is one), its scene's others, other scenes' same object.
@@ -88,22 +80,41 @@ def thing_scene(entry: MemoryEntry) -> tuple[str, str]:
     return (fact[0] if fact else "", entry.provenance.scene)
 
 
-def thing_of(env: Environment, task: Task) -> str:
-    """The kind of object that a task is about."""
+def material(scenes: int, seed: int) -> tuple[Environment, list[EpisodeSpec]]:
+    """An environment of pretraining scenes, and its tasks, each with a task memory of two to six entries."""
+    rng = random.Random(seed)
+    env = HouseholdEnvironment(seed=seed, scenes={SPLIT: scenes}, images=True)
+    pool = EntryPool.collect(env, env.tasks(f"{SPLIT}_experience"))
+    specs = []
+    for task in env.tasks(SPLIT):
+        thing, _ = _object_of(env, task)
+        specs.append(EpisodeSpec(task, pool.memory_for(task, thing, rng, rng.choice([2, 3, 4, 4, 4, 5, 6]))))
+    return env, specs
+
+
+def _object_of(env: Environment, task: Task) -> tuple[str, str]:
+    """(kind, place) of the object that a task is about."""
     env.reset(task)
-    fact = taken(env.expert() or [])
-    return fact[0] if fact else ""
+    return taken(env.expert() or []) or ("", "")
 
 
-def specs(env: Environment, tasks: Sequence[Task], pool: EntryPool, rng: random.Random) -> list[EpisodeSpec]:
-    return [EpisodeSpec(t, pool.memory_for(t, thing_of(env, t), rng, rng.choice([2, 3, 4, 4, 4, 5, 6]))) for t in tasks]
-
-
-def teacher_rows(env: Environment, specs: Sequence[EpisodeSpec], seed: int, max_steps: int = 20) -> list[SftRow]:
-    """States as a compiler meets them, from the teacher's own episodes with detours."""
+def situations(scenes: int, seed: int, max_steps: int = 20) -> list[Situation]:
+    """What a compiler meets in `scenes` pretraining scenes, in the teacher's own episodes with detours."""
+    env, specs = material(scenes, seed)
+    marks = {s.task.id: _object_of(env, s.task)[1] if s.task.family == "visual" else "" for s in specs}
     delivery = Delivery("teacher", "compiled", ExpertTeacher(), soft=False)
     episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.2, seed), Limits(max_steps), concurrency=1)
-    return [row for episode, spec in zip(episodes, specs, strict=True) for row in rows_of(episode, spec.memory)]
+    return [
+        _situation(episode.step_input(t, spec.memory), step.emission_text, marks[spec.task.id])
+        for episode, spec in zip(episodes, specs, strict=True)
+        for t, step in enumerate(episode.steps)
+        if step.emission_kind and step.action
+    ]
+
+
+def _situation(step: StepInput, emission: str, mark: str) -> Situation:
+    useful = step.image is not None and not any(action.startswith("take ") for action in step.history)
+    return Situation(compile_request(step), emission, (mark or "nothing") if useful else None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,9 +189,7 @@ def executor_examples(
             delivery = Delivery(mode, mode)
         case _:
             raise ValueError(f"no mode {mode}")
-    episodes: list[Episode] = run_episodes(
-        lambda: env, specs, delivery, ScriptedExecutor(seed), Limits(max_steps), concurrency=1
-    )
+    episodes = run_episodes(lambda: env, specs, delivery, ScriptedExecutor(seed), Limits(max_steps), concurrency=1)
     return [ExecutorExample(s.executor_prompt, s.action) for e in episodes for s in e.steps]
 
 

@@ -24,7 +24,7 @@ from data_gen.experience import collect_experience
 from data_gen.tasks import specs_for
 from envs.household.environment import HouseholdEnvironment
 from lm.backbone import Backbone
-from lm.loading import load_backbone, model_path
+from lm.loading import load_backbone
 from lm.prompt import Part
 from memory.bank import MemoryBank
 from soft_mem.projector import Projector, ProjectorConfig
@@ -82,16 +82,4 @@ class _Asker(MemoryCompiler):
 
 def _request(env: HouseholdEnvironment, spec: EpisodeSpec) -> CompileRequest:
     observation = env.reset(spec.task)
-    goal = spec.goal
-    return CompileRequest(goal, spec.memory, BriefState(goal), observation.text, observation.image)
-
-
-def run_gate(model: str, scenes: int, seed: int) -> int:
-    """Print the result; 0 if the base passes."""
-    result = gate(model_path(model), scenes, seed)
-    passed = result.accuracy > THRESHOLD
-    print(
-        f"look-up on {result.n} questions in {scenes} held-out scenes: {result.accuracy:.1%} "
-        f"(chance {result.chance:.1%}, threshold {THRESHOLD:.0%}): {'passed' if passed else 'FAILED'}"
-    )
-    return 0 if passed else 1
+    return CompileRequest(spec.goal, spec.memory, BriefState(spec.goal), observation.text, observation.image)

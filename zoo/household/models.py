@@ -142,10 +142,10 @@ def as_llama(model: Qwen2ForCausalLM) -> LlamaForCausalLM:
     return llama
 
 
-def save(folder: Path, model, tokenizer, processor=None) -> None:
-    """An ordinary HF folder: safetensors, config, tokenizer (and image processor)."""
+def save(folder: Path, model, processor) -> None:
+    """Write an ordinary HF folder: safetensors, config, tokenizer (and image processor)."""
     model.save_pretrained(folder)
-    (processor or tokenizer).save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
 def _decoder(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> dict:

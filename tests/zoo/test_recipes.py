@@ -1,0 +1,92 @@
+"""The recipes of the tiny models: a few steps of each from nothing to a model folder, and stages that are resumed."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from lm.loading import load_backbone
+from tests.tiny_models import tokenizer
+from zoo.household import episodes, recipes, stages
+from zoo.household.curriculum import Level, TextCurriculum
+from zoo.household.models import make_executor
+
+ALWAYS_PASSED = (Level("copy", 0, -1.0), Level("documents", 2, -1.0))
+
+
+class KilledAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def text_stage(folder, levels=ALWAYS_PASSED, steps=20, callbacks=()):
+    torch.manual_seed(0)
+    model = make_executor(tokenizer(), hidden=32, layers=1)
+    curriculum = TextCurriculum(tokenizer(), 0, levels)
+    model = stages.train_on_answers(
+        model, folder, 0, steps, curriculum.batch, curriculum.exam, 1e-3, every=3, callbacks=[curriculum, *callbacks]
+    )
+    return model.state_dict(), curriculum
+
+
+def test_a_killed_stage_goes_on_to_the_same_weights(tmp_path):
+    """The last checkpoint stands where an exam was passed: the level that this brought is known after the restart."""
+    weights, curriculum = text_stage(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        text_stage(tmp_path / "killed", callbacks=[KilledAt(5)])
+    resumed, again = text_stage(tmp_path / "killed")
+    assert curriculum.passed == again.passed == [3, 6]
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+    log = stages.log_of(tmp_path / "killed")
+    assert [row["step"] for row in log if "eval_accuracy" in row] == [3, 6]
+
+
+def test_a_finished_stage_is_read_and_not_made_again(tmp_path):
+    weights, _ = text_stage(tmp_path / "text")
+    again, _ = text_stage(tmp_path / "text", callbacks=[KilledAt(1)])
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_a_curriculum_without_end_is_an_error(tmp_path):
+    unreachable = (Level("copy", 0, 1.0),)
+    for _ in range(2):  # it does not pass for finished afterwards
+        with pytest.raises(RuntimeError, match="did not get through"):
+            recipes.train_text(tokenizer(), tmp_path, 0, unreachable, steps=1)
+
+
+def test_a_level_counts_from_the_batch_after_the_one_that_was_drawn_ahead():
+    curriculum = TextCurriculum(tokenizer(), 0, ALWAYS_PASSED)
+    drawn_ahead = curriculum.batch(4)["input_ids"]
+    curriculum.passed = [3]
+    assert torch.equal(curriculum.batch(4)["input_ids"], drawn_ahead)
+    assert {len(curriculum.batch(step)["input_ids"]) for step in range(5, 30)} == {32, 64}  # documents, and copying
+
+
+def test_situations_ask_for_the_mark_only_while_it_is_of_use():
+    situations = episodes.situations(2, seed=3)
+    for situation in situations:
+        taken = any(action.startswith("take ") for action in situation.request.history)
+        assert (situation.marked is None) == (taken or situation.request.image is None)
+    assert any(situation.shows_mark for situation in situations)
+
+
+@pytest.mark.slow
+def test_both_recipes_leave_a_model_that_loads_and_its_record(tmp_path):
+    levels = (Level("copy", 0, -1.0),)
+    recipes.train_compiler(
+        tmp_path / "compiler", tmp_path / "work", 0, scenes=4, steps=(2, 2, 2), batch=6, levels=levels
+    )
+    recipes.train_executor(tmp_path / "executor", tmp_path / "work", 0, scenes=2, steps=2, batch=4, levels=levels)
+    for name, made in (("compiler", ["text", "questions", "emissions", "gathering"]), ("executor", ["text", "clone"])):
+        folder = tmp_path / name
+        record = json.loads((folder / "RECORD.json").read_text())
+        digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+        assert record["sha256"] == {"model.safetensors": digest}
+        assert list(record["log"]) == made and record["steps"] == dict.fromkeys(made, 2) | {"text": 25}
+        assert load_backbone(folder, torch.float32, "cpu").is_vlm == (name == "compiler")

@@ -1,0 +1,124 @@
+"""A stage of a recipe: batches, drawn one after another by a function of the step, under `transformers.Trainer`.
+
+A stage leaves a model folder and its log; a stage that was interrupted goes on from its last checkpoint, and one that
+is finished is read. With the same seed and the same number of threads a stage gives the same weights, interrupted or
+not.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import EvalPrediction, get_last_checkpoint
+from trl.trainer.sft_trainer import SFTTrainer
+
+from zoo.household.curriculum import IGNORE
+
+Batch = dict[str, Tensor]
+
+
+class Batches(Dataset):
+    """Batches as a dataset: item i is the whole batch of step i + 1."""
+
+    def __init__(self, steps: int, draw: Callable[[int], Batch]) -> None:
+        self.steps, self.draw = steps, draw
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, i: int) -> Batch:
+        return self.draw(i + 1)
+
+
+class AnswerLoss:
+    """A trainer's loss that gives the output head only the positions with a label: one in fifty, where memory is long.
+
+    Batches are padded on the right, so the causal mask is the only one needed.
+    """
+
+    def compute_loss(self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None):
+        """Mean NLL of the labelled tokens; as outputs, which of them are predicted."""
+        sequence = {name: value for name, value in inputs.items() if name not in ("labels", "attention_mask")}
+        hidden = model.model(**sequence, use_cache=False).last_hidden_state[:, :-1]
+        labels = inputs["labels"][:, 1:]
+        asked = labels != IGNORE
+        logits, target = model.lm_head(hidden[asked]), labels[asked]
+        loss = torch.nn.functional.cross_entropy(logits, target)
+        return (loss, {"right": logits.argmax(-1) == target}) if return_outputs else loss
+
+
+class AnswerTrainer(AnswerLoss, Trainer):  # type: ignore[misc]
+    """Trains on batches as they are drawn."""
+
+
+class CloningTrainer(AnswerLoss, SFTTrainer):  # type: ignore[misc]
+    """Trains on prompts and completions. (Without a GPU TRL's own loss scores every position: half as fast again.)"""
+
+
+class Stopwatch(TrainerCallback):
+    """Notes in each row of the log how much processor time the stage has taken, earlier runs of it included."""
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        earlier = state.log_history[-1]["cpu_seconds"] if state.log_history else 0
+        self.started = time.process_time() - earlier
+
+    def on_log(self, args, state, control, **kwargs) -> None:
+        row = state.log_history[-1]
+        row["cpu_seconds"] = round(time.process_time() - self.started)
+        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+
+
+def arguments(folder: Path, seed: int, steps: int, rate: float, every: int, warmup: float) -> dict[str, Any]:
+    """What all stages have in common; a share of `warmup` under 1 brings a cosine down to a fiftieth with it."""
+    cosine = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.02}}
+    return {
+        "output_dir": str(folder), "seed": seed, "max_steps": steps, "learning_rate": rate, "warmup_steps": warmup,
+        "adam_beta2": 0.95, "weight_decay": 0.05, "logging_steps": every, "save_steps": every, "save_total_limit": 2,
+        "use_cpu": True, "disable_tqdm": True, "report_to": "none",
+        **(cosine if warmup < 1 else {"lr_scheduler_type": "constant_with_warmup"}),
+    }  # fmt: skip
+
+
+def train_on_answers(
+    model: PreTrainedModel, folder: Path, seed: int, steps: int, draw: Callable[[int], Batch],
+    exam: Callable[[int], Batch], rate: float, every: int, warmup: float = 0.02,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> PreTrainedModel:  # fmt: skip
+    """Train on the batches that `draw(step)` gives, with the accuracy on `exam(1)` in the log; the trained model."""
+    settings = TrainingArguments(
+        **arguments(folder, seed, steps, rate, every, warmup), per_device_train_batch_size=1,
+        per_device_eval_batch_size=1, train_sampling_strategy="sequential", remove_unused_columns=False,
+        eval_strategy="steps", eval_steps=every,
+    )  # fmt: skip
+    trainer = AnswerTrainer(
+        model, settings, data_collator=lambda rows: rows[0], train_dataset=Batches(steps, draw),
+        eval_dataset=Batches(1, exam), compute_metrics=accuracy, callbacks=[Stopwatch(), *callbacks],
+    )  # fmt: skip
+    return run(trainer, folder)
+
+
+def accuracy(outcome: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float(outcome.predictions.mean())}  # type: ignore[union-attr]
+
+
+def run(trainer: Trainer, folder: Path) -> PreTrainedModel:
+    """Train from the last checkpoint, if there is one, to the end; the trained model, which lies in `folder` too."""
+    if (folder / "model.safetensors").exists():
+        return type(trainer.model).from_pretrained(folder)  # type: ignore[union-attr]
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.exists() else None)
+    trainer.save_state()
+    trainer.save_model(str(folder))
+    return trainer.model  # type: ignore[return-value]
+
+
+def log_of(folder: Path) -> list[dict[str, float]]:
+    """The log of a stage, row by row."""
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
