@@ -65,7 +65,7 @@ def folder(vlm: bool, free_rows: int = 0) -> Path:
     model = backbone.model if vlm else as_llama(backbone.model)
     if free_rows:
         model.resize_token_embeddings(len(backbone.tokenizer) + free_rows)
-    save(path, model, backbone.tokenizer, backbone.processor if vlm else None)
+    save(path, model, backbone.processor)
     return path
 
 
