@@ -18,28 +18,38 @@ import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
+from agent.deliveries import find
+from agent.episode import EpisodeSpec, Limits
+from agent.records import Episode
+from compiler import checkpoint
 from compiler.build import load_compiler, load_remote_compiler, load_served_compiler
+from compiler.client import RemoteCompiler
+from compiler.records import Compiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder, RunFolderError
+from data_gen.tasks import chosen_tasks, filled_bank, specs_for
+from envs.base import Task
 from envs.environments import Environments
+from envs.manifest import Manifest
 from envs.registry import evaluation_split
+from eval.lookup import chance, lookup
+from eval.matrix import SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, joined, varying
+from eval.metrics import HIGHER_IS_BETTER, results
+from eval.provenance import environment_version, memory_hash, prompt_hashes, sha256
+from eval.record import EpisodeRecord
+from eval.report import write_run_report
+from eval.runner import Evaluation
+from eval.runs import read_matrix
+from eval.table import print_results
 from executor.build import load_executor
+from memory.bank import MemoryBank
 from runtime.progress import progress
 from runtime.store import to_json, write_atomically
-
-if TYPE_CHECKING:
-    from agent.episode import EpisodeSpec
-    from agent.records import Episode
-    from compiler.records import Compiler
-    from envs.base import Task
-    from eval.matrix import Cell
-    from eval.record import EpisodeRecord
-    from memory.bank import MemoryBank
 
 console = Console(width=120)
 RESULTS = "results.json"
@@ -97,8 +107,6 @@ def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dic
         ConfigError: a cell that cannot be; nothing has been loaded, played or deleted then.
         RunFolderError: OUT holds another run, or data, models or prompts are not those that it started with.
     """
-    from eval.matrix import cells, check_baseline
-
     made = cells(config)
     check_baseline(config, made)
     _check_checkpoints(made)
@@ -114,27 +122,19 @@ def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, banks: P
     Args:
         banks: where cells share the banks that are filled for them (default: OUT has its own).
     """
-    from eval.report import write_run_report
-    from eval.table import print_results
-
     run = RunFolder.create(out, cell.config, on_exists=on_exists)
     if (out / RESULTS).exists():
-        results = json.loads((out / RESULTS).read_text(encoding="utf-8"))
+        made = json.loads((out / RESULTS).read_text(encoding="utf-8"))
         console.print(f"  {out} is complete already")
     else:
-        results = _play(cell, run, loaded, banks)
-        run.write_json(RESULTS, results)
+        made = _play(cell, run, loaded, banks)
+        run.write_json(RESULTS, made)
         write_run_report(out)
-    print_results(results, console)
-    return results
+    print_results(made, console)
+    return made
 
 
 def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) -> dict[str, Any]:
-    from agent.deliveries import find
-    from agent.episode import Limits
-    from data_gen.tasks import chosen_tasks, specs_for
-    from eval.record import EpisodeRecord
-    from eval.runner import Evaluation
     from memcompiler.leakage import record_evaluation
 
     config, split = cell.config, cell.config.split or evaluation_split(cell.config.env)
@@ -178,12 +178,6 @@ def _results(
     split: str,
     identity: Mapping[str, Any],
 ) -> dict[str, Any]:
-    from agent.deliveries import find
-    from eval.lookup import chance, lookup
-    from eval.matrix import baseline_of
-    from eval.metrics import HIGHER_IS_BETTER, results
-    from eval.provenance import environment_version
-
     config = cell.config
     facts = json.loads((run.path / "environment.json").read_text(encoding="utf-8"))
     meta = {
@@ -218,11 +212,6 @@ def _identity(
     config: EvalConfig, specs: Sequence[EpisodeSpec], executor: Any, compiler: Compiler | None
 ) -> dict[str, Any]:
     """What must be the same in every session of a run: tasks, memory, weights, prompts."""
-    from compiler import checkpoint
-    from compiler.client import RemoteCompiler
-    from envs.manifest import Manifest
-    from eval.provenance import memory_hash, prompt_hashes
-
     compiler_hash = None
     if isinstance(compiler, RemoteCompiler):
         compiler_hash = compiler.hash()
@@ -239,16 +228,12 @@ def _identity(
 
 def _drop_unfinished(record: EpisodeRecord, tasks: int) -> None:
     """A torn line, and what was played of deliveries whose episodes depend on each other."""
-    from agent.deliveries import find
-
     partial = {name for name, done in record.played().items() if find(name).interdependent and len(done) < tasks}
     record.lines.keep(lambda row: row["delivery"] not in partial)
 
 
 def _filled_bank(config: EvalConfig, envs: Environments, experience: Sequence[Task], folder: Path) -> MemoryBank:
     """The bank that the settings name, or FOLDER/bank, filled once: bank.json says that it is whole."""
-    from data_gen.tasks import filled_bank
-
     whole = folder / "bank.json"
     bank = filled_bank(config, envs, [] if whole.exists() else experience, folder)
     if experience and not whole.exists():
@@ -258,8 +243,6 @@ def _filled_bank(config: EvalConfig, envs: Environments, experience: Sequence[Ta
 
 def bank_key(config: EvalConfig, split: str) -> str:
     """Cells with the same key would fill their banks with the same experience."""
-    from eval.provenance import sha256
-
     asked = config.memory.model_dump(mode="json", exclude={"k"})
     return sha256([config.env.model_dump(mode="json"), split, config.limit, asked])[:12]
 
@@ -268,22 +251,18 @@ def bank_key(config: EvalConfig, split: str) -> str:
 
 
 def _needs_checkpoint(config: EvalConfig) -> list[str]:
-    from agent.deliveries import find
-
     return [name for name in config.deliveries if find(name).needs_checkpoint]
 
 
 def _check_checkpoints(made: Sequence[Cell]) -> None:
     """Raises: ConfigError or CheckpointError, before anything is played, where a checkpoint is missing."""
-    from compiler.checkpoint import find
-
     for cell in made:
         if not (names := _needs_checkpoint(cell.config)) or cell.config.compiler.engine == "http":
             continue
         if cell.config.compiler.checkpoint is None:
             where = f"cell {cell.name}: " if cell.name else ""
             raise ConfigError(f"{where}delivery {names[0]} needs a trained compiler: set compiler.checkpoint")
-        find(Path(cell.config.compiler.checkpoint))
+        checkpoint.find(Path(cell.config.compiler.checkpoint))
 
 
 def _compiler_key(config: EvalConfig) -> object:
@@ -313,9 +292,6 @@ def _run_matrix(
     config: EvalConfig, made: Sequence[Cell], out: Path, loaded: ModelCache, on_exists: str
 ) -> dict[str, Any]:
     """Every cell in turn, each resumed by itself; then all of them in one table."""
-    from eval.report import write_run_report
-    from eval.table import print_results
-
     run = RunFolder.create(out, config, on_exists=on_exists)
     done: dict[str, dict[str, Any]] = {}
     for number, cell in enumerate(made, start=1):
@@ -323,12 +299,12 @@ def _run_matrix(
         done[cell.name] = evaluate(cell, out / _path(cell), loaded, "resume", out / "banks")
         missing = [other.name for other in made if other.name not in done]
         run.write_json(RESULTS, {"complete": False, "missing": missing, "cells": _cells(made, done)})
-    results = _pooled(config, made, done, out)
-    run.write_json(RESULTS, results)
+    pooled = _pooled(config, made, done, out)
+    run.write_json(RESULTS, pooled)
     write_run_report(out)
     console.rule(f"all {len(made)} cells", align="left")
-    print_results(results, console)
-    return results
+    print_results(pooled, console)
+    return pooled
 
 
 def _path(cell: Cell) -> str:
@@ -351,19 +327,15 @@ def _pooled(
     config: EvalConfig, made: Sequence[Cell], done: Mapping[str, Mapping[str, Any]], out: Path
 ) -> dict[str, Any]:
     """One table: each delivery of each group, its episodes of all seeds together."""
-    from eval.matrix import SEED_AXIS, axes, baseline_of, joined, varying
-    from eval.metrics import HIGHER_IS_BETTER, results
-    from eval.runs import read_matrix
-
-    cells = _cells(made, done)
+    described = _cells(made, done)
     episodes: dict[str, list[Episode]] = {}
-    for episode in read_matrix(out, {"cells": cells}, images=False):
+    for episode in read_matrix(out, {"cells": described}, images=False):
         episodes.setdefault(episode.delivery, []).append(episode)
-    first = cells[made[0].name]
+    first = described[made[0].name]
     meta = {
-        **{key: varying(cell[key] for cell in cells.values()) for key in ("environment", "split", "seed")},
+        **{key: varying(cell[key] for cell in described.values()) for key in ("environment", "split", "seed")},
         "complete": True, "baseline": config.baseline,
-        "axes": {axis: list(levels) for axis, levels in axes(config).items()}, "cells": cells,
+        "axes": {axis: list(levels) for axis, levels in axes(config).items()}, "cells": described,
         "higher_is_better": HIGHER_IS_BETTER, "git": first["git"], "versions": first["versions"],
     }  # fmt: skip
     pairs = [

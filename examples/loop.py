@@ -41,7 +41,7 @@ def main(checkpoint: str | None = None, number: int = 0) -> bool:
 
     state, history = BriefState(spec.goal), ()  # b_0 holds the goal
     print(f"goal: {spec.goal}\nmemory: {len(spec.memory)} entries")
-    observed = env.reset(spec.task)
+    observed, success = env.reset(spec.task), False
     for t in range(settings.max_steps):
         # Observe: s_t = (o_t, b_t) and M.
         seen = (observed.text, observed.image, observed.admissible)
@@ -55,13 +55,13 @@ def main(checkpoint: str | None = None, number: int = 0) -> bool:
         state, _ = apply_ops(compiled.emission.ops, state)
         # Step.
         transition = env.step(action.action)
-        observed, history = transition.observation, (*history, action.action)
+        observed, history, success = transition.observation, (*history, action.action), transition.success
         print(f"\n{t}  {compiled.emission.kind}: {compiled.text!r}\n   -> {action.action}\n   {observed.text}")
-        if transition.success or transition.done:
+        if success or transition.done:
             break
-    print(f"\nBrief State at the end:\n{render_brief_state(state)}\nsuccess: {transition.success}")
-    return transition.success
+    print(f"\nBrief State at the end:\n{render_brief_state(state)}\nsuccess: {success}")
+    return success
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1] if len(sys.argv) > 1 else None)
