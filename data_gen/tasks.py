@@ -13,6 +13,7 @@ from configs.evaluation import EvalConfig
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from data_gen.experience import collect_experience, not_experienced
+from data_gen.guard import guard_training
 from envs.base import Task
 from envs.environments import Environments
 from envs.registry import experience_split
@@ -95,8 +96,6 @@ def guarded_tasks(
     Raises:
         ConfigError: they do.
     """
-    from memcompiler.leakage import guard_training
-
     tasks, experience = chosen_tasks(config, envs, config.split)
     guarded = guard_training(config, tasks, experience if experienced else [], envs, run)
     console.print(f"  {guarded.summary}")

@@ -32,6 +32,7 @@ from compiler.records import Compiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder, RunFolderError
+from data_gen.guard import record_evaluation
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
 from envs.base import Task
 from envs.environments import Environments
@@ -135,8 +136,6 @@ def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, banks: P
 
 
 def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) -> dict[str, Any]:
-    from memcompiler.leakage import record_evaluation
-
     config, split = cell.config, cell.config.split or evaluation_split(cell.config.env)
     envs = loaded.environments(config)
     tasks, experience = chosen_tasks(config, envs, split)

@@ -19,13 +19,13 @@ from configs.executor import ExecutorConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
+from data_gen.guard import MANIFEST, guard_rows, record_rows
 from data_gen.rows import load_rows, row_folders
 from data_gen.tasks import specs_for, training_tasks_and_bank
 from envs.environments import Environments
 from envs.manifest import Manifest
 from executor.build import load_executor, load_frozen
 from executor.records import Executor
-from memcompiler.leakage import MANIFEST, guard_rows, record_rows
 from memory.bank import open_bank
 from runtime.progress import progress
 from training import distributed

@@ -18,11 +18,10 @@ from configs.collect import CollectConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import SftConfig
-from data_gen import dataset, publish
+from data_gen import dataset, guard, publish
 from data_gen.rows import SftRow, load_rows, save_rows
 from envs.base import Task
 from envs.manifest import Manifest
-from memcompiler import leakage
 from memcompiler.cli import app
 from memcompiler.collect import run_collect
 from tests.data_gen.made_rows import row
@@ -214,15 +213,15 @@ def shard(folder: Path, benchmark: str, *ids: str, clean: bool | None = True) ->
 def test_tasks_and_verdicts_of_several_collections_go_along_together(tmp_path: Path) -> None:
     folders = [shard(tmp_path / "1", "household", "a", "b"), shard(tmp_path / "2", "household", "b", "c")]
     run = RunFolder.create(tmp_path / "sft", SftConfig(rows=("x", "y")), on_exists="raise")
-    leakage.record_rows(run, folders, [])
+    guard.record_rows(run, folders, [])
     manifest = Manifest.read(run.path / "manifest.json")
     assert [task.id for task in manifest.tasks] == ["a", "b", "c"]
     audit = json.loads((run.path / "leakage.json").read_text())
     assert audit["clean"] is True and audit["train_sha256"] == manifest.sha256 and len(audit["rows"]) == 2
-    leakage.record_rows(run, [*folders, shard(tmp_path / "3", "household", "d", clean=None)], [])
+    guard.record_rows(run, [*folders, shard(tmp_path / "3", "household", "d", clean=None)], [])
     assert json.loads((run.path / "leakage.json").read_text())["clean"] is None
     with pytest.raises(ConfigError, match="rows of household and scienceworld"):
-        leakage.record_rows(run, [*folders, shard(tmp_path / "4", "scienceworld", "e")], [])
+        guard.record_rows(run, [*folders, shard(tmp_path / "4", "scienceworld", "e")], [])
 
 
 def test_training_checks_every_folder(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from configs.load import ConfigError
 from configs.memory import MemoryConfig
 from configs.run_folder import RunFolder
 from configs.training import SftConfig
+from data_gen import guard
 from data_gen.leakage import LeakageError, audit_bank, check
 from data_gen.tasks import chosen_tasks
 from envs.alfworld.spec import AlfworldSettings
@@ -18,7 +19,7 @@ from envs.base import Task
 from envs.environments import Environments
 from envs.household.environment import HouseholdEnvironment
 from envs.manifest import Manifest
-from memcompiler import leakage
+from memcompiler.leakage import run_leakage
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
 
@@ -125,14 +126,14 @@ def alfworld(root: Path, games=GAMES, **held_out) -> CollectConfig:
     return CollectConfig(env=env, leakage=LeakageConfig(**held_out))
 
 
-def guarded(config: CollectConfig, out: Path) -> leakage.Audit:
+def guarded(config: CollectConfig, out: Path) -> guard.Audit:
     return guarded_tasks(config, out).audit
 
 
-def guarded_tasks(config: CollectConfig, out: Path) -> leakage.LeakageCheck:
+def guarded_tasks(config: CollectConfig, out: Path) -> guard.LeakageCheck:
     with Environments(config.env) as envs:
         run = RunFolder.create(out, config, on_exists="resume")
-        return leakage.guard_training(config, *chosen_tasks(config, envs, config.split), envs, run)
+        return guard.guard_training(config, *chosen_tasks(config, envs, config.split), envs, run)
 
 
 def test_seen_scenes_leak_and_unseen_ones_do_not(tmp_path):
@@ -194,27 +195,27 @@ def collected(tmp_path) -> Path:
 
 def test_rows_need_a_clean_verdict_about_their_own_tasks(collected):
     ids = Manifest.read(collected / "manifest.json").ids
-    assert leakage.guard_rows(collected / "rows", ids, allow=False) == []
+    assert guard.guard_rows(collected / "rows", ids, allow=False) == []
     with pytest.raises(ConfigError, match="1 tasks of the rows are not in"):
-        leakage.guard_rows(collected / "rows", [*ids, "stranger"], allow=False)
+        guard.guard_rows(collected / "rows", [*ids, "stranger"], allow=False)
     audit = json.loads((collected / "leakage.json").read_text())
     audit["verdict"]["overlaps"][1] |= {"clean": False, "shared": 2}
     (collected / "leakage.json").write_text(json.dumps({**audit, "clean": False}))
     with pytest.raises(ConfigError, match=r"they leak \(2 shared scene\).*allow_leakage=true"):
-        leakage.guard_rows(collected / "rows", ids, allow=False)
+        guard.guard_rows(collected / "rows", ids, allow=False)
     (collected / "leakage.json").write_text(json.dumps({**audit, "train_sha256": "0"}))
     with pytest.raises(ConfigError, match="other tasks"):
-        leakage.guard_rows(collected / "rows", ids, allow=False)
+        guard.guard_rows(collected / "rows", ids, allow=False)
     (collected / "manifest.json").unlink()
     with pytest.raises(ConfigError, match="no manifest"):
-        leakage.guard_rows(collected / "rows", ids, allow=False)
+        guard.guard_rows(collected / "rows", ids, allow=False)
 
 
 def test_what_was_allowed_is_recorded(collected, tmp_path):
     (collected / "leakage.json").unlink()
-    problems = leakage.guard_rows(collected / "rows", [], allow=True)
+    problems = guard.guard_rows(collected / "rows", [], allow=True)
     run = RunFolder.create(tmp_path / "sft", SftConfig(), on_exists="raise")
-    leakage.record_rows(run, [collected / "rows"], problems)
+    guard.record_rows(run, [collected / "rows"], problems)
     said = json.loads((tmp_path / "sft" / "environment.json").read_text())["leakage"]
     assert said["allowed"] is True and "no verdict" in said["problems"][0]
     assert Manifest.read(tmp_path / "sft" / "manifest.json") == Manifest.read(collected / "manifest.json")
@@ -238,7 +239,7 @@ def evaluated(tmp_path: Path, tasks: list[Task], **compiler: str) -> dict:
     bank.write([entry("own", tasks[0].id), entry("other", "elsewhere", "train")])
     config = EvalConfig.model_validate({"env": "alfworld", "compiler": compiler})
     run = RunFolder.create(tmp_path / "eval", config, on_exists="overwrite")
-    return leakage.record_evaluation(run, config, specs_for(tasks, bank, 4), bank)
+    return guard.record_evaluation(run, config, specs_for(tasks, bank, 4), bank)
 
 
 def test_an_evaluation_records_what_compiler_and_bank_know(collected, tmp_path):
@@ -260,16 +261,16 @@ def test_the_command(tmp_path, capsys):
     for name, scene in (("seen", "FloorPlan1"), ("unseen", "FloorPlan9")):
         listed("alfworld", name, game(name, scene)).write(tmp_path / f"{name}.json")
     train.write(tmp_path / "train.json")
-    leakage.run_leakage(tmp_path / "train.json", tmp_path / "unseen.json", None)
+    run_leakage(tmp_path / "train.json", tmp_path / "unseen.json", None)
     assert "isolated" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"1 shared scene \(FloorPlan1\)"):
-        leakage.run_leakage(tmp_path / "train.json", tmp_path / "seen.json", None)
+        run_leakage(tmp_path / "train.json", tmp_path / "seen.json", None)
     assert "LEAK" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--train and --eval"):
-        leakage.run_leakage(tmp_path / "train.json", None, None)
+        run_leakage(tmp_path / "train.json", None, None)
     config = alfworld(tmp_path / "games")
-    leakage.run_leakage(None, None, config, tmp_path / "out")
+    run_leakage(None, None, config, tmp_path / "out")
     assert len(Manifest.read(tmp_path / "out" / "manifest.json").tasks) == 3
     only_train = alfworld(tmp_path / "few", {"train": ["301"]})
     with pytest.raises(ConfigError, match="nothing was checked"):
-        leakage.run_leakage(None, None, only_train)
+        run_leakage(None, None, only_train)
