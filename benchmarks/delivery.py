@@ -35,6 +35,7 @@ from configs.compiler import CompilerConfig, Soft
 from configs.engines import VllmEngine
 from configs.executor import ExecutorConfig
 from configs.run_folder import RunFolder
+from envs.household.spec import INSTRUCTIONS
 from executor.build import load_executor
 from lm.loading import model_path, quiet
 from runtime.progress import progress
@@ -140,7 +141,7 @@ def _settings(
 
 
 def _hf_players(executor: ExecutorConfig, compiler: CompilerConfig, config: DeliveryBench, needed: int) -> Players:
-    acting: Any = load_executor(executor)
+    acting: Any = load_executor(executor, INSTRUCTIONS)
     acting.model.generation_config.min_new_tokens = ACTION_TOKENS
     model = load_compiler(compiler, acting, config.seed)
     compiling = ScriptedCompiler(model)
@@ -155,7 +156,7 @@ def _vllm_players(executor: ExecutorConfig, compiler: CompilerConfig, config: De
     """The compiler's fresh LoRA and projector are made by the Hugging Face model, which then goes."""
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cache_gib(config, needed)))
-    acting: Any = load_executor(executor)
+    acting: Any = load_executor(executor, INSTRUCTIONS)
     with tempfile.TemporaryDirectory(prefix="memcompiler-bench-") as folder:
         on_cpu = compiler.model_copy(update={"device": "cpu"})
         checkpoint.save_weights(Path(folder), load_compiler(on_cpu, acting, config.seed))

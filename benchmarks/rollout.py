@@ -12,6 +12,7 @@ from compiler.build import load_compiler
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from envs.environments import Environments
+from envs.registry import executor_instructions
 from executor.build import load_executor
 from training.grpo import sampling
 from training.run import rollout_engine, training_specs
@@ -21,7 +22,7 @@ console = Console(width=120)
 
 def run_bench_rollout(config: GrpoConfig, out: Path, updates: int) -> None:
     """Play the rollouts of some updates both ways, in turn; ends with `ratio: R`."""
-    executor = load_executor(config.executor)
+    executor = load_executor(config.executor, executor_instructions(config.env))
     compiler = load_compiler(config.compiler, executor, config.seed)
     compiler.decoding = sampling(config)
     run = RunFolder.create(out, config, on_exists="overwrite")

@@ -22,9 +22,10 @@ from compiler.language import Emission
 from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import Compilation, Compiler, CompileRequest
 from envs.base import Observation, Task, Transition
+from envs.household.spec import INSTRUCTIONS as RULES
 from executor.base import TokenExecutor
 from executor.grounding import Grounding
-from executor.prompt import RULES, ExecutorRequest, memory_text
+from executor.prompt import ExecutorRequest, memory_text
 from executor.records import Action, Executor
 from lm.loading import load_encoder
 from memory.entry import MemoryEntry, Provenance

@@ -6,24 +6,22 @@ from pathlib import Path
 
 from agent.expert import ExpertExecutor
 from configs.collect import CollectConfig
+from envs.registry import find
 from executor.api import ApiExecutor
 from executor.build import load_executor
-from executor.prompt import RULES
 from executor.records import Executor
 from lm.endpoint import Endpoint
 
 
-def load_actor(
-    config: CollectConfig, teacher: Endpoint, cache: Path, instructions: str = RULES
-) -> tuple[Executor, dict[str, Endpoint]]:
+def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[Executor, dict[str, Endpoint]]:
     """The actor, and all endpoints by role."""
-    endpoints = {"teacher": teacher}
+    endpoints, instructions = {"teacher": teacher}, find(config.env.name).instructions
     if config.actor == "expert":
         return ExpertExecutor(config.noise, config.seed), endpoints
     if config.actor == "teacher":
         shown = instructions if config.executor.instructions == "full" else ""
         return ApiExecutor(teacher, shown, config.executor.max_new_tokens, "actor"), endpoints
-    actor = load_executor(config.executor, cache, instructions)
+    actor = load_executor(config.executor, instructions, cache)
     if isinstance(actor, ApiExecutor):
         endpoints["executor"] = actor.endpoint
     return actor, endpoints

@@ -21,7 +21,7 @@ from configs.training import GrpoConfig
 from data_gen.leakage import BankAudit, LeakageError, Verdict, audit_bank, check, shared_values
 from envs.base import EnvironmentFailure
 from envs.manifest import Manifest, ManifestError
-from envs.registry import find
+from envs.registry import DEFAULT, find
 from memory.bank import open_bank
 
 if TYPE_CHECKING:
@@ -199,6 +199,18 @@ def record_rows(run: RunFolder, rows: Sequence[Path], problems: Sequence[str]) -
             if (runs[0] / name).is_file():
                 shutil.copyfile(runs[0] / name, run.path / name)
     run.record(leakage={"problems": list(problems), "allowed": bool(problems)})
+
+
+def rows_instructions(rows: Sequence[Path]) -> str:
+    """Return what the executor is told about the environment that these rows are of, by their manifests.
+
+    Rows without a manifest (`allow_leakage`) do not say it: they count as the household's, which every executor was
+    told before environments had instructions of their own.
+    """
+    for folder in rows:
+        if (folder.parent / MANIFEST).is_file():
+            return find(Manifest.read(folder.parent / MANIFEST).benchmark).instructions
+    return find(DEFAULT).instructions
 
 
 def _record_together(run: RunFolder, runs: Sequence[Path]) -> None:

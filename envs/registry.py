@@ -147,6 +147,11 @@ def default_settings() -> EnvSettings:
     return settings_of(DEFAULT)
 
 
+def executor_instructions(settings: EnvSettings) -> str:
+    """Return what executors are told about the environment."""
+    return find(settings.name).instructions
+
+
 def evaluation_split(settings: EnvSettings) -> str:
     """Return the split that is evaluated where nobody names one."""
     return find(settings.name).splits(settings).evaluation

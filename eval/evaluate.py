@@ -37,7 +37,7 @@ from data_gen.tasks import chosen_tasks, filled_bank, specs_for
 from envs.base import Task
 from envs.environments import Environments
 from envs.manifest import Manifest
-from envs.registry import evaluation_split
+from envs.registry import evaluation_split, executor_instructions
 from eval.lookup import chance, lookup
 from eval.matrix import SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, joined, varying
 from eval.metrics import HIGHER_IS_BETTER, results
@@ -67,7 +67,7 @@ class ModelCache:
     def holding(cls, config: EvalConfig, executor: Any, compiler: Compiler | None) -> ModelCache:
         """With models that are there already."""
         loaded = cls()
-        loaded._held = {"executor": (config.executor, executor), "compiler": (_compiler_key(config), compiler)}
+        loaded._held = {"executor": (_executor_key(config), executor), "compiler": (_compiler_key(config), compiler)}
         return loaded
 
     def __enter__(self) -> ModelCache:
@@ -78,7 +78,8 @@ class ModelCache:
             self._held.pop("environments")[1].close()
 
     def executor(self, config: EvalConfig) -> Any:
-        return self._get("executor", config.executor, lambda: load_executor(config.executor))
+        instructions = executor_instructions(config.env)
+        return self._get("executor", _executor_key(config), lambda: load_executor(config.executor, instructions))
 
     def compiler(self, config: EvalConfig) -> Compiler | None:
         """The trained compiler, if any of the deliveries asks for it."""
@@ -262,6 +263,10 @@ def _check_checkpoints(made: Sequence[Cell]) -> None:
             where = f"cell {cell.name}: " if cell.name else ""
             raise ConfigError(f"{where}delivery {names[0]} needs a trained compiler: set compiler.checkpoint")
         checkpoint.find(Path(cell.config.compiler.checkpoint))
+
+
+def _executor_key(config: EvalConfig) -> object:
+    return config.executor, executor_instructions(config.env)
 
 
 def _compiler_key(config: EvalConfig) -> object:

@@ -22,6 +22,7 @@ from configs.evaluation import EvalConfig
 from configs.load import load_config
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
 from envs.environments import Environments
+from envs.registry import executor_instructions
 from executor.build import load_executor
 from lm.loading import quiet
 
@@ -31,7 +32,7 @@ def main(checkpoint: str | None = None, number: int = 0) -> bool:
     quiet()
     own = [f"compiler.checkpoint={checkpoint or 'null'}", "env.scenes={train: 1, test: 2}"]
     settings = load_config(EvalConfig, "eval/quickstart", own)
-    executor = load_executor(settings.executor)
+    executor = load_executor(settings.executor, executor_instructions(settings.env))
     compiler = load_compiler(settings.compiler, executor) if checkpoint else ExpertTeacher()
     with Environments(settings.env) as envs, tempfile.TemporaryDirectory() as folder:
         tasks, experience = chosen_tasks(settings, envs, "test")

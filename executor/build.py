@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from configs.executor import ExecutorConfig
-from executor.prompt import RULES
 
 if TYPE_CHECKING:
     from executor.api import ApiExecutor
@@ -17,12 +16,12 @@ if TYPE_CHECKING:
 AnyExecutor: TypeAlias = "FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor"
 
 
-def load_executor(config: ExecutorConfig, cache: Path | None = None, instructions: str = RULES) -> AnyExecutor:
+def load_executor(config: ExecutorConfig, instructions: str, cache: Path | None = None) -> AnyExecutor:
     """Make the executor on the engine that the settings name.
 
     Args:
+        instructions: the environment's (`EnvSpec.instructions`), shown unless the settings say `none`.
         cache: file for a closed model's answers, where the settings name none.
-        instructions: the environment's, shown unless the settings say `none`.
     """
     common = _common(config, instructions)
     if config.engine == "api":
@@ -47,7 +46,7 @@ def load_executor(config: ExecutorConfig, cache: Path | None = None, instruction
     return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), timeout=config.timeout_s, **common)
 
 
-def load_frozen(config: ExecutorConfig, instructions: str = RULES) -> FrozenExecutor:
+def load_frozen(config: ExecutorConfig, instructions: str) -> FrozenExecutor:
     """The executor in this process, whatever `engine` says: a gradient can pass through it."""
     from executor.hf import FrozenExecutor
     from lm.loading import device_of, dtype_of, load_backbone, model_path, quiet

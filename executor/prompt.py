@@ -19,10 +19,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-RULES = """You are an agent in a household. Each turn you see where you are and what is there. Answer with exactly one \
-command and nothing else, for example: go to shelf 1, open drawer 2, take mug 1 from shelf 1, move mug 1 to desk 1, \
-heat mug 1 with microwave 1, clean mug 1 with sinkbasin 1, cool mug 1 with fridge 1, use desklamp 1."""
-
 PICTURE = "[picture]"  # how records show a picture's place
 
 

@@ -16,6 +16,7 @@ from configs.evaluation import EvalConfig
 from configs.quickstart import QuickstartConfig
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
+from envs.registry import executor_instructions
 from executor.build import AnyExecutor, load_executor
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwr
     sft = config.sft.model_copy(update={"rows": str(out / "collect" / "rows")})
     with _stage("2/4 SFT: LoRA and projector against the frozen executor", seconds, "sft"):
         run_train_sft(sft, out / "sft", on_exists)
-        executor = load_executor(config.eval.executor)
+        executor = load_executor(config.eval.executor, executor_instructions(config.eval.env))
         frozen = json.loads((_last(out / "sft") / "state.json").read_text())["executor_hash"] == executor.hash()
         console.print(f"  executor unchanged: {frozen} (sha256 {executor.hash()[:16]}...)")
     with _stage("3/4 GRPO: text and soft tokens from success alone", seconds, "grpo"):

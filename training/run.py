@@ -19,11 +19,12 @@ from configs.executor import ExecutorConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
-from data_gen.guard import MANIFEST, guard_rows, record_rows
+from data_gen.guard import MANIFEST, guard_rows, record_rows, rows_instructions
 from data_gen.rows import load_rows, row_folders
 from data_gen.tasks import specs_for, training_tasks_and_bank
 from envs.environments import Environments
 from envs.manifest import Manifest
+from envs.registry import executor_instructions
 from executor.build import load_executor, load_frozen
 from executor.records import Executor
 from memory.bank import open_bank
@@ -63,7 +64,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
         run = _run_folder(config, out, on_exists)
         if run is not None:
             record_rows(run, list(parts), problems)
-        executor = load_frozen(config.executor)
+        executor = load_frozen(config.executor, rows_instructions(list(parts)))
         compiler = load_compiler(config.compiler, executor, config.seed)
         rows = [row for part in parts.values() for row in part]
         trainer = SftTrainer(config, compiler, executor, rows, out, _bank_facts(list(parts)))
@@ -82,7 +83,7 @@ def train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> Memo
         run = _run_folder(config, out, on_exists)
         with Environments(config.env) as envs:
             specs, facts = training_specs(config, envs, run, out)
-            executor = load_executor(_executor_of(config))
+            executor = load_executor(_executor_of(config), executor_instructions(config.env))
             compiler = load_compiler(config.compiler, executor, config.seed)
             engine = rollout_engine(config, envs, executor, out)
             trainer = GrpoTrainer(config, compiler, executor, engine, specs, out, facts)

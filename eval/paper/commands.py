@@ -18,6 +18,7 @@ import typer
 from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
+from envs.registry import evaluation_split, executor_instructions
 from eval.format import DASH, interval, markdown_table, percent
 from executor.build import load_executor
 from runtime.store import to_json, write_atomically
@@ -117,7 +118,7 @@ class Replay:
         """In transformers, whatever the run was played on."""
         if self._executor is None:
             settings = self.config.executor.model_copy(update={"engine": "hf", "mode": "choice"})
-            self._executor = load_executor(settings)  # type: ignore[assignment]
+            self._executor = load_executor(settings, executor_instructions(self.config.env))  # type: ignore[assignment]
         return self._executor  # type: ignore[return-value]
 
     @property
@@ -142,7 +143,6 @@ class Replay:
 
     def _own_bank(self) -> Path:
         """A cell of a matrix shares its bank with others."""
-        from envs.registry import evaluation_split
         from eval.evaluate import bank_key
 
         key = bank_key(self.config, self.config.split or evaluation_split(self.config.env))

@@ -128,7 +128,7 @@ def test_the_result_says_what_it_depends_on(tmp_path):
 def test_a_matrix_loads_its_executor_once_and_resumes_by_cells(tmp_path, monkeypatch):
     loads = []
     load = evaluation.load_executor
-    monkeypatch.setattr(evaluation, "load_executor", lambda settings: loads.append(settings) or load(settings))
+    monkeypatch.setattr(evaluation, "load_executor", lambda *given: loads.append(given) or load(*given))
     asked, out = config(MATRIX, folder=tmp_path), tmp_path / "run"
     results = run_eval(asked, out)
     assert len(loads) == 1 and number(out) == 4 * 2 * 3 and len(list((out / "banks").iterdir())) == 2

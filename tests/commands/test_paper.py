@@ -34,7 +34,7 @@ def checkpoint(folder: Path) -> Path:
 
     folder.mkdir()
     config = EvalConfig.model_validate(SMALL)
-    save_weights(folder, load_compiler(config.compiler, load_executor(config.executor)))  # type: ignore[arg-type]
+    save_weights(folder, load_compiler(config.compiler, load_executor(config.executor, "")))  # type: ignore[arg-type]
     return folder
 
 

@@ -15,6 +15,7 @@ from compiler.records import Compilation
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from envs.base import Observation, Task, Transition
+from envs.household.spec import INSTRUCTIONS
 from executor.api import ApiExecutor
 from executor.build import load_executor
 from executor.grounding import Grounding
@@ -113,5 +114,5 @@ def test_settings():
     with pytest.raises(ConfigError, match=r"api\.model"):
         load_config(EvalConfig, None, ["executor.engine=api"])
     config = load_config(EvalConfig, None, ["executor={engine: api, api: {model: m, key_env: null}}"])
-    executor = load_executor(config.executor)
+    executor = load_executor(config.executor, INSTRUCTIONS)
     assert isinstance(executor, ApiExecutor) and executor.hash() == "m at https://api.openai.com/v1"

@@ -50,6 +50,5 @@ def test_a_spread_model_is_the_same_model(tmp_path: Path) -> None:
 
 def test_placing_is_a_setting() -> None:
     config = ExecutorConfig(dtype="float32", device_map="auto")
-    assert load_frozen(config).act([request(0)]) == load_frozen(config.model_copy(update={"device_map": None})).act(
-        [request(0)]
-    )
+    plain = config.model_copy(update={"device_map": None})
+    assert load_frozen(config, "").act([request(0)]) == load_frozen(plain, "").act([request(0)])
