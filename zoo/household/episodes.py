@@ -42,14 +42,14 @@ class EntryPool:
 
     @classmethod
     def collect(cls, env: Environment, tasks: Sequence[Task]) -> EntryPool:
-        """What the environment's expert leaves in memory when it plays `tasks`."""
+        """Collect what the environment's expert leaves in memory when it plays `tasks`."""
         specs = [EpisodeSpec(task) for task in tasks]
         played = run_episodes(lambda: env, specs, Delivery("expert", "none"), ExpertExecutor(), Limits(50), 1)
         explain(played, ExpertTeacher())
         return cls(entries_of(played))
 
     def memory_for(self, task: Task, thing: str, rng: random.Random, k: int) -> tuple[MemoryEntry, ...]:
-        """k entries in random order: the right one (if there is one), its scene's others, other scenes' same object.
+        """Draw k entries in random order: the right one (if any), its scene's others, other scenes' same object.
 
         Labels of scenes repeat after 64 scenes; entries that would contradict the task's own scene are left out.
         """
@@ -58,30 +58,28 @@ class EntryPool:
         others = [e for e in own if e not in right]
         elsewhere = [e for e in self.by_thing[thing] if e.provenance.scene != task.scene]
         rng.shuffle(others)
-        chosen, used = right[:1], {thing_scene(e) for e in right}
+        chosen, used = right[:1], {_subject(e) for e in right}
         while len(chosen) < k:
             source = others if others and rng.random() < 0.5 else rng.sample(elsewhere, min(8, len(elsewhere)))
-            fresh = [e for e in source if thing_scene(e) not in used] or [
-                e
-                for e in rng.sample(self.entries, 8)
-                if thing_scene(e) not in used and e.provenance.scene != task.scene
-            ]
+            fresh = [e for e in source if _subject(e) not in used]
             if not fresh:
-                continue
-            entry = fresh[0]
-            used.add(thing_scene(entry))
-            chosen.append(entry)
+                strangers = [e for e in rng.sample(self.entries, 8) if e.provenance.scene != task.scene]
+                fresh = [e for e in strangers if _subject(e) not in used]
+            if fresh:
+                used.add(_subject(fresh[0]))
+                chosen.append(fresh[0])
         rng.shuffle(chosen)
         return tuple(chosen)
 
 
-def thing_scene(entry: MemoryEntry) -> tuple[str, str]:
+def _subject(entry: MemoryEntry) -> tuple[str, str]:
+    """(kind of object, scene) that an entry is about."""
     fact = taken(entry.provenance.actions)
     return (fact[0] if fact else "", entry.provenance.scene)
 
 
 def material(scenes: int, seed: int) -> tuple[Environment, list[EpisodeSpec]]:
-    """An environment of pretraining scenes, and its tasks, each with a task memory of two to six entries."""
+    """Make an environment of pretraining scenes, and its tasks, each with a task memory of two to six entries."""
     rng = random.Random(seed)
     env = HouseholdEnvironment(seed=seed, scenes={SPLIT: scenes}, images=True)
     pool = EntryPool.collect(env, env.tasks(f"{SPLIT}_experience"))
@@ -99,7 +97,7 @@ def _object_of(env: Environment, task: Task) -> tuple[str, str]:
 
 
 def situations(scenes: int, seed: int, max_steps: int = 20) -> list[Situation]:
-    """What a compiler meets in `scenes` pretraining scenes, in the teacher's own episodes with detours."""
+    """Collect what a compiler meets in `scenes` pretraining scenes, in the teacher's own episodes with detours."""
     env, specs = material(scenes, seed)
     marks = {s.task.id: _object_of(env, s.task)[1] if s.task.family == "visual" else "" for s in specs}
     delivery = Delivery("teacher", "compiled", ExpertTeacher(), soft=False)
@@ -123,9 +121,9 @@ def _situation(step: StepInput, emission: str, mark: str) -> Situation:
 
 @dataclass
 class ScriptedExecutor:
-    """What a competent executor does with what it is given: it goes where guidance or memory says, and where nothing
-    says anything, or the place is a disappointment, it searches places that it has not been to yet, in random order.
-    It never knows more than its prompt."""
+    """Does what a competent executor does with what it is given: it goes where guidance or memory says, and where
+    nothing says anything, or the place is a disappointment, it searches places that it has not been to yet, in random
+    order. It never knows more than its prompt."""
 
     seed: int = 0
     accepts_soft: bool = False
@@ -169,28 +167,26 @@ class ExecutorExample:
     action: str
 
 
-MODES = ("none", "static", "guided", "misguided")
-
-
-def executor_examples(
-    env: Environment, specs: Sequence[EpisodeSpec], mode: str, seed: int, max_steps: int = 20
-) -> list[ExecutorExample]:
-    """Episodes of the scripted executor under one kind of prompt.
+def executor_examples(scenes: int, seed: int, max_steps: int = 20) -> list[ExecutorExample]:
+    """Play the scripted executor in `scenes` pretraining scenes, a quarter of the episodes under each kind of prompt.
 
     none: nothing but goal, history and view; static: all of M pasted; guided: the teacher's state and guidance;
     misguided: the teacher cites a wrong entry, and the executor learns to search on after the disappointment.
     """
-    match mode:
-        case "guided":
-            delivery = Delivery(mode, "compiled", ExpertTeacher(), soft=False)
-        case "misguided":
-            delivery = Delivery(mode, "compiled", ExpertTeacher("random", seed), soft=False)
-        case "none" | "static":
-            delivery = Delivery(mode, mode)
-        case _:
-            raise ValueError(f"no mode {mode}")
-    episodes = run_episodes(lambda: env, specs, delivery, ScriptedExecutor(seed), Limits(max_steps), concurrency=1)
-    return [ExecutorExample(s.executor_prompt, s.action) for e in episodes for s in e.steps]
+    env, specs = material(scenes, seed)
+    random.Random(seed).shuffle(specs)
+    deliveries = (
+        Delivery("none", "none"),
+        Delivery("static", "static"),
+        Delivery("guided", "compiled", ExpertTeacher(), soft=False),
+        Delivery("misguided", "compiled", ExpertTeacher("random", seed), soft=False),
+    )
+    examples = []
+    for i, delivery in enumerate(deliveries):
+        mine = specs[i :: len(deliveries)]
+        episodes = run_episodes(lambda: env, mine, delivery, ScriptedExecutor(seed), Limits(max_steps), concurrency=1)
+        examples += [ExecutorExample(step.executor_prompt, step.action) for e in episodes for step in e.steps]
+    return examples
 
 
 def _scene_key(task_id: str) -> str:

@@ -43,7 +43,7 @@ RATE = 2e-3
 def train_text(
     tokenizer: PreTrainedTokenizerFast, work: Path, seed: int, levels: Sequence[Level] = LEVELS, steps: int = 12_000
 ) -> Qwen2ForCausalLM:
-    """A Qwen2 that has been through the text curriculum.
+    """Make a Qwen2 that has been through the text curriculum.
 
     The embedding table starts wide (std 0.15): with 1,600 tokens and tied embeddings the usual 0.02 to 0.04 leaves
     tokens so alike that copying takes three times as long to form (measured).
@@ -64,12 +64,11 @@ def train_text(
 
 def train_compiler(
     out: Path, work: Path, seed: int = 0, scenes: int = 300, steps: tuple[int, int, int] = (700, 400, 160),
-    batch: int = 24,
-    levels: Sequence[Level] = LEVELS,
+    batch: int = 24, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
-    """Text curriculum, then questions, then questions among which is "ask: emission" (a base that, like a large
-    instruction-tuned one, can write the language when asked), then gathering at the memory tokens (what they gather
-    reaches an executor only through SFT's projector)."""
+    """Make the compiler base: text curriculum, questions, questions among which is "ask: emission" (a base that, like a
+    large instruction-tuned one, can write the language when asked), then gathering at the memory tokens (what they
+    gather reaches an executor only through SFT's projector)."""
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
     tokenizer = make_tokenizer()
     processor = make_processor(tokenizer)
@@ -83,7 +82,7 @@ def train_compiler(
     model = stage(model, "questions", lessons.question_batch, steps=steps[0])
     model = stage(model, "emissions", partial(lessons.question_batch, emissions=True), steps=steps[1])
     model = stage(model, "gathering", lessons.gathering_batch, steps=steps[2])
-    finish(out, model, processor, work, ("text", "questions", "emissions", "gathering"), settings)
+    finish("compiler", out, model, processor, work, ("text", "questions", "emissions", "gathering"), settings)
 
 
 def _compiler_stage(
@@ -103,7 +102,7 @@ def train_executor(
     out: Path, work: Path, seed: int = 0, scenes: int = 800, steps: int = 2400, batch: int = 48,
     levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
-    """Text curriculum, then behaviour cloning: NLL of the action's tokens. Batches hold prompts of similar length."""
+    """Make the executor: text curriculum, then behaviour cloning on prompts and actions, in batches of like length."""
     tokenizer = make_tokenizer()
     model = train_text(tokenizer, work, seed, levels)
     config = SFTConfig(
@@ -111,39 +110,32 @@ def train_executor(
         train_sampling_strategy="group_by_length", max_length=None, completion_only_loss=True, bf16=False,
         gradient_checkpointing=False,
     )  # fmt: skip
-    examples = [_prompt_and_completion(tokenizer, example) for example in executor_material(scenes, seed)]
+    examples = [_prompt_and_completion(tokenizer, example) for example in episodes.executor_examples(scenes, seed)]
     trainer = stages.CloningTrainer(
         model, config, train_dataset=Dataset.from_list(examples), processing_class=tokenizer,
         callbacks=[stages.Stopwatch()],
     )  # fmt: skip
     model = stages.run(trainer, work / "clone")
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
-    finish(out, as_llama(model), tokenizer, work, ("text", "clone"), settings)  # type: ignore[arg-type]
-
-
-def executor_material(scenes: int, seed: int) -> list[episodes.ExecutorExample]:
-    """Examples under all kinds of prompts, in equal shares of episodes."""
-    env, specs = episodes.material(scenes, seed)
-    random.Random(seed).shuffle(specs)
-    shares = {mode: specs[i :: len(episodes.MODES)] for i, mode in enumerate(episodes.MODES)}
-    return [x for mode, mine in shares.items() for x in episodes.executor_examples(env, mine, mode, seed)]
+    finish("executor", out, as_llama(model), tokenizer, work, ("text", "clone"), settings)  # type: ignore[arg-type]
 
 
 def _prompt_and_completion(tokenizer: PreTrainedTokenizerFast, example: episodes.ExecutorExample) -> dict[str, str]:
-    """As text, so that the completion ends with the end of turn and not with the newline behind it."""
+    """Give both as text, so that the completion ends with the end of turn and not with the newline behind it."""
     chat = [{"role": "user", "content": example.prompt}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     return {"prompt": prompt, "completion": f"{example.action}{tokenizer.eos_token}"}  # type: ignore[dict-item]
 
 
 def finish(
-    out: Path, model: PreTrainedModel, processor: Any, work: Path, names: Sequence[str], settings: dict[str, Any]
-) -> None:
-    """Model folder and RECORD.json: settings, log, versions and the hash of the weights."""
+    recipe: str, out: Path, model: PreTrainedModel, processor: Any, work: Path, names: Sequence[str],
+    settings: dict[str, Any],
+) -> None:  # fmt: skip
+    """Write the model folder and RECORD.json: settings, log, versions and the hash of the weights."""
     save(out, model, processor)
     logs = {name: stages.log_of(work / name) for name in names}
     record = {
-        "command": f"memcompiler zoo {out.name} --seed {settings['seed']}",
+        "command": f"memcompiler zoo {recipe} --seed {settings['seed']}",
         "settings": settings, "parameters": sum(p.numel() for p in model.parameters()),
         "versions": {m.__name__: m.__version__ for m in (torch, transformers, trl, accelerate)},
         "threads": torch.get_num_threads(), "steps": {name: log[-1]["step"] for name, log in logs.items()},
