@@ -18,7 +18,7 @@ from configs.load import load_config
 from configs.training import SftConfig
 from data_gen.rows import load_rows
 from envs.household.spec import INSTRUCTIONS
-from executor.build import load_executor
+from executor.build import load_frozen
 from training.sft import SftTrainer
 
 
@@ -32,7 +32,7 @@ def main() -> None:
         running = {}
         for soft in (True, False):
             config = load_config(SftConfig, "sft/quickstart", [f"soft={soft}", "save_every=100000", "max_steps=100000"])
-            executor = load_executor(config.executor, INSTRUCTIONS)
+            executor = load_frozen(config.executor, INSTRUCTIONS)
             compiler = load_compiler(config.compiler, executor)
             running[soft] = SftTrainer(config, compiler, executor, rows, Path(folder) / str(soft)).steps()
         for step in range(arguments.steps + 2):

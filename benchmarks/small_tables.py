@@ -77,7 +77,7 @@ def main() -> None:
         list(pool.map(lambda seed: collect(a.out, seed), a.seeds))
         pairs = [(name, seed) for name in a.variants for seed in a.seeds]
         seconds = list(pool.map(lambda pair: sft(a.out, pair[1], pair[0], *VARIANTS[pair[0]]), pairs))
-        wall = dict(
+        wall: dict[int, float] = dict(
             zip((3, 4), pool.map(lambda n: one_table(a.out, n, a.seeds, a.variants, a.limit), (3, 4)), strict=True)
         )
     wall[5] = one_table(a.out, 5, a.seeds, a.variants, max(2, a.limit // 8))

@@ -104,6 +104,7 @@ def lora_config(folder: Path) -> LoraConfig:
         if settings.get("peft_type") != "LORA":
             raise ValueError(f"an adapter of type {settings.get('peft_type')}, not LORA")
         config = LoraConfig.from_pretrained(str(path.parent))
+        assert isinstance(config, LoraConfig)  # its type says so
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"no readable adapter in {folder}: {error}") from error
     config.inference_mode = False  # else its weights would come frozen
@@ -111,7 +112,7 @@ def lora_config(folder: Path) -> LoraConfig:
 
 
 def highest_rank(config: LoraConfig) -> int:
-    return max([config.r, *config.rank_pattern.values()])
+    return max([config.r, *(config.rank_pattern or {}).values()])
 
 
 def load(folder: Path, compiler: MemoryCompiler) -> dict[str, Any]:

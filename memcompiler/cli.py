@@ -57,9 +57,10 @@ Repository = Annotated[str, typer.Argument(help="Hub repository, owner/name.")]
 
 def _check_cells(settings: "EvalConfig | QuickstartConfig") -> None:
     """Raises: ConfigError, for a matrix or deliveries that cannot be."""
+    from configs.evaluation import EvalConfig
     from eval.matrix import cells
 
-    cells(getattr(settings, "eval", settings))
+    cells(settings if isinstance(settings, EvalConfig) else settings.eval)
 
 
 @app.command()
