@@ -165,7 +165,7 @@ class EnvironmentPool:
             if worker not in self._workers:  # the pool was closed meanwhile
                 return
             self._workers.remove(worker)
-            self.counters.killed += not worker.exited()
+            self.counters.killed += worker.child.status is None
             self._count_lost(failure)
         end_workers([worker], 0.0)
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,10 +15,10 @@ from typing import Any
 
 from envs.base import EnvironmentFailure
 from envs.worker import Channel, FrameError
+from runtime.processes import ChildProcess, end_all, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = Path(__file__).resolve().with_name("worker.py")
-TAIL = 2000  # bytes of a worker's last words that failures quote
 GRACE_S = 1.0  # between SIGTERM and SIGKILL
 
 
@@ -89,22 +86,18 @@ class Worker:
             "--beat", str(limits.beat_s),
         ]  # fmt: skip
         try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0,
-                env=_variables(spec), pass_fds=(theirs.fileno(),), start_new_session=True,
+            # Leased from any thread, so the end of ours must not be the worker's: it watches its lifeline.
+            self.child = ChildProcess(
+                command, name="worker", env=_variables(spec), output="kept", dies_with="lifeline",
+                pass_fds=(theirs.fileno(),),
             )  # fmt: skip
         except OSError as error:
             ours.close()
             raise WorkerFailure("start", f"cannot start {command[0]}: {error}; set WorkerSpec.python") from error
         finally:
             theirs.close()
-        self.pid = self._process.pid
+        self.pid = self.child.pid
         self._sock, self._channel = ours, Channel(ours)
-        self._burial = threading.Lock()
-        self._buried = False
-        self._tail = bytearray()
-        self._drain = threading.Thread(target=self._read_output, daemon=True)
-        self._drain.start()
 
     def hello(self) -> None:
         """Wait until the environment is built.
@@ -175,19 +168,6 @@ class Worker:
         """The failure for an answer that came whole but is not what `name` should answer."""
         return self._failure("garbled", f"sent an answer that is not as agreed ({error!r})", name)
 
-    def exited(self) -> bool:
-        """Whether the process is gone. It is not reaped, so that its number stays its own until its group is killed."""
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-        except ChildProcessError:
-            return True
-
-    def signal(self, *numbers: int) -> None:
-        """Send signals to the whole group."""
-        with self._burial, contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: nobody left
-            for number in numbers if not self._buried else ():
-                os.killpg(self.pid, number)
-
     def ask_to_close(self) -> None:
         """Let an idle environment clean up and leave, without waiting for it."""
         try:
@@ -196,51 +176,24 @@ class Worker:
                 return
         except OSError:
             pass
-        self.terminate()
-
-    def terminate(self) -> None:
-        """Ask the whole group to end. A stopped process hears it only once it is continued."""
-        self.signal(signal.SIGTERM, signal.SIGCONT)
+        self.child.terminate()
 
     def bury(self) -> None:
         """Kill what is left of the group, reap the leader and free what it held here."""
-        self.signal(signal.SIGKILL)
-        with self._burial:
-            self._process.wait()
-            self._buried = True  # the number may belong to somebody else from now on
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that still waits for an answer
-            self._sock.close()
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+        self.child.kill()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that still waits for an answer
+        self._sock.close()
 
     def _failure(self, name: str, what: str, call: str = "", advice: str = "") -> WorkerFailure:
-        self._drain.join(0.2 if self.exited() else 0.0)
-        tail = self._tail.decode(errors="replace").strip()
         where = f" in {call}" if call else ""
-        words = f"; its last words:\n{tail}" if tail else ""
-        return WorkerFailure(name, f"worker {self.pid} {what}{where}{'; ' + advice if advice else ''}{words}")
+        said = f"worker {self.pid} {what}{where}{'; ' + advice if advice else ''}"
+        return WorkerFailure(name, said + self.child.last_words())
 
     def _exit(self) -> str:
         """How the process ended. Its socket closes a moment before that is known."""
-        end = time.monotonic() + 1.0
-        while not self.exited() and time.monotonic() < end:
-            time.sleep(0.005)
-        with self._burial, contextlib.suppress(ChildProcessError):
-            result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) if not self._buried else None
-            if result is not None and result.si_code == os.CLD_EXITED:
-                return f"exit {result.si_status}"
-            if result is not None:
-                return f"killed by {signal.Signals(result.si_status).name}"
-        return "ended by the pool" if self._buried else "closed its socket"
-
-    def _read_output(self) -> None:
-        stream = self._process.stdout
-        assert stream is not None
-        with stream:
-            while chunk := stream.read(4096):
-                self._tail += chunk
-                del self._tail[:-TAIL]
+        self.child.wait(1.0)
+        return "ended by the pool" if self.child.reaped else self.child.ending or "closed its socket"
 
 
 def _variables(spec: WorkerSpec) -> dict[str, str]:
@@ -255,13 +208,10 @@ def _variables(spec: WorkerSpec) -> dict[str, str]:
 def end_workers(workers: Iterable[Worker], patience_s: float) -> None:
     """End workers together: politely for `patience_s`, then SIGTERM, then SIGKILL; all their groups are gone after."""
     everyone = list(workers)
-    waiting = everyone
-    for seconds, act in ((patience_s, Worker.ask_to_close), (GRACE_S, Worker.terminate)):
-        until = time.monotonic() + seconds
-        if seconds:
-            for worker in waiting:
-                act(worker)
-        while (waiting := [worker for worker in waiting if not worker.exited()]) and time.monotonic() < until:
-            time.sleep(0.002)
+    if patience_s:
+        for worker in everyone:
+            worker.ask_to_close()
+        wait_for([worker.child for worker in everyone], patience_s)
+    end_all([worker.child for worker in everyone if worker.child.status is None], GRACE_S)
     for worker in everyone:
         worker.bury()

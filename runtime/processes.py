@@ -100,7 +100,7 @@ class ChildProcess:
 
     def wait(self, timeout_s: float = float("inf")) -> int | None:
         """The status once it has ended, None if it has not by then."""
-        _wait_for([self], timeout_s)
+        wait_for([self], timeout_s)
         return self.status
 
     def wait_until_ready(
@@ -118,7 +118,7 @@ class ChildProcess:
         while not ready():
             check_alive([self, *others])
             if time.monotonic() > deadline:
-                raise ProcessError(f"{self.name} is not ready after {timeout_s:g} s{self._last_words()}")
+                raise ProcessError(f"{self.name} is not ready after {timeout_s:g} s{self.last_words()}")
             time.sleep(every_s)
 
     def tail(self) -> str:
@@ -157,7 +157,8 @@ class ChildProcess:
         """Whether `kill` is done with it: its number may belong to somebody else by now."""
         return self._process.returncode is not None
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
+        """The end of a message: its tail, if there is one."""
         words = self.tail()
         return f"; its last words:\n{words}" if words else ""
 
@@ -174,7 +175,7 @@ def check_alive(children: Sequence[ChildProcess]) -> None:
     """Raises: ProcessError, if one of them has ended."""
     for child in children:
         if child.status is not None:
-            raise ProcessError(f"{child.name} ended ({child.status}){child._last_words()}")
+            raise ProcessError(f"{child.name} ended ({child.status}){child.last_words()}")
 
 
 def end_all(
@@ -183,7 +184,7 @@ def end_all(
     """End children together: `ask` (by default SIGTERM), then after `grace_s` SIGKILL; their groups are gone after."""
     for child in children:
         (ask or ChildProcess.terminate)(child)
-    _wait_for(children, grace_s)
+    wait_for(children, grace_s)
     for child in children:
         child.kill()
 
@@ -226,8 +227,8 @@ def _signal_handler(handle: Callable[[int, object], None], *numbers: int) -> Ite
             signal.signal(number, handler)
 
 
-def _wait_for(children: Sequence[ChildProcess], timeout_s: float) -> None:
-    """Until all have ended, or the time is over."""
+def wait_for(children: Sequence[ChildProcess], timeout_s: float) -> None:
+    """Wait until all have ended, or the time is over."""
     deadline, pause = time.monotonic() + timeout_s, 0.002
     while any(child.status is None for child in children) and time.monotonic() < deadline:
         time.sleep(pause)

@@ -334,6 +334,7 @@ for env, name in ((rest, "a"), (work, "b")):
     env.step("child " + sys.argv[1] + "/" + name)
 rest.close()
 print(*pool.pids, flush=True)
+sys.stdin.readline()  # they have been seen alive
 end = sys.argv[2]
 if end == "exit":
     pass
@@ -371,10 +372,13 @@ run_episodes(pool.lease, specs, Delivery("none", "none"), Sleeper(), Limits(9))
 def start(code: str, *arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A parent of its own, and its two workers."""
     command = [sys.executable, "-c", code, *arguments]
-    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    parent = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+    assert parent.stdin is not None and parent.stdout is not None
     workers = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(workers) == 2 and all(map(alive, workers))
+    parent.stdin.write("\n")
+    parent.stdin.flush()
     return parent, workers
 
 
