@@ -192,7 +192,7 @@ class Worker:
 
     def _exit(self) -> str:
         """How the process ended. Its socket closes a moment before that is known."""
-        self.child.wait(1.0)
+        self.child.wait(3.0)
         return "ended by the pool" if self.child.reaped else self.child.ending or "closed its socket"
 
 
