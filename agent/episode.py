@@ -48,8 +48,8 @@ async def ask(env: Environment, call: Callable[..., T], *arguments: object) -> T
     """Call the environment. One that waits for another process (`in_process = False`) leaves the event loop to the
     other episodes; for the others a change of thread would cost more than the call.
 
-    A call that has been given to a thread is made, whatever becomes of the episode: asyncio cancels a task a second time
-    after Ctrl-C, and a `close` that was still in the queue would leave its worker to end a long step.
+    A call that has been given to a thread is made, whatever becomes of the episode: asyncio cancels a task a second
+    time after Ctrl-C, and a `close` that was still in the queue would leave its worker to end a long step.
     """
     if getattr(env, "in_process", True):
         return call(*arguments)
