@@ -1,4 +1,7 @@
-"""The `memcompiler` command. Heavy imports happen inside the commands, so that --help answers at once."""
+"""The `memcompiler` command. Heavy imports happen inside the commands, so that --help answers at once.
+
+One short function per command, all in one file: it is the table of what users can type.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
