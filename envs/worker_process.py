@@ -132,8 +132,9 @@ class Worker:
         return self._answer(name, deadline, limit_s)
 
     def _answer(self, name: str, deadline: float, limit_s: float) -> tuple[Any, list[bytes]]:
+        heard = name != "start"  # an interpreter that is being started gives no signs of life yet
         while True:
-            silence = time.monotonic() + self.limits.silence_s
+            silence = time.monotonic() + self.limits.silence_s if heard else deadline
             try:
                 header, blobs = self._channel.receive(min(deadline, silence))
             except TimeoutError as error:
@@ -147,6 +148,7 @@ class Worker:
                 raise self._failure("died", f"died ({self._exit()})", name) from error
             except FrameError as error:
                 raise self._failure("garbled", f"sent garbage ({error})", name) from error
+            heard = True
             if "ok" in header:
                 self.mid_call = False
                 return header["ok"], blobs

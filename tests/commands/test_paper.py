@@ -63,7 +63,7 @@ def test_tables_and_figures_of_a_small_run(tmp_path: Path) -> None:
     results = json.loads((run / "results.json").read_text())["results"]
     table = json.loads((run / "paper" / "table3.json").read_text())
     [full] = [r for r in table["rows"] if r["method"] == "MemCompiler (Full)" and r["source"] == "measured"]
-    assert full["executor"] == "executor-tiny" and full["cells"]["AlfWorld"] is None
+    assert full["executor"] == "executor" and full["cells"]["AlfWorld"] is None
     assert full["cells"]["household test"]["value"] == pytest.approx(100 * results["compiled"]["success"]["mean"])
     assert "**measured**" in shown and "paper; not measured" in shown and (run / "paper" / "table3.png").exists()
     told("--table", 5, run, "--out", tmp_path / "elsewhere")

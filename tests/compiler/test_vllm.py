@@ -122,7 +122,7 @@ def test_sampling_frequencies_are_those_of_the_policy(tmp_path: Path) -> None:
         policy = compiler.logprobs(scored.logits)[0, 0].exp()
         colder = (compiler.allowed(scored.logits)[0, 0] / 0.18).softmax(-1)
     ours = vllm_engines.served(compiler, tmp_path / "a", seed=7)
-    drawn = torch.tensor([draft.ids[0] for draft in ours._sample([ours._prompt(one)] * 3000, ours.generator, always)])
+    drawn = torch.tensor([draft.ids[0] for draft in ours._sample([ours.encode(one)] * 3000, ours.generator, always)])
     bins = 20
     order = policy.argsort(descending=True)
     bin_of = torch.empty_like(order)
@@ -187,7 +187,12 @@ def test_the_grammar_costs_nothing_where_it_is_off_and_never_touches_the_second_
         ours = vllm_engines.served(compiler, tmp_path / str(constrained), constrained=constrained)
         asked: list[list[SamplingParams]] = []
         run = ours._run
-        ours._run = lambda prompts, params, run=run, asked=asked: asked.append(params) or run(prompts, params)  # type: ignore[method-assign]
+
+        def spy(prompts, then, params, wanted, run=run, asked=asked):
+            asked.append(params)
+            return run(prompts, then, params, wanted)
+
+        ours._run = spy  # type: ignore[method-assign]
         ours.compile(requests(2))
         first, second = asked
         assert all(params.structured_outputs is None and params.extra_args for params in second)
@@ -328,7 +333,7 @@ def test_why_no_adapter_is_ever_overwritten_in_place(tmp_path: Path) -> None:
 
     first, second = vllm_engines.trained(seed=1), vllm_engines.trained(seed=2)
     ours = vllm_engines.served(first, tmp_path / "ours")
-    prompt = ours._prompt(tiny_models.request(0)).followed_by()
+    prompt = request_of(ours.encoder, ours.encode(tiny_models.request(0)))
     request = LoRARequest("in-place", 1_000_000, str(vllm_engines.save_adapter(first, tmp_path / "a")))
 
     def answer() -> float:

@@ -215,7 +215,6 @@ def test_mistakes_are_answered_clearly() -> None:
     with pytest.raises(EnvironmentFailure, match="which that home does not have"):
         env.reset(Task(task.id, task.goal, task.scene, task.split, task.kind, "", {**task.data, "item": "unicorn"}))
     for settings, message in [
-        ({"source": "unity"}, "'generated' or 'alfworld'"),
         ({"visual_share": 2}, "from 0 to 1"),
         ({"wandering_objects": 0}, "visual_share to 0"),
         ({"kinds": (TWO,)}, "visual_share to 0"),
