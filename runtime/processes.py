@@ -178,12 +178,10 @@ def check_alive(children: Sequence[ChildProcess]) -> None:
             raise ProcessError(f"{child.name} ended ({child.status}){child.last_words()}")
 
 
-def end_all(
-    children: Sequence[ChildProcess], grace_s: float = GRACE_S, ask: Callable[[ChildProcess], None] | None = None
-) -> None:
-    """End children together: `ask` (by default SIGTERM), then after `grace_s` SIGKILL; their groups are gone after."""
+def end_all(children: Sequence[ChildProcess], grace_s: float = GRACE_S) -> None:
+    """End children together: SIGTERM, then after `grace_s` SIGKILL; their groups are gone after."""
     for child in children:
-        (ask or ChildProcess.terminate)(child)
+        child.terminate()
     wait_for(children, grace_s)
     for child in children:
         child.kill()
