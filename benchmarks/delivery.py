@@ -31,9 +31,7 @@ from transformers import AutoConfig
 from benchmarks.scripted import ACTION_TOKENS, EMISSION_TOKENS, Script, ScriptedCompiler, ScriptedExecutor, play
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
-from configs.compiler import CompilerConfig, Soft
-from configs.engines import VllmEngine
-from configs.executor import ExecutorConfig
+from configs.models import CompilerConfig, ExecutorConfig, Soft, VllmEngine
 from configs.run_folder import RunFolder
 from envs.household.spec import INSTRUCTIONS
 from executor.build import load_executor

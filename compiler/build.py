@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from compiler.prompt import INSTRUCTIONS
 from compiler.records import Decoding
-from configs.compiler import CompilerConfig
 from configs.load import ConfigError
+from configs.models import CompilerConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from compiler.records import Compilation, CompileRequest, Decoding
 from compiler.server.wire import AdapterBody, CompileBody, CompileReply, SamplingBody, TensorName
-from configs.compiler import COMPILER_KEY
+from configs.models import COMPILER_KEY
 from runtime.http import RemoteError, RemoteServer
 from soft_mem.projector import Projector
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from compiler.drafts import Draft, Generators, check_room, compilations, draw_noise, generators
 from compiler.prompt import compiler_parts
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
-from configs.compiler import Lora
+from configs.models import Lora
 from lm.backbone import Backbone, Batch
 from lm.prompt import Prompt, PromptEncoder
 from soft_mem.projector import Gaussian, Projector

@@ -1,4 +1,4 @@
-"""Settings of a collection: who teaches, on which tasks, and which of its steps become training rows (paper C.1)."""
+"""Settings of memory banks and of a collection: who teaches, which tasks, which steps become rows (paper C.1)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from configs.engines import EndpointConfig
-from configs.executor import ExecutorConfig
-from configs.memory import MemoryConfig
+from configs.models import EndpointConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings
 from runtime.settings import Settings
+
+
+class MemoryConfig(Settings):
+    """Where M comes from. Without `bank`, an experience bank is collected by the expert before evaluation."""
+
+    bank: str | None = None
+    version: int | None = None  # bank version to read (default: the newest)
+    k: int = Field(default=4, ge=0)  # entries retrieved per task
+    embed: str | None = None  # a sentence-transformers model: rank by embeddings instead of words (extra `embed`)
+    experience_split: str | None = None  # split played by the expert to fill the bank (default: by environment)
+    experience_limit: int | None = None
 
 
 class LeakageConfig(Settings):
@@ -37,9 +46,7 @@ class CollectConfig(Settings):
     memory: MemoryConfig = MemoryConfig()
     split: str = "train"
     limit: int | None = None
-    noise: float = Field(
-        default=0.15, ge=0, le=1
-    )  # share of steps on which the expert wanders off, so rows cover recovery
+    noise: float = Field(default=0.15, ge=0, le=1)  # share of steps on which the expert strays: rows cover recovery
     successful_only: bool = True  # False: rows of episodes that failed, too; their labels are the expert's all the same
     deduplicate: bool = False  # one row of those with the same compiler input and emission
     keep_noaction: float = Field(default=1.0, ge=0, le=1)  # share of rows kept in which the compiler says nothing

@@ -1,4 +1,4 @@
-"""Settings of an evaluation, one cell or a matrix of them."""
+"""Settings of an evaluation, one cell or a matrix of them, and of the main job, which ends with one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from configs.compiler import CompilerConfig
-from configs.executor import ExecutorConfig
-from configs.memory import MemoryConfig
+from configs.collect import CollectConfig, MemoryConfig
+from configs.models import CompilerConfig, ExecutorConfig
+from configs.training import GrpoConfig, SftConfig
 from envs.registry import AnyEnvSettings, default_settings
 from runtime.settings import Settings
 
@@ -45,3 +45,13 @@ class EvalConfig(Settings):
             str(axis): {str(name): level for name, level in levels.items()} if isinstance(levels, dict) else levels
             for axis, levels in value.items()
         }
+
+
+class QuickstartConfig(Settings):
+    """The main job: collect, SFT, rollouts, evaluation. One file holds all of it."""
+
+    seed: int = 0  # scenes, SFT and evaluation take it from here (quickstart.yaml refers to it)
+    collect: CollectConfig
+    sft: SftConfig
+    grpo: GrpoConfig
+    eval: EvalConfig

@@ -9,10 +9,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.collect import LeakageConfig
-from configs.compiler import CompilerConfig
-from configs.executor import ExecutorConfig
-from configs.memory import MemoryConfig
+from configs.collect import LeakageConfig, MemoryConfig
+from configs.models import CompilerConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings
 from runtime.settings import Settings
 
@@ -151,22 +149,6 @@ class GrpoConfig(Settings):
     keep: int = Field(default=2, ge=1)
     trackers: tuple[TrackerName, ...] = ()  # that get what metrics.jsonl gets (extra `trackers`)
 
-    @model_validator(mode="after")
-    def _soft_tokens_are_read(self) -> GrpoConfig:
-        if self.executor.engine == "api" and self.loss.latent_weight > 0:
-            raise ValueError("a closed executor reads no soft tokens: train text alone (loss.latent_weight=0)")
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_path(self) -> GrpoConfig:
-        here = self.executor.engine == "hf" and not self.executor_urls
-        if self.loss.latent_gradient == "pathwise" and not (here and self.executor.temperature > 0):
-            raise ValueError(
-                "loss.latent_gradient=pathwise follows the gradient through the executor's own draw: "
-                "executor.engine=hf and executor.temperature above 0 (1.0 is usual)"
-            )
-        return self
-
     @field_validator("compiler")
     @classmethod
     def _trains_here(cls, value: CompilerConfig) -> CompilerConfig:
@@ -175,13 +157,17 @@ class GrpoConfig(Settings):
         return value
 
     @model_validator(mode="after")
-    def _corrected(self) -> GrpoConfig:
+    def _fits_together(self) -> GrpoConfig:
+        if self.executor.engine == "api" and self.loss.latent_weight > 0:
+            raise ValueError("a closed executor reads no soft tokens: train text alone (loss.latent_weight=0)")
+        here = self.executor.engine == "hf" and not self.executor_urls
+        if self.loss.latent_gradient == "pathwise" and not (here and self.executor.temperature > 0):
+            raise ValueError(
+                "loss.latent_gradient=pathwise follows the gradient through the executor's own draw: "
+                "executor.engine=hf and executor.temperature above 0 (1.0 is usual)"
+            )
         if self.overlap and not self.loss.importance_cap:
             raise ValueError("overlap learns from episodes of older weights: set loss.importance_cap (2.0 is usual)")
-        return self
-
-    @model_validator(mode="after")
-    def _samples_the_policy(self) -> GrpoConfig:
         if self.compiler.constrained:
             raise ValueError(
                 "GRPO samples the policy itself: compiler.constrained would draw from another distribution than the "

@@ -24,12 +24,10 @@ from agent.expert import ExpertTeacher
 from agent.records import Episode, episode_from_json, read_episodes
 from configs.collect import CollectConfig
 from configs.run_folder import RunFolder
-from data_gen.dataset import apply_filters, row_filters
+from data_gen.dataset import apply_filters, describe_rows, row_filters
 from data_gen.endpoint_teacher import EndpointTeacher
-from data_gen.experience import ROUND, entries_of, explain
-from data_gen.publish import describe_rows
 from data_gen.rows import SftRow, rows_of, save_rows
-from data_gen.tasks import filled_bank, guarded_tasks, specs_for
+from data_gen.tasks import ROUND, entries_of, explain, filled_bank, guarded_tasks, specs_for
 from envs.base import Environment, Task
 from executor.grounding import Grounding
 from executor.records import Executor

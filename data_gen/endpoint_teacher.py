@@ -9,13 +9,20 @@ applied), is recorded with its raw text and named error, and gives no row (`data
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from agent.expert import ExpertExecutor
 from agent.records import Episode
 from compiler.brief_state import apply_ops, one_line
 from compiler.language import Emission, ParseError, ParseResult, parse, render
 from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import Compilation, CompileRequest
+from configs.collect import CollectConfig
+from envs.registry import find
+from executor.api import ApiExecutor
+from executor.build import load_executor
+from executor.records import Executor
 from lm.endpoint import Endpoint, EndpointFailure, Message, user_message
 from lm.ledger import Answer
 from memory.trajectory import png_bytes
@@ -120,3 +127,17 @@ def _problem(parsed: ParseResult, request: CompileRequest) -> str:
     if request.state is None:
         return ""
     return "; ".join(apply_ops(parsed.emission.ops, request.state)[1])
+
+
+def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[Executor, dict[str, Endpoint]]:
+    """The actor, and all endpoints by role."""
+    endpoints, instructions = {"teacher": teacher}, find(config.env.name).instructions
+    if config.actor == "expert":
+        return ExpertExecutor(config.noise, config.seed), endpoints
+    if config.actor == "teacher":
+        shown = instructions if config.executor.instructions == "full" else ""
+        return ApiExecutor(teacher, shown, config.executor.max_new_tokens, "actor"), endpoints
+    actor = load_executor(config.executor, instructions, cache)
+    if isinstance(actor, ApiExecutor):
+        endpoints["executor"] = actor.endpoint
+    return actor, endpoints

@@ -2,7 +2,7 @@
 
 Rows are stored as a `datasets` dataset (Arrow, pictures as an `Image` feature that keeps the PNG bytes); a row knows
 how to become a `StepInput`, so training reads exactly what the loop reads. What is kept of
-a collection, counted and published: `data_gen.dataset`, `data_gen.publish`.
+a collection, counted and published: `data_gen.dataset`.
 """
 
 from __future__ import annotations

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 
-from agent.episode import EpisodeSpec
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.expert import ExpertExecutor, ExpertTeacher
+from agent.records import Episode
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
-from data_gen.experience import collect_experience, not_experienced
-from data_gen.guard import guard_training
-from envs.base import Task
+from data_gen.leakage import guard_training
+from envs.base import Environment, Task
 from envs.environments import Environments
 from envs.registry import experience_split
 from memory.bank import MemoryBank, open_bank
-from memory.protocol import Memory
+from memory.entry import Memory, MemoryEntry
+from memory.trajectory import entry_from_trajectory
+from runtime.errors import is_failure
 from runtime.progress import progress
 
 console = Console(width=120)
@@ -97,6 +102,55 @@ def guarded_tasks(
         ConfigError: they do.
     """
     tasks, experience = chosen_tasks(config, envs, config.split)
-    guarded = guard_training(config, tasks, experience if experienced else [], envs, run)
-    console.print(f"  {guarded.summary}")
-    return guarded.tasks, guarded.experience
+    tasks, experience, audit = guard_training(config, tasks, experience if experienced else [], envs, run)
+    console.print(f"  {audit.summary}")
+    return tasks, experience
+
+
+ROUND = 64  # episodes that are played side by side where settings do not say, and that a kill may cost
+
+
+class Explainer(Protocol):
+    """Says of finished episodes, one line each, why they went as they did."""
+
+    def rationales(self, episodes: Sequence[Episode]) -> list[str]: ...
+
+
+def collect_experience(
+    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: Memory, max_steps: int = 50,
+    on_episode: Callable[[Episode], None] | None = None, round_size: int = ROUND,
+) -> None:  # fmt: skip
+    """Have the expert play `tasks`; every episode becomes an entry, written when the `round_size` episodes of its round
+    are over."""
+    delivery, limits = Delivery("expert", "none"), Limits(max_steps)
+    for start in range(0, len(tasks), round_size):
+        specs = [EpisodeSpec(task) for task in tasks[start : start + round_size]]
+        episodes = run_episodes(make_env, specs, delivery, ExpertExecutor(), limits, round_size, on_episode)
+        explain(episodes, ExpertTeacher())
+        bank.write(entries_of(episodes))
+
+
+def not_experienced(tasks: Sequence[Task], bank: Memory) -> list[Task]:
+    """Return those of `tasks` of which the bank holds no episode yet."""
+    known = bank.origins()
+    return [task for task in tasks if (task.id, task.split) not in known]
+
+
+def explain(episodes: Sequence[Episode], explainer: Explainer) -> None:
+    """Give each episode its rationale, but for those that broke: there is nothing to learn from them."""
+    told = [episode for episode in episodes if not is_failure(episode.stop_reason)]
+    for episode, why in zip(told, explainer.rationales(told), strict=True):
+        episode.rationale = why
+
+
+def entries_of(episodes: Iterable[Episode]) -> list[MemoryEntry]:
+    """Return what episodes leave in memory: failures, too, but not those of endpoint or environment, which teach
+    nothing."""
+    return [
+        entry_from_trajectory(
+            Task(e.task_id, e.goal, e.scene, e.split, e.kind), [step.action for step in e.steps],
+            [step.feedback for step in e.steps], e.success, e.rationale,
+        )
+        for e in episodes
+        if not is_failure(e.stop_reason)
+    ]  # fmt: skip

@@ -32,7 +32,7 @@ from compiler.records import Compiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder, RunFolderError
-from data_gen.guard import record_evaluation
+from data_gen.leakage import record_evaluation
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
 from envs.base import Task
 from envs.environments import Environments

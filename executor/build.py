@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from configs.executor import ExecutorConfig
+from configs.models import ExecutorConfig
 
 if TYPE_CHECKING:
     from executor.api import ApiExecutor

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from configs.executor import EXECUTOR_KEY
+from configs.models import EXECUTOR_KEY
 from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest
 from executor.records import Action

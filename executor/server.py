@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.executor import EXECUTOR_KEY
+from configs.models import EXECUTOR_KEY
 from runtime.processes import run_in_foreground
 
 # A message's parts are the whole prompt, as the client sends it.

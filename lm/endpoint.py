@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
-from configs.engines import EndpointConfig
+from configs.models import EndpointConfig
 from lm.ledger import Answer, EndpointStop, Ledger, price
 from runtime.http import MAX_WAIT_S, TransientError, as_asked, retry_after
 

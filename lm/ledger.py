@@ -16,7 +16,7 @@ from typing import Any
 
 from tenacity import retry, retry_if_exception, stop_after_delay, wait_random
 
-from configs.engines import EndpointConfig
+from configs.models import EndpointConfig
 
 ANSWER = "answer"  # the outcome that is no fault
 WAIT_S = 60.0  # for other processes

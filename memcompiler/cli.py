@@ -22,8 +22,7 @@ from memcompiler.options import (
 
 if TYPE_CHECKING:
     from configs.collect import CollectConfig
-    from configs.evaluation import EvalConfig
-    from configs.quickstart import QuickstartConfig
+    from configs.evaluation import EvalConfig, QuickstartConfig
     from configs.training import GrpoConfig, SftConfig
 
 app = typer.Typer(
@@ -78,7 +77,7 @@ def doctor() -> None:
 
 
 @app.command()
-@with_settings("configs.quickstart:QuickstartConfig", "quickstart", _check_cells)
+@with_settings("configs.evaluation:QuickstartConfig", "quickstart", _check_cells)
 def quickstart(
     settings: "QuickstartConfig", out: Out = Path("out/quickstart"), on_exists: OnExists = "overwrite"
 ) -> None:
@@ -147,7 +146,7 @@ def push(
     public: Public = False,
 ) -> None:
     """Upload a checkpoint (adapter, projector, model card) to the Hugging Face hub."""
-    from training.publish import push as upload
+    from training.checkpoint import push as upload
 
     typer.echo(upload(run, repo, private=not public))
 
@@ -334,7 +333,7 @@ def serve_compiler(
     """A trained compiler, with its projector, behind POST /compile (docs/serving.md). In vLLM, unless
     compiler.engine=hf."""
     named = [f"compiler.checkpoint={checkpoint}"] if checkpoint else []
-    settings = load_settings("configs.serving:ServeConfig", config, [*(overrides or []), *named], print_config)
+    settings = load_settings("configs.models:ServeConfig", config, [*(overrides or []), *named], print_config)
     from memcompiler.serve import run_serve_compiler
 
     run_serve_compiler(settings, host, port)

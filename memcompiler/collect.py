@@ -63,8 +63,7 @@ def _players(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Map
         from agent.expert import ExpertExecutor, ExpertTeacher
 
         return ExpertTeacher(), ExpertExecutor(config.noise, config.seed), {}
-    from data_gen.actor import load_actor
-    from data_gen.endpoint_teacher import EndpointTeacher
+    from data_gen.endpoint_teacher import EndpointTeacher, load_actor
     from lm.endpoint import Endpoint
 
     endpoint = Endpoint(config.api, cache)

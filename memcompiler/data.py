@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from data_gen import publish
+from data_gen import dataset
 from data_gen.dataset import print_statistics, statistics
 from data_gen.rows import load_rows, row_folders
 
@@ -25,7 +25,7 @@ def run_inspect(rows: Sequence[str], tokenizer: str | None) -> None:
         reader = AutoTokenizer.from_pretrained(model_path(tokenizer))
     found = statistics(load_rows(folders), reader)
     if len(folders) == 1:
-        found |= publish.of_collection(folders[0])
+        found |= dataset.of_collection(folders[0])
     print_statistics(found)
 
 
@@ -34,4 +34,4 @@ def run_push(rows: Path, repo: str, public: bool) -> None:
     from lm.loading import quiet
 
     quiet()
-    Console(width=120).print(publish.push(rows, repo, private=not public))
+    Console(width=120).print(dataset.push(rows, repo, private=not public))

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from configs.collect import CollectConfig
 from configs.load import ConfigError
-from data_gen.guard import LEAKAGE, MANIFEST, Audit, audit_training, held_out_tasks
-from data_gen.leakage import check
+from data_gen.leakage import LEAKAGE, MANIFEST, Audit, audit_training, check, held_out_tasks
 from data_gen.tasks import chosen_tasks
 from envs.environments import Environments
 from envs.manifest import Manifest

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from compiler.build import load_compiler
-from configs.evaluation import EvalConfig
-from configs.quickstart import QuickstartConfig
+from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from envs.registry import executor_instructions

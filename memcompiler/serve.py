@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import typer
 
-from configs.compiler import COMPILER_KEY
-from configs.serving import ServeConfig
-from runtime.network import check_loopback, http_url
+from configs.models import COMPILER_KEY, ServeConfig
+from runtime.http import check_loopback, http_url
 
 
 def run_serve_compiler(config: ServeConfig, host: str, port: int) -> None:

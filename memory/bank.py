@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.memory import MemoryConfig
+from configs.collect import MemoryConfig
 from envs.base import Task
-from memory.embed import unit_rows
-from memory.entry import MemoryEntry, entry_from_json
-from memory.protocol import Written
-from memory.retrieval import Found, Retriever, encodable
+from memory.entry import MemoryEntry, Written, entry_from_json
+from memory.retrieval import Found, Retriever, encodable, unit_rows
 from memory.table import (
     ENTRY_COLUMNS,
     TABLE,
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from lancedb.table import Table
 
-    from memory.embed import Embed
+    from memory.retrieval import Embed
 
 BATCH = 64  # entries in memory at once while a bank is iterated (each may hold an episode's pictures)
 IMPORT_BATCH, IMPORT_BYTES = 4096, 2**26  # entries, or picture bytes, per commit of an import
@@ -366,7 +364,7 @@ def _imported(line: str, where: str) -> MemoryEntry:
 
 def open_bank(config: MemoryConfig, default: Path) -> MemoryBank:
     """Open the bank that the settings name (at its version), or the one at `default`."""
-    from memory.embed import SentenceEmbedder
+    from memory.retrieval import SentenceEmbedder
 
     bank = MemoryBank(config.bank or default, SentenceEmbedder(config.embed) if config.embed else None)
     return bank.at(config.version) if config.version is not None else bank

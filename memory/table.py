@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lancedb.index import FTS
     from lancedb.table import Table
 
-    from memory.embed import Embed
+    from memory.retrieval import Embed
 
 # lancedb and pyarrow are imported where they are used: they take a second that only those who open a bank should pay.
 

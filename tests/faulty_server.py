@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from configs.engines import EndpointConfig
+from configs.models import EndpointConfig
 
 FAULTS = (
     "429", "429 retry-after", "500", "hang", "truncated", "html", "empty choices", "null content", "array", "closed",

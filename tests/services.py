@@ -11,7 +11,7 @@ import uvicorn
 
 from compiler.server.app import service_app
 from compiler.server.service import CompilerService, ServiceLimits
-from runtime.network import bound_socket
+from runtime.http import bound_socket
 from tests.waiting import until
 
 

@@ -115,7 +115,7 @@ def vault(nothing_known: None) -> None:
 
 @pytest.mark.slow
 def test_it_is_collected_learnt_from_and_evaluated_by_its_name(vault: None, tmp_path: Path) -> None:
-    from data_gen.guard import rows_instructions
+    from data_gen.leakage import rows_instructions
     from eval.evaluate import run_eval
     from eval.provenance import sha256
     from memcompiler.collect import run_collect

@@ -10,7 +10,7 @@ from PIL import Image
 from compiler.brief_state import BriefState, Create
 from compiler.hf import MemoryCompiler
 from compiler.records import CompileRequest, Decoding
-from configs.compiler import Lora
+from configs.models import Lora
 from lm.backbone import Backbone
 from memory.entry import MemoryEntry, Provenance
 from soft_mem.projector import Projector, ProjectorConfig

@@ -21,10 +21,10 @@ from compiler.hf import MemoryCompiler
 from compiler.records import Compilation, Decoding
 from compiler.vllm import VllmCompiler
 from compiler.vllm import engine_settings as compiler_settings
-from configs.executor import EXECUTOR_KEY
+from configs.models import EXECUTOR_KEY
 from executor.vllm import engine_settings as executor_settings
 from lm.loading import load_encoder
-from runtime.network import LOOPBACK, answers, free_port, http_url
+from runtime.http import LOOPBACK, answers, free_port, http_url
 from runtime.processes import ChildProcess
 from tests import tiny_models
 from zoo.household.models import as_llama, save

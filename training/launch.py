@@ -18,11 +18,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from configs.engines import VllmEngine
 from configs.load import ConfigError, to_yaml
-from configs.serving import ServeConfig
+from configs.models import ServeConfig, VllmEngine
 from configs.training import GrpoConfig
-from runtime.network import LOOPBACK, answers, free_port, http_url
+from runtime.http import LOOPBACK, answers, free_port, http_url
 from runtime.processes import ChildProcess, ProcessError, check_alive, ended_together
 
 console = Console(width=120)

@@ -15,11 +15,11 @@ from rich.console import Console
 from agent.episode import EpisodeSpec, Limits
 from compiler.build import load_compiler, load_remote_compiler, load_served_compiler
 from compiler.hf import MemoryCompiler
-from configs.executor import ExecutorConfig
 from configs.load import ConfigError
+from configs.models import ExecutorConfig
 from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
-from data_gen.guard import MANIFEST, guard_rows, record_rows, rows_instructions
+from data_gen.leakage import MANIFEST, guard_rows, record_rows, rows_instructions
 from data_gen.rows import load_rows, row_folders
 from data_gen.tasks import specs_for, training_tasks_and_bank
 from envs.environments import Environments

@@ -30,7 +30,7 @@ from compiler.records import CompileRequest
 from compiler.server.queue import CompileJob, Refusal, WeightsJob
 from compiler.server.service import CompilerService, ServiceLimits
 from compiler.server.wire import AdapterBody, CompileBody, CompileReply, Seconds
-from configs.compiler import COMPILER_KEY
+from configs.models import COMPILER_KEY
 
 
 def service_app(service: CompilerService, key: str | None = None) -> FastAPI:

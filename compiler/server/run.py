@@ -16,8 +16,8 @@ from compiler.build import load_compiler, load_served_compiler
 from compiler.server.app import service_app
 from compiler.server.service import CompilerService, ServedCompiler, ServiceLimits
 from configs.load import ConfigError
-from configs.serving import ServeConfig
-from runtime.network import bound_socket, http_url
+from configs.models import ServeConfig
+from runtime.http import bound_socket, http_url
 
 GRACE_S = 10.0  # beyond a request's own time-out, that a service which leaves waits for what runs
 

@@ -7,7 +7,7 @@ import torch
 
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
-from configs.compiler import CompilerConfig, Lora
+from configs.models import CompilerConfig, Lora
 from tests import tiny_models
 
 SETTINGS = {"dtype": "float32", "device": "cpu", "instructions": "none", "max_new_tokens": 8}

@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 
 from compiler.build import load_served_compiler
 from compiler.records import Decoding
-from configs.compiler import CompilerConfig
 from configs.evaluation import EvalConfig
+from configs.models import CompilerConfig
 from configs.training import GrpoConfig
 from tests import tiny_models
 

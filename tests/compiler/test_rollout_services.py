@@ -10,8 +10,7 @@ import torch
 from compiler import checkpoint
 from compiler.client import RemoteCompiler
 from compiler.server.run import reloader
-from configs.compiler import CompilerConfig
-from configs.serving import ServeConfig
+from configs.models import CompilerConfig, ServeConfig
 from runtime.http import RemoteError
 from tests import tiny_models
 from tests.services import listening

@@ -29,9 +29,9 @@ from compiler.hf import MemoryCompiler
 from compiler.language import Emission, ParseError, render
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
 from compiler.server.wire import CompileBody, CompileReply, SamplingBody, Seconds, TensorBody
-from configs.compiler import COMPILER_KEY, CompilerConfig, Soft
 from configs.evaluation import EvalConfig
 from configs.load import load_config
+from configs.models import COMPILER_KEY, CompilerConfig, Soft
 from memory.entry import MemoryEntry, Provenance
 from runtime.errors import StopReason
 from runtime.http import RemoteError, RemoteServer

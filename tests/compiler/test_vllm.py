@@ -349,7 +349,7 @@ def test_why_no_adapter_is_ever_overwritten_in_place(tmp_path: Path) -> None:
 @using_vllm
 @pytest.mark.parametrize("what", ["nothing", "rank", "corrupt"])
 def test_an_adapter_that_does_not_load_leaves_the_old_one_in_force(what: str, tmp_path: Path) -> None:
-    from configs.compiler import Lora
+    from configs.models import Lora
 
     compiler = vllm_engines.trained()
     ours = vllm_engines.served(compiler, tmp_path / "a")

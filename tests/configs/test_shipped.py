@@ -3,10 +3,9 @@
 import pytest
 
 from configs.collect import CollectConfig
-from configs.evaluation import EvalConfig
+from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.load import CONFIGS, ConfigError, load_config, to_yaml
-from configs.quickstart import QuickstartConfig
-from configs.serving import ServeConfig
+from configs.models import ServeConfig
 from configs.training import GrpoConfig, SftConfig
 
 SCHEMAS = {"quickstart.yaml": QuickstartConfig, "sft": SftConfig, "eval": EvalConfig,

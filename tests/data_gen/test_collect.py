@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from configs.collect import CollectConfig
-from configs.executor import EXECUTOR_KEY
 from configs.load import ConfigError, load_config
+from configs.models import EXECUTOR_KEY
 from data_gen.endpoint_teacher import TEACHING, WRITING
 from data_gen.rows import load_rows
 from lm.ledger import EndpointStop
@@ -341,7 +341,7 @@ def test_shards_of_the_expert_play_each_task_once(tmp_path):
 
 
 def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
-    from data_gen import experience
+    from data_gen import tasks as experience
     from envs.household.environment import HouseholdEnvironment
 
     def make_env():

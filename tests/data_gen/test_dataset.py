@@ -18,7 +18,7 @@ from configs.collect import CollectConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import SftConfig
-from data_gen import dataset, guard, publish
+from data_gen import dataset, leakage
 from data_gen.rows import SftRow, load_rows, save_rows
 from envs.base import Task
 from envs.manifest import Manifest
@@ -124,20 +124,20 @@ def test_a_collection_counts_plots_and_describes_itself(collected: Path) -> None
     for fact in (f"| {manifest.sha256} |", "| leakage | isolated", "| teacher | the environment's expert |",
                  f"unsuccessful {summary['dropped']['unsuccessful']}", "| split | train |"):  # fmt: skip
         assert fact in text, fact
-    assert {name for names in publish.FIELDS for name in names.split(", ")} == set(SftRow.__dataclass_fields__)
+    assert {name for names in dataset.FIELDS for name in names.split(", ")} == set(SftRow.__dataclass_fields__)
     assert str(collected) not in card
 
 
 def test_a_card_without_records_says_so(tmp_path: Path) -> None:
-    made = publish.provenance(tmp_path / "rows")
+    made = dataset.provenance(tmp_path / "rows")
     assert made["environment"] == made["teacher"] == made["split"] == "unknown" and made["leakage"] == "not checked"
-    card = publish.dataset_card(made | {"environment": "scienceworld"}, dataset.statistics([row(0)]))
+    card = dataset.dataset_card(made | {"environment": "scienceworld"}, dataset.statistics([row(0)]))
     assert "license: other" in card and "come from scienceworld and stay under its terms" in card
     (tmp_path / "leakage.json").write_text(json.dumps({"clean": False}))
-    assert "LEAKS" in publish.provenance(tmp_path / "rows")["leakage"]
+    assert "LEAKS" in dataset.provenance(tmp_path / "rows")["leakage"]
     (tmp_path / "leakage.json").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
-        publish.provenance(tmp_path / "rows")
+        dataset.provenance(tmp_path / "rows")
 
 
 def test_inspect_prints_what_rows_hold(collected: Path, repository: Path) -> None:
@@ -172,7 +172,7 @@ def test_push_uploads_rows_that_load_dataset_gives_back(
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
     FakeHub.calls, FakeHub.folder = [], tmp_path / "hub"
-    monkeypatch.setattr(publish, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(dataset, "SHARD_BYTES", 20_000)
     result = CliRunner().invoke(app, ["data", "push", str(collected / "rows"), "someone/rows"])
     assert result.exit_code == 0 and "hub:datasets/someone/rows" in result.output, result.output
     assert FakeHub.calls == [
@@ -190,11 +190,11 @@ def test_push_uploads_rows_that_load_dataset_gives_back(
 
 def test_push_of_nothing_or_of_several_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="memcompiler collect"):
-        publish.push(tmp_path / "none", "someone/rows")
+        dataset.push(tmp_path / "none", "someone/rows")
     for name in ("a", "b"):
         save_rows([row(0)], tmp_path / name)
     with pytest.raises(ValueError, match="2 folders"):
-        publish.push(tmp_path / "*", "someone/rows")
+        dataset.push(tmp_path / "*", "someone/rows")
 
 
 # -- several collections in one training ------------------------------------------------------------------------------
@@ -213,15 +213,15 @@ def shard(folder: Path, benchmark: str, *ids: str, clean: bool | None = True) ->
 def test_tasks_and_verdicts_of_several_collections_go_along_together(tmp_path: Path) -> None:
     folders = [shard(tmp_path / "1", "household", "a", "b"), shard(tmp_path / "2", "household", "b", "c")]
     run = RunFolder.create(tmp_path / "sft", SftConfig(rows=("x", "y")), on_exists="raise")
-    guard.record_rows(run, folders, [])
+    leakage.record_rows(run, folders, [])
     manifest = Manifest.read(run.path / "manifest.json")
     assert [task.id for task in manifest.tasks] == ["a", "b", "c"]
     audit = json.loads((run.path / "leakage.json").read_text())
     assert audit["clean"] is True and audit["train_sha256"] == manifest.sha256 and len(audit["rows"]) == 2
-    guard.record_rows(run, [*folders, shard(tmp_path / "3", "household", "d", clean=None)], [])
+    leakage.record_rows(run, [*folders, shard(tmp_path / "3", "household", "d", clean=None)], [])
     assert json.loads((run.path / "leakage.json").read_text())["clean"] is None
     with pytest.raises(ConfigError, match="rows of household and scienceworld"):
-        guard.record_rows(run, [*folders, shard(tmp_path / "4", "scienceworld", "e")], [])
+        leakage.record_rows(run, [*folders, shard(tmp_path / "4", "scienceworld", "e")], [])
 
 
 def test_training_checks_every_folder(tmp_path: Path) -> None:

@@ -23,11 +23,9 @@ from PIL import Image
 
 from agent.deliveries import Delivery
 from agent.episode import Limits, run_episodes
-from configs.compiler import CompilerConfig
 from configs.evaluation import EvalConfig
-from configs.executor import EXECUTOR_KEY, ExecutorConfig
 from configs.load import ConfigError, load_config
-from configs.serving import ServeConfig
+from configs.models import EXECUTOR_KEY, CompilerConfig, ExecutorConfig, ServeConfig
 from configs.training import GrpoConfig
 from executor.client import RemoteExecutor, _nodes
 from executor.grounding import Grounding

@@ -9,7 +9,7 @@ import transformers
 
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
-from configs.compiler import Lora
+from configs.models import Lora
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.backbone import Backbone

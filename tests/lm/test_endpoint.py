@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from configs.engines import EndpointConfig
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
+from configs.models import EndpointConfig
 from lm.endpoint import (
     Endpoint,
     EndpointFailure,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from configs.executor import ExecutorConfig
+from configs.models import ExecutorConfig
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock

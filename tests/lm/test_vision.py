@@ -19,7 +19,7 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import executor_request
 from compiler.hf import MemoryCompiler
-from configs.executor import ExecutorConfig
+from configs.models import ExecutorConfig
 from configs.training import SftConfig
 from data_gen.rows import SftRow
 from envs.base import Observation, Task, Transition

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from envs.base import Task
 from memory.bank import MemoryBank
-from memory.entry import MemoryEntry, Provenance
-from memory.protocol import Memory, Written
+from memory.entry import Memory, MemoryEntry, Provenance, Written
 from memory.table import CROWDED, BankError
 from tests.memory.entries import entry
 

@@ -11,9 +11,8 @@ from lancedb.query import MatchQuery
 
 from envs.base import Task
 from memory.bank import BankError, MemoryBank
-from memory.embed import SentenceEmbedder
 from memory.entry import MemoryEntry, Provenance
-from memory.retrieval import Found, merge, repeats_last
+from memory.retrieval import Found, SentenceEmbedder, merge, repeats_last
 from memory.trajectory import entry_from_trajectory
 
 VERBS = {"hot": "heat", "clean": "clean", "cool": "cool"}

@@ -11,8 +11,7 @@ from email.utils import formatdate
 
 import pytest
 
-from runtime.http import RefusedError, RemoteError, RemoteServer, retry_after
-from runtime.network import answers, free_port
+from runtime.http import RefusedError, RemoteError, RemoteServer, answers, free_port, retry_after
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

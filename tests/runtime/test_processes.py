@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.network import answers, check_loopback, free_port, http_url
+from runtime.http import answers, check_loopback, free_port, http_url
 from runtime.processes import ChildProcess, ProcessError, check_alive, end_all, ended_together
 from tests.waiting import until
 

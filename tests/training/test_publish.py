@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 
 from compiler.checkpoint import CheckpointError
-from training.publish import push
+from training.checkpoint import push
 
 
 class FakeHub:

