@@ -33,7 +33,7 @@ from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
 from configs.models import CompilerConfig, ExecutorConfig, Soft, VllmEngine
 from configs.run_folder import RunFolder
-from envs.household.spec import INSTRUCTIONS
+from envs.household.environment import INSTRUCTIONS
 from executor.build import load_executor
 from lm.loading import model_path, quiet
 from runtime.progress import progress

@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 from envs.base import Environment
 from envs.household.environment import HouseholdEnvironment
-from envs.pool import EnvironmentPool, WorkerSpec
+from envs.pool import EnvironmentPool
+from envs.spec import WorkerSpec
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from compiler.language import Emission
 from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import Compilation, Compiler, CompileRequest
 from envs.base import Observation, Task, Transition
-from envs.household.spec import INSTRUCTIONS as RULES
+from envs.household.environment import INSTRUCTIONS as RULES
 from executor.base import TokenExecutor
 from executor.grounding import Grounding
 from executor.prompt import ExecutorRequest, memory_text

@@ -17,7 +17,7 @@ from compiler.build import load_compiler
 from configs.load import load_config
 from configs.training import SftConfig
 from data_gen.rows import load_rows
-from envs.household.spec import INSTRUCTIONS
+from envs.household.environment import INSTRUCTIONS
 from executor.build import load_frozen
 from training.sft import SftTrainer
 

@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition, task_from_json
+from envs.spec import PoolLimits, WorkerSpec
 from envs.worker import task_to_json
-from envs.worker_process import HostedError, PoolLimits, Worker, WorkerFailure, WorkerSpec, end_workers
+from envs.worker_process import HostedError, Worker, WorkerFailure, end_workers
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["EnvironmentPool", "HostedError", "Lease", "PoolCounters", "PoolLimits", "WorkerFailure", "WorkerSpec"]
 T = TypeVar("T")
 
 

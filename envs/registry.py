@@ -19,14 +19,14 @@ from envs.spec import EnvSettings, EnvSpec
 GROUP = "memcompiler.environments"
 DEFAULT = "household"
 BUILT_IN: Mapping[str, str] = {
-    "household": "envs.household.spec:HOUSEHOLD",
-    "alfworld": "envs.alfworld.spec:ALFWORLD",
-    "scienceworld": "envs.scienceworld.spec:SCIENCEWORLD",
+    "household": "envs.household.environment:HOUSEHOLD",
+    "alfworld": "envs.alfworld.environment:ALFWORLD",
+    "scienceworld": "envs.scienceworld.environment:SCIENCEWORLD",
     "eb_alfred": "envs.embodiedbench.spec:EB_ALFRED",
     "eb_habitat": "envs.embodiedbench.spec:EB_HABITAT",
     "eb_navigation": "envs.embodiedbench.spec:EB_NAVIGATION",
     "eb_manipulation": "envs.embodiedbench.spec:EB_MANIPULATION",
-    "gymnasium": "envs.gymnasium.spec:GYMNASIUM",
+    "gymnasium": "envs.gymnasium.environment:GYMNASIUM",
 }
 _known: dict[str, EnvSpec] = {}  # registered, or loaded from an entry point
 

@@ -5,6 +5,10 @@ Importing a spec must be quick: whatever needs torch, numpy or a simulator is im
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import importlib.util
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,8 +16,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from envs.base import Task
-from envs.probe import Probe
-from envs.worker_process import PoolLimits, WorkerSpec
 from runtime.settings import Settings
 
 # What training and evaluation must not share, by dimension of `Task.isolation` (paper C.1). disjoint: no value on both
@@ -35,64 +37,97 @@ class EnvSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Which tasks are for what.
+    """Which tasks are for what."""
 
-    Attributes:
-        evaluation: what is evaluated where nobody says.
-        held_out: nothing may be learnt from these; `leakage.held_out` names others.
-        training: what fills a bank, unless `experience` says otherwise.
-        experience: from the split that is played to the one whose episodes fill its bank: other tasks in the same
-            scenes, never the tasks themselves.
-    """
-
-    evaluation: str
-    held_out: tuple[str, ...] = ()
-    training: str = "train"
+    evaluation: str  # what is evaluated where nobody says
+    held_out: tuple[str, ...] = ()  # nothing may be learnt from these; `leakage.held_out` names others
+    training: str = "train"  # what fills a bank, unless `experience` says otherwise
+    # From the split that is played to the one whose episodes fill its bank: other tasks in the same scenes, never the
+    # tasks themselves.
     experience: Callable[[str], str] | None = None
 
 
-def _no_workers(_: Any) -> int:
-    return 0
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker hosts and in which Python."""
+
+    factory: str  # "module:Class"; the repository is put on the worker's PYTHONPATH only if the module is in it
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the factory, JSON-ready
+    python: str | None = None  # interpreter (3.9 or newer) to start; None for this one
+    env: Mapping[str, str] = field(default_factory=dict)  # environment variables to add
 
 
-def _no_probes() -> Sequence[Probe]:
-    return ()
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """How long each call may take, in seconds, and how many workers may be replaced before the pool gives up."""
+
+    start_s: float = 180.0
+    tasks_s: float = 180.0
+    reset_s: float = 120.0
+    step_s: float = 60.0
+    expert_s: float = 120.0
+    close_s: float = 5.0
+    lease_s: float = 600.0  # how long a lease waits for a worker to come free
+    beat_s: float = 1.0  # between signs of life while a call runs
+    silence_s: float = 30.0  # without any sign of life: stopped. Above what a C call may hold the interpreter's lock
+    restarts: int = 100
 
 
-def _not_listed(_: Any, split: str) -> list[Task] | None:
-    return None
+class Missing(Exception):
+    """The part is not there (which for an extra is no fault)."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A look at a part of the installation, for `memcompiler doctor`. It travels to another process."""
+
+    name: str
+    run: Callable[[], str]  # of a module (or a partial of one): a detail; raises `Missing`, or else it is broken
+    fix: str = ""  # a command to paste in the repository's folder
+    core: bool = True
+    seconds: float = 120.0
+
+
+def is_installed(module: str, distribution: str | None = None) -> str:
+    """Return the distribution's version without importing it (deepspeed's import looks for compilers: seconds).
+
+    Raises:
+        Missing: there is no such module.
+    """
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        raise Missing("not installed")
+    return importlib.metadata.version(distribution or module)
+
+
+def imports(module: str, distribution: str | None = None) -> str:
+    """Return the distribution's version after importing the module."""
+    version = is_installed(module, distribution)
+    importlib.import_module(module)
+    return version
+
+
+def sync(extra: str = "") -> str:
+    """Return the command that installs the locked packages, with those of an extra; by the uv that `make` uses."""
+    uv = "uv" if shutil.which("uv") else ".uv/bin/uv"
+    return f"{uv} sync --inexact" + (f" --extra {extra}" if extra else "")
 
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """One environment. The functions are given its settings.
-
-    Attributes:
-        construct: how to make it, here or in a worker: "module:factory" and arguments that are JSON values.
-        splits: which tasks are for what.
-        workers: processes that play where the settings do not say: none where a step takes microseconds.
-        limits: of its workers; None for the pool's own.
-        list_tasks: a split's tasks without the environment; None where only the environment can list them.
-        isolation: the dimensions that every task must have, and how each is read. Further ones must be disjoint.
-        packages: whose versions a result depends on.
-        sources: modules or packages of ours whose text is the engine's version.
-        extra: the extra of pyproject.toml that installs it.
-        probes: what `memcompiler doctor` looks at; the fix of one that names none is to install the extra.
-        refusals: how an answer begins that refuses the action.
-        instructions: what executors are told (`executor.instructions: full`).
-    """
+    """One environment. The functions are given its settings."""
 
     name: str
     settings: type[EnvSettings]
-    construct: Callable[[Any], WorkerSpec]
+    construct: Callable[[Any], WorkerSpec]  # how to make it, here or in a worker
     splits: Callable[[Any], Splits]
-    workers: Callable[[Any], int] = _no_workers
-    limits: PoolLimits | None = None
-    list_tasks: Callable[[Any, str], list[Task] | None] = _not_listed
-    isolation: Mapping[str, Rule] = field(default_factory=dict)
-    packages: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-    extra: str = ""
-    probes: Callable[[], Sequence[Probe]] = _no_probes
-    refusals: tuple[str, ...] = ()
-    instructions: str = INSTRUCTIONS
+    workers: Callable[[Any], int] = lambda _: 0  # that play where the settings do not say: none for quick steps
+    limits: PoolLimits | None = None  # of its workers; None for the pool's own
+    # A split's tasks without the environment; None where only the environment can list them.
+    list_tasks: Callable[[Any, str], list[Task] | None] = lambda settings, split: None
+    isolation: Mapping[str, Rule] = field(default_factory=dict)  # what every task must have; others must be disjoint
+    packages: tuple[str, ...] = ()  # whose versions a result depends on
+    sources: tuple[str, ...] = ()  # modules or packages of ours whose text is the engine's version
+    extra: str = ""  # of pyproject.toml, which installs it
+    probes: Callable[[], Sequence[Probe]] = tuple  # the fix of one that names none is to install the extra
+    refusals: tuple[str, ...] = ()  # how an answer begins that refuses the action
+    instructions: str = INSTRUCTIONS  # what executors are told (`executor.instructions: full`)

@@ -8,51 +8,18 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from envs.base import EnvironmentFailure
+from envs.spec import PoolLimits, WorkerSpec
 from envs.worker import Channel, FrameError
 from runtime.processes import ChildProcess, end_all, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = Path(__file__).resolve().with_name("worker.py")
 GRACE_S = 1.0  # between SIGTERM and SIGKILL
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What a worker hosts and in which Python.
-
-    Attributes:
-        factory: "module:Class". The repository is put on the worker's PYTHONPATH only if the module is in it.
-        arguments: keyword arguments of the factory, JSON-ready.
-        python: interpreter (3.9 or newer) to start; None for this one.
-        env: environment variables to add.
-    """
-
-    factory: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    python: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLimits:
-    """How long each call may take, in seconds, and how many workers may be replaced before the pool gives up."""
-
-    start_s: float = 180.0
-    tasks_s: float = 180.0
-    reset_s: float = 120.0
-    step_s: float = 60.0
-    expert_s: float = 120.0
-    close_s: float = 5.0
-    lease_s: float = 600.0  # how long a lease waits for a worker to come free
-    beat_s: float = 1.0  # between signs of life while a call runs
-    silence_s: float = 30.0  # without any sign of life: stopped. Above what a C call may hold the interpreter's lock
-    restarts: int = 100
 
 
 class WorkerFailure(EnvironmentFailure):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 from envs import registry
-from envs.probe import Missing, Probe, imports, is_installed, sync
+from envs.spec import Missing, Probe, imports, is_installed, sync
 
 Status = Literal["ok", "missing", "broken"]
 

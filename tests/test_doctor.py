@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from envs import probe as probes
 from envs import registry
-from envs.alfworld.spec import fetch_games, find_games
+from envs import spec as probes
+from envs.alfworld.environment import fetch_games, find_games
 from envs.embodiedbench.spec import INSTALLATIONS, import_all
-from envs.probe import Missing, Probe
-from envs.scienceworld.spec import start_java
+from envs.scienceworld.environment import start_java
+from envs.spec import Missing, Probe
 from memcompiler import doctor
 from memcompiler.doctor import Check, all_probes, iter_checks, run_doctor, run_probe
 
@@ -190,10 +190,10 @@ def test_science_world_without_java_is_missing(monkeypatch):
     def no_java() -> str:
         raise ModuleNotFoundError("ScienceWorld needs Java")
 
-    monkeypatch.setattr("envs.scienceworld.spec.imports", lambda module: "1.2.3")
-    monkeypatch.setattr("envs.scienceworld.simulator.java_path", no_java)
+    monkeypatch.setattr("envs.scienceworld.environment.imports", lambda module: "1.2.3")
+    monkeypatch.setattr("envs.scienceworld.environment.java_path", no_java)
     assert run_probe(Probe("scienceworld", start_java)).status == "missing"
-    monkeypatch.setattr("envs.scienceworld.simulator.java_path", lambda: sys.executable)  # takes no "-version"
+    monkeypatch.setattr("envs.scienceworld.environment.java_path", lambda: sys.executable)  # takes no "-version"
     assert run_probe(Probe("scienceworld", start_java)).status == "broken"
 
 

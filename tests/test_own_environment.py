@@ -17,10 +17,8 @@ from configs.training import SftConfig
 from envs import registry
 from envs.base import Environment, EnvironmentFailure, Observation, Task, Transition
 from envs.manifest import Manifest
-from envs.probe import Probe
 from envs.registry import EnvironmentSpecError
-from envs.spec import EnvSettings, EnvSpec, Splits
-from envs.worker_process import WorkerSpec
+from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec
 from memcompiler import doctor
 
 # The environment ------------------------------------------------------------------------------------------------------

@@ -1,1 +1,0 @@
-"""ALFWorld: its games in the household engine, the same in TextWorld, and both compared."""

@@ -1,23 +1,33 @@
-"""ALFWorld's games, played by the household engine or, to check what it answers, by TextWorld itself.
-
-In `TextWorldEnvironment` everything seen, possible and won is TextWorld's, which says no more than whether the game is
-won; the share of the goal's conditions, the picture and the expert are those of a native game that is given the same
-commands. The two never drift apart unseen: where they disagree on a win, the episode fails.
-"""
+"""ALFWorld's games, played by the household engine or, to check what it answers, by TextWorld; settings and spec."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
-from envs.alfworld.games import AlfworldGames
-from envs.alfworld.reference import TextWorldGame
+from envs.alfworld.games import FOLDER, AlfworldGames
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from envs.household.environment import EngineEnvironment
+from envs.household.environment import INSTRUCTIONS, REFUSED, EngineEnvironment
+from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports, sync
 
-if TYPE_CHECKING:
-    import os
-    from pathlib import Path
+NO_TEXTWORLD = "TextWorld is not installed: uv sync --extra alfworld"
+TEXTWORLD_WORKERS = 4  # it takes seconds to start and 50 ms a step
+
+# Predicate in TextWorld's state -> the name that `Seen.facts` gives it. What is left out never changes in a game or, as
+# the agent's coordinates, shows in the other fields.
+CHANGING = {
+    "inreceptacle": "in", "holds": "holds", "opened": "open", "ishot": "hot", "iscool": "cool", "isclean": "clean",
+    "issliced": "sliced", "istoggled": "on",
+}  # fmt: skip
+
+Fact = tuple[str, ...]  # ("in", "mug 1", "cabinet 3"), ("hot", "mug 1")
 
 
 class AlfworldEnvironment(EngineEnvironment):
@@ -32,18 +42,18 @@ class AlfworldEnvironment(EngineEnvironment):
         super().__init__(self._folder, images, image_size)
 
     def game_file(self, task: Task) -> Path:
-        """Return the file of a task's game."""
         return self._folder.path(task)
 
 
 class TextWorldEnvironment(AlfworldEnvironment):
-    """Real (or exported) games in TextWorld: seconds a reset and about 50 ms a step. Needs the extra `alfworld`."""
+    """Real (or exported) games in TextWorld: seconds a reset and about 50 ms a step. Needs the extra `alfworld`.
 
-    def __init__(
-        self, data_root: str | os.PathLike[str] | None = None, images: bool = False, image_size: int = 64
-    ) -> None:
-        super().__init__(data_root, images, image_size)
-        self._theirs: TextWorldGame | None = None
+    Everything seen, possible and won is TextWorld's, which says no more than whether the game is won; the share of the
+    goal's conditions, the picture and the expert are those of a native game that is given the same commands. The two
+    never drift apart unseen: where they disagree on a win, the episode fails.
+    """
+
+    _theirs: TextWorldGame | None = None
 
     def reset(self, task: Task) -> Observation:
         """Start the task's episode. The text is the room as first seen, as the native engine gives it."""
@@ -75,3 +85,127 @@ class TextWorldEnvironment(AlfworldEnvironment):
             self._theirs.close()
             self._theirs = None
         super().close()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """All that one engine shows after a command."""
+
+    text: str
+    admissible: tuple[str, ...]
+    won: bool
+    facts: frozenset[Fact]
+
+
+class TextWorldGame:
+    """One game in TextWorld, with alfworld's names for things (`AlfredDemangler` and `AlfredInfos`).
+
+    Raises:
+        EnvironmentFailure: when TextWorld is not installed or cannot load the game.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import textworld
+            from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredInfos
+            from textworld.envs.pddl import PddlEnv
+        except ImportError as error:
+            raise EnvironmentFailure(f"{NO_TEXTWORLD} ({error})") from error
+        self._env: Any = AlfredInfos(AlfredDemangler(PddlEnv(textworld.EnvInfos(admissible_commands=True, won=True))))
+        try:
+            with _arguments_kept():
+                self._env.load(str(path))
+        except Exception as error:  # TextWorld and its planner raise all sorts
+            raise EnvironmentFailure(f"TextWorld cannot load {path}: {type(error).__name__}: {error}") from error
+
+    def reset(self) -> Seen:
+        """Start afresh. The text is TextWorld's, banner and task sentence included."""
+        with _arguments_kept():
+            return self._seen(self._env.reset())
+
+    def step(self, command: str) -> Seen:
+        return self._seen(self._env.step(command)[0])
+
+    def plan(self) -> list[str] | None:
+        """Return the commands that TextWorld's planner finds from here to the goal; None when it finds none."""
+        inner: Any = self._env.unwrapped
+        return inner._pddl_state.replan(inner._entity_infos) or None
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _seen(self, state: Mapping[str, Any]) -> Seen:
+        names = {id_: info.name for id_, info in state["_entity_infos"].items()}
+        changing = [fact for fact in state["_facts"] if fact.name in CHANGING]
+        facts = frozenset(
+            (CHANGING[fact.name], *(names[a.name] for a in fact.arguments[-2 if fact.name == "inreceptacle" else -1 :]))
+            for fact in changing
+        )
+        return Seen(state["feedback"], tuple(state["admissible_commands"]), bool(state["won"]), facts)
+
+
+@contextmanager
+def _arguments_kept() -> Iterator[None]:
+    """TextWorld's planner writes its own command line into sys.argv, where child processes would find it."""
+    kept = sys.argv[:]
+    try:
+        yield
+    finally:
+        sys.argv[:] = kept
+
+
+class AlfworldSettings(EnvSettings):
+    name: Literal["alfworld"] = "alfworld"  # pyright: ignore[reportIncompatibleVariableOverride]
+    data_root: str | None = None  # folder of json_2.1.1 (default: $ALFWORLD_DATA)
+    engine: Literal["native", "textworld"] = "native"  # who plays the games
+
+
+def _construct(settings: AlfworldSettings) -> WorkerSpec:
+    root = str(Path(settings.data_root).expanduser().resolve()) if settings.data_root else None
+    name = "TextWorldEnvironment" if settings.engine == "textworld" else "AlfworldEnvironment"
+    return WorkerSpec(f"{__name__}:{name}", {"data_root": root, "images": settings.images})
+
+
+def find_games() -> str:
+    """Look for real games below $ALFWORLD_DATA; the household engine plays them without the alfworld package."""
+    named = os.environ.get("ALFWORLD_DATA")
+    folder = Path(named) if named else _default_games()
+    splits = [split.name for split in sorted((folder / FOLDER).glob("*")) if any(split.rglob("game.tw-pddl"))]
+    if not named:
+        raise Missing("ALFWORLD_DATA is not set" + (" (games are in the default folder)" if splits else ""))
+    if not folder.is_dir():
+        raise Missing("ALFWORLD_DATA names a folder that does not exist")
+    if not splits:
+        raise Missing(f"no game.tw-pddl below $ALFWORLD_DATA/{FOLDER}")
+    return f"splits: {', '.join(splits)}"
+
+
+def fetch_games() -> str:
+    """Return the command that downloads the games, or that names the folder where they are."""
+    folder = os.environ.get("ALFWORLD_DATA")
+    if not folder and (_default_games() / FOLDER).is_dir():
+        return 'export ALFWORLD_DATA="$HOME/.cache/alfworld"'
+    target = shlex.quote(folder) if folder else '"$HOME/.cache/alfworld"'
+    export = "" if folder else f" && export ALFWORLD_DATA={target}"
+    return f"{sync('alfworld')} && .venv/bin/alfworld-download --data-dir {target}{export}"
+
+
+def _default_games() -> Path:
+    return Path.home() / ".cache" / "alfworld"  # where alfworld-download puts them
+
+
+ALFWORLD = EnvSpec(
+    "alfworld", AlfworldSettings, _construct,
+    splits=lambda _: Splits("valid_seen", held_out=("valid_unseen",)),
+    workers=lambda settings: TEXTWORLD_WORKERS if settings.engine == "textworld" else 0,
+    isolation={"gamefile": "disjoint", "scene": "disjoint"},
+    packages=("alfworld", "textworld"),
+    sources=("envs.household", "envs.alfworld"),
+    extra="alfworld",
+    probes=lambda: [
+        Probe("ALFWorld games", find_games, fetch_games(), core=False),
+        Probe("alfworld", partial(imports, "textworld", "alfworld"), core=False),
+    ],
+    refusals=(REFUSED,),
+    instructions=INSTRUCTIONS,
+)  # fmt: skip

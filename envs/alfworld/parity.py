@@ -8,21 +8,23 @@ facts (where things are, what is open, hot, cool, clean, sliced or on) must be e
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import multiprocessing
 import random
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
-from envs.alfworld.environment import AlfworldEnvironment
+from envs.alfworld.environment import NO_TEXTWORLD, AlfworldEnvironment, Fact, Seen, TextWorldGame
 from envs.alfworld.games import load_game
-from envs.alfworld.reference import Fact, Seen, TextWorldGame, quickened
-from envs.base import Task
+from envs.base import EnvironmentFailure, Task
 from envs.household.engine import Command, Engine
 from envs.household.expert import plan
 from envs.household.world import APPLIANCES, NOWHERE, Game, bits
@@ -161,12 +163,33 @@ def compare(
     lengths = [per_game] * (steps // per_game) + ([steps % per_game] if steps % per_game else [])
     chosen = choose_games(games, len(lengths), seed)
     walks = [(path, seed + turn, length) for turn, (path, length) in enumerate(zip(chosen, lengths, strict=True))]
-    play = partial(_compare_game, plain=plain)
+    play = functools.partial(_compare_game, plain=plain)
     if jobs == 1:
         yield from map(play, walks)
         return
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(play, walks)
+
+
+@contextmanager
+def quickened() -> Iterator[None]:
+    """TextWorld with its parsers memoised and its contexts copied flat (nothing in it changes what they hold)."""
+    try:
+        from textworld.envs.pddl import textgen
+        from textworld.logic import Rule
+    except ImportError as error:
+        raise EnvironmentFailure(f"{NO_TEXTWORLD} ({error})") from error
+    kept: Any = (textgen._parse_and_convert, textgen.copy_context, Rule.parse_conjunctive_query)
+    parse = functools.lru_cache(maxsize=None)(kept[0])
+    textgen._parse_and_convert = lambda *words, **named: copy.deepcopy(parse(*words, **named))
+    textgen.copy_context = lambda context: {
+        **context, "variables": dict(context["variables"]), "mapping": dict(context["mapping"])
+    }  # fmt: skip
+    Rule.parse_conjunctive_query = functools.lru_cache(maxsize=None)(kept[2])
+    try:
+        yield
+    finally:
+        textgen._parse_and_convert, textgen.copy_context, Rule.parse_conjunctive_query = kept
 
 
 def _compare_game(walk: tuple[Path, int, int], plain: bool) -> Compared:

@@ -21,9 +21,7 @@ from pydantic import Field, model_validator
 
 from envs.base import Task, task_from_json
 from envs.embodiedbench import tasks as task_files
-from envs.probe import Missing, Probe
-from envs.spec import EnvSettings, EnvSpec, Rule, Splits
-from envs.worker_process import PoolLimits, WorkerSpec
+from envs.spec import EnvSettings, EnvSpec, Missing, PoolLimits, Probe, Rule, Splits, WorkerSpec
 
 # A simulator's first start compiles shaders and loads scenes; listing EB-Manipulation loads each of its scenes.
 LIMITS = PoolLimits(start_s=120, tasks_s=1800, reset_s=600, step_s=180, close_s=20, silence_s=120)

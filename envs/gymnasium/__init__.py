@@ -1,1 +1,0 @@
-"""Any text environment of Gymnasium."""

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment that speaks text, as an `Environment` (extra `gym`).
+"""Any Gymnasium environment that speaks text, as an `Environment` (extra `gym`); its settings and spec.
 
 Observations are strings, or dicts in which one key holds the text (and another, if there is one, a picture). Actions
 are strings (a Text space) or a Discrete space whose actions have names. A task is one seed: the same seed and options
@@ -10,14 +10,47 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from envs.gymnasium.spec import GymnasiumConfig, GymnasiumKeys, GymnasiumSplit
+from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec, imports
+from runtime.settings import Settings
 
 if TYPE_CHECKING:
     import gymnasium
     from PIL.Image import Image
+
+
+class GymnasiumSplit(Settings):
+    """One task per seed, each reset with the same options."""
+
+    seeds: tuple[int, ...] = Field(min_length=1)
+    options: dict[str, Any] = Field(default={})  # for `reset`
+
+
+class GymnasiumKeys(Settings):
+    """Where an environment says what; null where it does not."""
+
+    text: str = "text"  # in a dict observation
+    image: str | None = None  # in a dict observation: uint8, (height, width, 3) or (height, width)
+    goal: str | None = None  # in a dict observation or in info; read once per task by a reset
+    admissible: str | None = None  # in info: names, or a 0/1 mask over a Discrete space (in a dict observation too)
+    progress: str | None = None  # in info: share of goal conditions met
+    success: str | None = None  # in info; without it, success is to terminate with a positive reward
+
+
+class GymnasiumConfig(Settings):
+    """Any text environment that `gymnasium.make` knows (extra `gym`)."""
+
+    id: str
+    splits: dict[str, GymnasiumSplit] = Field(min_length=1)
+    goal: str = ""  # of every task, unless keys.goal says where each has its own
+    actions: tuple[str, ...] = ()  # names of a Discrete space's actions, in the order of their numbers
+    keys: GymnasiumKeys = GymnasiumKeys()
 
 
 KEYS = GymnasiumKeys()
@@ -81,9 +114,14 @@ class GymnasiumTextEnvironment:
         if self._live is None or self._live.done:
             raise EnvironmentFailure("no live episode: call reset(task) first")
         env = self._opened()
-        meant = self._meant(env, action)
+        if self._actions:
+            meant = self._actions.index(action) if action in self._actions else None
+        else:
+            meant = action if env.action_space.contains(action) else None
         if meant is None:
-            return self._unknown(action)
+            told = replace(self._live.observation, text=f"{action!r} is not an action here.")
+            self._live = replace(self._live, observation=told)
+            return self._live
         with _failures(self.name):
             observation, reward, terminated, truncated, info = env.step(meant)
         keys = self._keys
@@ -94,8 +132,7 @@ class GymnasiumTextEnvironment:
         return self._live
 
     def expert(self) -> list[str] | None:
-        """None: Gymnasium has no notion of one."""
-        return None
+        return None  # Gymnasium has no notion of one
 
     def close(self) -> None:
         """Close the environment; `reset` makes a new one."""
@@ -104,14 +141,8 @@ class GymnasiumTextEnvironment:
             with _failures(self.name):
                 env.close()
 
-    # ------------------------------------------------------------------------------------------------------------------
-
     def _opened(self) -> gymnasium.Env:
-        """The environment, made at first use.
-
-        Raises:
-            EnvironmentFailure: it cannot be made, or its actions are neither text nor a Discrete space with names.
-        """
+        """Make the environment at first use, and check that its actions are text or a Discrete space with names."""
         if self._env is None:
             try:
                 import gymnasium
@@ -171,21 +202,6 @@ class GymnasiumTextEnvironment:
         kinds = " and ".join(type(place).__name__ for place in places)
         raise EnvironmentFailure(f"{self.name}: no {key!r} in what it returned ({kinds}); set keys")
 
-    def _meant(self, env: gymnasium.Env, action: str) -> Any | None:
-        """What the environment takes for `action`; None if it means nothing to it."""
-        if self._actions:
-            return self._actions.index(action) if action in self._actions else None
-        return action if env.action_space.contains(action) else None
-
-    def _unknown(self, action: str) -> Transition:
-        assert self._live is not None
-        before = self._live.observation
-        text = f"{action!r} is not an action here."
-        self._live = Transition(
-            Observation(text, before.image, before.admissible), self._live.progress, success=False, done=False
-        )
-        return self._live
-
 
 @contextmanager
 def _failures(name: str) -> Iterator[None]:
@@ -208,7 +224,27 @@ def _picture(pixels: Any) -> Image:
 
 def from_settings(**settings: Any) -> GymnasiumTextEnvironment:
     """Make one from `GymnasiumConfig`'s fields as JSON values."""
-    config = GymnasiumConfig(**settings)
-    return GymnasiumTextEnvironment(
-        config.id, config.splits, goal=config.goal, actions=config.actions, keys=config.keys
-    )  # fmt: skip
+    given = GymnasiumConfig(**settings)
+    return GymnasiumTextEnvironment(given.id, given.splits, goal=given.goal, actions=given.actions, keys=given.keys)
+
+
+class GymnasiumSettings(EnvSettings):
+    name: Literal["gymnasium"] = "gymnasium"  # pyright: ignore[reportIncompatibleVariableOverride]
+    gymnasium: GymnasiumConfig
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_its_block(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("gymnasium") is None:
+            raise ValueError("environment gymnasium needs the block `gymnasium`: id, splits, goal, actions, keys")
+        return value
+
+
+GYMNASIUM = EnvSpec(
+    "gymnasium", GymnasiumSettings,
+    lambda settings: WorkerSpec(f"{__name__}:from_settings", settings.gymnasium.model_dump(mode="json")),
+    splits=lambda settings: Splits(evaluation=next(iter(settings.gymnasium.splits))),
+    packages=("gymnasium",),
+    extra="gym",
+    probes=lambda: [Probe("gymnasium", partial(imports, "gymnasium"), core=False)],
+)  # fmt: skip

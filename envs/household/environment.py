@@ -1,15 +1,18 @@
-"""The household as an `Environment`: one live episode of the engine, in homes of its own."""
+"""The household as an `Environment`: one live episode of the engine, in homes of its own; its settings and spec."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pydantic import Field
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.household.engine import Command, Engine
 from envs.household.expert import plan
 from envs.household.generate import DEFAULT_KINDS, Generator
 from envs.household.world import Game, State
+from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
     from envs.household.render import Renderer
 
 DEFAULT_SCENES: Mapping[str, int] = {"train": 64, "test": 40}
+INSTRUCTIONS = """You are an agent in a household. Each turn you see where you are and what is there. Answer with \
+exactly one command and nothing else, for example: go to shelf 1, open drawer 2, take mug 1 from shelf 1, move mug 1 \
+to desk 1, heat mug 1 with microwave 1, clean mug 1 with sinkbasin 1, cool mug 1 with fridge 1, use desklamp 1."""
+REFUSED = "Nothing happens"
 
 
 class Games(Protocol):
@@ -40,18 +47,14 @@ class EngineEnvironment:
     def __init__(self, games: Games, images: bool, image_size: int) -> None:
         if image_size < 64:
             raise ValueError(f"image_size must be at least 64 pixels for the plan to be readable, not {image_size}")
-        self._games = games
-        self._images, self._image_size = images, image_size
-        self._engine: Engine | None = None
-        self._state: State | None = None
+        self._games, self._images, self._image_size = games, images, image_size
+        self._playing: tuple[Engine, State] | None = None
         self._commands: dict[str, Command] = {}
         self._marked: int | None = None
         self._renderer: Renderer | None = None
 
-    # The contract of `envs.base.Environment` ----------------------------------------------------------------------
-
     def tasks(self, split: str) -> list[Task]:
-        """All tasks of a split, always in the same order.
+        """List a split, always in the same order.
 
         Raises:
             ValueError: for a split that does not exist.
@@ -62,10 +65,9 @@ class EngineEnvironment:
     def reset(self, task: Task) -> Observation:
         """Start the task's episode. The text is the room as first seen; the goal is `task.goal`."""
         game, self._marked = self._games.game(task)
-        self._engine = Engine(game)
-        self._state = self._engine.reset()
-        self._renderer = None
-        return self._observe(self._engine.intro())
+        engine = Engine(game)
+        self._playing, self._renderer = (engine, engine.reset()), None
+        return self._observe(engine.intro())
 
     def step(self, action: str) -> Transition:
         """Carry out one command."""
@@ -76,19 +78,17 @@ class EngineEnvironment:
         return Transition(self._observe(text), progress, success, done=success)
 
     def expert(self) -> list[str] | None:
-        """Near-shortest commands from the current state to success, None when there is no way."""
-        engine, state = self._live()
-        return plan(engine, state)
+        """Return near-shortest commands from the current state to success, None when there is no way."""
+        return plan(*self._live())
 
     def close(self) -> None:
         """Forget the episode. The environment can be reset again."""
-        self._engine = self._state = self._renderer = None
+        self._playing = self._renderer = None
 
     # For those who look behind the text (tests, analyses, search) -------------------------------------------------
 
     @property
     def game(self) -> Game:
-        """The game being played."""
         return self._live()[0].game
 
     @property
@@ -103,29 +103,25 @@ class EngineEnvironment:
         return None if marked is None else self.game.receptacles[marked].name
 
     def image(self) -> Image:
-        """The current view."""
+        """Draw the current view."""
         from envs.household.render import Renderer
 
         engine, state = self._live()
-        if self._renderer is None:
-            self._renderer = Renderer(engine, self._image_size)
+        self._renderer = self._renderer or Renderer(engine, self._image_size)
         return self._renderer.draw(state, self._marked_index())
 
     def _live(self) -> tuple[Engine, State]:
-        if self._engine is None or self._state is None:
+        if self._playing is None:
             raise EnvironmentFailure("no live episode: call reset(task) first")
-        return self._engine, self._state
+        return self._playing
 
     def _marked_index(self) -> int | None:
-        if self._marked is None:
-            return None
-        return next(iter(self.game.places(self._marked, self.state)), None)
+        return None if self._marked is None else next(iter(self.game.places(self._marked, self.state)), None)
 
     def _observe(self, text: str) -> Observation:
         engine, state = self._live()
         self._commands = engine.commands(state)
-        image = self.image() if self._images else None
-        return Observation(text, image, tuple(sorted(self._commands)))
+        return Observation(text, self.image() if self._images else None, tuple(sorted(self._commands)))
 
 
 class HouseholdEnvironment(EngineEnvironment):
@@ -147,3 +143,37 @@ class HouseholdEnvironment(EngineEnvironment):
     ) -> None:
         games = Generator(seed, scenes, visual_share, fixed_objects, wandering_objects, tuple(kinds))
         super().__init__(games, images, image_size)
+
+
+class HouseholdSettings(EnvSettings):
+    name: Literal["household"] = "household"  # pyright: ignore[reportIncompatibleVariableOverride]
+    scenes: dict[str, int] = Field(default={"train": 64, "valid": 48, "test": 48})  # number of scenes by split
+    visual_share: float = Field(default=0.5, ge=0, le=1)  # share of tasks that only the picture decides
+    kinds: tuple[str, ...] | None = None  # task types (default: the four that fetch one thing)
+
+
+def _construct(settings: HouseholdSettings) -> WorkerSpec:
+    arguments = settings.model_dump(include={"seed", "scenes", "images", "visual_share", "kinds"}, exclude_none=True)
+    return WorkerSpec(f"{__name__}:HouseholdEnvironment", arguments)
+
+
+def play_a_step() -> str:
+    """Start an episode in a generated scene and make one step."""
+    env = HouseholdEnvironment(scenes={"train": 1})
+    task = env.tasks("train")[0]
+    commands = env.reset(task).admissible
+    if not commands:
+        raise RuntimeError("no admissible commands after reset")
+    env.step(commands[0])
+    return f"reset and step in {task.scene}"
+
+
+HOUSEHOLD = EnvSpec(
+    "household", HouseholdSettings, _construct,
+    splits=lambda _: Splits("test", held_out=("test",), experience=lambda split: f"{split}_experience"),
+    isolation={"scene": "disjoint"},
+    sources=("envs.household",),
+    probes=lambda: [Probe("built-in engine", play_a_step, "make test ARGS=tests/envs")],
+    refusals=(REFUSED,),
+    instructions=INSTRUCTIONS,
+)  # fmt: skip

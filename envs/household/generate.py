@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from envs.base import EnvironmentFailure, Task
-from envs.household.render import RECEPTACLE_NAMES
-from envs.household.vocabulary import CAN_CONTAIN, ITEM_TYPES, LAMP, LAMP_PLACES, OPENABLE, PHRASES, ItemType
+from envs.household.vocabulary import CAN_CONTAIN, ITEM_TYPES, LAMP, LAMP_PLACES, OPENABLE, PHRASES, PLACES, ItemType
 from envs.household.world import CLEAN, COOL, HEAT, KINDS, LOOK, SIMPLE, TWO, Game, Goal, Item, Receptacle, State
 
 DEFAULT_KINDS = (SIMPLE, CLEAN, HEAT, COOL)
@@ -29,7 +28,6 @@ _TREATED_AT = {CLEAN: "sinkbasin", HEAT: "microwave", COOL: "fridge"}
 _KIND_WEIGHT = {SIMPLE: 1.0, CLEAN: 1.5, HEAT: 3.0, COOL: 2.0, LOOK: 1.5, TWO: 1.5}
 _FEWEST_PLACES = 4  # receptacles an item may lie in: with fewer, there would be nothing to remember
 _HOMES_KEPT = 4096
-_MOST = Counter(name.split()[0] for name in RECEPTACLE_NAMES)  # receptacles of each type that the plan has cells for
 
 Errand = tuple[str, str]  # (task type, receptacle type to bring the item to, "" for look_at_obj_in_light)
 
@@ -274,7 +272,7 @@ def _fitting(receptacles: tuple[Receptacle, ...], item: str) -> list[int]:
 def _draw_receptacles(rng: random.Random) -> tuple[Receptacle, ...]:
     """11 to 14 receptacles, numbered from 1 within their type, in the order in which ALFWorld would list them."""
     counts = dict.fromkeys(_ALWAYS, 1)
-    pool = [kind for kind in _MOST.elements() if kind not in _ALWAYS]
+    pool = [kind for kind in Counter(PLACES).elements() if kind not in _ALWAYS]
     for kind in rng.sample(pool, rng.randint(11, 14) - len(_ALWAYS)):
         counts[kind] = counts.get(kind, 0) + 1
     names = [(kind, number) for kind in sorted(counts) for number in range(counts[kind], 0, -1)]

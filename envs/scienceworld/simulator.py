@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import queue
+import re
 import shutil
-import subprocess
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 from envs.base import EnvironmentFailure
+from runtime.processes import ChildProcess, ProcessError
 
 START_SECONDS = 60.0  # a second on an idle machine
 INSTALL = "install the extra: uv sync --extra scienceworld"
@@ -70,8 +70,8 @@ class Simulator:
         self._timeout = timeout
         # The simulator writes a table of its object types into the folder that it runs in.
         folder = tempfile.mkdtemp(prefix="scienceworld-")
-        self._process = _launch(folder)
-        self._end = weakref.finalize(self, _end, self._process, folder)  # also at the interpreter's exit
+        self._child = _launch(folder)
+        self._end = weakref.finalize(self, _end, self._child, folder)  # also at the interpreter's exit
         port, token = self._greeting()
         parameters = GatewayParameters(port=port, auth_token=token, read_timeout=timeout)
         self._gateway = JavaGateway(gateway_parameters=parameters)
@@ -80,12 +80,11 @@ class Simulator:
 
     @property
     def pid(self) -> int:
-        """The Java process."""
-        return self._process.pid
+        return self._child.pid
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._child.status is None
 
     def close(self) -> None:
         """End Java, for good."""
@@ -165,18 +164,18 @@ class Simulator:
     # The process ------------------------------------------------------------------------------------------------------
 
     def _greeting(self) -> tuple[int, str]:
-        """Port and token, the first two lines that the process prints. The rest is noise, read so that it can go on."""
-        assert self._process.stdout is not None
-        lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=_read, args=(self._process.stdout, lines), daemon=True).start()
+        """Read port and token, the first two lines that the process prints."""
+        greeting = re.compile(r"^(\d+)\r?\n(\S+)\r?$", re.MULTILINE)
         try:
-            port, token = lines.get(timeout=START_SECONDS), lines.get(timeout=START_SECONDS)
-            return int(port), token.strip()
-        except (queue.Empty, ValueError):
+            self._child.wait_until_ready(lambda: bool(greeting.search(self._child.tail())), START_SECONDS, every_s=0.02)
+        except ProcessError as error:
             self.close()
             raise EnvironmentFailure(
-                f"ScienceWorld's Java ({java_path()}) did not start: see `memcompiler doctor`"
+                f"ScienceWorld's Java ({java_path()}) did not start: see `memcompiler doctor`; {error}"
             ) from None
+        found = greeting.search(self._child.tail())
+        assert found is not None
+        return int(found[1]), found[2]
 
     def _call(self, method: Callable[..., Any], *arguments: object) -> Any:
         """One call into Java."""
@@ -190,22 +189,14 @@ class Simulator:
             reason = str(error).strip()[:300]
         if time.monotonic() - started >= self._timeout:  # the bridge does not pass on why it gave up
             reason = f"no answer within {self._timeout:g} s"
-        elif self._ended():
-            reason = f"its process is gone (exit status {self._process.returncode})"
+        elif self._child.wait(1.0) is not None:  # its connection breaks a moment before it is gone
+            reason = f"its process is gone ({self._child.ending})"
         self.close()
         raise EnvironmentFailure(f"ScienceWorld's Java failed: {reason}; the next reset starts another")
 
-    def _ended(self) -> bool:
-        """Whether the process is gone, or is about to be: its connection breaks a moment before."""
-        try:
-            self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
-
-def _launch(folder: str) -> subprocess.Popen[str]:
-    """Java with the simulator in `folder`, waiting for calls at a port of 127.0.0.1 that asks for a token.
+def _launch(folder: str) -> ChildProcess:
+    """Start Java with the simulator in `folder`, waiting for calls at a port of 127.0.0.1 that asks for a token.
 
     It ends when its standard input does, and so never outlives this process, however that ends.
     """
@@ -214,10 +205,7 @@ def _launch(folder: str) -> subprocess.Popen[str]:
 
     server = ("py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0")
     command = [java_path(), *JAVA_OPTIONS, "-classpath", f"{find_jar_path()}:{JAR_PATH}", *server]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, errors="replace", cwd=folder
-    )
+    return ChildProcess(command, name="ScienceWorld's Java", cwd=Path(folder), output="kept", dies_with="lifeline")
 
 
 def _quieten() -> None:
@@ -230,16 +218,6 @@ def _not_of_bridge(record: logging.LogRecord) -> bool:
     return record.module != "java_gateway"
 
 
-def _read(stream: IO[str], lines: queue.Queue[str]) -> None:
-    for number, line in enumerate(stream):
-        if number < 2:
-            lines.put(line)
-    lines.put("")  # the end, for those who still wait
-
-
-def _end(process: subprocess.Popen[str], folder: str) -> None:
-    process.kill()
-    process.wait()
-    if process.stdin:
-        process.stdin.close()
+def _end(child: ChildProcess, folder: str) -> None:
+    child.kill()
     shutil.rmtree(folder, ignore_errors=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from envs.base import Task
 from envs.scienceworld.simulator import Simulator, require_package
-from envs.scienceworld.spec import FILE_SPLIT
 
+FILE_SPLIT = "agentsquare"
 OFFICIAL = ("train", "dev", "test")  # the simulator's own: 3,592, 1,796 and 1,819 variations
 
 # A repetition without end of something that repeats without end takes a time exponential in the text's length.

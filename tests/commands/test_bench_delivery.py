@@ -19,7 +19,7 @@ from benchmarks.scripted import ACTION_TOKENS, EMISSION_TOKENS, GUIDANCE, REASON
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import CompileRequest
-from envs.household.spec import INSTRUCTIONS as RULES
+from envs.household.environment import INSTRUCTIONS as RULES
 from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.loading import load_encoder

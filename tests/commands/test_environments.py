@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from envs.alfworld.spec import AlfworldSettings
+from envs.alfworld.environment import AlfworldSettings
 from envs.embodiedbench.spec import EmbodiedBenchSettings
 from envs.environments import Environments
-from envs.gymnasium.spec import GymnasiumConfig, GymnasiumSettings
-from envs.household.spec import HouseholdSettings
+from envs.gymnasium.environment import GymnasiumConfig, GymnasiumSettings
+from envs.household.environment import HouseholdSettings
 from envs.registry import evaluation_split, experience_split
-from envs.scienceworld.spec import ScienceWorldSettings
+from envs.scienceworld.environment import ScienceWorldSettings
 from memcompiler.cli import app
 
 HOME = {"scenes": {"train": 2, "test": 2}, "images": False}

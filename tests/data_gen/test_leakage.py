@@ -13,7 +13,7 @@ from configs.training import SftConfig
 from data_gen import leakage
 from data_gen.leakage import LeakageError, audit_bank, check
 from data_gen.tasks import chosen_tasks
-from envs.alfworld.spec import AlfworldSettings
+from envs.alfworld.environment import AlfworldSettings
 from envs.base import Task
 from envs.environments import Environments
 from envs.household.environment import HouseholdEnvironment

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from envs.alfworld.environment import AlfworldEnvironment
+from envs.alfworld.environment import AlfworldEnvironment, TextWorldGame
 from envs.alfworld.export import export_game, export_split
-from envs.alfworld.reference import TextWorldGame
 from envs.base import EnvironmentFailure, Task
 from envs.household.environment import HouseholdEnvironment
 from envs.household.world import KINDS, Item

@@ -67,7 +67,7 @@ def test_memoised_parsers_change_nothing(smallest: Path) -> None:
 
 def test_the_reference_leaves_the_command_line_alone(smallest: Path) -> None:
     before = sys.argv[:]
-    from envs.alfworld.reference import TextWorldGame
+    from envs.alfworld.environment import TextWorldGame
 
     TextWorldGame(smallest).reset()
     assert sys.argv == before

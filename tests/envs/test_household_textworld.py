@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from envs.alfworld.environment import AlfworldEnvironment, TextWorldEnvironment
+from envs.alfworld.environment import AlfworldEnvironment, Seen, TextWorldEnvironment
 from envs.alfworld.export import export_split
-from envs.alfworld.reference import Seen
 from envs.base import Environment, EnvironmentFailure
 from envs.household.environment import HouseholdEnvironment
 from envs.household.world import HEAT, LOOK
@@ -30,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_both_engines_give_the_same_transcript(root: Path) -> None:
     native = AlfworldEnvironment(data_root=root, images=False)
-    textworld = TextWorldEnvironment(root)
+    textworld = TextWorldEnvironment(root, images=False)
     assert isinstance(textworld, Environment)
     assert textworld.tasks("valid_seen") == native.tasks("valid_seen")
     for kind in (LOOK, HEAT):

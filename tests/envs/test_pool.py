@@ -16,7 +16,9 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor
 from envs.base import Environment, EnvironmentFailure, Task
-from envs.pool import EnvironmentPool, PoolLimits, WorkerFailure, WorkerSpec
+from envs.pool import EnvironmentPool
+from envs.spec import PoolLimits, WorkerSpec
+from envs.worker_process import WorkerFailure
 from runtime.errors import StopReason
 from tests.envs.hosted_examples import alive
 
@@ -325,7 +327,8 @@ def test_an_expert_that_fails_ends_its_own_episode_only() -> None:
 PARENT = """
 import sys, time, threading
 from envs.base import Task
-from envs.pool import EnvironmentPool, WorkerSpec
+from envs.pool import EnvironmentPool
+from envs.spec import WorkerSpec
 
 pool = EnvironmentPool(WorkerSpec("tests.envs.hosted_examples:Countdown"), 2)
 rest, work = pool.lease(), pool.lease()
@@ -353,7 +356,8 @@ import sys
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from envs.base import Task
-from envs.pool import EnvironmentPool, WorkerSpec
+from envs.pool import EnvironmentPool
+from envs.spec import WorkerSpec
 from executor.records import Action
 from executor.grounding import Grounding
 

@@ -19,8 +19,8 @@ pytest.importorskip("py4j", reason="needs the extra scienceworld")
 
 import envs.scienceworld.simulator as simulator_module
 from envs.base import Environment, EnvironmentFailure, Task
-from envs.scienceworld import ScienceWorldEnvironment, java_path
-from envs.scienceworld.environment import NAMES, PRESETS
+from envs.scienceworld.environment import NAMES, PRESETS, ScienceWorldEnvironment
+from envs.scienceworld.simulator import java_path
 from envs.scienceworld.tasks import file_tasks, kinds, make_task
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -336,7 +336,7 @@ def test_a_dead_or_stopped_java_fails_the_episode_only() -> None:
 def test_java_never_outlives_its_program(end: str) -> None:
     program = """if True:
         import sys, time
-        from envs.scienceworld import ScienceWorldEnvironment
+        from envs.scienceworld.environment import ScienceWorldEnvironment
         from envs.scienceworld.tasks import make_task
         env = ScienceWorldEnvironment()
         env.reset(make_task("boil", 0, "", "train"))

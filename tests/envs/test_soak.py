@@ -16,7 +16,8 @@ import pytest
 
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
-from envs.pool import EnvironmentPool, PoolLimits, WorkerSpec
+from envs.pool import EnvironmentPool
+from envs.spec import PoolLimits, WorkerSpec
 from executor.grounding import Grounding
 from executor.records import Action
 from runtime.errors import StopReason

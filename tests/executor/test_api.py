@@ -15,7 +15,7 @@ from compiler.records import Compilation
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from envs.base import Observation, Task, Transition
-from envs.household.spec import INSTRUCTIONS
+from envs.household.environment import INSTRUCTIONS
 from executor.api import ApiExecutor
 from executor.build import load_executor
 from executor.grounding import Grounding

@@ -185,7 +185,7 @@ def test_pictures_can_be_switched_off_and_text_models_never_see() -> None:
 
 
 def test_loading_goes_by_the_models_config() -> None:
-    from envs.household.spec import INSTRUCTIONS
+    from envs.household.environment import INSTRUCTIONS
     from executor.build import load_executor
 
     settings = {"dtype": "float32", "device": "cpu", "instructions": "none"}
