@@ -79,21 +79,28 @@ def run_bench_delivery(
     )  # fmt: skip
     run = RunFolder.create(out, config, on_exists="overwrite") if out else None
     script = Script(model_path(model), memory_tokens, n_soft, config.seed)
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     for name in config.engines:
         with _players(name, config, script) as players, progress(name, 2 * len(config.concurrency)) as advance:
             for episodes in config.concurrency:
                 for delivery in DELIVERIES:
-                    rows.append(_measure(players, delivery, episodes, script, steps))
-                    advance(rows[-1].line())
+                    rows.append(row := _measure(players, delivery, episodes, script, steps))
+                    advance(f"{delivery} x{episodes}: {row['seconds']['total']['median']:.2f} s a step")
     ratios = _ratios(rows)
     console.print(_table(config, rows))
-    for note in notes(config):
-        console.print(f"  {note}", highlight=False)
-    for (name, episodes), ratio in ratios.items():
-        console.print(f"  compiled / static, {name}, {episodes} at a time: {ratio:.2f}", highlight=False)
+    notes = [
+        f"emissions are {EMISSION_TOKENS} tokens and actions {ACTION_TOKENS}, forced: the compiler is untrained; "
+        f"the executor reads a scripted guidance and {config.n_soft} soft tokens of the compiler's",
+        "each episode has a memory of its own; before each row its size of batch is warmed up with other episodes; "
+        "ms: median (p95) of steps; in, cached: prompt tokens, and those out of the prefix cache, mean of steps",
+    ]
+    compared = [f"compiled / static, {name}, {n} at a time: {ratio:.2f}" for (name, n), ratio in ratios.items()]
+    for line in (*notes, *compared):
+        console.print(f"  {line}", highlight=False)
     if run is not None:
-        run.write_json("results.json", results(config, rows))
+        named = {f"{name} {episodes}": ratio for (name, episodes), ratio in ratios.items()}
+        made = {"settings": config.model_dump(), "notes": notes, "ratio": named, "rows": rows}
+        run.write_json("results.json", made)
     console.print(f"ratio: {ratios[config.engines[-1], config.concurrency[0]]:.2f}", highlight=False)
 
 
@@ -112,7 +119,7 @@ class Players:
 
 @contextlib.contextmanager
 def _players(engine: Literal["hf", "vllm"], config: DeliveryBench, script: Script) -> Iterator[Players]:
-    """Both models, clocked, with forced lengths; given up again at the end."""
+    """Load both models, clocked, with forced lengths; give them up again at the end."""
     needed = script.longest(DELIVERIES, config.steps)
     window = AutoConfig.from_pretrained(model_path(config.model)).get_text_config().max_position_embeddings
     if needed > window:
@@ -151,7 +158,7 @@ def _hf_players(executor: ExecutorConfig, compiler: CompilerConfig, config: Deli
 
 
 def _vllm_players(executor: ExecutorConfig, compiler: CompilerConfig, config: DeliveryBench, needed: int) -> Players:
-    """The compiler's fresh LoRA and projector are made by the Hugging Face model, which then goes."""
+    """Have the compiler's fresh LoRA and projector made by the Hugging Face model, which then goes."""
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cache_gib(config, needed)))
     acting: Any = load_executor(executor, INSTRUCTIONS)
@@ -178,7 +185,7 @@ def _write_at_least(llm: Any, tokens: int) -> None:
 
 
 def _cache_gib(config: DeliveryBench, needed: int) -> int:
-    """Room for keys and values of all episodes, GiB: a cache that is too small would throw out what it should keep."""
+    """Take room for keys and values of all episodes, GiB: a small cache would throw out what it should keep."""
     text = AutoConfig.from_pretrained(model_path(config.model)).get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     values = 2 * text.num_hidden_layers * text.num_key_value_heads * head * needed * (2 * max(config.concurrency) + 1)
@@ -188,33 +195,13 @@ def _cache_gib(config: DeliveryBench, needed: int) -> int:
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One engine, delivery and number of episodes at a time. Each list has a value for each step of the batch: seconds,
-    or tokens as a mean over its episodes."""
+def _measure(players: Players, delivery: str, episodes: int, script: Script, steps: int) -> dict[str, Any]:
+    """Play all steps of `episodes` episodes side by side, after a warm-up at this batch size (one step of others).
 
-    engine: str
-    delivery: str
-    episodes: int
-    cache_block: int
-    memory_tokens: float
-    seconds: dict[str, list[float]]
-    tokens: dict[str, list[float]]
-
-    @property
-    def second_pass_share(self) -> float:
-        return sum(self.seconds["second_pass"]) / sum(self.seconds["total"])
-
-    @property
-    def steps_per_second(self) -> float:
-        return self.episodes * len(self.seconds["total"]) / sum(self.seconds["total"])
-
-    def line(self) -> str:
-        return f"{self.delivery} x{self.episodes}: {statistics.median(self.seconds['total']):.2f} s a step"
-
-
-def _measure(players: Players, delivery: str, episodes: int, script: Script, steps: int) -> Row:
-    """Warm-up at this batch size (one step of other episodes), then all steps of `episodes` episodes side by side."""
+    Returns:
+        A row of results.json. Its lists have a value for each step of the batch: seconds, or tokens as a mean over its
+        episodes.
+    """
     first = 1000 * episodes
     other, specs = ([script.spec(start + i) for i in range(episodes)] for start in (first + 500, first))
     play(players.compiler, players.executor, delivery, other, 1)
@@ -231,54 +218,35 @@ def _measure(players: Players, delivery: str, episodes: int, script: Script, ste
     seconds = {"total": total, "emission": emission, "second_pass": list(second), "executor": executor}
     names = [f"{role}_{what}" for role in ("compiler", "executor") for what in ("in", "cached", "out")]
     tokens = {name: of_step("tokens", name, statistics.fmean) for name in names}
-    held = statistics.fmean(script.count(episode.memory_text) for episode in played)
-    return Row(players.engine, delivery, episodes, players.cache_block, held, seconds, tokens)
+    return {
+        "engine": players.engine,
+        "delivery": delivery,
+        "episodes": episodes,
+        "n": steps,
+        "memory_tokens": statistics.fmean(script.count(episode.memory_text) for episode in played),
+        "cache_block": players.cache_block,
+        "steps_per_second": episodes * steps / sum(total),
+        "second_pass_share": sum(second) / sum(total),
+        "seconds": {
+            name: {"median": statistics.median(of), "p95": float(np.percentile(of, 95)), "n": steps, "values": of}
+            for name, of in seconds.items()
+        },
+        "tokens": {name: {"mean": statistics.fmean(of), "values": of} for name, of in tokens.items()},
+    }
 
 
 # -- reporting --------------------------------------------------------------------------------------------------------
 
 
-def results(config: DeliveryBench, rows: Sequence[Row]) -> dict[str, Any]:
-    """What results.json holds: every value, and the summaries that the table shows."""
-    return {
-        "settings": config.model_dump(),
-        "notes": notes(config),
-        "ratio": {f"{name} {episodes}": ratio for (name, episodes), ratio in _ratios(rows).items()},
-        "rows": [
-            {
-                "engine": row.engine, "delivery": row.delivery, "episodes": row.episodes,
-                "n": len(row.seconds["total"]), "memory_tokens": row.memory_tokens, "cache_block": row.cache_block,
-                "steps_per_second": row.steps_per_second, "second_pass_share": row.second_pass_share,
-                "seconds": {
-                    name: {"median": statistics.median(values), "p95": _p95(values), "n": len(values), "values": values}
-                    for name, values in row.seconds.items()
-                },
-                "tokens": {k: {"mean": statistics.fmean(values), "values": values} for k, values in row.tokens.items()},
-            }
-            for row in rows
-        ],
-    }  # fmt: skip
-
-
-def notes(config: DeliveryBench) -> list[str]:
-    """How to read the table."""
-    return [
-        f"emissions are {EMISSION_TOKENS} tokens and actions {ACTION_TOKENS}, forced: the compiler is untrained; "
-        f"the executor reads a scripted guidance and {config.n_soft} soft tokens of the compiler's",
-        "each episode has a memory of its own; before each row its size of batch is warmed up with other episodes; "
-        "ms: median (p95) of steps; in, cached: prompt tokens, and those out of the prefix cache, mean of steps",
-    ]
-
-
-def _ratios(rows: Sequence[Row]) -> dict[tuple[str, int], float]:
-    """Median latency of a step, compiled over static, by engine and episodes at a time."""
-    medians = {(row.engine, row.episodes, row.delivery): statistics.median(row.seconds["total"]) for row in rows}
-    places = dict.fromkeys((row.engine, row.episodes) for row in rows)
+def _ratios(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], float]:
+    """Divide median latencies of a step, compiled by static, by engine and episodes at a time."""
+    medians = {(row["engine"], row["episodes"], row["delivery"]): row["seconds"]["total"]["median"] for row in rows}
+    places = dict.fromkeys((row["engine"], row["episodes"]) for row in rows)
     return {place: medians[*place, "compiled"] / medians[*place, "static"] for place in places}
 
 
-def _table(config: DeliveryBench, rows: Sequence[Row]) -> Table:
-    held = statistics.fmean(row.memory_tokens for row in rows)
+def _table(config: DeliveryBench, rows: Sequence[dict[str, Any]]) -> Table:
+    held = statistics.fmean(row["memory_tokens"] for row in rows)
     table = Table(title=f"{config.model}, {config.dtype}; memory {held:.0f} tokens; n = {config.steps} steps a row")
     names = (
         "engine", "episodes", "delivery", "compiler in (cached)", "executor in (cached)", "emission, ms",
@@ -287,24 +255,21 @@ def _table(config: DeliveryBench, rows: Sequence[Row]) -> Table:
     for name in names:
         table.add_column(name, justify="right")
     for row in rows:
-        mean = {name: f"{statistics.fmean(values):.0f}" for name, values in row.tokens.items()}
+        mean = {name: f"{of['mean']:.0f}" for name, of in row["tokens"].items()}
         reads = [f"{mean[f'{role}_in']} ({mean[f'{role}_cached']})" for role in ("compiler", "executor")]
-        parts = [_median(row.seconds[name]) for name in ("emission", "second_pass", "executor", "total")]
-        share = f"{100 * row.second_pass_share:.1f} %"
-        if row.delivery == "static":
+        parts = [_milliseconds(row["seconds"][name]) for name in ("emission", "second_pass", "executor", "total")]
+        share = f"{100 * row['second_pass_share']:.1f} %"
+        if row["delivery"] == "static":
             reads[0], parts[:2], share = "-", ["-", "-"], "-"
-        table.add_row(row.engine, str(row.episodes), row.delivery, *reads, *parts, share, f"{row.steps_per_second:.2f}")
+        where = (row["engine"], str(row["episodes"]), row["delivery"])
+        table.add_row(*where, *reads, *parts, share, f"{row['steps_per_second']:.2f}")
     return table
 
 
-def _median(values: Sequence[float]) -> str:
-    median, p95 = 1e3 * statistics.median(values), 1e3 * _p95(values)
+def _milliseconds(of: dict[str, Any]) -> str:
+    median, p95 = 1e3 * of["median"], 1e3 * of["p95"]
     digits = 0 if median >= 100 else 1
     return f"{median:.{digits}f} ({p95:.{digits}f})"
-
-
-def _p95(values: Sequence[float]) -> float:
-    return float(np.percentile(values, 95))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -24,20 +24,20 @@ def main() -> None:
     parser.add_argument("--images", action="store_true")
     given = parser.parse_args()
     arguments = {"scenes": {"train": 2, "test": 2}, "images": given.images}
+    spec = WorkerSpec("envs.household.environment:HouseholdEnvironment", arguments)
     direct = HouseholdEnvironment(**arguments)  # type: ignore[arg-type]
     task = direct.tasks("test")[0]
     starts = []
     for _ in range(5):
-        with EnvironmentPool(WorkerSpec("envs.household.environment:HouseholdEnvironment", arguments), 1) as pool:
+        with EnvironmentPool(spec, 1) as pool:
             starts.append(seconds(lambda pool=pool: pool.lease().reset(task)))
     print(f"start of a worker, with its first reset: {statistics.median(starts):.2f} s")
-    with EnvironmentPool(WorkerSpec("envs.household.environment:HouseholdEnvironment", arguments), 1) as pool:
+    with EnvironmentPool(spec, 1) as pool:
         remote = pool.lease()
         for name, measure in (("reset", resets), ("step", steps)):
             here, there = measure(direct, task, given.steps), measure(remote, task, given.steps)
-            print(
-                f"{name}: {here * 1e6:.0f} us direct, {there * 1e6:.0f} us in a worker: +{(there - here) * 1e6:.0f} us"
-            )
+            more = f"+{(there - here) * 1e6:.0f} us"
+            print(f"{name}: {here * 1e6:.0f} us direct, {there * 1e6:.0f} us in a worker: {more}")
 
 
 def resets(env: Environment, task, n: int) -> float:

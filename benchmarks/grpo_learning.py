@@ -25,10 +25,13 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
+from matplotlib.figure import Figure
+
 from agent.records import read_episodes
 from benchmarks.stage import collect, run, sft
-from eval.format import interval, markdown_table, percent
 from eval.metrics import bootstrap_mean, wilson
+from eval.plots import save_figure
+from eval.table import interval, markdown_table, percent
 from runtime.store import JsonLines, to_json, write_atomically
 
 LINEAR = "compiler.soft.projector=linear"
@@ -50,15 +53,21 @@ Outcomes = dict[str, tuple[str, bool]]  # task: family, success
 
 
 def one_seed(root: Path, seed: int, linear: bool, a: argparse.Namespace) -> None:
-    """Rows and SFT checkpoints of a seed."""
+    """Make rows and SFT checkpoints of a seed."""
     collect(root, seed)
     sft(root, seed, "gaussian", f"max_steps={a.sft_steps}")
     if linear:
         sft(root, seed, "linear", f"max_steps={a.sft_steps}", LINEAR)
 
 
+def one_start(root: Path, seed: int, name: str, a: argparse.Namespace) -> None:
+    """Measure held-out success of the checkpoint that a variant starts from."""
+    start = start_of(root, seed, name)
+    held_out(start.with_name(f"eval-{start.name}"), seed, start, name, a)
+
+
 def one_variant(root: Path, seed: int, name: str, a: argparse.Namespace) -> None:
-    """GRPO of a variant, and the held-out success of its checkpoints."""
+    """Run a variant's GRPO, and measure the held-out success of its checkpoints."""
     out, start = root / str(seed) / name, start_of(root, seed, name)
     settings = [f"updates={a.updates}", f"save_every={a.every}", "keep=1000", *VARIANTS[name], *a.overrides]
     run(
@@ -71,11 +80,6 @@ def one_variant(root: Path, seed: int, name: str, a: argparse.Namespace) -> None
 
 def start_of(root: Path, seed: int, name: str) -> Path:
     return root / str(seed) / ("sft-linear" if name == "linear" else "sft-gaussian")
-
-
-def one_start(root: Path, seed: int, name: str, a: argparse.Namespace) -> None:
-    start = start_of(root, seed, name)
-    held_out(start.with_name(f"eval-{start.name}"), seed, start, name, a)
 
 
 def held_out(out: Path, seed: int, checkpoint: Path, name: str, a: argparse.Namespace) -> None:
@@ -94,7 +98,7 @@ def outcomes(root: Path, seed: int, name: str, update: int) -> Outcomes:
 
 
 def rows(root: Path, a: argparse.Namespace) -> Iterator[dict]:
-    """A row per variant, family and checkpoint: success over all seeds' tasks, and its change since SFT."""
+    """Yield a row per variant, family and checkpoint: success over all seeds' tasks, and its change since SFT."""
     updates = range(0, a.updates + 1, a.every)
     for name in a.variants:
         every = {u: {k: v for s in a.seeds for k, v in outcomes(root, s, name, u).items()} for u in updates}
@@ -112,25 +116,16 @@ def rows(root: Path, a: argparse.Namespace) -> Iterator[dict]:
             }  # fmt: skip
 
 
-def training_success(root: Path, name: str, a: argparse.Namespace) -> list[list[float]]:
-    """Of sampled training episodes, by seed and update: what `reward` in metrics.jsonl is."""
-    files = [root / str(seed) / name / "grpo" / "metrics.jsonl" for seed in a.seeds]
-    return [[row["reward"] for row in JsonLines(file)] for file in files]
-
-
 def plot(found: list[dict], root: Path, a: argparse.Namespace) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(13, 3.4), dpi=150, layout="constrained")
     training, *held = figure.subplots(1, 4, sharey=True)
     for i, name in enumerate(a.variants):
-        by_seed = training_success(root, name, a)
-        curve = [100 * fmean(values) for values in zip(*by_seed, strict=True)]
-        low, high = ([100 * f(values) for values in zip(*by_seed, strict=True)] for f in (min, max))
+        files = [root / str(seed) / name / "grpo" / "metrics.jsonl" for seed in a.seeds]
+        updates = list(zip(*([row["reward"] for row in JsonLines(file)] for file in files), strict=True))
+        low, curve, high = ([100 * f(rewards) for rewards in updates] for f in (min, fmean, max))
         training.fill_between(range(1, len(curve) + 1), low, high, color=f"C{i}", alpha=0.12, lw=0)
         training.plot(range(1, len(curve) + 1), curve, color=f"C{i}", label=name)
-        for panel, family in zip(held, ("all", "text", "visual"), strict=True):
+        for panel, family in zip(held, ("all", *FAMILIES[1:]), strict=True):
             line = [r for r in found if (r["variant"], r["family"]) == (name, family)]
             at, low, high = [r["update"] for r in line], *([r["success"][end] for r in line] for end in ("low", "high"))
             panel.fill_between(at, [100 * x for x in low], [100 * x for x in high], color=f"C{i}", alpha=0.12, lw=0)
@@ -142,7 +137,7 @@ def plot(found: list[dict], root: Path, a: argparse.Namespace) -> None:
     for panel in figure.axes:
         panel.set_xlabel("GRPO update")
         panel.grid(alpha=0.25)
-    FigureCanvasAgg(figure).print_png(str(root / "curves.png"))
+    save_figure(figure, root / "curves.png")
 
 
 def main() -> None:

@@ -39,14 +39,12 @@ from configs.evaluation import EvalConfig
 from configs.load import load_config
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
 from envs.registry import evaluation_split
-from eval.evaluate import ModelCache
-from eval.format import interval, markdown_table
+from eval.evaluate import Evaluation, ModelCache
 from eval.metrics import Interval, bootstrap_mean
-from eval.runner import Evaluation
+from eval.table import interval, markdown_table
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest
 from executor.records import Action
-from runtime.progress import progress
 from runtime.store import to_json, write_atomically
 
 
@@ -59,6 +57,7 @@ class Telling:
         return [Compilation(render(emission), emission) for emission in emissions]
 
 
+ByTask = dict[str, dict[str, float]]  # means over steps, by name
 TOLD = Delivery("told", "compiled", Telling(), soft=False)
 
 
@@ -69,15 +68,12 @@ class LedAction(Action):
     text_logprob: float = 0.0  # the expert's among all texts
 
 
-@dataclass
 class Led:
     """The expert acts, and the executor says what it would have done."""
 
-    executor: FrozenExecutor
-
-    def __post_init__(self) -> None:
-        self.expert, self.accepts_soft = ExpertExecutor(), self.executor.accepts_soft
-        self.sees_images = self.executor.sees_images
+    def __init__(self, executor: FrozenExecutor) -> None:
+        self.executor, self.expert = executor, ExpertExecutor()
+        self.accepts_soft, self.sees_images = executor.accepts_soft, executor.sees_images
 
     @torch.no_grad()
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
@@ -95,8 +91,8 @@ class Led:
         return LedAction(expert.action, expert.how, own, (), 0, 0, logprob=logprob, text_logprob=among_texts)
 
 
-def measured(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
-    """Per task, the means over its steps."""
+def measured(episodes: Sequence[Episode]) -> ByTask:
+    """Average over each task's steps."""
     made = {}
     for episode in episodes:
         if not episode.success:
@@ -113,10 +109,8 @@ def measured(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
     return made
 
 
-def over_tasks(
-    made: dict[str, dict[str, float]], name: str, base: dict[str, dict[str, float]] | None = None
-) -> Interval:
-    """Mean over tasks, or, with a base, the mean of the paired differences."""
+def over_tasks(made: ByTask, name: str, base: ByTask | None = None) -> Interval:
+    """Average over tasks; with a base, the paired differences from it."""
     return bootstrap_mean([made[task][name] - (base[task][name] if base else 0.0) for task in sorted(made)])
 
 
@@ -128,7 +122,7 @@ def main() -> None:
     a = parser.parse_args()
     config = load_config(EvalConfig, a.config, a.overrides)
     a.out.mkdir(parents=True, exist_ok=True)
-    made: dict[str, dict[str, dict[str, float]]] = {}
+    made: dict[str, ByTask] = {}
     with ModelCache() as loaded:
         envs = loaded.environments(config)
         tasks, experience = chosen_tasks(config, envs, config.split or evaluation_split(config.env))
@@ -137,36 +131,32 @@ def main() -> None:
         executor, compiler = Led(loaded.executor(config)), loaded.compiler(config)
         limits = Limits(config.max_steps, config.seed)
         evaluation = Evaluation(envs.lease, specs, executor, compiler, limits, config.concurrency, top)
-        told = partial(run_episodes, envs.lease, specs, TOLD, executor, limits, config.concurrency)
-        plays = {**{name: partial(evaluation.run, name) for name in config.deliveries}, TOLD.name: told}
+        plays = {name: partial(evaluation.run, name) for name in config.deliveries}
+        plays[TOLD.name] = partial(run_episodes, envs.lease, specs, TOLD, executor, limits, config.concurrency)
         for name, play in plays.items():
-            with progress(name, len(specs)) as advance:
-                made[name] = measured(play(advance))
+            made[name] = measured(play())
             write_atomically(a.out / "next_action.json", to_json(made, indent=1))
     print(table(made))
 
 
-def table(made: dict[str, dict[str, dict[str, float]]]) -> str:
+def table(made: dict[str, ByTask]) -> str:
     first = next(iter(made.values()))
     steps = int(sum(values["steps"] for values in first.values()))
     chance, uniform = (100 * over_tasks(first, "chance").mean, over_tasks(first, "uniform").mean)
-    rows = []
-    for name, values in made.items():
-        choice, nats, text = (over_tasks(values, what) for what in ("choice", "nats", "text"))
-        minus = ["-", "-"]
-        if values is not first:
-            minus = [_shown(over_tasks(values, "choice", first), "{:+.1f}", 100),
-                     _shown(over_tasks(values, "nats", first), "{:+.2f}")]  # fmt: skip
-        rows.append(
-            [name, _shown(choice, "{:.1f}", 100), minus[0], _shown(nats, "{:.2f}"), minus[1], _shown(text, "{:.1f}")]
-        )
+    rows = [
+        [
+            name, _shown(of, "choice", "{:.1f}", 100), _shown(of, "choice", "{:+.1f}", 100, first),
+            _shown(of, "nats", "{:.2f}"), _shown(of, "nats", "{:+.2f}", base=first), _shown(of, "text", "{:.1f}"),
+        ]
+        for name, of in made.items()
+    ]  # fmt: skip
     heads = ["delivery", "choice %", "minus the first", "nats", "minus the first", "text"]
     title = f"{len(first)} tasks, {steps} steps; at random: choice {chance:.1f} %, nats {uniform:.2f}"
     return "\n".join([title, "", *markdown_table(heads, rows)])
 
 
-def _shown(of: Interval, form: str, scale: float = 1.0) -> str:
-    return interval(asdict(of), form, scale)
+def _shown(made: ByTask, name: str, form: str, scale: float = 1.0, base: ByTask | None = None) -> str:
+    return "-" if made is base else interval(asdict(over_tasks(made, name, base)), form, scale)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 
@@ -40,7 +41,7 @@ def run_bench_rollout(config: GrpoConfig, out: Path, updates: int) -> None:
                 started = time.perf_counter()
                 steps = sum(len(episode.steps) for episode in engine.run(compiler, repeated))
                 rates[name].append(steps / (time.perf_counter() - started))
-    means = {name: sum(values) / len(values) for name, values in rates.items()}
+    means = {name: fmean(values) for name, values in rates.items()}
     for name, rate in means.items():
         console.print(f"{name}: {rate:.1f} agent steps/s ({updates} updates of {config.tasks} x {config.group_size})")
     console.print(f"ratio: {means['batched'] / means['one at a time']:.2f}", highlight=False)

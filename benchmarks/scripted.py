@@ -61,9 +61,8 @@ class ScriptedHome:
 
 
 def observation(t: int) -> Observation:
-    return Observation(
-        f"You arrive at shelf {t + 1}. On the shelf {t + 1}, you see a plate {t + 1}, a book 1 and a pen 3."
-    )
+    n = t + 1
+    return Observation(f"You arrive at shelf {n}. On the shelf {n}, you see a plate {n}, a book 1 and a pen 3.")
 
 
 def command(t: int) -> str:
@@ -71,7 +70,7 @@ def command(t: int) -> str:
 
 
 def emission(t: int) -> Emission:
-    """What is said at step t; the Brief State grows by a belief at each."""
+    """Say what step t needs; the Brief State grows by a belief at each."""
     belief = Create(f"shelf {t + 1}", "empty, not worth another look")
     return Emission(GUIDANCE, REASON, (belief,) if t else (PLAN, belief))
 
@@ -98,8 +97,7 @@ class Script:
         self.compiler, self.executor = load_encoder(model), TokenExecutor(load_encoder(model), RULES)
 
     def spec(self, number: int) -> EpisodeSpec:
-        """Home `number`, with entries until they hold `memory_tokens` tokens: the last one may go beyond by its own
-        length."""
+        """Make home `number`, with entries until they hold `memory_tokens` tokens: the last may go beyond."""
         draw, entries = random.Random(f"{self.seed} {number}"), []
         while self.count(memory_text([entry.text for entry in entries])) < self.memory_tokens:
             text = _experience(draw, number)
@@ -108,11 +106,10 @@ class Script:
         return EpisodeSpec(task, tuple(entries))
 
     def count(self, text: str) -> int:
-        """Tokens of a text."""
         return len(self.executor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def longest(self, deliveries: Sequence[str], steps: int) -> int:
-        """Tokens of the longest sequence that either model reads and writes, with some room."""
+        """Count the tokens of the longest sequence that either model reads and writes, with some room."""
         stand_in = _Rehearsal(self)
         for name in deliveries:
             play(stand_in, stand_in, name, [self.spec(0)], steps)
@@ -155,7 +152,7 @@ class ScriptedCompiler:
         return [replace(c, emission=emission(len(r.history))) for c, r in zip(made, requests, strict=True)]
 
     def clocked(self, call: Callable[..., Any], counts: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
-        """`call`, whose seconds are those of the second pass where `counts` says so of its arguments."""
+        """Wrap `call`, whose seconds are those of the second pass where `counts` says so of its arguments."""
         wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
         def timed(*arguments: Any, **named: Any) -> Any:

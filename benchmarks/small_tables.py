@@ -31,7 +31,7 @@ VARIANTS = {  # name: settings of SFT
 
 
 def one_table(out: Path, number: int, seeds: list[int], variants: list[str], limit: int) -> float:
-    """Its evaluation, all seeds in one matrix."""
+    """Evaluate table `number`, all seeds in one matrix; return the seconds that it took."""
     checkpoint = f"{out}/${{seed}}"  # of the cell's own seed
     axes: dict[str, Any] = {"seed": {str(seed): {"seed": seed, "env.seed": seed} for seed in seeds}}
     if number == 4:

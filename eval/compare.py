@@ -7,23 +7,21 @@ The first run is the baseline. A task is shared when its id, the seed of its sce
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agent.records import Episode
 from configs.load import read_yaml
 from configs.run_folder import CONFIG
-from eval.matrix import joined, varying
-from eval.metrics import difference, families, ordered, split_name
-from eval.replays import REPLAYS, Replays, compared, head_of, load_chosen, named, select
-from eval.report import load_run, short, write_page
-from eval.runs import EpisodeSource
+from eval.matrix import varying
+from eval.metrics import difference, grouped, groups_of, joined, ordered, split_name
+from eval.replays import REPLAYS, Replays, compared
+from eval.report import short, write_page
+from eval.runs import EpisodeSource, load_run
 
-PAGE = "compare.html"
 # What must be the same for a difference to come from the runs and not from their tasks: key in results.json, in words.
 COMPARABLE: Mapping[str, str] = {
     "environment": "environment",
@@ -47,15 +45,18 @@ class Run:
     source: EpisodeSource
 
     def column(self, delivery: str) -> str:
-        """The name of one of its deliveries among those of all runs."""
+        """Name one of its deliveries among those of all runs."""
         return joined(self.name, delivery)
+
+    def names_of(self, delivery: str) -> list[str]:
+        """List a delivery's names in its results: several in a matrix, one for each group."""
+        return [name for name in ordered(self.results["results"]) if split_name(name)[1] == delivery]
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A delivery of a run against the first run's, both by their columns. `all`: see `metrics.difference`."""
 
-    delivery: str
     a: str
     b: str
     all: Mapping[str, Any]
@@ -71,18 +72,13 @@ def write_comparison(folders: Sequence[Path], out_path: Path | None = None, repl
     runs = read_runs(folders)
     played = {run.name: [replace(e, steps=[]) for e in run.source(False)] for run in runs}
     common = shared(played)
-    pairs = differences(runs, common)
-    columns = columns_of(runs)
-    page = {**_page(runs, pairs, columns), "warnings": warnings(runs, played, common), "only": replays.only}
-    heads = [head_of(replace(e, delivery=joined(name, e.delivery))) for name, of_run in common.items() for e in of_run]
-    chosen = select(named(heads, replays.only), len(replays.only) or replays.tasks, columns, page["compared"])
-    page["played"] = len({head.task_id for head in heads})
-    tasks = load_chosen(lambda pictures: _in_columns(runs, common, pictures), chosen)
-    return write_page("compare.html.j2", page, tasks, out_path or folders[0] / PAGE, replays.max_bytes)
+    page = {**_page(runs, differences(runs, common)), "warnings": warnings(runs, played, common)}
+    heads = [replace(e, delivery=joined(name, e.delivery)) for name, of_run in common.items() for e in of_run]
+    source = partial(_in_columns, runs, common)
+    return write_page("compare.html.j2", page, heads, source, out_path or folders[0] / "compare.html", replays)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs
+# Runs -----------------------------------------------------------------------------------------------------------------
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -94,21 +90,16 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
-    """Each folder's name, with as many of the folders above it as tell it from the others."""
+    """Give each folder's name, with as many of the folders above it as tell it from the others."""
 
-    def ending(path: Path, depth: int) -> tuple[str, ...]:
-        return path.parts[1:][-depth:]
+    def name(path: Path) -> str:
+        for depth in range(1, len(path.parts) + 1):
+            ending = path.parts[1:][-depth:]
+            if all(ending != other.parts[1:][-depth:] for other in paths if other != path):
+                return "/".join(ending)
+        raise AssertionError(f"{path} is there twice")
 
-    return [
-        "/".join(
-            next(
-                ending(path, depth)
-                for depth in range(1, len(path.parts) + 1)
-                if all(ending(path, depth) != ending(other, depth) for other in paths if other != path)
-            )
-        )
-        for path in paths
-    ]
+    return [name(path) for path in paths]
 
 
 def _read_run(path: Path, name: str) -> Run:
@@ -118,22 +109,17 @@ def _read_run(path: Path, name: str) -> Run:
         raise FileNotFoundError(f"{path / CONFIG} is missing: it says how the run was made; evaluate again")
     parts = list(results["cells"].values()) if "cells" in results else [results]
     facts = [dotted({key: part[key] for key in (*COMPARABLE, *PROVENANCE) if key in part}) for part in parts]
-    keys = dict.fromkeys(chain.from_iterable(facts))
-    joint = {key: varying(fact.get(key) for fact in facts) for key in keys}
-    return Run(name, results, dotted(settings), joint, _across_runs(results, source))
+    joint = {key: varying(fact.get(key) for fact in facts) for keys in facts for key in keys}
+    if "cells" not in results:
+        source = partial(_across_scenes, source, results.get("scene_seed", 0))
+    return Run(name, results, dotted(settings), joint, source)
 
 
-def _across_runs(results: Mapping[str, Any], source: EpisodeSource) -> EpisodeSource:
-    """Task ids with the seed of their scenes, as a matrix has them already: ids alone repeat in other scenes."""
-    if "cells" in results:
-        return source
-
-    def episodes(pictures: bool) -> Iterator[Episode]:
-        for episode in source(pictures):
-            episode.task_id = f"{results.get('scene_seed', 0)}/{episode.task_id}"
-            yield episode
-
-    return episodes
+def _across_scenes(source: EpisodeSource, scene_seed: int, pictures: bool) -> Iterator[Episode]:
+    """Name tasks with the seed of their scenes, as a matrix does: ids alone repeat in other scenes."""
+    for episode in source(pictures):
+        episode.task_id = f"{scene_seed}/{episode.task_id}"
+        yield episode
 
 
 def dotted(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,12 +133,11 @@ def dotted(tree: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What can be compared
+# What can be compared -------------------------------------------------------------------------------------------------
 
 
 def shared(played: Mapping[str, Sequence[Episode]]) -> dict[str, list[Episode]]:
-    """Of each run, the episodes of tasks that it shares with the first; of the first, with any other."""
+    """Keep, of each run, the episodes of tasks that it shares with the first; of the first, with any other."""
     first, *others = played
     goals = {episode.task_id: episode.goal for episode in played[first]}
     common = {run: [e for e in played[run] if goals.get(e.task_id) == e.goal] for run in others}
@@ -161,68 +146,46 @@ def shared(played: Mapping[str, Sequence[Episode]]) -> dict[str, list[Episode]]:
 
 
 def columns_of(runs: Sequence[Run]) -> list[str]:
-    """Every delivery of every run, delivery by delivery, so that runs stand beside each other."""
+    """List every delivery of every run, delivery by delivery, so that runs stand beside each other."""
     deliveries = dict.fromkeys(split_name(name)[1] for run in runs for name in run.results["results"])
-    return [run.column(name) for delivery in ordered(deliveries) for run in runs for name in names_of(run, delivery)]
-
-
-def names_of(run: Run, delivery: str) -> list[str]:
-    """A delivery's names in a run's results: several in a matrix, one for each group."""
-    return [name for name in ordered(run.results["results"]) if split_name(name)[1] == delivery]
+    return [run.column(name) for delivery in ordered(deliveries) for run in runs for name in run.names_of(delivery)]
 
 
 def differences(runs: Sequence[Run], common: Mapping[str, Sequence[Episode]]) -> list[Pair]:
-    """Each run's deliveries against the first run's on the tasks that both played, in the order of `columns_of`."""
-    by_name = {run.name: _by_delivery(common[run.name]) for run in runs}
-    first, pairs = runs[0], []
-    for run in runs[1:]:
-        for name, episodes in by_name[run.name].items():
-            opposite = _opposite(name, first)
-            against = by_name[first.name].get(opposite, []) if opposite else []
+    """Set each run's deliveries against the first run's on the tasks that both played, in the order of `columns_of`."""
+    first, *others = runs
+    baseline, pairs = grouped(common[first.name], lambda e: e.delivery), []
+    for run in others:
+        for name, episodes in grouped(common[run.name], lambda e: e.delivery).items():
+            opposite = _opposite(name, first) or ""
+            against = baseline.get(opposite, [])
             if {e.task_id for e in episodes} & {e.task_id for e in against}:
-                delivery = split_name(name)[1]
-                pairs.append(
-                    Pair(delivery, run.column(name), first.column(str(opposite)), difference(episodes, against))
-                )
+                pairs.append(Pair(run.column(name), first.column(opposite), difference(episodes, against)))
     order = columns_of(runs)
     return sorted(pairs, key=lambda pair: order.index(pair.a))
 
 
-def _by_delivery(episodes: Sequence[Episode]) -> dict[str, list[Episode]]:
-    found: dict[str, list[Episode]] = defaultdict(list)
-    for episode in episodes:
-        found[episode.delivery].append(episode)
-    return found
-
-
 def _opposite(name: str, first: Run) -> str | None:
-    """What of the first run a delivery is compared with: its namesake, or the only one there is of that delivery, so
-    that a matrix can be set against a plain run."""
-    same = names_of(first, split_name(name)[1])
+    """Find what of the first run a delivery is compared with: its namesake, or the only one there is of that delivery,
+    so that a matrix can be set against a plain run."""
+    same = first.names_of(split_name(name)[1])
     return name if name in same else same[0] if len(same) == 1 else None
 
 
-def main_pairs(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs of the delivery that a reader wants first: `compiled`, or the last that is no control."""
-    main = compared([pair.delivery for pair in pairs])[0]
-    return [pair for pair in pairs if pair.delivery == main]
-
-
 def differing(trees: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
-    """Keys whose values are not the same everywhere, by alphabet, with each one's value; None where a key is not."""
-    keys = sorted({key for tree in trees for key in tree})
-    rows = {key: [json.dumps(tree[key], default=str) if key in tree else None for tree in trees] for key in keys}
+    """List keys whose values are not the same everywhere, by alphabet, with each one's value; None where there is no
+    such key."""
     return {
         key: [short(tree[key]) if key in tree else None for tree in trees]
-        for key, row in rows.items()
-        if len(set(row)) > 1
+        for key in sorted({key for tree in trees for key in tree})
+        if len({json.dumps(tree[key], default=str) if key in tree else None for tree in trees}) > 1
     }
 
 
 def warnings(
     runs: Sequence[Run], played: Mapping[str, Sequence[Episode]], common: Mapping[str, Sequence[Episode]]
 ) -> list[str]:
-    """What speaks against comparing each run with the first, in plain sentences."""
+    """Say what speaks against comparing each run with the first, in plain sentences."""
     first, said = runs[0], []
     goals = {episode.task_id: episode.goal for episode in played[first.name]}
     for run in runs[1:]:
@@ -242,49 +205,43 @@ def warnings(
             )
         if renamed := sum(task in goals and goals[task] != goal for task, goal in mine.items()):
             said.append(f"{renamed} tasks of {run.name} have an id of {first.name} and another goal: left out.")
-        if alone := sorted(set(run.results["results"]) ^ set(first.results["results"])):
-            unpaired = [name for name in alone if name in first.results["results"] or not _opposite(name, first)]
-            said += [f"Only one of {run.name} and {first.name} has {', '.join(unpaired)}."] if unpaired else []
+        alone = sorted(set(run.results["results"]) ^ set(first.results["results"]))
+        if unpaired := [name for name in alone if name in first.results["results"] or not _opposite(name, first)]:
+            said.append(f"Only one of {run.name} and {first.name} has {', '.join(unpaired)}.")
     return said
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The page
+# The page -------------------------------------------------------------------------------------------------------------
 
 
-def _page(runs: Sequence[Run], pairs: Sequence[Pair], columns: Sequence[str]) -> dict[str, Any]:
-    """Everything that does not depend on which tasks are replayed."""
+def _page(runs: Sequence[Run], pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Gather everything that does not depend on which tasks are replayed. `main` are the pairs of the delivery that a
+    reader wants first: `compiled`, or the last that is no control."""
     summaries = {run.column(name): summary for run in runs for name, summary in run.results["results"].items()}
-    main = main_pairs(pairs) if pairs else []
-    shown = list(dict.fromkeys([*(pair.b for pair in main), *(pair.a for pair in main)])) or list(columns[:1])
-    whole = {"results": summaries}
+    columns, main = columns_of(runs), list[Pair]()
+    if pairs:
+        delivery = compared([split_name(pair.a)[1] for pair in pairs])[0]
+        main = [pair for pair in pairs if split_name(pair.a)[1] == delivery]
     return {
         "runs": runs,
         "first": runs[0].name,
         "summaries": summaries,
         "deliveries": columns,
-        "by_delivery": _by_base(columns),
-        "families": families(whole),
-        "kinds": sorted({kind for summary in summaries.values() for kind in summary["by_kind"]}),
+        "by_delivery": grouped(columns, lambda column: split_name(column)[1]),
+        "families": groups_of(summaries, "by_family"),
+        "kinds": groups_of(summaries, "by_kind"),
         "pairs": pairs,
         "main": main,
         "compared": (main[0].a, main[0].b) if main else (columns[0], columns[0]),
-        "shown": shown,
+        "shown": list(dict.fromkeys([*(pair.b for pair in main), *(pair.a for pair in main)])) or columns[:1],
         "settings": differing([run.settings for run in runs]),
         "facts": differing([run.facts for run in runs]),
         "data": {pair.a: {"against": pair.b, **pair.all} for pair in pairs},
     }
 
 
-def _by_base(columns: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = defaultdict(list)
-    for column in columns:
-        found[split_name(column)[1]].append(column)
-    return dict(found)
-
-
 def _in_columns(runs: Sequence[Run], common: Mapping[str, Sequence[Episode]], pictures: bool) -> Iterator[Episode]:
-    """Episodes of shared tasks under their column's name."""
+    """Read the episodes of shared tasks under their column's name."""
     for run in runs:
         tasks = {episode.task_id for episode in common[run.name]}
         for episode in run.source(pictures):

@@ -1,4 +1,4 @@
-"""Why episodes failed, decided by rule from their records; no model judges.
+"""Why episodes failed, and whether the compiler looked up the right entry: by rule from records; no model judges.
 
 The kinds are those of error analyses of embodied planners that a record can decide. Of every failed episode we keep
 all labels that apply and one primary kind, the first that applies in this order:
@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent.expert import subgoals
+from agent.episode import EpisodeSpec
+from agent.expert import entry_for_goal, subgoals, taken
 from agent.records import Episode, StepRecord
 from envs.registry import loaded
 from runtime.errors import StopReason, is_failure
@@ -55,7 +56,7 @@ class Needs:
 
 
 def needs(goal: str) -> Needs | None:
-    """What `goal` asks for; None for a goal in other words."""
+    """Read what `goal` asks for; None for a goal in other words."""
     match = next((m for pattern in _GOALS if (m := pattern.fullmatch(goal.strip().rstrip(".").lower()))), None)
     if match is None:
         return None
@@ -68,13 +69,13 @@ def needs(goal: str) -> Needs | None:
 
 
 def refused(step: StepRecord) -> bool:
-    """The action was no command, or the environment answered that it is not possible."""
+    """Tell whether the action was no command, or the environment answered that it is not possible."""
     refusals = tuple(words for spec in loaded() for words in spec.refusals)
     return step.grounding == "failed" or step.feedback.startswith(refusals)
 
 
 def labels(episode: Episode) -> tuple[str, ...]:
-    """All kinds of error that apply to a failed episode, in the order of KINDS; () for a success."""
+    """List all kinds of error that apply to a failed episode, in the order of KINDS; () for a success."""
     if is_failure(episode.stop_reason):
         return ("broken",)
     if episode.success:
@@ -93,12 +94,12 @@ def labels(episode: Episode) -> tuple[str, ...]:
 
 
 def primary(episode: Episode) -> str | None:
-    """The first of the labels; None for a success."""
+    """Take the first of the labels; None for a success."""
     return next(iter(labels(episode)), None)
 
 
 def analyse(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Errors of one delivery, ready for JSON.
+    """Count the errors of one delivery, ready for JSON.
 
     `primary` adds up to `failed`; `labels` may not, for an episode can have several. Rates are over all steps.
     """
@@ -123,7 +124,7 @@ def analyse(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def _repeats(steps: Sequence[StepRecord]) -> Counter[tuple[str, str]]:
-    """How often each action was taken in the face of each observation."""
+    """Count how often each action was taken in the face of each observation."""
     return Counter((step.observation, step.action) for step in steps if step.action)
 
 
@@ -133,7 +134,39 @@ def _in_view(thing: str, steps: Sequence[StepRecord]) -> bool:
 
 
 def _missing(wanted: Needs, episode: Episode) -> list[str]:
-    """Steps that the goal needs and that were never taken, as often as it needs them."""
-    taken = subgoals([step.action for step in episode.steps if not refused(step)])
-    kinds = Counter(re.sub(r" \d+$", "", name) for name in taken)  # "put mug in cabinet 2": any cabinet will do
+    """List steps that the goal needs and that were never taken, as often as it needs them."""
+    reached = subgoals([step.action for step in episode.steps if not refused(step)])
+    kinds = Counter(re.sub(r" \d+$", "", name) for name in reached)  # "put mug in cabinet 2": any cabinet will do
     return [name for name, times in Counter(wanted.steps).items() if kinds[name] < times]
+
+
+# look-up: decided where an entry says where the goal's object was -----------------------------------------------------
+
+
+def lookup(episodes: Iterable[Episode], specs: Iterable[EpisodeSpec]) -> dict[str, float]:
+    """Return the share of episodes whose first guidance names the place that the right entry holds (where there is
+    one)."""
+    named = [_first_place(e) == truth for e, spec in zip(episodes, specs, strict=True) if (truth := _right_place(spec))]
+    return {"accuracy": sum(named) / max(1, len(named)), "n": len(named)}
+
+
+def chance(specs: Iterable[EpisodeSpec]) -> float:
+    """Return the look-up accuracy of citing a random one of the retrieved entries."""
+    shares = [
+        sum(fact[1] == truth for e in spec.memory if (fact := taken(e.provenance.actions))) / len(spec.memory)
+        for spec in specs
+        if (truth := _right_place(spec))
+    ]
+    return sum(shares) / max(1, len(shares))
+
+
+def _right_place(spec: EpisodeSpec) -> str | None:
+    """Find where the right entry says that the goal's object is; None if no entry says so."""
+    entry = entry_for_goal(spec.goal, spec.memory)
+    fact = taken(entry.provenance.actions) if entry else None
+    return fact[1] if fact else None
+
+
+def _first_place(episode: Episode) -> str | None:
+    guidance = next((s.guidance for s in episode.steps if s.guidance), "")
+    return guidance.removeprefix("go to ") if guidance.startswith("go to ") else None

@@ -16,44 +16,43 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from agent.deliveries import find
-from agent.episode import EpisodeSpec, Limits
+from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode
 from compiler import checkpoint
 from compiler.build import load_compiler, load_remote_compiler, load_served_compiler
-from compiler.client import RemoteCompiler
 from compiler.records import Compiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
-from configs.run_folder import RunFolder, RunFolderError
+from configs.run_folder import ENVIRONMENT, RunFolder, RunFolderError
 from data_gen.leakage import record_evaluation
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
-from envs.base import Task
+from envs.base import Environment, Task
 from envs.environments import Environments
-from envs.manifest import Manifest
 from envs.registry import evaluation_split, executor_instructions
-from eval.lookup import chance, lookup
-from eval.matrix import SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, joined, varying
-from eval.metrics import HIGHER_IS_BETTER, results
-from eval.provenance import environment_version, memory_hash, prompt_hashes, sha256
-from eval.record import EpisodeRecord
+from eval.errors import chance, lookup
+from eval.matrix import SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
+from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
+from eval.provenance import environment_version, identity, sha256
 from eval.report import write_run_report
-from eval.runner import Evaluation
-from eval.runs import read_matrix
+from eval.runs import EpisodeRecord, episodes_of
 from eval.table import print_results
 from executor.build import load_executor
+from executor.records import Executor
 from memory.bank import MemoryBank
 from runtime.progress import progress
 from runtime.store import to_json, write_atomically
 
 console = Console(width=120)
 RESULTS = "results.json"
+Episodes = Mapping[str, Sequence[Episode]]  # by delivery
 
 
 class ModelCache:
@@ -65,7 +64,7 @@ class ModelCache:
 
     @classmethod
     def holding(cls, config: EvalConfig, executor: Any, compiler: Compiler | None) -> ModelCache:
-        """With models that are there already."""
+        """Begin with models that are there already."""
         loaded = cls()
         loaded._held = {"executor": (_executor_key(config), executor), "compiler": (_compiler_key(config), compiler)}
         return loaded
@@ -82,13 +81,19 @@ class ModelCache:
         return self._get("executor", _executor_key(config), lambda: load_executor(config.executor, instructions))
 
     def compiler(self, config: EvalConfig) -> Compiler | None:
-        """The trained compiler, if any of the deliveries asks for it."""
+        """Return the trained compiler, if any of the deliveries asks for it."""
         if not _needs_checkpoint(config):
             return None
-        return self._get("compiler", _compiler_key(config), lambda: _load_compiler(config, self.executor(config)))
+        return self._get("compiler", _compiler_key(config), lambda: self._load_compiler(config))
 
     def environments(self, config: EvalConfig) -> Environments:
         return self._get("environments", config.env, lambda: Environments(config.env))
+
+    def _load_compiler(self, config: EvalConfig) -> Compiler:
+        if config.compiler.engine == "hf":
+            return load_compiler(config.compiler, self.executor(config), config.seed)
+        load = load_remote_compiler if config.compiler.engine == "http" else load_served_compiler
+        return load(config.compiler, config.seed)
 
     def _get(self, role: str, key: object, make: Callable[[], Any]) -> Any:
         if role not in self._held or self._held[role][0] != key:
@@ -100,6 +105,63 @@ class ModelCache:
             gc.collect()
             self._held[role] = (key, make())
         return self._held[role][1]
+
+
+def _executor_key(config: EvalConfig) -> object:
+    return config.executor, executor_instructions(config.env)
+
+
+def _compiler_key(config: EvalConfig) -> object:
+    return config.compiler, config.executor, config.seed if config.compiler.temperature else 0
+
+
+def _needs_checkpoint(config: EvalConfig) -> list[str]:
+    return [name for name in config.deliveries if find(name).needs_checkpoint]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Everything that one comparison holds fixed.
+
+    Attributes:
+        specs: the tasks with what was retrieved for each.
+        top_specs: the same tasks with the best entry alone (empty where no delivery asks for it).
+        title: what the progress bar says beside the delivery.
+    """
+
+    make_env: Callable[[], Environment]
+    specs: Sequence[EpisodeSpec]
+    executor: Executor
+    compiler: Compiler | None
+    limits: Limits
+    concurrency: int = 64
+    top_specs: Sequence[EpisodeSpec] = ()
+    title: str = ""
+
+    def run(
+        self, name: str, record: Callable[[Episode], None] = lambda episode: None, played: Collection[str] = ()
+    ) -> list[Episode]:
+        """Play all specs under delivery `name`, but for the tasks that were played already.
+
+        Raises:
+            ValueError: no tasks, no such delivery, or one without the compiler that it needs.
+        """
+        if not self.specs:
+            raise ValueError("there are no tasks to evaluate: check split, limit and the environment's data")
+        wanted = find(name)
+        specs = self.top_specs if wanted.top_entry else self.specs
+        left = [spec for spec in specs if spec.task.id not in set(played)]
+        delivery = wanted.make(self.compiler, self.limits.seed)
+        with progress(f"{self.title} {name}".strip(), len(specs), len(played)) as advance:
+
+            def on_episode(episode: Episode) -> None:
+                record(episode)
+                advance(episode)
+
+            return run_episodes(self.make_env, left, delivery, self.executor, self.limits, self.concurrency, on_episode)
+
+
+# one cell -------------------------------------------------------------------------------------------------------------
 
 
 def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dict[str, Any]:
@@ -119,7 +181,7 @@ def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dic
 
 
 def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, banks: Path | None = None) -> dict[str, Any]:
-    """One cell: play what has not been played, then write results.json and report.html.
+    """Play what a cell has not played yet, then write results.json and report.html.
 
     Args:
         banks: where cells share the banks that are filled for them (default: OUT has its own).
@@ -145,42 +207,25 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) ->
     wants_top = any(find(name).top_entry for name in config.deliveries)
     top = specs_for(tasks, bank, min(1, config.memory.k)) if wants_top else []
     executor, compiler = loaded.executor(config), loaded.compiler(config)
-    identity = _identity(config, specs, executor, compiler)
+    depends_on = identity(config, specs, executor, compiler)
     changed = run.record(
-        environment=config.env.model_dump(), split=split, bank_version=bank.snapshot(), tasks=len(tasks), **identity
+        environment=config.env.model_dump(), split=split, bank_version=bank.snapshot(), tasks=len(tasks), **depends_on
     )
-    if different := sorted(set(changed) & identity.keys()):
+    if different := sorted(set(changed) & depends_on.keys()):
         raise RunFolderError(
             f"{run.path} was started with other {', '.join(different)}: its episodes and new ones would not compare. "
             "Evaluate into another folder (--out), or start anew (--on-exists overwrite)"
         )
     record_evaluation(run, config, specs, bank)
-    evaluation = Evaluation(
-        envs.lease, specs, executor, compiler, Limits(config.max_steps, config.seed), config.concurrency, top
-    )
+    limits = Limits(config.max_steps, config.seed)
+    evaluation = Evaluation(envs.lease, specs, executor, compiler, limits, config.concurrency, top, cell.name)
     record = EpisodeRecord(run.path, cell.levels)
     _drop_unfinished(record, len(tasks))
     played = record.played()
     for name in config.deliveries:
-        done = played.get(name, [])
-        with progress(f"{cell.name} {name}".strip(), len(specs), len(done)) as advance:
-            evaluation.run(name, _both(record.append, advance), set(done))
+        evaluation.run(name, record.append, played.get(name, ()))
     episodes = record.episodes(config.deliveries, [task.id for task in tasks])
-    return _results(cell, run, episodes, specs, bank, split, identity)
-
-
-def _results(
-    cell: Cell,
-    run: RunFolder,
-    episodes: Mapping[str, Sequence[Episode]],
-    specs: Sequence[EpisodeSpec],
-    bank: MemoryBank,
-    split: str,
-    identity: Mapping[str, Any],
-) -> dict[str, Any]:
-    config = cell.config
-    facts = json.loads((run.path / "environment.json").read_text(encoding="utf-8"))
-    meta = {
+    facts = {
         "environment": config.env.name,
         "split": split,
         "seed": config.seed,
@@ -190,50 +235,43 @@ def _results(
         "bank_entries": len(bank),
         "max_steps": config.max_steps,
         "chance_lookup": chance(specs),
-        **identity,
+        **depends_on,
+    }
+    return _results(cell, run, episodes, specs, facts)
+
+
+def _results(
+    cell: Cell, run: RunFolder, episodes: Episodes, specs: Sequence[EpisodeSpec], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    config, levels = cell.config, dict(cell.levels)
+    ran = json.loads((run.path / ENVIRONMENT).read_text(encoding="utf-8"))
+    meta = {
+        **facts,
         "lookup": {name: lookup(e, specs) for name, e in episodes.items() if find(name).needs_checkpoint},
         "complete": True,
-        "levels": dict(cell.levels),
+        "levels": levels,
         "baseline": config.baseline,
         "higher_is_better": HIGHER_IS_BETTER,
-        "git": facts["git"],
-        "versions": facts["packages"],
-        "environment_version": environment_version(config.env.name, facts["packages"]),
+        "git": ran["git"],
+        "versions": ran["packages"],
+        "environment_version": environment_version(config.env.name, ran["packages"]),
         "config": config.model_dump(mode="json"),
     }
     pairs = [(name, base) for name in episodes if (base := baseline_of(config, cell, name))]
     made = results(episodes, meta, pairs)
     for name, summary in made["results"].items():
-        summary |= {"delivery": name, "levels": dict(cell.levels)}
+        summary |= {"delivery": name, "levels": levels}
     return made
 
 
-def _identity(
-    config: EvalConfig, specs: Sequence[EpisodeSpec], executor: Any, compiler: Compiler | None
-) -> dict[str, Any]:
-    """What must be the same in every session of a run: tasks, memory, weights, prompts."""
-    compiler_hash = None
-    if isinstance(compiler, RemoteCompiler):
-        compiler_hash = compiler.hash()
-    elif compiler is not None:
-        compiler_hash = checkpoint.sha256(checkpoint.find(Path(str(config.compiler.checkpoint))))
-    return {
-        "tasks_sha256": Manifest.of(config.env.name, (spec.task for spec in specs)).sha256,
-        "memory_sha256": memory_hash(specs),
-        "executor_hash": executor.hash(),
-        "compiler_hash": compiler_hash,
-        "prompts": prompt_hashes(executor, compiler),
-    }
-
-
 def _drop_unfinished(record: EpisodeRecord, tasks: int) -> None:
-    """A torn line, and what was played of deliveries whose episodes depend on each other."""
+    """Drop a torn line, and what was played of deliveries whose episodes depend on each other."""
     partial = {name for name, done in record.played().items() if find(name).interdependent and len(done) < tasks}
     record.lines.keep(lambda row: row["delivery"] not in partial)
 
 
 def _filled_bank(config: EvalConfig, envs: Environments, experience: Sequence[Task], folder: Path) -> MemoryBank:
-    """The bank that the settings name, or FOLDER/bank, filled once: bank.json says that it is whole."""
+    """Open the bank that the settings name, or FOLDER/bank, filled once: bank.json says that it is whole."""
     whole = folder / "bank.json"
     bank = filled_bank(config, envs, [] if whole.exists() else experience, folder)
     if experience and not whole.exists():
@@ -242,16 +280,9 @@ def _filled_bank(config: EvalConfig, envs: Environments, experience: Sequence[Ta
 
 
 def bank_key(config: EvalConfig, split: str) -> str:
-    """Cells with the same key would fill their banks with the same experience."""
+    """Give cells that would fill their banks with the same experience the same key."""
     asked = config.memory.model_dump(mode="json", exclude={"k"})
     return sha256([config.env.model_dump(mode="json"), split, config.limit, asked])[:12]
-
-
-# models ---------------------------------------------------------------------------------------------------------------
-
-
-def _needs_checkpoint(config: EvalConfig) -> list[str]:
-    return [name for name in config.deliveries if find(name).needs_checkpoint]
 
 
 def _check_checkpoints(made: Sequence[Cell]) -> None:
@@ -265,42 +296,18 @@ def _check_checkpoints(made: Sequence[Cell]) -> None:
         checkpoint.find(Path(cell.config.compiler.checkpoint))
 
 
-def _executor_key(config: EvalConfig) -> object:
-    return config.executor, executor_instructions(config.env)
-
-
-def _compiler_key(config: EvalConfig) -> object:
-    return config.compiler, config.executor, config.seed if config.compiler.temperature else 0
-
-
-def _load_compiler(config: EvalConfig, executor: Any) -> Compiler:
-    if config.compiler.engine == "http":
-        return load_remote_compiler(config.compiler, config.seed)
-    if config.compiler.engine == "vllm":
-        return load_served_compiler(config.compiler, config.seed)
-    return load_compiler(config.compiler, executor, config.seed)
-
-
-def _both(first: Callable[[Any], None], then: Callable[[Any], None]) -> Callable[[Any], None]:
-    def call(value: Any) -> None:
-        first(value)
-        then(value)
-
-    return call
-
-
 # matrix ---------------------------------------------------------------------------------------------------------------
 
 
 def _run_matrix(
     config: EvalConfig, made: Sequence[Cell], out: Path, loaded: ModelCache, on_exists: str
 ) -> dict[str, Any]:
-    """Every cell in turn, each resumed by itself; then all of them in one table."""
+    """Play every cell in turn, each resumed by itself; then put all of them in one table."""
     run = RunFolder.create(out, config, on_exists=on_exists)
     done: dict[str, dict[str, Any]] = {}
     for number, cell in enumerate(made, start=1):
         console.rule(f"cell {number}/{len(made)}: {cell.name}", align="left")
-        done[cell.name] = evaluate(cell, out / _path(cell), loaded, "resume", out / "banks")
+        done[cell.name] = evaluate(cell, out / "cells" / cell.name, loaded, "resume", out / "banks")
         missing = [other.name for other in made if other.name not in done]
         run.write_json(RESULTS, {"complete": False, "missing": missing, "cells": _cells(made, done)})
     pooled = _pooled(config, made, done, out)
@@ -311,15 +318,11 @@ def _run_matrix(
     return pooled
 
 
-def _path(cell: Cell) -> str:
-    return f"cells/{cell.name}"
-
-
 def _cells(made: Sequence[Cell], done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What each finished cell's results say about it, and where it lies."""
+    """Tell what each finished cell's results say about it, and where it lies."""
     return {
         cell.name: {
-            "path": _path(cell), "group": cell.group,
+            "path": f"cells/{cell.name}", "group": cell.group,
             **{k: v for k, v in done[cell.name].items() if k not in ("results", "paired_difference")},
         }
         for cell in made
@@ -330,11 +333,9 @@ def _cells(made: Sequence[Cell], done: Mapping[str, Mapping[str, Any]]) -> dict[
 def _pooled(
     config: EvalConfig, made: Sequence[Cell], done: Mapping[str, Mapping[str, Any]], out: Path
 ) -> dict[str, Any]:
-    """One table: each delivery of each group, its episodes of all seeds together."""
+    """Make one table: each delivery of each group, its episodes of all seeds together."""
     described = _cells(made, done)
-    episodes: dict[str, list[Episode]] = {}
-    for episode in read_matrix(out, {"cells": described}, images=False):
-        episodes.setdefault(episode.delivery, []).append(episode)
+    episodes = grouped(episodes_of(out, {"cells": described})(False), lambda episode: episode.delivery)
     first = described[made[0].name]
     meta = {
         **{key: varying(cell[key] for cell in described.values()) for key in ("environment", "split", "seed")},

@@ -22,6 +22,7 @@ from typing import Any
 from agent.deliveries import find
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
+from eval.metrics import joined
 
 SEED_AXIS = "seed"
 DELIVERY = "delivery"  # in `baseline` beside the axes
@@ -121,11 +122,6 @@ def _baseline_name(config: EvalConfig, cell: Cell, delivery: str) -> str | None:
     given = {DELIVERY: config.baseline} if isinstance(config.baseline, str) else config.baseline
     levels = {**cell.levels, **{axis: level for axis, level in given.items() if axis != DELIVERY}}
     return joined(Cell(levels, cell.config).group, given.get(DELIVERY, delivery))
-
-
-def joined(group: str, delivery: str) -> str:
-    """A delivery's name in the tables of a matrix."""
-    return f"{group}/{delivery}" if group else delivery
 
 
 def varying(values: Iterable[object]) -> Any:

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ HIGHER_IS_BETTER = {"success": True, "progress": True, "steps": False, "parse_er
                     "grounding_failure_rate": False, "op_error_rate": False}  # fmt: skip
 REQUIRED_META = ("environment", "split", "seed")
 
+LEVEL = 0.95
 RESAMPLES = 10_000
 _BLOCK_CELLS = 2**22  # the bootstrap draws in blocks of this many numbers (32 MiB), however many values there are
 
@@ -44,33 +45,40 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class PairedDifference:
+class PairedDifference(Interval):
     """Mean of a - b over `n` tasks that both played; `wins` and `losses` count the tasks where a or b did better."""
 
-    mean: float
-    low: float
-    high: float
-    n: int
-    stderr: float
     wins: int
     losses: int
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Intervals
+K = TypeVar("K")
+V = TypeVar("V")
 
 
-def wilson(successes: int, n: int, level: float = 0.95) -> Interval:
-    """Wilson score interval of a proportion. Unlike mean +- z s.e. it stays in [0, 1] and is honest at 0 and n of n.
+def grouped(values: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+    """Sort values into lists by key, both in the order in which they come."""
+    found: dict[K, list[V]] = defaultdict(list)
+    for value in values:
+        found[key(value)].append(value)
+    return dict(found)
+
+
+# intervals ------------------------------------------------------------------------------------------------------------
+
+
+def wilson(successes: int, n: int, level: float = LEVEL) -> Interval:
+    """Take the Wilson score interval of a proportion. Unlike mean +- z s.e. it stays in [0, 1] and is honest at 0 and n
+    of n.
 
     Raises:
-        ValueError: for n = 0, for successes outside 0..n, or for a level outside (0, 1).
+        ValueError: for n = 0, for successes outside 0..n, or for a level of 1 or more.
     """
     if n <= 0:
         raise ValueError("an interval over zero episodes says nothing: check the split and `limit`")
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes in {n} episodes")
-    z = NormalDist().inv_cdf(0.5 + _checked(level) / 2)
+    z = NormalDist().inv_cdf(0.5 + level / 2)
     p, shrink = successes / n, 1 + z * z / n
     centre = (p + z * z / (2 * n)) / shrink
     half = z / shrink * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
@@ -79,10 +87,10 @@ def wilson(successes: int, n: int, level: float = 0.95) -> Interval:
     return Interval(p, low, high, n, (p * (1 - p) / n) ** 0.5)
 
 
-def bootstrap_mean(values: Sequence[float], seed: int = 0, level: float = 0.95) -> Interval:
-    """Mean with its percentile bootstrap interval. The order of the values does not matter, the seed does.
+def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval:
+    """Take the mean with its percentile bootstrap interval. The order of the values does not matter, the seed does.
 
-    Note that values that are all equal give an interval of width zero: a bootstrap knows only what it has seen.
+    Values that are all equal give an interval of width zero: a bootstrap knows only what it has seen.
 
     Raises:
         ValueError: for no values.
@@ -90,18 +98,12 @@ def bootstrap_mean(values: Sequence[float], seed: int = 0, level: float = 0.95) 
     if not values:
         raise ValueError("a bootstrap over zero values says nothing")
     means = _resampled_means(values, seed)
-    low, high = np.quantile(means, _tails(level))
+    low, high = np.quantile(means, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
     return Interval(fmean(values), float(low), float(high), len(values), float(means.std()))
 
 
-def paired_bootstrap_difference(
-    a: Sequence[Episode],
-    b: Sequence[Episode],
-    seed: int = 0,
-    level: float = 0.95,
-    value: Callable[[Episode], float] | None = None,
-) -> PairedDifference:
-    """a - b in success (or in `value`), task by task, with a bootstrap over the tasks that both played.
+def paired_bootstrap_difference(a: Sequence[Episode], b: Sequence[Episode], seed: int = 0) -> PairedDifference:
+    """Take a - b in success, task by task, with a bootstrap over the tasks that both played.
 
     Pairing takes out how hard each task is, so the interval is narrower than the two deliveries' own suggest.
     Episodes of one task (several seeds) are averaged first: they are not independent of each other.
@@ -109,18 +111,17 @@ def paired_bootstrap_difference(
     Raises:
         ValueError: when no task was played under both.
     """
-    of_a, of_b = _by_task(a, value or _success), _by_task(b, value or _success)
+    of_a, of_b = _success_by_task(a), _success_by_task(b)
     tasks = sorted(of_a.keys() & of_b.keys())
     if not tasks:
         raise ValueError("no task was played under both deliveries: nothing to pair")
     differences = [of_a[task] - of_b[task] for task in tasks]
-    interval = bootstrap_mean(differences, seed, level)
     wins, losses = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    return PairedDifference(**asdict(interval), wins=wins, losses=losses)
+    return PairedDifference(**asdict(bootstrap_mean(differences, seed)), wins=wins, losses=losses)
 
 
 def _resampled_means(values: Sequence[float], seed: int) -> np.ndarray:
-    """[RESAMPLES] means of resamples with replacement.
+    """Return [RESAMPLES] means of resamples with replacement.
 
     Success, progress and their differences take few distinct values, so we draw how often each one occurs instead of
     drawing n indices: the same distribution, and fast for any n.
@@ -132,38 +133,25 @@ def _resampled_means(values: Sequence[float], seed: int) -> np.ndarray:
     return np.concatenate(draws) / len(values)
 
 
-def _tails(level: float) -> tuple[float, float]:
-    return (1 - _checked(level)) / 2, (1 + level) / 2
+def _success_by_task(episodes: Sequence[Episode]) -> dict[str, float]:
+    by_task = grouped(episodes, lambda episode: episode.task_id)
+    return {task: fmean(float(succeeded(episode)) for episode in of_task) for task, of_task in by_task.items()}
 
 
-def _checked(level: float) -> float:
-    if not 0 < level < 1:
-        raise ValueError(f"a confidence level lies between 0 and 1, not at {level}")
-    return level
-
-
-def _by_task(episodes: Sequence[Episode], value: Callable[[Episode], float]) -> dict[str, float]:
-    values: dict[str, list[float]] = defaultdict(list)
-    for episode in episodes:
-        values[episode.task_id].append(value(episode))
-    return {task: fmean(of_task) for task, of_task in values.items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One delivery
+# one delivery ---------------------------------------------------------------------------------------------------------
 
 
 def succeeded(episode: Episode) -> bool:
-    """Success as every table counts it: an episode that broke has none, whatever was recorded before it broke."""
+    """Tell success as every table counts it: an episode that broke has none, whatever was recorded before it broke."""
     return episode.success and not is_failure(episode.stop_reason)
 
 
-def summarise(episodes: Sequence[Episode], seed: int = 0) -> dict[str, Any]:
-    """What a delivery did, ready for JSON. `seed` is the bootstrap's, not the run's.
+def summarise(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Describe what a delivery did, ready for JSON; docs/results-format.md says each key.
 
     Tokens are what a role read and wrote (prompt + generated). Rates and times per step are over all steps of all
     episodes; shares are over the steps that have the thing at all (an emission, a grounded action).
-    `emission_mix` is {} and `parse_error_rate` None where no compiler spoke. docs/results-format.md says each key.
+    `emission_mix` is {} and `parse_error_rate` None where no compiler spoke.
 
     Raises:
         ValueError: for zero episodes.
@@ -174,13 +162,13 @@ def summarise(episodes: Sequence[Episode], seed: int = 0) -> dict[str, Any]:
     emissions = [step for step in steps if step.emission_kind]
     stops = Counter(episode.stop_reason for episode in episodes)
     return {
-        "success": _success_interval(episodes),
-        "progress": _progress_interval(episodes, seed),
+        **_success_and_progress(episodes),
         "executor_tokens_per_step": _tokens_per_step(steps, "executor"),
         "compiler_tokens_per_step": _tokens_per_step(steps, "compiler"),
         "emission_mix": _shares((step.emission_kind for step in emissions), EMISSION_KINDS),
         "parse_error_rate": _mean([float(s.parse_error is not None) for s in emissions]) if emissions else None,
-        "op_errors": _op_errors(emissions),
+        # by operation: "create: key exists: mug" is a create
+        "op_errors": dict(sorted(Counter(e.partition(":")[0] for s in emissions for e in s.op_errors).items())),
         "op_error_rate": _mean([float(bool(s.op_errors)) for s in emissions]) if emissions else None,
         "grounding": _shares((step.grounding for step in steps if step.grounding), GROUNDINGS),
         "grounding_failure_rate": _grounding_failure_rate(steps),
@@ -192,18 +180,16 @@ def summarise(episodes: Sequence[Episode], seed: int = 0) -> dict[str, Any]:
         "errors": analyse(episodes),
         "stop_reasons": {str(reason): stops[reason] for reason in StopReason if stops[reason]},
         "by_family": {
-            family: {"success": _success_interval(members), "progress": _progress_interval(members, seed)}
-            for family, members in _groups(episodes, lambda e: e.family).items()
+            family: _success_and_progress(members) for family, members in _groups(episodes, lambda e: e.family).items()
         },
         "by_kind": {
-            kind: {"success": _success_interval(members)}
-            for kind, members in _groups(episodes, lambda e: e.kind).items()
+            kind: {"success": _success(members)} for kind, members in _groups(episodes, lambda e: e.kind).items()
         },
     }
 
 
 def usage(steps: Sequence[StepRecord], role: str) -> dict[str, Any]:
-    """What a role took: calls, seconds in all, latency of a call in seconds, and for models tokens in all.
+    """Add up what a role took: calls, seconds in all, latency of a call in seconds, and for models tokens in all.
 
     `tokens_cached` (of those read, what a prefix cache held) is None where the backend does not say. Where episodes are
     batched, a call's latency is its share of the batch's time; `concurrency: 1` gives what a lone agent waits.
@@ -218,28 +204,19 @@ def usage(steps: Sequence[StepRecord], role: str) -> dict[str, Any]:
     return {**tokens, "tokens_cached": sum(cached) if cached else None, **taken}
 
 
-def _op_errors(emissions: Sequence[StepRecord]) -> dict[str, int]:
-    """Operations on the Brief State that failed, by operation ("create: key exists: mug" is a create)."""
-    counts = Counter(error.partition(":")[0] for step in emissions for error in step.op_errors)
-    return dict(sorted(counts.items()))
-
-
 def _grounding_failure_rate(steps: Sequence[StepRecord]) -> float | None:
-    """Of the actions where the environment lists its commands, the share that is none of them; None without such."""
+    """Take, of the actions where the environment lists its commands, the share that is none of them; None without."""
     how = [step.grounding for step in steps if step.grounding not in ("", "free")]
     return how.count("failed") / len(how) if how else None
 
 
-def _success(episode: Episode) -> float:
-    return float(succeeded(episode))
-
-
-def _success_interval(episodes: Sequence[Episode]) -> dict[str, Any]:
+def _success(episodes: Sequence[Episode]) -> dict[str, Any]:
     return asdict(wilson(sum(map(succeeded, episodes)), len(episodes)))
 
 
-def _progress_interval(episodes: Sequence[Episode], seed: int) -> dict[str, Any]:
-    return asdict(bootstrap_mean([episode.progress for episode in episodes], seed))
+def _success_and_progress(episodes: Sequence[Episode]) -> dict[str, Any]:
+    progress = bootstrap_mean([episode.progress for episode in episodes])
+    return {"success": _success(episodes), "progress": asdict(progress)}
 
 
 def _tokens_per_step(steps: Sequence[StepRecord], role: str) -> float:
@@ -251,29 +228,24 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _shares(names: Iterable[str], expected: Sequence[str]) -> dict[str, float]:
-    """Share of each name; every expected one is there, so that readers need no defaults. {} when there are none."""
+    """Take each name's share; every expected one is there, so that readers need no defaults. {} when there are none."""
     counts = Counter(names)
     unexpected = sorted(counts.keys() - set(expected))
     return {name: counts[name] / counts.total() for name in (*expected, *unexpected)} if counts else {}
 
 
 def _groups(episodes: Sequence[Episode], label: Callable[[Episode], str]) -> dict[str, list[Episode]]:
-    """Episodes by label, in the labels' alphabetical order; those without one ("") belong to no group."""
-    groups: dict[str, list[Episode]] = defaultdict(list)
-    for episode in episodes:
-        if label(episode):
-            groups[label(episode)].append(episode)
-    return dict(sorted(groups.items()))
+    """Sort episodes by label, in alphabetical order; those without one ("") belong to no group."""
+    return dict(sorted(grouped(filter(label, episodes), label).items()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All deliveries of a run
+# all deliveries of a run ----------------------------------------------------------------------------------------------
 
 
 def results(
     per_delivery: Mapping[str, Sequence[Episode]], meta: Mapping[str, Any], pairs: Iterable[tuple[str, str]] = ()
 ) -> dict[str, Any]:
-    """The content of `results.json`: a summary per delivery, the run's meta data, and the paired differences.
+    """Make the content of `results.json`: a summary per delivery, the run's meta data, and the paired differences.
 
     Args:
         per_delivery: episodes by delivery name (`agent.deliveries`); in a matrix, `group/delivery`.
@@ -304,7 +276,7 @@ def results(
 
 
 def ordered(deliveries: Iterable[str]) -> list[str]:
-    """Delivery names in the order of every table: the deliveries, the controls, then unknown names by alphabet."""
+    """Put delivery names in the order of every table: deliveries, controls, then unknown names by alphabet."""
     known = list(DELIVERIES)
 
     def place(name: str) -> tuple[str, int, str]:
@@ -316,18 +288,23 @@ def ordered(deliveries: Iterable[str]) -> list[str]:
 
 def display_name(name: str) -> str:
     group, delivery = split_name(name)
-    return f"{group}/{label(delivery)}" if group else label(delivery)
+    return joined(group, label(delivery))
 
 
 def label(delivery: str) -> str:
-    """A delivery's name in tables and plots; an unknown one keeps its own."""
+    """Name a delivery as tables and plots do; an unknown one keeps its own name."""
     return DELIVERIES[delivery].label if delivery in DELIVERIES else delivery
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """`memory=graph/static` -> ("memory=graph", "static"): the group of a matrix, "" outside of one."""
+    """Split `memory=graph/static` into ("memory=graph", "static"): the group of a matrix, "" outside of one."""
     group, _, delivery = name.rpartition("/")
     return group, delivery
+
+
+def joined(group: str, delivery: str) -> str:
+    """Name a delivery in the tables of a matrix."""
+    return f"{group}/{delivery}" if group else delivery
 
 
 def is_control(name: str) -> bool:
@@ -336,23 +313,23 @@ def is_control(name: str) -> bool:
 
 
 def compared_pairs(results: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """(a, b, difference) for every pair that was compared."""
+    """List (a, b, difference) for every pair that was compared."""
     return [(*key.split(" - ", 1), pair) for key, pair in results.get("paired_difference", {}).items()]  # type: ignore[misc]
 
 
-def families(results: Mapping[str, Any]) -> list[str]:
-    """The task families that occur in a results dict, by alphabet ("text" before "visual")."""
-    return sorted({family for summary in results["results"].values() for family in summary["by_family"]})
+def groups_of(summaries: Mapping[str, Any], by: str) -> list[str]:
+    """List the names that occur in any summary's `by_family` or `by_kind`, by alphabet ("text" before "visual")."""
+    return sorted({name for summary in summaries.values() for name in summary[by]})
 
 
 def _usual_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
     groups = list(dict.fromkeys(split_name(name)[0] for name in names))
     within = [(spec.name, other) for spec in DELIVERIES.values() for other in spec.compared_with]
-    return [(f"{group}/{a}", f"{group}/{b}") if group else (a, b) for group in groups for a, b in within]
+    return [(joined(group, a), joined(group, b)) for group in groups for a, b in within]
 
 
 def difference(a: Sequence[Episode], b: Sequence[Episode]) -> dict[str, Any]:
-    """The difference over all tasks and within each family: where soft tokens matter is a question about a family."""
+    """Pair all tasks, and those within each family: where soft tokens matter is a question about a family."""
     of_a, of_b = _groups(a, lambda e: e.family), _groups(b, lambda e: e.family)
     shared = [family for family in of_a if family in of_b and _share_tasks(of_a[family], of_b[family])]
     within = {family: asdict(paired_bootstrap_difference(of_a[family], of_b[family])) for family in shared}

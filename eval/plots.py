@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eval.metrics import display_name, families, is_control, ordered, split_name
+from eval.metrics import display_name, groups_of, is_control, ordered, split_name
 
 LOSSES: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order of the paper's equation
     "loss": "total loss",
@@ -38,9 +38,9 @@ LABEL_CHARACTERS = 36
 
 
 def deliveries_plot(results: Mapping[str, Any], path: Path) -> Path:
-    """Success rate with its 95 % interval by delivery: one panel over all tasks and one per family."""
+    """Draw the success rate with its 95 % interval by delivery: one panel over all tasks and one per family."""
     deliveries = ordered(results["results"])
-    groups = ["", *families(results)]
+    groups = ["", *groups_of(results["results"], "by_family")]
     figure = Figure(figsize=(3.0 + 2.4 * len(groups), 1.25 + 0.34 * len(deliveries)), dpi=DPI, layout="constrained")
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     heights = _heights(deliveries)
@@ -55,7 +55,7 @@ def deliveries_plot(results: Mapping[str, Any], path: Path) -> Path:
 
 
 def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
-    """Loss terms over optimiser steps (SFT) or what each update saw (GRPO), one small panel each: raw values faint,
+    """Draw loss terms over optimiser steps (SFT) or what each update saw (GRPO), a small panel each: raw values faint,
     their moving average on top.
 
     Raises:
@@ -81,7 +81,7 @@ def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Rows of a training run by step (SFT) or update (GRPO). A resumed run repeats some: the last one counts. Torn
+    """Read a training run's rows by step (SFT) or update (GRPO). A resumed run repeats some: the last one counts. Torn
     lines, and lines that tell of neither, are skipped."""
     rows: dict[int, dict[str, float]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -96,13 +96,12 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 def family_title(family: str) -> str:
-    """What a family asks for, in words; an unknown one by its own name."""
-    known = {"": "all tasks", "text": "fact in the text", "visual": "fact in the picture"}
-    return known.get(family, family)
+    """Say in words what a family asks for; an unknown one by its own name."""
+    return {"": "all tasks", "text": "fact in the text", "visual": "fact in the picture"}.get(family, family)
 
 
 def _plain(name: str) -> str:
-    """A name from data as matplotlib can draw it: no formula mode, no characters that fonts refuse, not too long."""
+    """Make a name from data fit for matplotlib: no formula mode, no characters that fonts refuse, not too long."""
     printable = "".join(c if c.isprintable() else "?" for c in name)
     short = printable if len(printable) <= LABEL_CHARACTERS else printable[: LABEL_CHARACTERS - 1] + "…"
     return short.replace("$", r"\$")
@@ -114,7 +113,7 @@ def _success(summary: Mapping[str, Any], family: str) -> Mapping[str, Any] | Non
 
 
 def _heights(deliveries: Sequence[str]) -> list[float]:
-    """Vertical places, with a gap before controls and between the groups of a matrix."""
+    """Place deliveries, with a gap before controls and between the groups of a matrix."""
     blocks = [(split_name(delivery)[0], is_control(delivery)) for delivery in deliveries]
     changes = [before != after for before, after in pairwise(blocks)]
     return [i + 0.6 * sum(changes[:i]) for i in range(len(deliveries))]
@@ -151,7 +150,7 @@ def _curve(panel: Axes, title: str, steps: Sequence[int], values: Sequence[float
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Centred moving average over a tenth of the run: it does not lag behind a falling loss as a trailing one does."""
+    """Average over a centred tenth of the run: this does not lag behind a falling loss as a trailing mean does."""
     reach = len(values) // 20
     return [fmean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
 
@@ -162,12 +161,11 @@ def quiet(panel: Axes, grid: str) -> None:
     panel.tick_params(colors=MUTED, labelsize=8, length=3, color=GRID)
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color(GRID)
-    for label in panel.get_yticklabels():
-        label.set_color(INK)
+    panel.tick_params(axis="y", labelcolor=INK)
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """PNG without dates or versions inside: the same numbers give the same bytes. No global pyplot state is used."""
+    """Write a PNG without dates or versions inside: the same numbers give the same bytes, and pyplot is not used."""
     FigureCanvasAgg(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", facecolor="white", metadata={"Software": None})

@@ -9,15 +9,19 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agent.episode import EpisodeSpec
 from agent.records import SOFT_MARK
+from compiler import checkpoint
 from compiler.brief_state import Belief, BriefState
+from compiler.client import RemoteCompiler
 from compiler.prompt import compiler_parts
-from compiler.records import CompileRequest
+from compiler.records import Compiler, CompileRequest
+from configs.evaluation import EvalConfig
+from envs.manifest import Manifest
 from envs.registry import find
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from memory.entry import MemoryEntry, Provenance
@@ -31,8 +35,26 @@ _ACT = ExecutorRequest(
 )
 
 
+def identity(
+    config: EvalConfig, specs: Sequence[EpisodeSpec], executor: Any, compiler: Compiler | None
+) -> dict[str, Any]:
+    """State what must be the same in every session of a run: tasks, which entries serve them, weights, prompts."""
+    compiler_hash = None
+    if isinstance(compiler, RemoteCompiler):
+        compiler_hash = compiler.hash()
+    elif compiler is not None:
+        compiler_hash = checkpoint.sha256(checkpoint.find(Path(str(config.compiler.checkpoint))))
+    return {
+        "tasks_sha256": Manifest.of(config.env.name, (spec.task for spec in specs)).sha256,
+        "memory_sha256": sha256([[spec.task.id, [[entry.id, entry.text] for entry in spec.memory]] for spec in specs]),
+        "executor_hash": executor.hash(),
+        "compiler_hash": compiler_hash,
+        "prompts": prompt_hashes(executor, compiler),
+    }
+
+
 def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
-    """SHA-256 of the instructions in use, and of the layout of both prompts; None where there is no compiler."""
+    """Hash the instructions in use, and the layout of both prompts; None where there is no compiler."""
     compile_layout = ["".join(part.text for part in compiler_parts(request)) for request in (_COMPILE, _BARE)]
     return {
         "executor_instructions": sha256(getattr(executor, "instructions", "")),
@@ -40,11 +62,6 @@ def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
         "compiler_instructions": None if compiler is None else sha256(getattr(compiler, "instructions", "")),
         "compiler_layout": None if compiler is None else sha256(compile_layout),
     }
-
-
-def memory_hash(specs: Iterable[EpisodeSpec]) -> str:
-    """SHA-256 over which entries serve which task: the same memory for every delivery and session."""
-    return sha256([[spec.task.id, [[entry.id, entry.text] for entry in spec.memory]] for spec in specs])
 
 
 def environment_version(name: str, packages: Mapping[str, str]) -> dict[str, Any]:
@@ -62,7 +79,7 @@ def sha256(value: object) -> str:
 
 
 def _files(module: str) -> list[Path]:
-    """A module's file, or those of a package, sorted."""
+    """List a module's file, or those of a package, sorted."""
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:
         raise ModuleNotFoundError(f"no module {module!r}, whose source is part of an environment's version")

@@ -7,7 +7,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -17,7 +17,6 @@ from eval.runs import EpisodeSource
 from runtime.errors import is_failure
 
 MAX_BYTES = 15_000_000  # a phone opens this; more tasks are left out, and the page says so
-TASKS = 12  # replayed tasks, each under every delivery
 PICTURE_PIXELS = 256  # longer sides are reduced: rendered benchmarks would fill the page with a few episodes
 
 
@@ -25,7 +24,7 @@ PICTURE_PIXELS = 256  # longer sides are reduced: rendered benchmarks would fill
 class Replays:
     """How many tasks a page replays, and how large it may be. `only`: these task ids and no others, in any number."""
 
-    tasks: int = TASKS
+    tasks: int = 12
     only: tuple[str, ...] = ()
     max_bytes: int = MAX_BYTES
 
@@ -33,19 +32,8 @@ class Replays:
 REPLAYS = Replays()
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What the choice of replays looks at. `seed` tells several episodes of one task apart."""
-
-    delivery: str
-    task_id: str
-    seed: int
-    family: str
-    success: bool
-
-
 def utf8(text: str) -> bytes:
-    """Model output may hold lone surrogates, which UTF-8 cannot; they are shown as their escapes."""
+    """Encode model output, whose lone surrogates, if any, are shown as their escapes."""
     return text.encode("utf-8", errors="backslashreplace")
 
 
@@ -53,29 +41,25 @@ def utf8(text: str) -> bytes:
 
 
 def select(
-    heads: Iterable[Head],
-    tasks: int = TASKS,
-    columns: Sequence[str] | None = None,
-    pair: tuple[str, str] | None = None,
-) -> list[list[Head]]:
-    """Tasks to replay, each with one episode per delivery: by rule, so that nobody can pick the pretty ones.
+    heads: Iterable[Episode], tasks: int, columns: Sequence[str], pair: tuple[str, str]
+) -> list[list[Episode]]:  # fmt: skip
+    """Choose tasks to replay, each with one episode per delivery: by rule, so that nobody can pick the pretty ones.
 
     Tasks are sorted into heaps by family and by how the two deliveries of the pair ended. Heaps give one task in turn:
     wins, losses, both failed, both succeeded. Within a heap, tasks that more deliveries played come first, then the
     order of a hash of the task id.
 
     Args:
-        columns: deliveries in the order in which they are shown (default: that of every table).
-        pair: whose outcomes sort the tasks (default: see `compared`).
+        heads: episodes; their steps are not looked at.
+        columns: deliveries in the order in which they are shown.
+        pair: whose outcomes sort the tasks.
     """
-    of_task: dict[str, dict[str, Head]] = defaultdict(dict)
+    of_task: dict[str, dict[str, Episode]] = defaultdict(dict)
     for head in sorted(heads, key=lambda head: (head.task_id, head.delivery, head.seed)):
         of_task[head.task_id].setdefault(head.delivery, head)
-    columns = columns or ordered({delivery for played in of_task.values() for delivery in played})
-    pair = pair or (compared(columns) if columns else None)
     heaps: dict[tuple[int, str], list[str]] = defaultdict(list)
     for task, played in of_task.items():
-        won, baseline_won = (delivery in played and played[delivery].success for delivery in pair or ())
+        won, baseline_won = (delivery in played and succeeded(played[delivery]) for delivery in pair)
         turn = {(True, False): 0, (False, True): 1, (False, False): 2, (True, True): 3}[won, baseline_won]
         heaps[turn, next(iter(played.values())).family].append(task)
     piles = [
@@ -88,17 +72,13 @@ def select(
 
 
 def compared(deliveries: Sequence[str]) -> tuple[str, str]:
-    """The two deliveries whose outcomes sort the replays: `compiled` against `none`, or the last against the first."""
+    """Name the two deliveries whose outcomes sort the replays: `compiled` and `none`, or the last and the first."""
     main = [delivery for delivery in ordered(deliveries) if not is_control(delivery)] or ordered(deliveries)
     return "compiled" if "compiled" in main else main[-1], "none" if "none" in main else main[0]
 
 
-def head_of(episode: Episode) -> Head:
-    return Head(episode.delivery, episode.task_id, episode.seed, episode.family, succeeded(episode))
-
-
-def named(heads: Sequence[Head], only: Sequence[str]) -> list[Head]:
-    """The heads of the tasks that `only` names; all where it names none.
+def named(heads: Sequence[Episode], only: Sequence[str]) -> list[Episode]:
+    """Keep the episodes of the tasks that `only` names; all where it names none.
 
     Raises:
         ValueError: naming the first task that was not played, and ids like it.
@@ -111,33 +91,33 @@ def named(heads: Sequence[Head], only: Sequence[str]) -> list[Head]:
     return [head for head in heads if not only or head.task_id in only]
 
 
-def load_chosen(source: EpisodeSource, chosen: Sequence[Sequence[Head]]) -> list[list[Episode]]:
-    """The chosen episodes, in the chosen order, in one pass over the source."""
-    wanted = {(head.delivery, head.task_id, head.seed): None for task in chosen for head in task}
+def load_chosen(source: EpisodeSource, chosen: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
+    """Read the chosen episodes with steps and pictures, in the chosen order, in one pass over the source."""
+    wanted = {_key(head) for task in chosen for head in task}
     found: dict[tuple[str, str, int], Episode] = {}
     for episode in source(True):
-        key = (episode.delivery, episode.task_id, episode.seed)
-        if key in wanted:
-            found.setdefault(key, episode)
-    return [[found[head.delivery, head.task_id, head.seed] for head in task] for task in chosen]
+        if _key(episode) in wanted:
+            found.setdefault(_key(episode), episode)
+    return [[found[_key(head)] for head in task] for task in chosen]
+
+
+def _key(episode: Episode) -> tuple[str, str, int]:
+    return episode.delivery, episode.task_id, episode.seed
 
 
 # what the templates see of an episode ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A stretch of a Brief State line: `change` is "same", "added" or "removed"."""
 
     change: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class StateLine:
-    """One line of the Brief State, e.g. label `know` with its beliefs as pieces. `change` as in Piece."""
+class StateLine(NamedTuple):
+    """One line of the Brief State, e.g. label `know` with its beliefs as pieces."""
 
-    change: str
     label: str
     pieces: tuple[Piece, ...]
 
@@ -153,10 +133,10 @@ def episode_view(episode: Episode) -> dict[str, Any]:
 
 
 def outcome(episode: Episode) -> str:
-    """ "broken" (a failure of our own machinery), "success" or "failure"."""
+    """Tell "broken" (a failure of our own machinery), "success" or "failure"."""
     if is_failure(episode.stop_reason):
         return "broken"
-    return "success" if succeeded(episode) else "failure"
+    return "success" if episode.success else "failure"
 
 
 def _step_views(steps: Sequence[StepRecord]) -> Iterator[dict[str, Any]]:
@@ -175,17 +155,17 @@ def _step_views(steps: Sequence[StepRecord]) -> Iterator[dict[str, Any]]:
 
 
 def diff_state(before: str, after: str) -> list[StateLine]:
-    """What an emission changed in the Brief State. Lines are matched by their label, then compared item by item."""
+    """Compare two Brief States: lines are matched by their label, then compared item by item."""
     old, new = ([_split_line(line) for line in text.splitlines()] for text in (before, after))
-    matcher = difflib.SequenceMatcher(a=[line[0] for line in old], b=[line[0] for line in new], autojunk=False)
+    matcher = difflib.SequenceMatcher(a=[label for label, _ in old], b=[label for label, _ in new], autojunk=False)
     lines: list[StateLine] = []
     for tag, i, j, k, m in matcher.get_opcodes():
         if tag == "equal":
             pairs = zip(old[i:j], new[k:m], strict=True)
-            lines += [StateLine("same", label, _diff_items(was, now)) for (label, was), (_, now) in pairs]
+            lines += [StateLine(label, _diff_items(was, now)) for (label, was), (_, now) in pairs]
             continue
-        lines += [StateLine("removed", label, (Piece("removed", " ; ".join(was)),)) for label, was in old[i:j]]
-        lines += [StateLine("added", label, (Piece("added", " ; ".join(now)),)) for label, now in new[k:m]]
+        lines += [StateLine(label, _diff_items(was, [])) for label, was in old[i:j]]
+        lines += [StateLine(label, _diff_items([], now)) for label, now in new[k:m]]
     return lines
 
 
@@ -198,11 +178,8 @@ def _split_line(line: str) -> tuple[str, list[str]]:
 def _diff_items(was: Sequence[str], now: Sequence[str]) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     for tag, i, j, k, m in difflib.SequenceMatcher(a=was, b=now, autojunk=False).get_opcodes():
-        if tag == "equal":
-            pieces.append(Piece("same", " ; ".join(was[i:j])))
-            continue
-        pieces += [Piece("removed", " ; ".join(was[i:j]))] if i < j else []
-        pieces += [Piece("added", " ; ".join(now[k:m]))] if k < m else []
+        parts = [("same", was[i:j])] if tag == "equal" else [("removed", was[i:j]), ("added", now[k:m])]
+        pieces += [Piece(change, " ; ".join(items)) for change, items in parts if items]
     return tuple(pieces)
 
 

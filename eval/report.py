@@ -12,7 +12,8 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,12 @@ from markupsafe import Markup
 from PIL import Image
 
 from agent.records import Episode
-from eval import format
+from eval import table
 from eval.errors import KINDS as ERROR_KINDS
-from eval.metrics import EMISSION_KINDS, compared_pairs, display_name, families, is_control, ordered
+from eval.metrics import EMISSION_KINDS, compared_pairs, display_name, groups_of, is_control, ordered
 from eval.plots import DPI, deliveries_plot, family_title, read_metrics, training_plot
-from eval.replays import MAX_BYTES, REPLAYS, Replays, compared, episode_view, head_of, load_chosen, named, select, utf8
-from eval.runs import EpisodeSource, episode_files, episodes_of, read_results
-from eval.table import broken_episodes
+from eval.replays import MAX_BYTES, REPLAYS, Replays, compared, episode_view, load_chosen, named, select, utf8
+from eval.runs import EpisodeSource, load_run
 
 SHORT_HASH = 12  # characters of a hash that a reader compares
 SCREEN_DPI = 96
@@ -39,27 +39,15 @@ _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def write_report(
-    results: Mapping[str, Any],
-    episodes: Sequence[Episode],
-    out_path: Path,
-    plots: Sequence[Path] = (),
+    results: Mapping[str, Any], episodes: Sequence[Episode], out_path: Path, plots: Sequence[Path] = (),
     max_bytes: int = MAX_BYTES,
-) -> Path:
-    """Write the report of results and episodes in hand, and return its path.
-
-    Args:
-        results: the dict of `results.json`.
-        episodes: of all deliveries; a few are chosen by rule (see `replays.select`).
-        out_path: the HTML file.
-        plots: PNG files to embed, in this order.
-        max_bytes: the page's size limit; replays are left out until it holds.
-    """
+) -> Path:  # fmt: skip
+    """Write the report of results and episodes (of all deliveries) in hand, with PNG files as its figures."""
     return _write(results, lambda pictures: episodes, out_path, plots, Replays(max_bytes=max_bytes))
 
 
 def write_run_report(run_dir: Path, out_path: Path | None = None, replays: Replays = REPLAYS) -> Path:
-    """Write `report.html` of a run folder, from its `results.json`, `episodes.jsonl` and, if there is one,
-    `metrics.jsonl`; return its path.
+    """Write the report of a run folder (default: its report.html), with curves where it has `metrics.jsonl`.
 
     Raises:
         FileNotFoundError: when the run's episodes are not there.
@@ -74,87 +62,72 @@ def write_run_report(run_dir: Path, out_path: Path | None = None, replays: Repla
     return _write(results, source, out_path or run_dir / "report.html", plots, replays)
 
 
-def load_run(run_dir: Path) -> tuple[dict[str, Any], EpisodeSource]:
-    """Read a whole run's results, and say where its episodes come from.
-
-    Raises:
-        FileNotFoundError, ValueError: as `write_run_report`.
-    """
-    results = read_results(run_dir)
-    for path in episode_files(run_dir, results):
-        if not path.exists():
-            inside = sorted(file.parent.name for file in path.parent.glob("*/results.json"))
-            hint = f"; there are runs inside: {', '.join(inside)}" if inside else ""
-            raise FileNotFoundError(
-                f"{path} is missing: name a run folder of `memcompiler eval`, which writes it{hint}"
-            )
-    return results, episodes_of(run_dir, results)
-
-
 # the page -------------------------------------------------------------------------------------------------------------
 
 
 def _write(
     results: Mapping[str, Any], source: EpisodeSource, out_path: Path, plots: Sequence[Path], replays: Replays
 ) -> Path:
-    heads = [head_of(episode) for episode in source(False)]
-    chosen = select(named(heads, replays.only), len(replays.only) or replays.tasks)
-    page = {**_page(results, plots), "played": len({head.task_id for head in heads}), "only": replays.only}
-    return write_page("report.html.j2", page, load_chosen(source, chosen), out_path, replays.max_bytes)
+    return write_page("report.html.j2", _page(results, plots), source(False), source, out_path, replays)
 
 
 def write_page(
-    template: str, page: Mapping[str, Any], tasks: Sequence[Sequence[Episode]], out_path: Path, max_bytes: int
-) -> Path:
-    """Render a page with as many of the tasks, in their order, as fit into it.
+    template: str, page: Mapping[str, Any], episodes: Iterable[Episode], source: EpisodeSource, out_path: Path,
+    replays: Replays,
+) -> Path:  # fmt: skip
+    """Render a page with as many of the chosen tasks, in their order, as fit into it.
 
     Args:
         template: one that extends `base.html.j2`.
-        page: what it shows beside the replays.
-        tasks: each with its episodes side by side.
+        page: what it shows beside the replays; `deliveries` and `compared` choose them.
+        episodes: what there is to choose from.
+        source: gives the same with steps and pictures.
     """
+    heads = [replace(episode, steps=[]) for episode in episodes]
+    only, wanted = replays.only, len(replays.only) or replays.tasks
+    tasks = load_chosen(source, select(named(heads, only), wanted, page["deliveries"], page["compared"]))
     environment = _environment()
     style, script = (_TEMPLATES.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
-    own = {"style": Markup(style), "script": Markup(script), "policy": _policy(style, script)}
-    render = partial(environment.get_template(template).render, **page, **own, max_megabytes=max_bytes / 1e6)
-    fitting = _fitting(environment, tasks, max_bytes - len(utf8(render(tasks=[], left_out=len(tasks)))))
+    render = partial(
+        environment.get_template(template).render, **page, style=Markup(style), script=Markup(script),
+        policy=_policy(style, script), played=len({head.task_id for head in heads}), only=only,
+        max_megabytes=replays.max_bytes / 1e6,
+    )  # fmt: skip
+    fitting = _fitting(environment, tasks, replays.max_bytes - len(utf8(render(tasks=[], left_out=len(tasks)))))
     out_path.parent.mkdir(parents=True, exist_ok=True)
     out_path.write_bytes(utf8(render(tasks=fitting, left_out=len(tasks) - len(fitting))))
     return out_path
 
 
 def _fitting(environment: Environment, tasks: Sequence[Sequence[Episode]], budget: int) -> list[Markup]:
-    """Rendered tasks, in order, as long as they fit; of the first one at least the deliveries that fit."""
+    """Render tasks, in order, as long as they fit; of the first one at least the deliveries that fit."""
     template, rendered = environment.get_template("task.html.j2"), []
     for number, episodes in enumerate(tasks, start=1):
-        html, size = _render_task(template, number, episodes)
-        while not rendered and size > budget and len(episodes) > 1:
-            episodes = episodes[:-1]
-            html, size = _render_task(template, number, episodes)
+        views = [episode_view(episode) for episode in episodes]
+        while True:
+            html = template.render(number=number, task=episodes[0], episodes=views)
+            size = len(utf8(html))
+            if rendered or size <= budget or len(views) == 1:
+                break
+            views.pop()
         if size > budget:
             break
-        rendered.append(html)
+        rendered.append(Markup(html))  # our own template's output: its values are escaped already
         budget -= size
     return rendered
 
 
-def _render_task(template: Any, number: int, episodes: Sequence[Episode]) -> tuple[Markup, int]:
-    html = template.render(number=number, task=episodes[0], episodes=[episode_view(e) for e in episodes])
-    return Markup(html), len(utf8(html))  # our own template's output: its values are escaped already
-
-
 def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
-    """Everything that the page shows beside the replays."""
+    """Gather everything that the page shows beside the replays."""
     deliveries = ordered(results["results"])
-    shown = sorted(deliveries, key=lambda name: name not in SIDE_BY_SIDE)[: len(SIDE_BY_SIDE)]
     meta = {k: v for k, v in results.items() if k not in ("results", "paired_difference")}
     return {
         "results": results,
         "deliveries": deliveries,
         "compared": compared(deliveries),
-        "shown": shown,
-        "families": families(results),
-        "kinds": sorted({kind for summary in results["results"].values() for kind in summary["by_kind"]}),
+        "shown": sorted(deliveries, key=lambda name: name not in SIDE_BY_SIDE)[: len(SIDE_BY_SIDE)],
+        "families": groups_of(results["results"], "by_family"),
+        "kinds": groups_of(results["results"], "by_kind"),
         "facts": {k: short(v) for k, v in meta.items() if isinstance(v, str | int | float) and k != "complete"},
         "meta": json.dumps(meta, indent=2, ensure_ascii=False, default=str),
         "pairs": [{"a": a, "b": b, "all": pair} for a, b, pair in compared_pairs(results)],
@@ -163,24 +136,23 @@ def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
 
 
 def short(value: object) -> str:
-    """A value as a reader takes it in: hashes by their first characters, floats in four digits, the rest as JSON."""
+    """Show a value as a reader takes it in: hashes by their first characters, floats in four digits, else JSON."""
     if isinstance(value, str):
         return f"{value[:SHORT_HASH]}…" if _HASH.fullmatch(value) else value
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _plot(path: Path) -> dict[str, Any]:
-    """A figure at the size at which its text is as large as the page's."""
+    """Embed a figure at the size at which its text is as large as the page's."""
     content = path.read_bytes()
     with Image.open(io.BytesIO(content)) as image:
         width, height = (round(pixels * SCREEN_DPI / DPI) for pixels in image.size)
-    data = base64.b64encode(content).decode("ascii")
     caption = CAPTIONS.get(path.stem, path.stem.replace("_", " "))
-    return {"caption": caption, "data": data, "width": width, "height": height}
+    return {"caption": caption, "data": base64.b64encode(content).decode(), "width": width, "height": height}
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing is loaded, and of what is in the page only our own style and script take effect."""
+    """Let nothing be loaded, and of what is in the page only our own style and script take effect."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     return (
         f"default-src 'none'; img-src data:; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
@@ -191,20 +163,12 @@ def _policy(style: str, script: str) -> str:
 def _environment() -> Environment:
     """Autoescape for every template: jinja2's own rule goes by the file name and would leave `.j2` unescaped."""
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
-    )
+    )  # fmt: skip
     environment.globals.update(
-        display_name=display_name,
-        family_title=family_title,
-        is_control=is_control,
-        points=format.points,
-        broken_episodes=broken_episodes,
-        emission_kinds=EMISSION_KINDS,
-        error_kinds=ERROR_KINDS,
-    )
-    environment.filters.update(percent=format.percent, milliseconds=format.milliseconds)
+        display_name=display_name, family_title=family_title, is_control=is_control,
+        broken_episodes=table.broken_episodes, emission_kinds=EMISSION_KINDS, error_kinds=ERROR_KINDS,
+    )  # fmt: skip
+    environment.filters.update(percent=table.percent, milliseconds=table.milliseconds)
     return environment

@@ -1,16 +1,62 @@
-"""What a finished run has left: its results and its episodes, those of a matrix under the names of its tables."""
+"""What a run leaves on disk: its episodes, each as soon as it is over, and its results."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agent.records import Episode, read_episodes
+from eval.metrics import joined
+from runtime.store import JsonLines, RecordError
 
+EPISODES = "episodes.jsonl"
 EpisodeSource = Callable[[bool], Iterable[Episode]]  # called with whether pictures are wanted: numbers need none
+
+
+class EpisodeRecord:
+    """What one evaluation has played, in `lines`. An episode whose line a kill has torn is played again.
+
+    Args:
+        folder: the run folder.
+        cell: what distinguishes this evaluation from the others of its matrix; every line says it.
+    """
+
+    def __init__(self, folder: Path, cell: Mapping[str, str] | None = None) -> None:
+        self.lines, self.cell = JsonLines(folder / EPISODES, needs=("delivery", "task_id")), dict(cell or {})
+
+    def append(self, episode: Episode) -> None:
+        """Append an episode. It is on disk when this returns."""
+        self.lines.append({"cell": self.cell, **episode.to_json(images=True)})
+
+    def played(self) -> dict[str, list[str]]:
+        """Return the ids of the tasks that were played, by delivery, in the order in which they ended."""
+        done: dict[str, list[str]] = {}
+        for row in self.lines:
+            done.setdefault(row["delivery"], []).append(row["task_id"])
+        return done
+
+    def episodes(self, deliveries: Sequence[str], tasks: Sequence[str]) -> dict[str, list[Episode]]:
+        """Return all episodes by delivery, in the order of `tasks`, without pictures.
+
+        Raises:
+            RecordError: one is missing, there twice, or of another task: there is no result then.
+        """
+        path, found = self.lines.path, dict[tuple[str, str], list[Episode]]()
+        for episode in read_episodes(path, images=False) if path.exists() else ():
+            found.setdefault((episode.delivery, episode.task_id), []).append(episode)
+        expected = Counter((name, task) for name in deliveries for task in tasks)
+        wrong = [key for key in (*expected, *(found.keys() - expected)) if len(found.get(key, ())) != expected[key]]
+        if wrong:
+            name, task = wrong[0]
+            raise RecordError(
+                f"{path} does not hold every episode once: {len(wrong)} differ, the first is {task} under {name}, "
+                f"{len(found.get((name, task), ()))} times. Go on with --on-exists resume, or start anew (overwrite)"
+            )
+        return {name: [found[name, task][0] for task in tasks] for name in deliveries}
 
 
 def read_results(run: Path) -> dict[str, Any]:
@@ -34,26 +80,42 @@ def read_results(run: Path) -> dict[str, Any]:
     return results
 
 
+def load_run(run: Path) -> tuple[dict[str, Any], EpisodeSource]:
+    """Read a whole run's results, and say where its episodes come from.
+
+    Raises:
+        FileNotFoundError: the episodes are not there.
+        ValueError: as `read_results`.
+    """
+    results = read_results(run)
+    for path in episode_files(run, results):
+        if not path.exists():
+            inside = sorted(file.parent.name for file in path.parent.glob("*/results.json"))
+            hint = f"; there are runs inside: {', '.join(inside)}" if inside else ""
+            raise FileNotFoundError(
+                f"{path} is missing: name a run folder of `memcompiler eval`, which writes it{hint}"
+            )
+    return results, episodes_of(run, results)
+
+
 def episode_files(run: Path, results: Mapping[str, Any]) -> list[Path]:
-    """Where the run's episodes are, or should be: one file, or one for each cell of a matrix."""
+    """List where the run's episodes are, or should be: one file, or one for each cell of a matrix."""
     folders = [run / cell["path"] for cell in results["cells"].values()] if "cells" in results else [run]
-    return [folder / "episodes.jsonl" for folder in folders]
+    return [folder / EPISODES for folder in folders]
 
 
 def episodes_of(run: Path, results: Mapping[str, Any]) -> EpisodeSource:
-    """The run's episodes, read anew at each call; of a matrix, those of all cells (see `read_matrix`)."""
-    if "cells" in results:
-        return partial(read_matrix, run, results)
-    return partial(read_episodes, run / "episodes.jsonl")
-
-
-def read_matrix(run_dir: Path, results: Mapping[str, Any], images: bool = True) -> Iterator[Episode]:
-    """Read the episodes of all cells that the results of a matrix list, under the names that its tables have.
-
-    A task of another set of scenes is another task, though it may have the same id.
+    """Return what reads the run's episodes, anew at each call; of a matrix those of all cells that the results list,
+    under the names that its tables have. A task of other scenes is another task there, though its id may be the same.
     """
-    for cell in results["cells"].values():
-        for episode in read_episodes(run_dir / cell["path"] / "episodes.jsonl", images):
-            episode.delivery = f"{cell['group']}/{episode.delivery}" if cell["group"] else episode.delivery
-            episode.task_id = f"{cell['scene_seed']}/{episode.task_id}"
-            yield episode
+    if "cells" not in results:
+        return partial(read_episodes, run / EPISODES)
+
+    def of_cells(images: bool) -> Iterator[Episode]:
+        for cell in results["cells"].values():
+            for episode in read_episodes(run / cell["path"] / EPISODES, images):
+                episode.delivery = joined(cell["group"], episode.delivery)
+                episode.task_id = f"{cell['scene_seed']}/{episode.task_id}"
+                yield episode
+
+    return of_cells

@@ -1,21 +1,29 @@
 """The `memcompiler` command. Heavy imports happen inside the commands, so that --help answers at once.
 
-One short function per command, all in one file: it is the table of what users can type.
+Commands around banks and rows are in data.py, those around environments in env.py.
 """
 
+import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from memcompiler.data import bank_app, data_app, leakage
+from memcompiler.env import bench_env, env_app, parity
 from memcompiler.options import (
     Config,
+    Host,
     OneLineErrors,
     OnExists,
     Out,
     Overrides,
     PrintConfig,
+    Public,
+    Repository,
     RunsByDefault,
+    command_group,
     load_settings,
     with_settings,
 )
@@ -31,30 +39,20 @@ app = typer.Typer(
 )  # fmt: skip
 
 
-def _group(name: str, help: str, cls: type | None = None) -> typer.Typer:
-    group = typer.Typer(no_args_is_help=True, help=help, cls=cls)
-    app.add_typer(group, name=name)
-    return group
-
-
-train_app = _group("train", "Train the compiler and the soft-token projector.")
-serve_app = _group("serve", "Serve compiler and executor over HTTP, on loopback.")
-launch_app = _group("launch", "Training and the services it needs, each on GPUs of its own.")
-bank_app = _group("bank", "Look at a memory bank, import or export it.")
-data_app = _group("data", "Look at SFT rows, push them to the Hugging Face hub.")
-env_app = _group("env", "Write generated homes as ALFWorld games; serve any environment.")
-bench_app = _group("bench", "Measure side by side; the last line is the ratio.")
-zoo_app = _group("zoo", "Reproduce and test the tiny models that the repository ships.")
-report_app = _group(
-    "report",
+train_app = command_group("Train the compiler and the soft-token projector.")
+serve_app = command_group("Serve compiler and executor over HTTP, on loopback.")
+launch_app = command_group("Training and the services it needs, each on GPUs of its own.")
+bench_app = command_group("Measure side by side; the last line is the ratio.")
+zoo_app = command_group("Reproduce and test the tiny models that the repository ships.")
+report_app = command_group(
     "Evaluations as a page that opens offline, one (RUN) or several compared (RUN RUN ...), or beside the paper.",
     RunsByDefault,
 )
-
-Games = Annotated[Path, typer.Option(help="Folder with game.tw-pddl files, e.g. $ALFWORLD_DATA.")]
-Host = Annotated[str, typer.Option(help="Loopback address to bind to.")]
-Public = Annotated[bool, typer.Option(help="Make a new repository public.")]
-Repository = Annotated[str, typer.Argument(help="Hub repository, owner/name.")]
+for name, group in {
+    "train": train_app, "serve": serve_app, "launch": launch_app, "bank": bank_app, "data": data_app, "env": env_app,
+    "bench": bench_app, "zoo": zoo_app, "report": report_app,
+}.items():  # fmt: skip
+    app.add_typer(group, name=name)
 
 
 def _check_cells(settings: "EvalConfig | QuickstartConfig") -> None:
@@ -82,7 +80,7 @@ def quickstart(
     settings: "QuickstartConfig", out: Out = Path("out/quickstart"), on_exists: OnExists = "overwrite"
 ) -> None:
     """The whole system once, on two CPU cores: collect, train, roll out, evaluate, report."""
-    from memcompiler.quickstart import run_quickstart
+    from memcompiler.stages import run_quickstart
 
     run_quickstart(settings, out, on_exists)
 
@@ -92,7 +90,7 @@ def quickstart(
 def collect(settings: "CollectConfig", out: Out = Path("out/collect"), on_exists: OnExists = "resume") -> None:
     """Play the training tasks with a teacher, the expert or an endpoint: a memory bank (OUT/bank) and SFT rows
     (OUT/rows)."""
-    from memcompiler.collect import run_collect
+    from memcompiler.stages import run_collect
 
     run_collect(settings, out, on_exists)
 
@@ -101,16 +99,16 @@ def collect(settings: "CollectConfig", out: Out = Path("out/collect"), on_exists
 @with_settings("configs.training:SftConfig")
 def train_sft(settings: "SftConfig", out: Out = Path("out/sft"), on_exists: OnExists = "resume") -> None:
     """Stage 1: LoRA and projector on SFT rows, against the frozen executor. Resumes after a kill."""
-    from memcompiler.train import run_train_sft
+    from training.run import train_sft as train
 
-    run_train_sft(settings, out, on_exists)
+    train(settings, out, on_exists)
 
 
 @train_app.command("grpo")
 @with_settings("configs.training:GrpoConfig")
 def train_grpo(settings: "GrpoConfig", out: Out = Path("out/grpo"), on_exists: OnExists = "resume") -> None:
     """Stage 2: continue an SFT checkpoint by GRPO on binary success, text and soft tokens together. Resumes."""
-    from memcompiler.train import run_train_grpo
+    from memcompiler.stages import run_train_grpo
 
     run_train_grpo(settings, out, on_exists)
 
@@ -189,8 +187,6 @@ def report_paper(
 ) -> None:
     """One of the paper's tables, or of its measured figures, with what RUN measured beside it: Markdown, JSON, PNG
     (docs/paper-tables.md)."""
-    from eval.paper.commands import run_figure, run_table
-
     if (table is None) == (figure is None):
         raise typer.BadParameter("say which: --table N or --figure N")
     folders = [Path(run) for run in runs or [] if "=" not in run or Path(run).is_dir()]  # a cell's name has one, too
@@ -198,125 +194,20 @@ def report_paper(
     if table is not None:
         if overrides:
             raise typer.BadParameter(f"no such run: {overrides[0]}")
+        from eval.paper.render import run_table
+
         run_table(table, folders, out)
     elif figure is not None:
         if len(folders) != 1:
             raise typer.BadParameter(f"a figure is made from one run: name one, not {len(folders)}")
+        from eval.paper.figures import run_figure
+
         named = tuple(name for name in deliveries.split(",") if name)
         run_figure(figure, folders[0], overrides, out, named, limit, seed)
 
 
-# banks and rows -------------------------------------------------------------------------------------------------------
-
-
-@bank_app.command("inspect")
-def bank_inspect(bank: Path) -> None:
-    """What a bank holds: entries by split, scene and source, versions."""
-    import json
-
-    from memory.bank import MemoryBank
-
-    typer.echo(json.dumps(MemoryBank(bank).inspect(), indent=1))
-
-
-@bank_app.command("export")
-def bank_export(bank: Path, jsonl: Path) -> None:
-    """Bank to JSON lines (pictures as base64)."""
-    from memory.bank import MemoryBank
-
-    MemoryBank(bank).export_jsonl(jsonl)
-
-
-@bank_app.command("import")
-def bank_import(bank: Path, jsonl: Path) -> None:
-    """JSON lines into a bank; entries that are there already are left alone."""
-    from memory.bank import MemoryBank
-
-    MemoryBank(bank).import_jsonl(jsonl)
-
-
-@data_app.command("inspect")
-def data_inspect(
-    rows: Annotated[list[str], typer.Argument(help="Folders of rows, or patterns such as 'runs/shard-*/rows'.")],
-    tokenizer: Annotated[str | None, typer.Option(help="Count tokens, too: a Hugging Face name or folder.")] = None,
-) -> None:
-    """What rows hold: episodes, emission kinds, lengths, actions; all folders together."""
-    from memcompiler.data import run_inspect
-
-    run_inspect(rows, tokenizer)
-
-
-@data_app.command("push")
-def data_push(
-    rows: Annotated[Path, typer.Argument(help="A folder of rows.")], repo: Repository, public: Public = False
-) -> None:
-    """Upload rows (Parquet, pictures included) and their card to the Hugging Face hub."""
-    from memcompiler.data import run_push
-
-    run_push(rows, repo, public)
-
-
-@app.command()
-@with_settings("configs.collect:CollectConfig")
-def leakage(
-    settings: "CollectConfig",
-    train: Annotated[Path | None, typer.Option(help="Manifest of the training side (default: the settings').")] = None,
-    evaluation: Annotated[Path | None, typer.Option("--eval", help="Manifest of the evaluation side.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for manifest.json, leakage.json.")] = None,
-) -> None:
-    """What training and evaluation share; exits 1 on a leak, or when nothing could be checked. Settings as for
-    collect: env, split, leakage.held_out."""
-    from memcompiler.leakage import run_leakage
-
-    run_leakage(train, evaluation, settings, out)
-
-
-# environments ---------------------------------------------------------------------------------------------------------
-
-
-@env_app.command("export")
-@with_settings("configs.collect:CollectConfig")
-def env_export(
-    settings: "CollectConfig",
-    split: Annotated[str, typer.Option(help="Split of the generated scenes to write.")] = "test",
-    limit: Annotated[int | None, typer.Option(min=1, help="So many tasks (default: all).")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="An ALFWORLD_DATA folder to make.")] = Path("out/alfworld"),
-) -> None:
-    """Write a generated split as ALFWorld games, which alfworld and TextWorld play too (extra `alfworld`). Settings as
-    for collect: env.seed, env.scenes, env.kinds."""
-    from memcompiler.env import run_export
-
-    run_export(settings.env, split, limit, out)
-
-
-@env_app.command("serve")
-@with_settings("configs.collect:CollectConfig")
-def env_serve(
-    settings: "CollectConfig",
-    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port.")] = 8765,
-    sessions: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 64,
-) -> None:
-    """Serve an environment in the OpenEnv protocol (extra `openenv`); settings as for collect: env and split. There is
-    no authentication: keep to loopback."""
-    from memcompiler.env import run_serve
-
-    run_serve(settings, host, port, sessions)
-
-
-@app.command()
-def parity(
-    games: Games,
-    steps: Annotated[int, typer.Option(min=1, help="Commands to compare, over all games.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Seed of the games' order and of the walks.")] = 0,
-    per_game: Annotated[int, typer.Option(min=1, help="Commands in each game.")] = 400,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    plain: Annotated[bool, typer.Option(help="TextWorld untouched, its parsers not memoised.")] = False,
-) -> None:
-    """Play the same commands in TextWorld and in the native engine; exit 1 if any answer differs."""
-    from memcompiler.env import run_parity
-
-    run_parity(games, steps, seed, per_game, jobs, plain)
+app.command()(leakage)
+app.command()(parity)
 
 
 # services -------------------------------------------------------------------------------------------------------------
@@ -334,9 +225,15 @@ def serve_compiler(
     compiler.engine=hf."""
     named = [f"compiler.checkpoint={checkpoint}"] if checkpoint else []
     settings = load_settings("configs.models:ServeConfig", config, [*(overrides or []), *named], print_config)
-    from memcompiler.serve import run_serve_compiler
+    from configs.models import COMPILER_KEY
+    from runtime.http import check_loopback
 
-    run_serve_compiler(settings, host, port)
+    check_loopback(host)
+    try:
+        from compiler.server.run import serve_compiler as serve
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"serving needs {error.name}: uv sync --inexact --extra serve") from error
+    serve(settings, host, port, os.environ.get(COMPILER_KEY))
 
 
 @serve_app.command("executor")
@@ -348,25 +245,24 @@ def serve_executor(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
 ) -> None:
     """A frozen executor behind vLLM's own server, started so that it takes soft tokens."""
-    from memcompiler.serve import run_serve_executor
+    from executor.server import serve, server_command
+    from lm.loading import model_path
+    from runtime.http import check_loopback, http_url
 
-    run_serve_executor(model, host, port, extra or [], dry_run)
+    check_loopback(host)
+    command = server_command(model_path(model), host, port, extra or [])
+    typer.echo(shlex.join(command))
+    if dry_run:
+        return
+    typer.echo(f"executor.engine=http executor.model={model} executor.url={http_url(host, port)}")
+    if status := serve(command):
+        raise typer.Exit(status)
 
 
 # measurements ---------------------------------------------------------------------------------------------------------
 
 
-@bench_app.command("env")
-def bench_env(
-    games: Games,
-    number: Annotated[int, typer.Option(min=1, help="Games, one of each split and task type in turn.")] = 6,
-    steps: Annotated[int, typer.Option(min=1, help="Steps in each game.")] = 40,
-    seed: Annotated[int, typer.Option(help="Seed of the games and of the walks.")] = 0,
-) -> None:
-    """Resets and steps per second of TextWorld and of the native engine, on the same games and commands."""
-    from memcompiler.env import run_bench
-
-    run_bench(games, number, steps, seed)
+bench_app.command("env")(bench_env)
 
 
 @bench_app.command("rollout")
@@ -409,9 +305,16 @@ def zoo_gate(
     seed: Annotated[int, typer.Option(help="Seed of the scenes.")] = 1,
 ) -> None:
     """Test look-up: does the base name the place that the right memory entry holds? Exits 1 at 95 % or below."""
-    from memcompiler.zoo import run_gate
+    from lm.loading import model_path
+    from zoo.household.gate import THRESHOLD, gate
 
-    raise typer.Exit(run_gate(model, scenes, seed))
+    result = gate(model_path(model), scenes, seed)
+    passed = result.accuracy > THRESHOLD
+    typer.echo(
+        f"look-up on {result.n} questions in {scenes} held-out scenes: {result.accuracy:.1%} "
+        f"(chance {result.chance:.1%}, threshold {THRESHOLD:.0%}): {'passed' if passed else 'FAILED'}"
+    )
+    raise typer.Exit(0 if passed else 1)
 
 
 Work = Annotated[Path, typer.Option(help="Stages and their checkpoints; both recipes may share it, and go on there.")]
@@ -420,17 +323,26 @@ Work = Annotated[Path, typer.Option(help="Stages and their checkpoints; both rec
 @zoo_app.command("compiler")
 def zoo_compiler(out: Out = Path("zoo/household/compiler"), work: Work = Path("out/zoo/work"), seed: int = 0) -> None:
     """Train the tiny compiler base from nothing (one CPU thread, under an hour); writes the model and RECORD.json."""
-    from memcompiler.zoo import run_recipe
-
-    run_recipe("compiler", out, work, seed)
+    _make("compiler", out, work, seed)
 
 
 @zoo_app.command("executor")
 def zoo_executor(out: Out = Path("zoo/household/executor"), work: Work = Path("out/zoo/work"), seed: int = 0) -> None:
     """Train the tiny executor from nothing (one CPU thread, under an hour); writes the model and RECORD.json."""
-    from memcompiler.zoo import run_recipe
+    _make("executor", out, work, seed)
 
-    run_recipe("executor", out, work, seed)
+
+def _make(name: str, out: Path, work: Path, seed: int) -> None:
+    """Make a model with one thread: its recipe gives the same weights again only with as many threads."""
+    import torch
+
+    from lm.loading import quiet
+    from zoo.household.recipes import train_compiler, train_executor
+
+    quiet()
+    torch.set_num_threads(1)
+    recipe = {"compiler": train_compiler, "executor": train_executor}[name]
+    recipe(out, work / f"seed-{seed}", seed)
 
 
 def main() -> None:

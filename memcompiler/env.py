@@ -1,72 +1,105 @@
-"""Commands around environments: parity and bench beside TextWorld, export of generated homes, the OpenEnv server."""
-
-from __future__ import annotations
+"""Commands around environments: generated homes as games, the OpenEnv server, the native engine beside TextWorld."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from configs.collect import CollectConfig
-from configs.load import ConfigError
-from envs.alfworld import parity
-from envs.environments import Environments
-from envs.spec import EnvSettings
-from runtime.progress import progress
+from memcompiler.options import command_group, with_settings
 
-console = Console(width=120, soft_wrap=True)
+if TYPE_CHECKING:
+    from configs.collect import CollectConfig
+
+env_app = command_group("Write generated homes as ALFWorld games; serve any environment.")
+Games = Annotated[Path, typer.Option(help="Folder with game.tw-pddl files, e.g. $ALFWORLD_DATA.")]
 
 
-def run_parity(games: Path, steps: int, seed: int, per_game: int, jobs: int, plain: bool) -> None:
-    """Print every difference, then `differences: M in N steps`; exit 1 if M > 0."""
-    found = parity.find_games(games)
-    total = parity.Compared()
+@env_app.command("export")
+@with_settings("configs.collect:CollectConfig")
+def env_export(
+    settings: "CollectConfig",
+    split: Annotated[str, typer.Option(help="Split of the generated scenes to write.")] = "test",
+    limit: Annotated[int | None, typer.Option(min=1, help="So many tasks (default: all).")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="An ALFWORLD_DATA folder to make.")] = Path("out/alfworld"),
+) -> None:
+    """Write a generated split as ALFWorld games, which alfworld and TextWorld play too (extra `alfworld`). Settings as
+    for collect: env.seed, env.scenes, env.kinds."""
+    from configs.load import ConfigError
+    from envs.alfworld.export import export_split
+    from envs.environments import Environments
+    from envs.household.environment import HouseholdEnvironment
+
+    if settings.env.name != "household":
+        raise ConfigError(f"only generated homes can be exported (env.name=household), not {settings.env.name}")
+    with Environments(settings.env.model_copy(update={"images": False, "workers": 0})) as envs:
+        home = envs.lease()
+        assert isinstance(home, HouseholdEnvironment)
+        written = export_split(home, split, out, limit)
+    typer.echo(f"{len(written)} games in {out}; play them with env.name=alfworld env.data_root={out}")
+
+
+@env_app.command("serve")
+@with_settings("configs.collect:CollectConfig")
+def env_serve(
+    settings: "CollectConfig",
+    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port.")] = 8765,
+    sessions: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 64,
+) -> None:
+    """Serve an environment in the OpenEnv protocol (extra `openenv`); settings as for collect: env and split. There is
+    no authentication: keep to loopback."""
+    from envs.environments import Environments
+    from envs.openenv_server import serve_openenv
+
+    with Environments(settings.env) as envs:
+        serve_openenv(envs.lease, settings.split, host, port, min(sessions, envs.capacity))
+
+
+def parity(
+    games: Games,
+    steps: Annotated[int, typer.Option(min=1, help="Commands to compare, over all games.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Seed of the games' order and of the walks.")] = 0,
+    per_game: Annotated[int, typer.Option(min=1, help="Commands in each game.")] = 400,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    plain: Annotated[bool, typer.Option(help="TextWorld untouched, its parsers not memoised.")] = False,
+) -> None:
+    """Play the same commands in TextWorld and in the native engine; exit 1 if any answer differs."""
+    from envs.alfworld.parity import Compared, by_kind, compare, find_games
+    from runtime.progress import progress
+
+    total = Compared()
     with progress("parity", -(-steps // per_game)) as advance:
-        for compared in parity.compare(found, steps, seed, per_game, jobs, plain):
+        for compared in compare(find_games(games), steps, seed, per_game, jobs, plain):
             for difference in compared.differences:
-                console.print(str(difference), markup=False, highlight=False)
+                typer.echo(str(difference))
             total.add(compared)
             advance(f"{total.steps:,} steps, {total.different:,} differ")
-    console.print(f"games: {parity.by_kind(total.games)}", highlight=False)
-    console.print(f"commands: {parity.by_kind(total.verbs)}", highlight=False)
-    console.print(f"differences: {total.different} in {total.steps} steps", highlight=False)
+    typer.echo(f"games: {by_kind(total.games)}")
+    typer.echo(f"commands: {by_kind(total.verbs)}")
+    typer.echo(f"differences: {total.different} in {total.steps} steps")
     if total.different:
         raise typer.Exit(1)
 
 
-def run_bench(games: Path, number: int, steps: int, seed: int) -> None:
-    """One table, then `ratio: R`: steps per second, native over TextWorld."""
-    chosen = parity.choose_games(parity.find_games(games), number, seed)
-    textworld, native = parity.measure(chosen, steps, seed)
+def bench_env(
+    games: Games,
+    number: Annotated[int, typer.Option(min=1, help="Games, one of each split and task type in turn.")] = 6,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in each game.")] = 40,
+    seed: Annotated[int, typer.Option(help="Seed of the games and of the walks.")] = 0,
+) -> None:
+    """Resets and steps per second of TextWorld and of the native engine, on the same games and commands."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from envs.alfworld.parity import choose_games, find_games, live_memory, measure
+
+    found = find_games(games)
+    textworld, native = measure(choose_games(found, number, seed), steps, seed)
     table = Table(title=f"{number} games, {steps} steps each, seed {seed}")
     for name in ("", "reading a game, ms", "resets/s once read", "steps/s with commands"):
         table.add_column(name, justify="right")
     for name, t in (("TextWorld", textworld), ("native", native)):
         table.add_row(name, f"{1e3 * t.load:.2f}", f"{1 / t.reset:,.1f}", f"{1 / t.step:,.1f}")
-    console.print(table)
-    live = parity.choose_games(parity.find_games(games), 16, seed)
-    console.print(f"16 live games, native: {parity.live_memory(live):.1f} MiB", highlight=False)
-    console.print(f"ratio: {textworld.step / native.step:.0f}", highlight=False)
-
-
-def run_export(config: EnvSettings, split: str, limit: int | None, out: Path) -> None:
-    """Write a generated split as games. Raises: ConfigError, for an environment that generates none."""
-    from envs.alfworld.export import export_split
-    from envs.household.environment import HouseholdEnvironment
-
-    if config.name != "household":
-        raise ConfigError(f"only generated homes can be exported (env.name=household), not {config.name}")
-    with Environments(config.model_copy(update={"images": False, "workers": 0})) as envs:
-        home = envs.lease()
-        assert isinstance(home, HouseholdEnvironment)
-        written = export_split(home, split, out, limit)
-    console.print(f"{len(written)} games in {out}; play them with env.name=alfworld env.data_root={out}")
-
-
-def run_serve(config: CollectConfig, host: str, port: int, sessions: int) -> None:
-    """Until interrupted."""
-    from envs.openenv_server import serve_openenv
-
-    with Environments(config.env) as envs:
-        serve_openenv(envs.lease, config.split, host, port, min(sessions, envs.capacity))
+    Console(width=120).print(table)
+    typer.echo(f"16 live games, native: {live_memory(choose_games(found, 16, seed)):.1f} MiB")
+    typer.echo(f"ratio: {textworld.step / native.step:.0f}")

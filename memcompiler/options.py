@@ -14,6 +14,13 @@ Out = Annotated[Path, typer.Option("--out", "-o", help="Run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as a.b=c, over the file's.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved settings and stop.")]
 OnExists = Annotated[str, typer.Option(help="What to do when the run folder exists: resume, overwrite, raise or ask.")]
+Host = Annotated[str, typer.Option(help="Loopback address to bind to.")]
+Public = Annotated[bool, typer.Option(help="Make a new repository public.")]
+Repository = Annotated[str, typer.Argument(help="Hub repository, owner/name.")]
+
+
+def command_group(help: str, cls: type | None = None) -> typer.Typer:
+    return typer.Typer(no_args_is_help=True, help=help, cls=cls)
 
 
 def with_settings(
@@ -35,11 +42,9 @@ def with_settings(
             return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
         _, *own = inspect.signature(run).parameters.values()
-        options = [
-            option("overrides", Overrides, None), option("config", Config, config),
-            *(option(parameter.name, parameter.annotation, parameter.default) for parameter in own),
-            option("print_config", PrintConfig, False),
-        ]  # fmt: skip
+        own = [option(parameter.name, parameter.annotation, parameter.default) for parameter in own]
+        given = [option("overrides", Overrides, None), option("config", Config, config)]
+        options = [*given, *own, option("print_config", PrintConfig, False)]
         command.__name__, command.__doc__ = run.__name__, run.__doc__
         command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         command.__annotations__ = {option.name: option.annotation for option in options}

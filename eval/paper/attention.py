@@ -7,7 +7,7 @@ calls one function with finished queries and keys: `attending` stands in front o
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from agent.deliveries import recorded_step
 from agent.records import Episode, delivered, executor_request
-from eval.metrics import bootstrap_mean, label
+from eval.metrics import bootstrap_mean, grouped, label
 from eval.plots import ACCENT, CONTROL, DPI, GRID, INK, MUTED, save_figure
 from executor.hf import FrozenExecutor
 from lm.prompt import Prompt
@@ -42,8 +42,7 @@ class Attention:
     tokens: int
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model's logits
+# the model's logits ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -77,7 +76,9 @@ def attending(model: Any) -> Iterator[list[Tensor]]:
     layers: list[Tensor] = []
 
     def look(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
-        _check(key.shape[2], options)
+        window = options.get("sliding_window")
+        if (window and key.shape[2] > window) or options.get("softcap") or options.get("s_aux") is not None:
+            raise ValueError("Figure 3 reads full attention; this executor has windows, capped logits or sinks")
         layers.append(_logits(query[0, :, -1], key[0], options.get("scaling")))
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
@@ -92,21 +93,14 @@ def attending(model: Any) -> Iterator[list[Tensor]]:
         config._attn_implementation = before
 
 
-def _check(length: int, options: dict[str, Any]) -> None:
-    window = options.get("sliding_window")
-    if (window and length > window) or options.get("softcap") or options.get("s_aux") is not None:
-        raise ValueError("Figure 3 reads full attention; this executor has windows, capped logits or sinks")
-
-
 def _logits(query_HD: Tensor, key_KTD: Tensor, scaling: float | None) -> Tensor:
-    """(H, T): H heads of queries share K heads of keys (GQA), in order."""
+    """Return (H, T): H heads of queries share K heads of keys (GQA), in order."""
     key = key_KTD.repeat_interleave(len(query_HD) // len(key_KTD), dim=0)
     scale = query_HD.shape[-1] ** -0.5 if scaling is None else scaling
     return torch.einsum("hd,htd->ht", query_HD.float(), key.float()) * scale
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The prompt of a recorded step, and where memory stands in it
+# the prompt of a recorded step, and where memory stands in it ---------------------------------------------------------
 
 
 def executor_prompt(executor: FrozenExecutor, episode: Episode, t: int, soft: Tensor | None) -> Prompt:
@@ -138,7 +132,7 @@ def memory_positions(executor: FrozenExecutor, episode: Episode, t: int) -> dict
 
 
 def _positions(executor: FrozenExecutor, ids: Sequence[int], head: str, shown: str) -> list[int]:
-    """Tokens that hold characters of `shown`, which stands behind `head`.
+    """Find the tokens that hold characters of `shown`, which stands behind `head`.
 
     Raises:
         ValueError: the text does not stand in the prompt, or the tokens cannot be told from the text.
@@ -167,8 +161,7 @@ def attention_at(executor: FrozenExecutor, episode: Episode, t: int, soft: Tenso
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Over episodes
+# over episodes --------------------------------------------------------------------------------------------------------
 
 
 def curves(of_episodes: Sequence[Sequence[Attention]]) -> dict[str, Any]:
@@ -190,20 +183,18 @@ def curves(of_episodes: Sequence[Sequence[Attention]]) -> dict[str, Any]:
 
 
 def _quantity(of_episodes: Sequence[Sequence[Attention]], quantity: str) -> dict[str, Any]:
-    """Points by step and mean slope of each channel that there is."""
+    """Give points by step and mean slope of each channel that there is."""
     found: dict[str, Any] = {}
     for channel in CHANNELS:
         lines = [
             [(a.t, getattr(a, quantity)[channel]) for a in steps if channel in getattr(a, quantity)]
             for steps in of_episodes
         ]
-        by_step: dict[int, list[float]] = defaultdict(list)
-        for t, value in (point for line in lines for point in line):
-            by_step[t].append(value)
+        by_step = sorted(grouped(itertools.chain(*lines), lambda point: point[0]).items())
         if by_step:
             slopes = [linear_regression(*zip(*line, strict=True)).slope for line in lines if len(line) >= 3]
             found[channel] = {
-                "by_step": [{"t": t, **asdict(bootstrap_mean(values))} for t, values in sorted(by_step.items())],
+                "by_step": [{"t": t, **asdict(bootstrap_mean([value for _, value in of_t]))} for t, of_t in by_step],
                 "slope": asdict(bootstrap_mean(slopes)) if slopes else None,
             }
     return found

@@ -8,7 +8,7 @@ checkpoint, bank or prompt layout is an error, not another figure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from sklearn.decomposition import PCA
+from sklearn.linear_model import LogisticRegression
+from sklearn.manifold import TSNE
+from sklearn.metrics import silhouette_score
+from sklearn.model_selection import GroupShuffleSplit
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from agent.deliveries import recorded_step
@@ -94,8 +101,7 @@ def recompiled(compiler: MemoryCompiler, episode: Episode, t: int, memory: Seque
     return Recompiled(soft.float().cpu(), scored.h_soft[0].float().cpu(), scored.h_text[0].float().cpu(), drawn)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokens of both kinds
+# tokens of both kinds -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +148,12 @@ class Gathered:
         rows = [row for row in self._rows[space] if len(row[0])]
         if not rows:
             raise ValueError("no step has soft tokens: name a run that played the delivery `compiled`")
-        repeats = [len(vectors) for vectors, _, _ in rows]
-        return Tokens(
-            np.concatenate([vectors for vectors, _, _ in rows]), np.repeat([kind for _, kind, _ in rows], repeats),
-            np.repeat([episode for _, _, episode in rows], repeats),
-        )  # fmt: skip
+        vectors, kinds, episodes = zip(*rows, strict=True)
+        repeats = [len(of_step) for of_step in vectors]
+        return Tokens(np.concatenate(vectors), np.repeat(kinds, repeats), np.repeat(episodes, repeats))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# How far apart they are
+# how far apart they are -----------------------------------------------------------------------------------------------
 
 
 def separability(tokens: Tokens, seed: int = 0, permutations: int = 100) -> dict[str, Any]:
@@ -163,10 +166,8 @@ def separability(tokens: Tokens, seed: int = 0, permutations: int = 100) -> dict
     Raises:
         ValueError: fewer than two episodes, or a split that leaves one kind out.
     """
-    from sklearn.metrics import silhouette_score
-    from sklearn.model_selection import GroupShuffleSplit
-
-    if len(set(tokens.episodes.tolist())) < 2:
+    episodes = len(set(tokens.episodes.tolist()))
+    if episodes < 2:
         raise ValueError("a probe is tested on other episodes than it is trained on: there is only one")
     splitter = GroupShuffleSplit(1, test_size=0.5, random_state=seed)
     train, test = next(splitter.split(tokens.vectors, groups=tokens.episodes))
@@ -178,7 +179,7 @@ def separability(tokens: Tokens, seed: int = 0, permutations: int = 100) -> dict
     permuted = [score(rng.permutation(y)) for _ in range(permutations)]
     accuracy = score(y)
     return {
-        "n": len(y), "episodes": len(set(tokens.episodes.tolist())), "dimensions": tokens.vectors.shape[1],
+        "n": len(y), "episodes": episodes, "dimensions": tokens.vectors.shape[1],
         "silhouette": float(silhouette_score(tokens.vectors, y)), "probe": accuracy,
         "chance": float(max(y[test].mean(), 1 - y[test].mean())), "permuted_mean": float(np.mean(permuted)),
         "permuted_max": float(np.max(permuted)),
@@ -186,13 +187,9 @@ def separability(tokens: Tokens, seed: int = 0, permutations: int = 100) -> dict
     }  # fmt: skip
 
 
-def _probe(vectors: np.ndarray, train: np.ndarray, test: np.ndarray) -> Any:
-    """Labels -> held-out accuracy of logistic regression on standardised principal components of the training half."""
-    from sklearn.decomposition import PCA
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
+def _probe(vectors: np.ndarray, train: np.ndarray, test: np.ndarray) -> Callable[[np.ndarray], float]:
+    """Return labels -> held-out accuracy of logistic regression on standardised principal components of the training
+    half."""
     components = min(_COMPONENTS, vectors.shape[1], len(train) - 1)
     reduced = make_pipeline(StandardScaler(), PCA(components, random_state=0)).fit(vectors[train])
     known, unknown = reduced.transform(vectors[train]), reduced.transform(vectors[test])
@@ -207,9 +204,6 @@ def _probe(vectors: np.ndarray, train: np.ndarray, test: np.ndarray) -> Any:
 
 def plane(tokens: Tokens, seed: int = 0) -> np.ndarray:
     """Return (n, 2): t-SNE of the tokens, the same for the same seed."""
-    from sklearn.decomposition import PCA
-    from sklearn.manifold import TSNE
-
     vectors, n = tokens.vectors, len(tokens.vectors)
     if vectors.shape[1] > _COMPONENTS:
         vectors = PCA(min(_COMPONENTS, n), random_state=seed).fit_transform(vectors)

@@ -1,18 +1,45 @@
-"""The paper's tables as Markdown and as a picture."""
+"""`memcompiler report paper --table 3 RUN ...`: a table of the paper as OUT/table3.md, .json and .png."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
 from matplotlib.figure import Figure
 
-from eval.format import DASH, escape, markdown_table, sizes
 from eval.paper.specs import EFFICIENCY
-from eval.paper.tables import MEASURED, NOT_MEASURED, PAPER, Row, Table, TableCell
+from eval.paper.tables import MEASURED, NOT_MEASURED, PAPER, Row, Table, TableCell, paper_table
 from eval.plots import ACCENT, DPI, INK, MUTED, quiet, save_figure
+from eval.table import DASH, escape, markdown_table, sizes
+from runtime.store import to_json, write_atomically
 
 _ABOUT = ("environment", "split", "seed", "n_tasks", "executors")
+
+
+def run_table(number: int, runs: Sequence[Path], out: Path | None) -> None:
+    """Print table `number` and write it to OUT (default: `paper` in the first run; without runs, nowhere).
+
+    Raises:
+        ValueError: no such table, or a run that has no results.
+    """
+    table = paper_table(number, runs)
+    target = out or (runs[0] / "paper" if runs else None)
+    if target is None:
+        typer.echo(to_markdown(table))
+        return
+    write(target, f"table{number}", to_markdown(table), table.to_json())
+    table_plot(table, target / f"table{number}.png")
+
+
+def write(out: Path, name: str, text: str, record: Mapping[str, Any]) -> None:
+    """Write OUT/NAME.json and OUT/NAME.md, and print the text."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / f"{name}.json", to_json(record))
+    write_atomically(out / f"{name}.md", text)
+    typer.echo(text)
+    typer.echo(str(out / f"{name}.md"))
 
 
 def to_markdown(table: Table) -> str:

@@ -7,22 +7,21 @@ said to be so. The paper's figures are in `numbers.yaml`.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from agent.records import Episode
-from eval.metrics import ROLES, label, split_name, usage, wilson
+from eval.metrics import ROLES, grouped, label, split_name, usage, wilson
 from eval.paper.specs import ALFWORLD, EFFICIENCY, SPECS, Column, Spec
 from eval.runs import episode_files, episodes_of, read_results
 
 NUMBERS = Path(__file__).with_name("numbers.yaml")
-TABLES = (1, 2, 3, 4, 5, 6)
+TABLES = tuple(SPECS)
 NOT_MEASURED = "not measured"
 PAPER, MEASURED = "paper", "measured"
 _RESAMPLES = 2_000
@@ -60,11 +59,11 @@ class Table:
     notes: tuple[str, ...]
 
     def measured(self, row: Row) -> bool:
-        """Has a run the same executor and method?"""
+        """Tell whether a run has the same executor and method."""
         return any(r.source == MEASURED and (r.executor, r.method) == (row.executor, row.method) for r in self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """What `tableN.json` holds; a cell that a measured row lacks is null, and so is a whole row's counterpart."""
+        """Give what `tableN.json` holds; a cell that a measured row lacks is null."""
         rows = [
             {
                 "executor": row.executor, "method": row.method, "source": row.source,
@@ -90,20 +89,21 @@ class Measured:
     efficiency: Mapping[str, TableCell] = field(default_factory=dict)
 
     def cell(self, metric: str, family: str) -> TableCell | None:
-        """In percent, or in the unit of Table 5's column."""
+        """Give a number in percent, or in the unit of Table 5's column."""
         if metric in EFFICIENCY:
             return self.efficiency.get(metric)
         summary = self.summary["by_family"].get(family) if family else self.summary
         return _percent(summary[metric]) if summary else None
 
 
+@cache
 def paper_numbers() -> dict[str, Any]:
-    """`numbers.yaml`: `tables`, `figures`, `models`."""
+    """Read `numbers.yaml`: `tables`, `figures`, `models`."""
     return yaml.safe_load(NUMBERS.read_text(encoding="utf-8"))
 
 
 def paper_table(number: int, runs: Sequence[Path]) -> Table:
-    """Table `number` of the paper, with what evaluations in `runs` (each with a results.json) measured.
+    """Make table `number` of the paper, with what evaluations in `runs` (each with a results.json) measured.
 
     Raises:
         ValueError: no such table, a run without whole results, or two measurements for the same cell.
@@ -124,52 +124,49 @@ def paper_table(number: int, runs: Sequence[Path]) -> Table:
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a run measured
+# what a run measured --------------------------------------------------------------------------------------------------
 
 
 def measurements(results: Mapping[str, Any], run: Path, efficiency: bool = False) -> list[Measured]:
-    """One record per name in results; with `efficiency`, what Table 5 shows of each, from the run's episodes."""
-    names = paper_numbers()["models"]
-    taken = _efficiencies(results, run) if efficiency else {}
-    found = []
+    """Make one record per name in results; with `efficiency`, what Table 5 shows of each, from the run's episodes."""
+    taken, found = _efficiencies(results, run) if efficiency else {}, []
     for name, summary in results["results"].items():
         group, delivery = split_name(name)
-        cells = [c for c in results.get("cells", {}).values() if c["group"] == group] or [results]
+        cells = [cell for cell in _cells(results) if cell.get("group", group) == group]
         for key in ("environment", "split"):
             if len({cell[key] for cell in cells}) > 1:
                 raise ValueError(f"{name} mixes {key}s: a matrix that varies them names them in an axis")
         found.append(Measured(
             summary.get("delivery", delivery), cells[0]["environment"], str(cells[0]["split"]),
-            _executor(cells[0].get("config", {}), names), summary.get("levels", {}), summary, taken.get(name, {}),
+            _executor(cells[0], paper_numbers()["models"]), summary.get("levels", {}), summary, taken.get(name, {}),
         ))  # fmt: skip
     return found
 
 
-def _executor(config: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    settings = config.get("executor", {})
-    api = settings.get("engine") == "api"
-    model = (settings.get("api", {}).get("model") if api else settings.get("model")) or "unknown executor"
-    short = str(model).rstrip("/").rsplit("/", 1)[-1]
+def _cells(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """List what the cells of a matrix say, or the run itself."""
+    return list(results.get("cells", {}).values()) or [results]
+
+
+def _executor(cell: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    settings = cell.get("config", {}).get("executor", {})
+    of = settings.get("api", {}) if settings.get("engine") == "api" else settings
+    short = str(of.get("model") or "unknown executor").rstrip("/").rsplit("/", 1)[-1]
     return names.get(short, short)
 
 
 def _efficiencies(results: Mapping[str, Any], run: Path) -> dict[str, dict[str, TableCell]]:
-    """Table 5's columns by name in results. Where the run's episodes are not there, they have no intervals."""
-    by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for episode in _episodes(results, run):
-        by_name[episode.delivery].append({role: usage(episode.steps, role) for role in ROLES})
-    in_all = {name: [summary["usage"]] for name, summary in results["results"].items() if "usage" in summary}
-    return {name: _per_call(taken) for name, taken in {**in_all, **by_name}.items()}
-
-
-def _episodes(results: Mapping[str, Any], run: Path) -> Iterable[Episode]:
-    whole = all(path.exists() for path in episode_files(run, results))
-    return episodes_of(run, results)(False) if whole else ()
+    """Give Table 5's columns by name in results. Where the run's episodes are not there, they have no intervals."""
+    taken = {name: [summary["usage"]] for name, summary in results["results"].items() if "usage" in summary}
+    if all(path.exists() for path in episode_files(run, results)):
+        used = ((e.delivery, {role: usage(e.steps, role) for role in ROLES}) for e in episodes_of(run, results)(False))
+        by_name = grouped(used, lambda pair: pair[0])
+        taken |= {name: [of_episode for _, of_episode in pairs] for name, pairs in by_name.items()}
+    return {name: _per_call(of_name) for name, of_name in taken.items()}
 
 
 def _per_call(taken: Sequence[Mapping[str, Any]]) -> dict[str, TableCell]:
-    """Means over all calls with their 95 % bootstrap interval over episodes; what a role never did is left out."""
+    """Average over all calls, with 95 % bootstrap intervals over episodes; what a role never did is left out."""
     rng = np.random.default_rng(0)
     picks = rng.integers(len(taken), size=(_RESAMPLES, len(taken)))
     cells = {}
@@ -186,8 +183,7 @@ def _per_call(taken: Sequence[Mapping[str, Any]]) -> dict[str, TableCell]:
     return cells
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows and columns
+# rows and columns -----------------------------------------------------------------------------------------------------
 
 
 def _paper_rows(printed: Mapping[str, Any]) -> list[Row]:
@@ -202,19 +198,17 @@ def _paper_rows(printed: Mapping[str, Any]) -> list[Row]:
 
 
 def _further_columns(spec: Spec, found: Sequence[Measured]) -> tuple[Column, ...]:
-    """Columns for what was measured on benchmarks or splits that the paper's table has not."""
-    columns: dict[Column, None] = {}
+    """Add columns for what was measured on benchmarks or splits that the paper's table has not."""
+    columns: set[Column] = set()
     for m in found:
         if any(_in(column, m) for column in spec.columns):
             continue
         families = list(m.summary["by_family"])
         for metric in spec.metrics:
-            name = f"{m.environment} {m.split}" + (
-                " progress" if metric == "progress" and len(spec.metrics) > 1 else ""
-            )
+            name = f"{m.environment} {m.split}"
+            name += " progress" if metric == "progress" and len(spec.metrics) > 1 else ""
             for family in ("", *(families if len(families) > 1 else ())):
-                column = Column(f"{name}: {family}" if family else name, m.environment, (m.split,), metric, family)
-                columns[column] = None
+                columns.add(Column(f"{name}: {family}" if family else name, m.environment, (m.split,), metric, family))
     return tuple(sorted(columns, key=lambda c: (c.environment, c.splits, spec.metrics.index(c.metric), c.family)))
 
 
@@ -226,11 +220,8 @@ def _measured_rows(
     spec: Spec, columns: Sequence[Column], found: Sequence[Measured], printed: Mapping[str, Any]
 ) -> list[Row]:
     """Raises: ValueError, where two measurements fall into one cell."""
-    by_label: dict[tuple[str, str], list[Measured]] = defaultdict(list)
-    for m in found:
-        by_label[m.executor, _method(spec, m)].append(m)
     rows = []
-    for (executor, method), of_row in by_label.items():
+    for (executor, method), of_row in grouped(found, lambda m: (m.executor, _method(spec, m))).items():
         cells = {column.name: _cell(column, of_row, f"{executor}, {method}") for column in columns}
         rows.append(Row(executor, method, MEASURED, {name: cell for name, cell in cells.items() if cell}))
     relative = (*printed.get("relative_of", ()), *(c.name for c in columns if c not in spec.columns))
@@ -238,11 +229,10 @@ def _measured_rows(
 
 
 def _method(spec: Spec, m: Measured) -> str:
-    """The name of the paper's row, or the delivery's own; with what else distinguishes it in its matrix."""
+    """Name the paper's row, or the delivery itself; with what else distinguishes it in its matrix."""
     variant = m.levels.get("variant") if "variant" in spec.axes else None
-    name = spec.methods.get(f"{variant}/{m.delivery}" if variant else m.delivery)
-    if name is None:
-        name = ", ".join(filter(None, (variant, label(m.delivery))))
+    own = ", ".join(filter(None, (variant, label(m.delivery))))
+    name = spec.methods.get(f"{variant}/{m.delivery}" if variant else m.delivery, own)
     if not any(column.environment for column in spec.columns) and not _in(ALFWORLD, m):
         name += f", {m.environment} {m.split}"  # Table 5 has one environment, and no column that tells it
     others = ", ".join(f"{axis}={level}" for axis, level in m.levels.items() if axis not in spec.axes)
@@ -250,7 +240,7 @@ def _method(spec: Spec, m: Measured) -> str:
 
 
 def _cell(column: Column, of_row: Sequence[Measured], where: str) -> TableCell | None:
-    """Over all splits of the column, or nothing: an average over some of them is another quantity."""
+    """Average over all splits of the column, or give nothing: over some of them it is another quantity."""
     parts: dict[str, TableCell] = {}
     for m in of_row:
         if not _in(column, m) or (cell := m.cell(column.metric, column.family)) is None:
@@ -266,7 +256,7 @@ def _cell(column: Column, of_row: Sequence[Measured], where: str) -> TableCell |
 
 
 def _together(cells: Sequence[TableCell], metric: str) -> TableCell:
-    """Several splits as one: all their episodes, with Wilson's interval, or for progress a normal one."""
+    """Take several splits as one: all their episodes, with Wilson's interval, or for progress a normal one."""
     n = sum(cell.n or 0 for cell in cells)
     mean = sum(cell.value * (cell.n or 0) for cell in cells) / n
     if metric == "success":
@@ -281,7 +271,7 @@ def _percent(interval: Mapping[str, Any]) -> TableCell:
 
 
 def _against_no_memory(row: Row, rows: Sequence[Row], spec: Spec, columns: Iterable[str]) -> Row:
-    """With the relative change against the same executor's row without memory, where that is not zero."""
+    """Add the relative change against the same executor's row without memory, where that is not zero."""
     _, bracket, others = row.method.partition(" [")
     wanted = spec.methods["none"] + bracket + others
     base = next((r.cells for r in rows if (r.executor, r.method) == (row.executor, wanted)), {})
@@ -294,7 +284,7 @@ def _against_no_memory(row: Row, rows: Sequence[Row], spec: Spec, columns: Itera
 
 
 def _ordered(rows: Sequence[Row], spec: Spec, printed: Mapping[str, Any]) -> list[Row]:
-    """In the paper's order, measured rows beside those that they go with."""
+    """Sort into the paper's order, measured rows beside those that they go with."""
     executors = list(dict.fromkeys([*printed["executors"], *(row.executor for row in rows)]))
     methods = [*dict.fromkeys(m for of in printed["executors"].values() for m in of), *spec.methods.values()]
 
@@ -308,13 +298,13 @@ def _ordered(rows: Sequence[Row], spec: Spec, printed: Mapping[str, Any]) -> lis
 
 
 def _about(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run's numbers are of."""
-    cells = list(results.get("cells", {}).values()) or [results]
+    """Say what a run's numbers are of."""
+    cells = _cells(results)
     keys = ("environment", "split", "seed", "scene_seed", "n_tasks", "tasks_sha256", "executor_hash", "compiler_hash")
     return {
         "run": run.name, "git": results.get("git"),
         **{key: sorted({str(c[key]) for c in cells if c.get(key) is not None}) for key in keys},
-        "executors": sorted({_executor(cell.get("config", {}), {}) for cell in cells}),
+        "executors": sorted({_executor(cell, {}) for cell in cells}),
     }  # fmt: skip
 
 
@@ -329,8 +319,7 @@ def _notes(number: int, found: Sequence[Measured], results: Sequence[Mapping[str
     if number in (1, 6):
         notes.append("A measured average stands only where all six subsets were measured: all their episodes together.")
     if number == 5:
-        configs = [c.get("config", {}) for r in results for c in (list(r.get("cells", {}).values()) or [r])]
-        if any(config.get("concurrency", 1) != 1 for config in configs):
+        if any(cell.get("config", {}).get("concurrency", 1) != 1 for of_run in results for cell in _cells(of_run)):
             notes.append(
                 "Some episodes were batched: their latencies are shares of a batch's, not what one agent waits."
             )

@@ -210,7 +210,7 @@ def test_what_cannot_be_evaluated_is_said_at_once(overrides, message, tmp_path):
 
 
 def test_episodes_that_depend_on_each_other_are_played_again_as_a_whole(tmp_path):
-    from eval.record import EpisodeRecord
+    from eval.runs import EpisodeRecord
     from tests.fakes import one_step_episode as episode
 
     record = EpisodeRecord(tmp_path)

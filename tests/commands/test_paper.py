@@ -105,7 +105,7 @@ def run_folder(folder: Path, **settings: Any) -> Path:
 def test_what_cannot_be_shown_is_said_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eval.paper.commands.load_executor", lambda *_: pytest.fail("loaded a model"))
+    monkeypatch.setattr("eval.paper.figures.load_frozen", lambda *_: pytest.fail("loaded a model"))
     assert "config.resolved.yaml does not exist" in refused("--figure", 3, tmp_path)
     assert "results.json does not exist" in refused("--table", 2, tmp_path)
     matrix = run_folder(tmp_path / "matrix", matrix={"memory": {"one": {"memory.k": 1}, "four": {"memory.k": 4}}})
@@ -133,12 +133,12 @@ def test_a_table_of_the_paper_alone() -> None:
 
 def test_a_cell_of_a_matrix_reads_the_bank_that_it_shares(tmp_path: Path) -> None:
     from eval.evaluate import bank_key
-    from eval.paper.commands import Replay
+    from eval.paper.figures import Replay
 
     cell = tmp_path / "cells" / "seed=0"
     cell.parent.mkdir()
-    replay = Replay.of(run_folder(cell), [])
-    assert replay._own_bank() == cell / "bank"
+    replay = Replay(run_folder(cell), [])
+    assert replay.own_bank() == cell / "bank"
     shared = tmp_path / "banks" / bank_key(load_config(EvalConfig, cell / "config.resolved.yaml"), "test")
     shared.mkdir(parents=True)
-    assert replay._own_bank() == shared / "bank"
+    assert replay.own_bank() == shared / "bank"

@@ -23,7 +23,7 @@ from data_gen.rows import SftRow, load_rows, save_rows
 from envs.base import Task
 from envs.manifest import Manifest
 from memcompiler.cli import app
-from memcompiler.collect import run_collect
+from memcompiler.stages import run_collect
 from tests.data_gen.made_rows import row
 
 NOTHING, GUIDE, NOTE, BOTH = ".", "> go to shelf 1", "+ shelf 1: empty", "> go to shelf 1\n+ shelf 1: empty"
@@ -225,10 +225,10 @@ def test_tasks_and_verdicts_of_several_collections_go_along_together(tmp_path: P
 
 
 def test_training_checks_every_folder(tmp_path: Path) -> None:
-    from memcompiler.train import run_train_sft
+    from training.run import train_sft
 
     shard(tmp_path / "1", "household", "a")
     (shard(tmp_path / "2", "household", "b").parent / "manifest.json").unlink()
     with pytest.raises(ConfigError, match=r"2/rows: no manifest"):
-        run_train_sft(SftConfig(rows=str(tmp_path / "*" / "rows")), tmp_path / "sft")
+        train_sft(SftConfig(rows=str(tmp_path / "*" / "rows")), tmp_path / "sft")
     assert not (tmp_path / "sft").exists()

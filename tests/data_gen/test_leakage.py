@@ -18,7 +18,7 @@ from envs.base import Task
 from envs.environments import Environments
 from envs.household.environment import HouseholdEnvironment
 from envs.manifest import Manifest
-from memcompiler.leakage import run_leakage
+from memcompiler.data import run_leakage
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
 
@@ -223,12 +223,12 @@ def test_what_was_allowed_is_recorded(collected, tmp_path):
 
 def test_train_sft_refuses_rows_without_a_manifest(tmp_path):
     from data_gen.rows import SftRow, save_rows
-    from memcompiler.train import run_train_sft
+    from training.run import train_sft
 
     row = SftRow("t", "train", "", 0, "goal", (), (), "Goal: goal", "a room", None, (), "NOACTION", "look")
     save_rows([row], tmp_path / "collect" / "rows")
     with pytest.raises(ConfigError, match=r"no manifest .*manifest\.json"):
-        run_train_sft(SftConfig(rows=str(tmp_path / "collect" / "rows")), tmp_path / "sft")
+        train_sft(SftConfig(rows=str(tmp_path / "collect" / "rows")), tmp_path / "sft")
     assert not (tmp_path / "sft").exists()
 
 

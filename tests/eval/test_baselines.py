@@ -10,7 +10,7 @@ from agent.episode import EpisodeSpec, Limits
 from compiler.brief_state import Belief, BriefState, Create, Update
 from compiler.records import CompileRequest
 from envs.base import Observation, Task, Transition
-from eval.runner import Evaluation
+from eval.evaluate import Evaluation
 from executor.grounding import Grounding
 from executor.records import Action
 from memory.entry import MemoryEntry, Provenance

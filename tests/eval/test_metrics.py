@@ -12,7 +12,7 @@ from rich.console import Console
 
 from agent.records import Episode, StepRecord, episode_from_json, read_episodes
 from eval.metrics import bootstrap_mean, ordered, paired_bootstrap_difference, results, summarise, wilson
-from eval.runs import read_matrix
+from eval.runs import episodes_of
 from eval.table import print_results, to_markdown
 from runtime.errors import StopReason
 
@@ -294,7 +294,7 @@ def test_episodes_of_a_matrix_come_under_the_names_of_its_table(tmp_path: Any) -
         folder.mkdir(parents=True)
         (folder / "episodes.jsonl").write_text(json.dumps(episode(delivery="none").to_json()) + "\n")
         cells[str(scene_seed)] = {"path": f"cells/{scene_seed}", "group": "k=1", "scene_seed": scene_seed}
-    found = [(e.delivery, e.task_id) for e in read_matrix(tmp_path, {"cells": cells})]
+    found = [(e.delivery, e.task_id) for e in episodes_of(tmp_path, {"cells": cells})(True)]
     assert found == [("k=1/none", "0/t0"), ("k=1/none", "1/t0")]
 
 

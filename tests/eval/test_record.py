@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.record import EpisodeRecord
+from eval.runs import EpisodeRecord
 from runtime.store import RecordError
 from tests.fakes import one_step_episode as episode
 

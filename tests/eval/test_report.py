@@ -14,7 +14,7 @@ from PIL import Image
 from agent.records import Episode
 from eval.metrics import results
 from eval.plots import deliveries_plot, read_metrics, training_plot
-from eval.replays import Head, diff_state, outcome, select
+from eval.replays import diff_state, outcome, select
 from eval.report import write_report, write_run_report
 from runtime.errors import StopReason
 from tests.eval.pages import HOSTILE, Page, episode, hostile_episode, step
@@ -150,11 +150,19 @@ def test_the_page_keeps_to_its_size_and_says_what_is_missing(tmp_path: Path) -> 
     assert "No replay fits" in write(make_run(12), tmp_path / "tiny.html", max_bytes=1)
 
 
+def head(delivery: str, task: str, success: bool, seed: int = 0) -> Episode:
+    return episode(task, delivery, success, seed=seed, family="", steps=[])
+
+
+def chosen_of(heads: list[Episode], tasks: int) -> list[list[Episode]]:
+    return select(heads, tasks, ("none", "compiled"), ("compiled", "none"))
+
+
 def test_replays_are_chosen_by_rule() -> None:
-    heads = [Head("none", f"t{i}", 0, "", i % 2 == 0) for i in range(40)]
-    heads += [Head("compiled", f"t{i}", seed, "", i % 4 < 2) for i in range(40) for seed in (0, 1)]
-    chosen = select(heads, tasks=8)
-    assert chosen == select(heads[::-1], tasks=8)
+    heads = [head("none", f"t{i}", i % 2 == 0) for i in range(40)]
+    heads += [head("compiled", f"t{i}", i % 4 < 2, seed) for i in range(40) for seed in (0, 1)]
+    chosen = chosen_of(heads, tasks=8)
+    assert chosen == chosen_of(heads[::-1], tasks=8)
     assert [[head.delivery for head in task] for task in chosen] == [["none", "compiled"]] * 8
     assert {head.seed for task in chosen for head in task} == {0}
     # wins, losses, both failed, both succeeded, and again
@@ -163,10 +171,10 @@ def test_replays_are_chosen_by_rule() -> None:
 
 
 def test_tasks_that_every_delivery_played_are_shown_first() -> None:
-    heads = [Head("compiled", f"t{i}", 0, "", True) for i in range(9)] + [Head("none", "t7", 0, "", False)]
-    heads += [Head("none", "t8", 0, "", False)]
-    assert {task[0].task_id for task in select(heads, tasks=2)} == {"t7", "t8"}
-    assert select([], tasks=2) == []
+    heads = [head("compiled", f"t{i}", True) for i in range(9)] + [head("none", "t7", False)]
+    heads += [head("none", "t8", False)]
+    assert {task[0].task_id for task in chosen_of(heads, tasks=2)} == {"t7", "t8"}
+    assert chosen_of([], tasks=2) == []
 
 
 # What changed in the Brief State

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
 from agent.deliveries import Delivery
 from agent.episode import Limits, run_episodes
@@ -32,6 +33,7 @@ from executor.grounding import Grounding
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.loading import load_backbone
+from memcompiler.cli import app
 from runtime.errors import StopReason
 from runtime.http import RemoteError
 from tests import vllm_engines
@@ -228,16 +230,16 @@ def test_the_command_is_printed() -> None:
     assert command[command.index("--host") + 1] == "127.0.0.1" and "k1" not in done.stdout
 
 
-def test_only_loopback_is_served() -> None:
-    from memcompiler.serve import run_serve_compiler, run_serve_executor
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "::", "example.org"])
+def test_only_loopback_is_served(host: str) -> None:
+    def refused(*command: str) -> str:
+        answer = CliRunner().invoke(app, ["serve", *command])
+        assert answer.exit_code == 1
+        return answer.output
 
-    for host in ("0.0.0.0", "192.0.2.7", "::", "example.org"):
-        with pytest.raises(ValueError, match="not loopback"):
-            run_serve_executor("some/model", host, 8011, [])
-        with pytest.raises(ValueError, match="not loopback"):
-            run_serve_compiler(ServeConfig(compiler={"checkpoint": "x"}), host, 8012)
-    with pytest.raises(ConfigError, match="--checkpoint RUN"):
-        run_serve_compiler(ServeConfig(), "127.0.0.1", 8012)
+    assert "not loopback" in refused("executor", "--model", "some/model", "--host", host, "--port", "8011")
+    assert "not loopback" in refused("compiler", "--checkpoint", "x", "--host", host, "--port", "8012")
+    assert "--checkpoint RUN" in refused("compiler", "--port", "8012")
 
 
 # -- vLLM -------------------------------------------------------------------------------------------------------------

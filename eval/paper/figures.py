@@ -1,7 +1,4 @@
-"""`memcompiler report paper`: the paper's tables and figures from runs of `memcompiler eval`, its figures beside ours.
-
-    memcompiler report paper --table 3 RUN ...    OUT/table3.md, .json, .png
-    memcompiler report paper --figure 3 RUN       OUT/figure3.md, .json, .png   (4 likewise)
+"""`memcompiler report paper --figure 3 RUN` (or 4): the paper's measured figures as OUT/figure3.md, .json and .png.
 
 A figure needs a run's episodes and its models: what the record keeps as ids goes through them once more.
 """
@@ -9,52 +6,36 @@ A figure needs a run's episodes and its models: what the record keeps as ids goe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import typer
-
+from agent.deliveries import find
+from agent.records import Episode
 from compiler.build import load_compiler
+from compiler.hf import MemoryCompiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
+from configs.run_folder import CONFIG
 from envs.registry import evaluation_split, executor_instructions
-from eval.format import DASH, interval, markdown_table, percent
-from executor.build import load_executor
-from runtime.store import to_json, write_atomically
-
-if TYPE_CHECKING:
-    from agent.records import Episode
-    from compiler.hf import MemoryCompiler
-    from eval.paper.latents import Gathered, Recompiled
-    from executor.hf import FrozenExecutor
-    from memory.bank import MemoryBank
-    from memory.entry import MemoryEntry
+from eval.evaluate import bank_key
+from eval.paper.attention import CHANNELS, Attention, attention_at, attention_plot, curves
+from eval.paper.latents import SPACES, Gathered, Recompiled, latents_plot, plane, played, recompiled, separability
+from eval.paper.render import write
+from eval.paper.tables import paper_numbers
+from eval.runs import EPISODES
+from eval.table import DASH, interval, markdown_table, percent
+from executor.build import load_frozen
+from executor.hf import FrozenExecutor
+from memory.bank import MemoryBank, open_bank
+from memory.entry import MemoryEntry
 
 FIGURES = (3, 4)
 
 
-def run_table(number: int, runs: Sequence[Path], out: Path | None) -> None:
-    """Print table `number` and write it to OUT (default: `paper` in the first run; without runs, nowhere).
-
-    Raises:
-        ValueError: no such table, or a run that has no results.
-    """
-    from eval.paper.render import table_plot, to_markdown
-    from eval.paper.tables import paper_table
-
-    table = paper_table(number, runs)
-    target = out or (runs[0] / "paper" if runs else None)
-    if target is None:
-        typer.echo(to_markdown(table))
-        return
-    _write(target, f"table{number}", to_markdown(table), table.to_json())
-    table_plot(table, target / f"table{number}.png")
-
-
 def run_figure(
     number: int, run: Path, overrides: Sequence[str], out: Path | None, deliveries: Sequence[str], limit: int | None,
-    seed: int = 0,
+    seed: int,
 ) -> None:  # fmt: skip
     """Compute figure `number` from the episodes of RUN, of a matrix from those of one cell.
 
@@ -68,92 +49,66 @@ def run_figure(
     """
     if number not in FIGURES:
         raise ValueError(f"figures {' and '.join(map(str, FIGURES))} are measured; there is no figure {number}")
-    replay = Replay.of(run, overrides)
+    replay = Replay(run, overrides)
     target, name = out or run / "paper", f"figure{number}"
+    png = target / f"{name}.png"
     if number == 3:
-        made, text = _figure3(replay, deliveries or ("static", "compiled"), limit, target / f"{name}.png")
+        made, text = _figure3(replay, deliveries or ("static", "compiled"), limit, png)
     else:
-        made, text = _figure4(replay, deliveries or ("compiled",), limit, seed, target / f"{name}.png")
-    _write(target, name, text, {"figure": number, "run": run.name, **replay.about(), **made})
+        made, text = _figure4(replay, deliveries or ("compiled",), limit, seed, png)
+    write(target, name, text, {"figure": number, "run": run.name, **replay.about(), **made})
 
 
-def _write(out: Path, name: str, text: str, record: Mapping[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / f"{name}.json", to_json(record))
-    write_atomically(out / f"{name}.md", text)
-    typer.echo(text)
-    typer.echo(str(out / f"{name}.md"))
+# a run once more ------------------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A run once more
-
-
-@dataclass(slots=True)
 class Replay:
-    """A run's settings, with its models and memory loaded where they are needed first."""
+    """A run's settings and record, with its models and memory loaded where they are needed first. The models are in
+    transformers, whatever the run was played on.
 
-    run: Path
-    config: EvalConfig
-    _executor: FrozenExecutor | None = None
-    _compiler: MemoryCompiler | None = None
-    _bank: MemoryBank | None = None
+    Raises:
+        ConfigError: for a folder that is no single evaluation, or whose executor has no weights.
+    """
 
-    @classmethod
-    def of(cls, run: Path, overrides: Sequence[str]) -> Replay:
-        """Raises: ConfigError, for a folder that is no single evaluation, or whose executor has no weights."""
-        resolved = run / "config.resolved.yaml"
-        if not resolved.is_file():
-            raise ConfigError(f"{resolved} does not exist: name a run folder of memcompiler eval")
-        config = load_config(EvalConfig, resolved, overrides)
-        if config.matrix:
+    def __init__(self, run: Path, overrides: Sequence[str]) -> None:
+        if not (run / CONFIG).is_file():
+            raise ConfigError(f"{run / CONFIG} does not exist: name a run folder of memcompiler eval")
+        self.run, self.config = run, load_config(EvalConfig, run / CONFIG, overrides)
+        if self.config.matrix:
             cells = ", ".join(sorted(path.name for path in (run / "cells").glob("*"))) or "none yet"
             raise ConfigError(f"{run} is a matrix: name one of its cells, {run}/cells/NAME; there are {cells}")
-        if config.executor.engine == "api":
+        if self.config.executor.engine == "api":
             raise ConfigError("a closed model shows no attention and no embeddings: evaluate with executor.engine=hf")
-        return cls(run, config)
+        self._bank: MemoryBank | None = None
 
-    @property
+    @cached_property
     def executor(self) -> FrozenExecutor:
-        """In transformers, whatever the run was played on."""
-        if self._executor is None:
-            settings = self.config.executor.model_copy(update={"engine": "hf", "mode": "choice"})
-            self._executor = load_executor(settings, executor_instructions(self.config.env))  # type: ignore[assignment]
-        return self._executor  # type: ignore[return-value]
+        settings = self.config.executor.model_copy(update={"mode": "choice"})
+        return load_frozen(settings, executor_instructions(self.config.env))
 
-    @property
+    @cached_property
     def compiler(self) -> MemoryCompiler:
         """Raises: ConfigError, where the settings name no checkpoint."""
-        if self._compiler is None:
-            if self.config.compiler.checkpoint is None:
-                raise ConfigError("soft tokens are made again by the compiler: set compiler.checkpoint")
-            settings = self.config.compiler.model_copy(update={"engine": "hf", "constrained": False})
-            self._compiler = load_compiler(settings, self.executor, self.config.seed)
-        return self._compiler
+        if self.config.compiler.checkpoint is None:
+            raise ConfigError("soft tokens are made again by the compiler: set compiler.checkpoint")
+        settings = self.config.compiler.model_copy(update={"engine": "hf", "constrained": False})
+        return load_compiler(settings, self.executor, self.config.seed)
 
     def memory(self, episode: Episode) -> list[MemoryEntry]:
         """Raises: BankError, where the bank has not what the episode read."""
         if self._bank is None:
-            from memory.bank import open_bank
-
-            bank = open_bank(self.config.memory, self._own_bank())
-            pinned = self.config.memory.version is None and episode.bank_version is not None
-            self._bank = bank.at(episode.bank_version) if pinned else bank  # type: ignore[arg-type]
+            version = self.config.memory.version or episode.bank_version
+            self._bank = open_bank(self.config.memory.model_copy(update={"version": version}), self.own_bank())
         return [self._bank.get(id) for id in episode.memory_ids]
 
-    def _own_bank(self) -> Path:
-        """A cell of a matrix shares its bank with others."""
-        from eval.evaluate import bank_key
-
+    def own_bank(self) -> Path:
+        """Find the bank that was filled for the run; a cell of a matrix shares its bank with others."""
         key = bank_key(self.config, self.config.split or evaluation_split(self.config.env))
         shared = self.run.parent.parent / "banks" / key
         return shared / "bank" if shared.is_dir() else self.run / "bank"
 
     def recompiled(self, episode: Episode, t: int) -> Recompiled | None:
-        """Step t's soft tokens; None where the executor read none."""
-        from agent.deliveries import find
-        from eval.paper.latents import recompiled
-
+        """Make step t's soft tokens again; None where the executor read none."""
         if not find(episode.delivery).shows_own_soft or episode.steps[t].soft is None:
             return None
         return recompiled(self.compiler, episode, t, self.memory(episode))
@@ -164,18 +119,14 @@ class Replay:
         return {"environment": config.env.name, "split": config.split, "seed": config.seed, **names}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The two figures
+# figures --------------------------------------------------------------------------------------------------------------
 
 
 def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: Path) -> tuple[dict[str, Any], str]:
-    from eval.paper.attention import CHANNELS, attention_at, attention_plot, curves
-    from eval.paper.latents import played
-
-    by_delivery: dict[str, list[list[Any]]] = {name: [] for name in deliveries}
+    by_delivery: dict[str, list[list[Attention]]] = {name: [] for name in deliveries}
     without = dict.fromkeys(deliveries, 0)
     drawn = 0
-    for episode in played(replay.run / "episodes.jsonl", deliveries, limit):
+    for episode in played(replay.run / EPISODES, deliveries, limit):
         attentions = []
         for t, step in enumerate(episode.steps):
             if not step.executor_prompt_ids:  # it broke before the executor was asked
@@ -197,8 +148,10 @@ def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: 
         for channel in CHANNELS
         if channel in of["logit"]
     ]  # fmt: skip
-    heads = ("delivery", "episodes", "steps with memory", "tokens", "logit, first to last step", "trend of the logit "
-             "per step", "trend of the share per step")  # fmt: skip
+    heads = (
+        "delivery", "episodes", "steps with memory", "tokens", "logit, first to last step",
+        "trend of the logit per step", "trend of the share per step",
+    )  # fmt: skip
     text = _page(3, "mean pre-softmax attention logit of the executor over memory tokens", heads, rows, [
         "Trend: mean over episodes of each one's own, 95 % bootstrap interval over episodes.",
         *([f"{drawn} steps had sampled soft tokens: their mean stands for them."] if drawn else []),
@@ -209,10 +162,8 @@ def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: 
 def _figure4(
     replay: Replay, deliveries: Sequence[str], limit: int | None, seed: int, png: Path, most: int = 500
 ) -> tuple[dict[str, Any], str]:
-    from eval.paper.latents import SPACES, Gathered, latents_plot, played
-
     gathered = Gathered()
-    for number, episode in enumerate(played(replay.run / "episodes.jsonl", deliveries, limit)):
+    for number, episode in enumerate(played(replay.run / EPISODES, deliveries, limit)):
         for t, step in enumerate(episode.steps):
             if (again := replay.recompiled(episode, t)) is not None:
                 gathered.add(replay.executor, again, f"{step.reason} {step.guidance}".strip(), number)
@@ -225,8 +176,10 @@ def _figure4(
         ]
         for space, (_, _, apart) in shown.items()
     ]  # fmt: skip
-    heads = ("space", "tokens", "episodes", "silhouette", "probe, % of held-out tokens", "shuffled labels, mean "
-             "(highest), %", "p")  # fmt: skip
+    heads = (
+        "space", "tokens", "episodes", "silhouette", "probe, % of held-out tokens",
+        "shuffled labels, mean (highest), %", "p",
+    )  # fmt: skip
     text = _page(4, "soft memory tokens and text memory tokens", heads, rows, [
         *(f"{space}: {meaning}." for space, meaning in SPACES.items()),
         *(f"{space}: not measured, {why}." for space, why in left_out.items()),
@@ -243,13 +196,11 @@ def _figure4(
 
 
 def _spaces(gathered: Gathered, most: int, seed: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """(tokens, plane, separability) by space, and why a space is left out.
+    """Return (tokens, plane, separability) by space, and why a space is left out.
 
     Raises:
         ValueError: both are.
     """
-    from eval.paper.latents import SPACES, plane, separability
-
     shown, left_out = {}, {}
     for space in SPACES:
         try:
@@ -263,8 +214,6 @@ def _spaces(gathered: Gathered, most: int, seed: int) -> tuple[dict[str, Any], d
 
 
 def _page(number: int, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    from eval.paper.tables import paper_numbers
-
     said = f"Paper: {paper_numbers()['figures'][number]} All numbers above are measured."
     lines = ["", *markdown_table(heads, rows), "", *(f"- {n}" for n in (said, *notes))]
     return "\n".join([f"### Figure {number}: {title}", *lines]) + "\n"
