@@ -12,8 +12,7 @@ from rich.console import Console
 from compiler.build import load_compiler
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
-from envs.environments import Environments
-from envs.registry import executor_instructions
+from envs.registry import Environments, executor_instructions
 from executor.build import load_executor
 from training.grpo import sampling
 from training.run import rollout_engine, training_specs

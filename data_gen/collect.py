@@ -37,7 +37,7 @@ from runtime.progress import progress
 from runtime.store import JsonLines, RecordError
 
 if TYPE_CHECKING:
-    from envs.environments import Environments
+    from envs.registry import Environments
 
 EPISODES = "episodes.jsonl"
 ENDPOINT_ROUND = 16  # tasks of an endpoint's round, where settings do not say: its bank grows after each

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from agent.episode import EpisodeSpec
-    from envs.environments import Environments
+    from envs.registry import Environments
 
 MANIFEST, LEAKAGE = "manifest.json", "leakage.json"
 EXAMPLES = 5  # shared values that a verdict names

@@ -18,8 +18,7 @@ from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from data_gen.leakage import guard_training
 from envs.base import Environment, Task
-from envs.environments import Environments
-from envs.registry import experience_split
+from envs.registry import Environments, experience_split
 from memory.bank import MemoryBank, open_bank
 from memory.entry import Memory, MemoryEntry
 from memory.trajectory import entry_from_trajectory

@@ -19,15 +19,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition, task_from_json
 from envs.spec import PoolLimits, WorkerSpec
 from envs.worker import task_to_json
 from envs.worker_process import HostedError, Worker, WorkerFailure, end_workers
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 T = TypeVar("T")
 
@@ -81,16 +78,11 @@ class EnvironmentPool:
         self.close()
 
     def lease(self) -> Lease:
-        """An `Environment`. It holds a worker from its first `reset` to `close`."""
+        """Return an `Environment` that holds a worker from its first `reset` to `close`."""
         return Lease(self)
 
     def tasks(self, split: str) -> list[Task]:
-        """All tasks of a split, as the hosted environment lists them.
-
-        Raises:
-            ValueError, FileNotFoundError: as the hosted environment raises them.
-            EnvironmentFailure: its worker broke.
-        """
+        """List a split; as `Lease.tasks`."""
         with self.lease() as lease:
             return lease.tasks(split)
 
@@ -109,8 +101,9 @@ class EnvironmentPool:
             return sorted(worker.pid for worker in self._workers)
 
     def take(self) -> Worker:
-        """A worker at rest or just started (its `name` is None then: say hello first). For `Lease`, which must bring
-        it back by `give_back` or `lose`.
+        """Return a worker at rest or just started (its `name` is None then: say hello first).
+
+        For `Lease`, which must bring it back by `give_back` or `lose`.
 
         Raises:
             EnvironmentFailure: none can be had.
@@ -124,7 +117,7 @@ class EnvironmentPool:
             self.lose(worker, failure)
 
     def give_back(self, worker: Worker) -> None:
-        """The lease is over. A worker in the middle of a call, or whose environment keeps failing, is ended."""
+        """End a lease, and a worker in the middle of a call or whose environment keeps failing."""
         if worker.mid_call:
             self.lose(worker, WorkerFailure("abandoned", f"worker {worker.pid} was given up in the middle of a call"))
         elif worker.strikes > 1:
@@ -136,8 +129,13 @@ class EnvironmentPool:
                 self._changed.notify()
 
     def lose(self, worker: Worker, failure: WorkerFailure) -> None:
-        """The worker failed its lease: kill it."""
-        self._remove(worker, failure)
+        """Kill a worker that failed its lease."""
+        with self._changed:
+            if worker in self._workers:  # the pool has not been closed meanwhile
+                self._workers.remove(worker)
+                self.counters.killed += worker.child.status is None
+                self._count_lost(failure)
+        end_workers([worker], 0.0)
         with self._changed:
             self._taken -= 1
             self._changed.notify()
@@ -159,15 +157,6 @@ class EnvironmentPool:
             worker = self._idle.pop() if self._idle else self._start()
             self._taken += 1
             return worker
-
-    def _remove(self, worker: Worker, failure: WorkerFailure) -> None:
-        with self._changed:
-            if worker not in self._workers:  # the pool was closed meanwhile
-                return
-            self._workers.remove(worker)
-            self.counters.killed += worker.child.status is None
-            self._count_lost(failure)
-        end_workers([worker], 0.0)
 
     def _count_lost(self, failure: WorkerFailure) -> None:
         self.counters.lost += 1
@@ -216,15 +205,19 @@ class Lease:
         return self._pool.name
 
     def tasks(self, split: str) -> list[Task]:
-        """As `Environment.tasks`."""
+        """List a split.
+
+        Raises:
+            ValueError, FileNotFoundError: as the hosted environment raises them.
+            EnvironmentFailure: its worker broke.
+        """
         try:
-            value, _ = self._call("tasks", self._pool.limits.tasks_s, split=split)
+            return self._call("tasks", lambda value, _: [task_from_json(fields) for fields in value], split=split)
         except HostedError as error:
             known = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
             if error.type in known:
                 raise known[error.type](error.plain_message) from error
             raise
-        return self._decoded("tasks", lambda: [task_from_json(fields) for fields in value])
 
     def reset(self, task: Task) -> Observation:
         """As `Environment.reset`; takes a worker first if this lease has none.
@@ -232,18 +225,13 @@ class Lease:
         Raises:
             EnvironmentFailure: as every call; after one that cost the worker, `reset` starts with a fresh one.
         """
-        value, blobs = self._call("reset", self._pool.limits.reset_s, task=task_to_json(task))
-        return self._decoded("reset", lambda: _observation(value, blobs))
+        return self._call("reset", _observation, task=task_to_json(task))
 
     def step(self, action: str) -> Transition:
-        """As `Environment.step`."""
-        value, blobs = self._call("step", self._pool.limits.step_s, action=action)
-        return self._decoded("step", lambda: _transition(value, blobs))
+        return self._call("step", _transition, action=action)
 
     def expert(self) -> list[str] | None:
-        """As `Environment.expert`."""
-        value, _ = self._call("expert", self._pool.limits.expert_s)
-        return self._decoded("expert", lambda: None if value is None else [str(command) for command in value])
+        return self._call("expert", lambda value, _: None if value is None else [str(command) for command in value])
 
     def close(self) -> None:
         """Give the worker back. One in the middle of a call (of another thread, or interrupted) is killed."""
@@ -253,15 +241,16 @@ class Lease:
         if worker is not None:
             self._pool.give_back(worker)
 
-    def _call(self, name: str, limit_s: float, **arguments: Any) -> tuple[Any, list[bytes]]:
+    def _call(self, name: str, decode: Callable[[Any, list[bytes]], T], **arguments: Any) -> T:
         worker = self._hold(name)
         try:
             if worker.name is None:
                 worker.hello()
                 self._pool.name = worker.name or ""
-            answer = worker.call(name, limit_s, **arguments)
+            made = worker.call(name, decode, **arguments)
         except WorkerFailure as failure:
-            self._lose(failure)
+            if self._detach() is not None:
+                self._pool.lose(worker, failure)
             raise
         except HostedError as error:
             worker.strikes += name in ("reset", "step")
@@ -269,12 +258,14 @@ class Lease:
             raise
         if name == "step":
             worker.strikes = 0
-        return answer
+        return made
 
     def _hold(self, name: str) -> Worker:
-        """The worker, marked as being in a call: a `close` from now on kills it, an earlier one forbids the call."""
+        """Mark the worker as being in a call: a `close` from now on kills it, an earlier one forbids the call."""
         if self._worker is None and name in ("reset", "tasks") and not self._closed:
-            self._adopt(self._pool.take())
+            self._worker = self._pool.take()
+            if self._closed:  # by another thread, which may have found nothing to give back
+                self.close()
         with self._lock:
             if self._closed:
                 raise EnvironmentFailure(f"{name}: this environment is closed; lease another one")
@@ -283,49 +274,23 @@ class Lease:
             self._worker.mid_call = True
             return self._worker
 
-    def _adopt(self, worker: Worker) -> None:
-        with self._lock:
-            if not self._closed:
-                self._worker = worker
-                return
-        self._pool.give_back(worker)
-
-    def _decoded(self, name: str, decode: Callable[[], T]) -> T:
-        worker = self._worker
-        try:
-            return decode()
-        except Exception as error:  # whatever a picture or record may hold: garbage is garbage
-            if worker is None:
-                raise
-            failure = worker.garbled(name, error)
-            self._lose(failure)
-            raise failure from error
-
-    def _lose(self, failure: WorkerFailure) -> None:
-        worker = self._detach()
-        if worker is not None:
-            self._pool.lose(worker, failure)
-
     def _detach(self) -> Worker | None:
-        """The worker, for whoever is first to part with it."""
+        """Return the worker to whoever is first to part with it."""
         with self._lock:
             worker, self._worker = self._worker, None
         return worker
 
 
 def _observation(value: Mapping[str, Any], blobs: list[bytes]) -> Observation:
-    commands = value["admissible"]
-    image = _image(blobs[0]) if value["image"] else None
-    return Observation(value["text"], image, None if commands is None else tuple(commands))
+    from PIL import Image
+
+    picture, commands = None, value["admissible"]
+    if value["image"]:
+        with Image.open(io.BytesIO(blobs[0]), formats=["PNG"]) as image:
+            picture = image.copy()
+    return Observation(value["text"], picture, None if commands is None else tuple(commands))
 
 
 def _transition(value: Mapping[str, Any], blobs: list[bytes]) -> Transition:
     observation = _observation(value["observation"], blobs)
     return Transition(observation, value["progress"], value["success"], value["done"])
-
-
-def _image(data: bytes) -> Image:
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
-        return image.copy()

@@ -1,4 +1,4 @@
-"""All environments by name: ours, what a program registers itself, and those of other packages.
+"""All environments by name (ours, registered ones, those of other packages), and from their settings to themselves.
 
 Another package offers its `EnvSpec` as an entry point of the group `memcompiler.environments`, named as the
 environment. It is loaded when it is asked for by name, and by `memcompiler doctor`.
@@ -7,14 +7,18 @@ environment. It is loaded when it is asked for by name, and by `memcompiler doct
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module, metadata
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, SerializeAsAny
 
+from envs.base import Environment, Task
+from envs.pool import EnvironmentPool
 from envs.spec import EnvSettings, EnvSpec
+from envs.worker import make
 
 GROUP = "memcompiler.environments"
 DEFAULT = "household"
@@ -143,7 +147,6 @@ def _without_strangers(spec: EnvSpec, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def default_settings() -> EnvSettings:
-    """Return the default environment's settings."""
     return settings_of(DEFAULT)
 
 
@@ -165,3 +168,65 @@ def experience_split(settings: EnvSettings, split: str) -> str:
 
 # The type of a setting `env`: which of the environments' settings it is follows from its name.
 AnyEnvSettings = Annotated[SerializeAsAny[EnvSettings], BeforeValidator(settings_of)]
+
+
+# From settings to environments ----------------------------------------------------------------------------------------
+
+
+class Environments:
+    """Where a run's environments come from: this process where a step takes microseconds, else a pool of workers.
+
+    `lease` gives one environment for one episode; hand it to `run_episodes`, which never takes more than `capacity`.
+    Nothing is started before the first lease: EmbodiedBench's tasks are listed without EmbodiedBench.
+    """
+
+    def __init__(self, settings: EnvSettings) -> None:
+        self.settings, self.spec = settings, find(settings.name)
+        self._workers = self.spec.workers(settings) if settings.workers is None else settings.workers
+        self.capacity = self._workers or sys.maxsize  # how many may be in an episode at once
+        self._tasks: dict[str, list[Task]] = {}  # by split: listing thousands of games takes seconds
+        self._pool: EnvironmentPool | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def lease(self) -> Environment:
+        """Return an environment for one episode.
+
+        Raises:
+            FileNotFoundError, ModuleNotFoundError: what it needs is not installed; the message says what.
+        """
+        if self._pool is not None:
+            return self._pool.lease()
+        how = self.spec.construct(self.settings)
+        if not self._workers:
+            return make(how.factory, how.arguments)
+        self._pool = EnvironmentPool(how, self._workers, self.spec.limits)
+        return self._pool.lease()
+
+    def tasks(self, split: str) -> list[Task]:
+        """List a split, in an order that does not change.
+
+        Raises:
+            ValueError: no such split.
+            FileNotFoundError: its data is not there.
+        """
+        if split not in self._tasks:
+            listed = self.spec.list_tasks(self.settings, split)
+            self._tasks[split] = self._ask(split) if listed is None else listed
+        return list(self._tasks[split])
+
+    def close(self) -> None:
+        """End all workers."""
+        if self._pool:
+            self._pool.close()
+
+    def _ask(self, split: str) -> list[Task]:
+        env = self.lease()
+        try:
+            return env.tasks(split)
+        finally:
+            env.close()

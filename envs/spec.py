@@ -65,6 +65,7 @@ class PoolLimits:
     tasks_s: float = 180.0
     reset_s: float = 120.0
     step_s: float = 60.0
+    ping_s: float = 60.0  # of a worker at rest, before it is used again
     expert_s: float = 120.0
     close_s: float = 5.0
     lease_s: float = 600.0  # how long a lease waits for a worker to come free

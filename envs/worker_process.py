@@ -8,9 +8,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from envs.base import EnvironmentFailure
 from envs.spec import PoolLimits, WorkerSpec
@@ -20,6 +20,7 @@ from runtime.processes import ChildProcess, end_all, wait_for
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = Path(__file__).resolve().with_name("worker.py")
 GRACE_S = 1.0  # between SIGTERM and SIGKILL
+T = TypeVar("T")
 
 
 class WorkerFailure(EnvironmentFailure):
@@ -39,7 +40,11 @@ class HostedError(EnvironmentFailure):
 
 
 class Worker:
-    """The parent's side of one worker process. One call at a time."""
+    """The parent's side of one worker process. One call at a time.
+
+    Raises:
+        WorkerFailure: there is no such interpreter.
+    """
 
     def __init__(self, spec: WorkerSpec, limits: PoolLimits) -> None:
         self.limits = limits
@@ -72,19 +77,20 @@ class Worker:
         Raises:
             WorkerFailure: "start" if the factory raised; else as `call`.
         """
+        limit_s = self.limits.start_s
         try:
-            value, _ = self._answer("start", time.monotonic() + self.limits.start_s, self.limits.start_s)
-            self.name = str(value["name"])
+            self.name = str(self._answer("start", time.monotonic() + limit_s, limit_s)[0]["name"])
         except HostedError as error:
             raise self._failure("start", f"could not build its environment: {error}") from error
 
-    def call(self, name: str, limit_s: float, **arguments: Any) -> tuple[Any, list[bytes]]:
-        """One call and its answer.
+    def call(self, name: str, decode: Callable[[Any, list[bytes]], T], **arguments: Any) -> T:
+        """Make one call and decode its answer.
 
         Raises:
             HostedError: the environment raised; the worker lives on.
             WorkerFailure: the worker is of no more use and must be ended.
         """
+        limit_s = getattr(self.limits, f"{name}_s")
         deadline = time.monotonic() + limit_s
         self.mid_call = True
         try:
@@ -96,7 +102,12 @@ class Worker:
             raise self._failure("silent", f"takes no request for {limit_s:g} s", name) from error
         except OSError as error:
             raise self._failure("died", f"died ({self._exit()})", name) from error
-        return self._answer(name, deadline, limit_s)
+        value, blobs = self._answer(name, deadline, limit_s)
+        try:
+            return decode(value, blobs)
+        except Exception as error:  # whatever a picture or record may hold: garbage is garbage
+            what = f"sent an answer that is not as agreed ({error!r})"
+            raise self._failure("garbled", what, name) from error
 
     def _answer(self, name: str, deadline: float, limit_s: float) -> tuple[Any, list[bytes]]:
         heard = name != "start"  # an interpreter that is being started gives no signs of life yet
@@ -124,18 +135,13 @@ class Worker:
                 raise HostedError(str(header["error"]["type"]), name, str(header["error"]["message"]))
 
     def unfit(self) -> WorkerFailure | None:
-        """Why a worker at rest is of no more use, or None where it answers. One that is stopped costs `silence_s`."""
+        """Say why a worker at rest is of no more use; None where it answers. One that is stopped costs `silence_s`."""
         try:
-            self.call("ping", self.limits.step_s)
-            return None
+            return self.call("ping", lambda *_: None)
         except WorkerFailure as failure:
             return failure
         except HostedError as error:
             return self._failure("faulty", f"fails at rest ({error})", "ping")
-
-    def garbled(self, name: str, error: Exception) -> WorkerFailure:
-        """The failure for an answer that came whole but is not what `name` should answer."""
-        return self._failure("garbled", f"sent an answer that is not as agreed ({error!r})", name)
 
     def ask_to_close(self) -> None:
         """Let an idle environment clean up and leave, without waiting for it."""
@@ -160,7 +166,7 @@ class Worker:
         return WorkerFailure(name, said + self.child.last_words())
 
     def _exit(self) -> str:
-        """How the process ended. Its socket closes a moment before that is known."""
+        """Say how the process ended. Its socket closes a moment before that is known."""
         self.child.wait(3.0)
         return "ended by the pool" if self.child.reaped else self.child.ending or "closed its socket"
 

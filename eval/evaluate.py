@@ -35,8 +35,7 @@ from configs.run_folder import ENVIRONMENT, RunFolder, RunFolderError
 from data_gen.leakage import record_evaluation
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
 from envs.base import Environment, Task
-from envs.environments import Environments
-from envs.registry import evaluation_split, executor_instructions
+from envs.registry import Environments, evaluation_split, executor_instructions
 from eval.errors import chance, lookup
 from eval.matrix import SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
 from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results

@@ -21,8 +21,7 @@ from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
-from envs.environments import Environments
-from envs.registry import executor_instructions
+from envs.registry import Environments, executor_instructions
 from executor.build import load_executor
 from lm.loading import quiet
 

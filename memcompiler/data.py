@@ -125,8 +125,8 @@ def run_leakage(
 def _sides(train: Path | None, evaluation: Path | None, config: "CollectConfig | None") -> tuple["Manifest", "Audit"]:
     from data_gen.leakage import Audit, audit_training, check, held_out_tasks
     from data_gen.tasks import chosen_tasks
-    from envs.environments import Environments
     from envs.manifest import Manifest
+    from envs.registry import Environments
 
     ours, theirs = (Manifest.read(path) if path else None for path in (train, evaluation))
     if ours and theirs:

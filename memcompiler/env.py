@@ -26,8 +26,8 @@ def env_export(
     for collect: env.seed, env.scenes, env.kinds."""
     from configs.load import ConfigError
     from envs.alfworld.export import export_split
-    from envs.environments import Environments
     from envs.household.environment import HouseholdEnvironment
+    from envs.registry import Environments
 
     if settings.env.name != "household":
         raise ConfigError(f"only generated homes can be exported (env.name=household), not {settings.env.name}")
@@ -48,8 +48,8 @@ def env_serve(
 ) -> None:
     """Serve an environment in the OpenEnv protocol (extra `openenv`); settings as for collect: env and split. There is
     no authentication: keep to loopback."""
-    from envs.environments import Environments
     from envs.openenv_server import serve_openenv
+    from envs.registry import Environments
 
     with Environments(settings.env) as envs:
         serve_openenv(envs.lease, settings.split, host, port, min(sessions, envs.capacity))

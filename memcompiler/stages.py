@@ -20,8 +20,7 @@ from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
-from envs.environments import Environments
-from envs.registry import executor_instructions
+from envs.registry import Environments, executor_instructions
 from eval.evaluate import ModelCache, evaluate
 from eval.matrix import Cell
 from eval.metrics import difference

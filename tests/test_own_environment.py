@@ -199,7 +199,7 @@ def offers(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_package_offers_one_by_an_entry_point(offers: None) -> None:
-    from envs.environments import Environments
+    from envs.registry import Environments
 
     assert "vault" in registry.names() and VAULT not in registry.loaded()  # not before it is asked for
     config = EvalConfig.model_validate({"env": {"name": "vault", "rooms": 1}})
@@ -224,7 +224,7 @@ def test_one_that_cannot_be_loaded_is_named_when_it_is_asked_for(offers: None) -
 
 
 def test_what_runs_in_a_worker_is_the_same(vault: None) -> None:
-    from envs.environments import Environments
+    from envs.registry import Environments
 
     with Environments(VaultSettings(workers=1)) as envs, pytest.raises(EnvironmentFailure, match="no live episode"):
         assert envs.tasks("train") == Vault(4).tasks("train")

@@ -22,9 +22,8 @@ from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
 from data_gen.leakage import MANIFEST, guard_rows, record_rows, rows_instructions
 from data_gen.rows import load_rows, row_folders
 from data_gen.tasks import specs_for, training_tasks_and_bank
-from envs.environments import Environments
 from envs.manifest import Manifest
-from envs.registry import executor_instructions
+from envs.registry import Environments, executor_instructions
 from executor.build import load_executor, load_frozen
 from executor.records import Executor
 from memory.bank import open_bank

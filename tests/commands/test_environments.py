@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 
 from envs.alfworld.environment import AlfworldSettings
 from envs.embodiedbench.spec import EmbodiedBenchSettings
-from envs.environments import Environments
 from envs.gymnasium.environment import GymnasiumConfig, GymnasiumSettings
 from envs.household.environment import HouseholdSettings
-from envs.registry import evaluation_split, experience_split
+from envs.registry import Environments, evaluation_split, experience_split
 from envs.scienceworld.environment import ScienceWorldSettings
 from memcompiler.cli import app
 

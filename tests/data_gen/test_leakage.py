@@ -15,9 +15,9 @@ from data_gen.leakage import LeakageError, audit_bank, check
 from data_gen.tasks import chosen_tasks
 from envs.alfworld.environment import AlfworldSettings
 from envs.base import Task
-from envs.environments import Environments
 from envs.household.environment import HouseholdEnvironment
 from envs.manifest import Manifest
+from envs.registry import Environments
 from memcompiler.data import run_leakage
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance

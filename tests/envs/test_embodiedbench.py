@@ -21,9 +21,8 @@ from envs.base import Environment, EnvironmentFailure, Task, task_from_json
 from envs.embodiedbench import hosted, spec
 from envs.embodiedbench import tasks as task_files
 from envs.embodiedbench.hosted import HostedEmbodiedBench
-from envs.environments import Environments
 from envs.pool import EnvironmentPool
-from envs.registry import settings_of
+from envs.registry import Environments, settings_of
 
 STANDIN = Path(__file__).parent / "embodiedbench_standin"
 PYTHON = os.environ.get("EMBODIEDBENCH_STANDIN_PYTHON", sys.executable)
