@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from envs.alfworld.games import FOLDER, load_game
 from envs.base import EnvironmentFailure, Task
-from envs.household.world import CLEAN, COOL, HEAT, LOOK, NOWHERE, SIMPLE, TWO, Game, Goal, Item, Receptacle, bits
+from envs.household import world
+from envs.household.world import NOWHERE, Game, Goal, Item, Receptacle, bits
 
 if TYPE_CHECKING:
     import os
@@ -30,23 +31,20 @@ uv sync --extra alfworld"
 # The domain mentions these types whether or not a home has them.
 _ITEM_TYPES = ("knife", "butterknife")
 _PLACE_TYPES = ("fridge", "microwave", "sink", "sinkbasin")
-# Predicate -> the flag of `Item` and the mask of `State` that it stands for.
-_FLAGS = {name: name for name in ("pickupable", "cleanable", "heatable", "coolable", "sliceable", "toggleable")}
-_CONDITIONS = {"isclean": "clean", "ishot": "hot", "iscool": "cool", "issliced": "sliced", "istoggled": "toggled"}
 
 _PLACED = (
     "(exists (?o - object ?r - receptacle) (and {treated}(objecttype ?o {item}type) "
     "(receptacletype ?r {place}type) (inreceptacle ?o ?r)))"
 )
 _GOALS = {
-    SIMPLE: _PLACED.replace("{treated}", ""),
-    CLEAN: _PLACED.replace("{treated}", "(cleanable ?o) (isclean ?o) "),
-    HEAT: _PLACED.replace("{treated}", "(heatable ?o) (ishot ?o) "),
-    COOL: _PLACED.replace("{treated}", "(coolable ?o) (iscool ?o) "),
-    TWO: "(exists (?one - object ?other - object ?r - receptacle) (and (not (= ?one ?other)) "
+    world.SIMPLE: _PLACED.replace("{treated}", ""),
+    world.CLEAN: _PLACED.replace("{treated}", "(cleanable ?o) (isclean ?o) "),
+    world.HEAT: _PLACED.replace("{treated}", "(heatable ?o) (ishot ?o) "),
+    world.COOL: _PLACED.replace("{treated}", "(coolable ?o) (iscool ?o) "),
+    world.TWO: "(exists (?one - object ?other - object ?r - receptacle) (and (not (= ?one ?other)) "
          "(objecttype ?one {item}type) (objecttype ?other {item}type) (receptacletype ?r {place}type) "
          "(inreceptacle ?one ?r) (inreceptacle ?other ?r)))",
-    LOOK: "(exists (?a - agent ?l - location ?r - receptacle ?lamp - object ?o - object) (and "
+    world.LOOK: "(exists (?a - agent ?l - location ?r - receptacle ?lamp - object ?o - object) (and "
           "(objecttype ?o {item}type) (holds ?a ?o) (objecttype ?lamp {lamp}type) (toggleable ?lamp) "
           "(istoggled ?lamp) (inreceptacle ?lamp ?r) (receptacleatlocation ?r ?l) (atlocation ?a ?l)))",
 }  # fmt: skip
@@ -55,9 +53,10 @@ _GOALS = {
 def export_split(
     environment: HouseholdEnvironment, split: str, out: str | os.PathLike[str], limit: int | None = None
 ) -> list[Path]:
-    """Write the games of a split as OUT/json_2.1.1/SPLIT/TASK/TRIAL/{game.tw-pddl, traj_data.json}; their folders.
+    """Write the first `limit` games of a split (default: all) into OUT, which is then an ALFWORLD_DATA folder.
 
-    OUT is then an ALFWORLD_DATA folder. `limit` keeps the first so many tasks (default: all).
+    Returns:
+        Their folders, OUT/json_2.1.1/SPLIT/TASK/TRIAL, with game.tw-pddl and traj_data.json in each.
 
     Raises:
         ValueError: for a split that does not exist, or a game that alfworld's rules and sentences do not fit.
@@ -71,18 +70,20 @@ def export_split(
     written: list[Path] = []
     for task in tasks:
         environment.reset(task)
-        game, walkthrough = environment.game, environment.expert()
-        trial = folder / _task_folder(task, game.goal) / f"trial_{task.id.partition('/')[2].replace('/', '_')}"
-        data = export_game(game, walkthrough)
+        goal, scene = environment.game.goal, int(task.data.get("scene", 0)) + 1
+        data = export_game(environment.game, environment.expert())
+        # As alfworld names them: task type, object, movable receptacle, place or lamp, number of the scene.
+        name = f"{task.kind}-{goal.item_type}-None-{goal.receptacle_type or goal.lamp_type}-{scene}"
+        trial = folder / name / f"trial_{task.id.partition('/')[2].replace('/', '_')}"
         trial.mkdir(parents=True)
         (trial / "game.tw-pddl").write_text(json.dumps(data), encoding="utf-8")
-        (trial / "traj_data.json").write_text(json.dumps(_about(task, game.goal), indent=1), encoding="utf-8")
+        (trial / "traj_data.json").write_text(json.dumps(_about(task, goal, scene), indent=1), encoding="utf-8")
         written.append(trial)
     return written
 
 
 def export_game(game: Game, walkthrough: Sequence[str] | None) -> dict[str, Any]:
-    """The content of a `game.tw-pddl`; `walkthrough` is a way to the goal, None where there is none.
+    """Make the content of a `game.tw-pddl`; `walkthrough` is a way to the goal, None where there is none.
 
     Raises:
         ValueError: when the game, read back, is another one (its names, order or phrases are not alfworld's).
@@ -104,7 +105,7 @@ def export_game(game: Game, walkthrough: Sequence[str] | None) -> dict[str, Any]
 
 @lru_cache(maxsize=1)
 def _rules() -> tuple[str, str]:
-    """alfworld's domain and grammar, without importing it: that would create folders in the user's home."""
+    """Read alfworld's domain and grammar, without importing it: that would create folders in the user's home."""
     spec = importlib.util.find_spec("alfworld")
     if spec is None or not spec.submodule_search_locations:
         raise EnvironmentFailure(NO_ALFWORLD)
@@ -119,7 +120,7 @@ def _rules() -> tuple[str, str]:
 
 
 def _problem(game: Game) -> str:
-    """The PDDL problem: objects, first facts, goal. All in lower case, which is how TextWorld shows it."""
+    """Write the PDDL problem: objects, first facts, goal. All in lower case, which is how TextWorld shows it."""
     items, places = _identifiers(game.items), _identifiers(game.receptacles)
     locations = [f"loc_bar_{position:03}" for position in range(len(game.start.standing))]
     kinds = {  # what has to be declared, by PDDL type
@@ -143,7 +144,7 @@ def _problem(game: Game) -> str:
 
 
 def _identifiers(things: Sequence[Item] | Sequence[Receptacle]) -> list[str]:
-    """Names that sort as the things are listed, and from which alfworld's demangler makes "mug 2" and "sinkbasin 1"."""
+    """Make names that sort as the things are listed, and from which alfworld's demangler makes "mug 2" and "sinkbasin 1"."""
     return [
         f"{thing.type.removesuffix('basin')}_bar_{position:03}" + f"_bar_{thing.type}" * thing.type.endswith("basin")
         for position, thing in enumerate(things)
@@ -151,10 +152,10 @@ def _identifiers(things: Sequence[Item] | Sequence[Receptacle]) -> list[str]:
 
 
 def _facts(game: Game, items: list[str], places: list[str], locations: list[str]) -> Iterator[str]:
-    """What holds at the start."""
-    yield f"atlocation agent1 {locations[game.start.location]}"
-    if game.start.held != NOWHERE:
-        yield f"holds agent1 {items[game.start.held]}"
+    start = game.start
+    yield f"atlocation agent1 {locations[start.location]}"
+    if start.held != NOWHERE:
+        yield f"holds agent1 {items[start.held]}"
         yield "holdsany agent1"
     for place, kind in sorted(game.can_contain):
         yield f"cancontain {place}type {kind}type"
@@ -166,43 +167,25 @@ def _facts(game: Game, items: list[str], places: list[str], locations: list[str]
             yield f"receptacleatlocation {id_} {locations[receptacle.location]}"
     for id_, item in zip(items, game.items, strict=True):
         yield f"objecttype {id_} {item.type}type"
-        yield from (f"{predicate} {id_}" for predicate, flag in _FLAGS.items() if getattr(item, flag))
+        yield from (f"{flag} {id_}" for flag in world.FLAGS if getattr(item, flag))
         if item.inside is not None:
             yield f"isreceptacleobject {id_}"
             yield from (f"inreceptacleobject {items[inner]} {id_}" for inner in item.inside)
-    yield from _changing_facts(game, items, places, locations)
-
-
-def _changing_facts(game: Game, items: list[str], places: list[str], locations: list[str]) -> Iterator[str]:
-    start = game.start
     for place, mask in zip(places, start.contents, strict=True):
         yield from (f"inreceptacle {items[item]} {place}" for item in bits(mask))
     for location, mask in zip(locations, start.standing, strict=True):
         yield from (f"objectatlocation {items[item]} {location}" for item in bits(mask))
     yield from (f"opened {places[place]}" for place in bits(start.opened))
-    for predicate, name in _CONDITIONS.items():
+    for predicate, name in world.CONDITIONS.items():
         yield from (f"{predicate} {items[item]}" for item in bits(getattr(start, name)))
 
 
-def _task_folder(task: Task, goal: Goal) -> str:
-    """As alfworld names them: task type, object, movable receptacle, place or lamp, number of the scene."""
-    return f"{task.kind}-{goal.item_type}-None-{goal.receptacle_type or goal.lamp_type}-{_scene_number(task)}"
-
-
-def _scene_number(task: Task) -> int:
-    return int(task.data.get("scene", 0)) + 1
-
-
-def _about(task: Task, goal: Goal) -> dict[str, Any]:
-    """The part of ALFRED's `traj_data.json` that alfworld and we read; `key` is ours (see `games.AlfworldGames`)."""
+def _about(task: Task, goal: Goal, scene: int) -> dict[str, Any]:
+    """Make the part of ALFRED's `traj_data.json` that alfworld and we read; `key` is ours (see `games._task`)."""
     return {
         "task_type": task.kind,
         "task_id": task.id,
-        "scene": {
-            "floor_plan": task.scene,
-            "scene_num": _scene_number(task),
-            "key": next(iter(task.isolation.get("scene", ())), task.scene),
-        },
+        "scene": {"floor_plan": task.scene, "scene_num": scene, "key": task.isolation.get("scene", (task.scene,))[0]},
         "pddl_params": {
             "object_target": goal.item_type,
             "parent_target": goal.receptacle_type,

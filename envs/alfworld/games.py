@@ -12,26 +12,12 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from envs.base import EnvironmentFailure, Task
-from envs.household.world import (
-    CLEAN,
-    COOL,
-    HEAT,
-    KINDS,
-    LOOK,
-    NOWHERE,
-    SIMPLE,
-    TWO,
-    Game,
-    Goal,
-    Item,
-    Receptacle,
-    State,
-    Wording,
-)
+from envs.household import world
+from envs.household.world import KINDS, LOOK, NOWHERE, Game, Goal, Item, Receptacle, State, Wording
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 FOLDER = "json_2.1.1"
@@ -50,28 +36,24 @@ class AlfworldGames:
         self._root = Path(root).expanduser() if root else None
         self._tasks: dict[str, list[Task]] = {}
 
-    def splits(self) -> list[str]:
-        """Every name that `tasks` takes: ALFWorld's own splits, then the other folders beside them."""
-        root = self._root / FOLDER if self._root else None
-        found = sorted(path.name for path in root.iterdir() if path.is_dir()) if root and root.is_dir() else []
-        return [*SPLITS, *(name for name in found if name not in SPLITS)]
-
     def tasks(self, split: str) -> list[Task]:
-        """The games of a split that alfworld itself would play, in an order that is always the same and has nothing to
-        do with their kinds: the first n are a fair sample (by path, they would all be of one kind).
+        """List the games of a split that alfworld itself would play, in an order that is always the same and has
+        nothing to do with their kinds: the first n are a fair sample (by path, they would all be of one kind).
 
         Raises:
             ValueError: for a split that is neither ALFWorld's nor a folder of games (as an export makes).
             FileNotFoundError: for one of ALFWorld's that is not installed.
         """
-        if split not in (names := self.splits()):
+        root = self._root / FOLDER if self._root else None
+        found = sorted(path.name for path in root.iterdir() if path.is_dir()) if root and root.is_dir() else []
+        if split not in (names := dict.fromkeys([*SPLITS, *found])):
             raise ValueError(f"no split {split!r}; there are {', '.join(names)}")
         if split not in self._tasks:
             self._tasks[split] = self._collect(split)
         return list(self._tasks[split])
 
     def game(self, task: Task) -> tuple[Game, None]:
-        """The game of a task (nothing is marked in real games)."""
+        """Read the game of a task (nothing is marked in real games)."""
         path = self.path(task)
         try:
             return load_game(json.loads(path.read_text(encoding="utf-8"))), None
@@ -79,7 +61,7 @@ class AlfworldGames:
             raise EnvironmentFailure(f"cannot play {path}: {error}") from error
 
     def path(self, task: Task) -> Path:
-        """The game file of a task."""
+        """Return the game file of a task."""
         if "path" not in task.data:
             raise EnvironmentFailure(f"task {task.id} is not of a real game: its data has no path")
         return self._folder() / task.data["path"]
@@ -94,55 +76,33 @@ class AlfworldGames:
         if not (folder / split).is_dir():
             raise FileNotFoundError(f"there is no folder {folder / split}. {_HOW_TO_GET}")
         paths = (path.relative_to(folder).as_posix() for path in (folder / split).glob("*/*/game.tw-pddl"))
-        tasks = [task for path in sorted(paths, key=_shuffled) if (task := _task(split, folder, path)) is not None]
+        shuffled = sorted(paths, key=lambda path: hashlib.blake2b(path.encode()).digest())
+        tasks = [task for path in shuffled if (task := _task(split, folder, path)) is not None]
         if not tasks:
             raise FileNotFoundError(f"{folder / split} holds no playable game (game.tw-pddl). {_HOW_TO_GET}")
         return tasks
 
 
-def _shuffled(path: str) -> bytes:
-    return hashlib.blake2b(path.encode()).digest()
-
-
 def _task(split: str, folder: Path, relative: str) -> Task | None:
-    """The task of one game file; None for the games alfworld leaves out."""
-    if "movable" in relative or "Sliced" in relative:
-        return None
+    """Return the task of one game file; None for the games alfworld leaves out."""
     path = folder / relative
     about_path = path.with_name("traj_data.json")
-    if not about_path.is_file():
+    if "movable" in relative or "Sliced" in relative or not about_path.is_file():
         return None
-    about = json.loads(about_path.read_text(encoding="utf-8"))
-    content = path.read_bytes()
-    data = json.loads(content)
+    about, content = json.loads(about_path.read_text(encoding="utf-8")), path.read_bytes()
+    data, about_scene = json.loads(content), about.get("scene") or {}
     if about.get("task_type") not in KINDS or not data.get("solvable"):
         return None
-    id_, scene = relative.removesuffix("/game.tw-pddl"), _scene(about, path)
+    id_, number = relative.removesuffix("/game.tw-pddl"), about_scene.get("scene_num")
+    if number is None:
+        number = path.parent.parent.name.rsplit("-", 1)[-1]
+    scene = str(about_scene.get("floor_plan") or f"FloorPlan{number}")
+    # What tells an exported home from all others is its key: its label, "home 17", comes again in every split.
+    isolation = {"gamefile": (id_.partition("/")[2],), "scene": (str(about_scene.get("key") or scene),)}
     return Task(
-        id=id_,
-        goal=task_sentence(data["grammar"]),
-        scene=scene,
-        split=split,
-        kind=about["task_type"],
-        data={"path": relative, "sha256": hashlib.sha256(content).hexdigest()},
-        isolation={"gamefile": (id_.partition("/")[2],), "scene": (_scene_key(about) or scene,)},
-    )
-
-
-def _scene_key(about: Mapping[str, object]) -> str:
-    """What tells an exported home from all others: its label, "home 17", comes again in every split."""
-    scene = about.get("scene")
-    return str(scene.get("key", "")) if isinstance(scene, Mapping) else ""
-
-
-def _scene(about: Mapping[str, object], path: Path) -> str:
-    scene = about.get("scene")
-    if isinstance(scene, Mapping):
-        if scene.get("floor_plan"):
-            return str(scene["floor_plan"])
-        if scene.get("scene_num") is not None:
-            return f"FloorPlan{scene['scene_num']}"
-    return f"FloorPlan{path.parent.parent.name.rsplit('-', 1)[-1]}"
+        id_, task_sentence(data["grammar"]), scene, split, about["task_type"],
+        data={"path": relative, "sha256": hashlib.sha256(content).hexdigest()}, isolation=isolation,
+    )  # fmt: skip
 
 
 # One game ------------------------------------------------------------------------------------------------------
@@ -155,12 +115,18 @@ def load_game(data: Mapping[str, str]) -> Game:
         ValueError: if the problem or its goal is not one of ALFWorld's.
     """
     # PDDL does not tell upper from lower case, and the planner below alfworld makes everything lower case.
-    facts, goal = _read_problem(data["pddl_problem"].lower())
-    return _Builder(facts).game(_read_goal(goal), task_sentence(data["grammar"]), _read_wording(data))
+    found, goal = _read_problem(data["pddl_problem"].lower())
+    facts = _Facts(found)
+    fitting = facts.of("cancontain")
+    return Game(
+        _receptacles(facts), _items(facts), _start(facts), _read_goal(goal), task_sentence(data["grammar"]),
+        can_contain=frozenset((place.removesuffix("type"), item.removesuffix("type")) for place, item in fitting),
+        wording=_read_wording(data["grammar"]), locations=tuple(facts.names[location] for location in facts.locations),
+    )  # fmt: skip
 
 
 def _read_problem(problem: str) -> tuple[dict[str, list[tuple[str, ...]]], str]:
-    """The initial facts by predicate, and the text of the goal."""
+    """Return the initial facts by predicate, and the text of the goal."""
     start, middle = problem.find("(:init"), problem.find("(:goal")
     if start < 0 or middle < start:
         raise ValueError("the PDDL problem has no (:init ...) followed by a (:goal ...)")
@@ -171,11 +137,11 @@ def _read_problem(problem: str) -> tuple[dict[str, list[tuple[str, ...]]], str]:
 
 
 _GOAL_PREDICATES = {
-    SIMPLE: {"inreceptacle", "objecttype", "receptacletype"},
-    CLEAN: {"cleanable", "objecttype", "receptacletype", "isclean", "inreceptacle"},
-    HEAT: {"heatable", "objecttype", "receptacletype", "ishot", "inreceptacle"},
-    COOL: {"coolable", "objecttype", "receptacletype", "iscool", "inreceptacle"},
-    TWO: {"objecttype", "receptacletype", "inreceptacle", "not", "="},
+    world.SIMPLE: {"inreceptacle", "objecttype", "receptacletype"},
+    world.CLEAN: {"cleanable", "objecttype", "receptacletype", "isclean", "inreceptacle"},
+    world.HEAT: {"heatable", "objecttype", "receptacletype", "ishot", "inreceptacle"},
+    world.COOL: {"coolable", "objecttype", "receptacletype", "iscool", "inreceptacle"},
+    world.TWO: {"objecttype", "receptacletype", "inreceptacle", "not", "="},
     LOOK: {"objecttype", "toggleable", "istoggled", "receptacleatlocation", "atlocation", "inreceptacle", "holds"},
 }
 
@@ -200,130 +166,105 @@ def _read_goal(goal: str) -> Goal:
     return Goal(kind, next(iter(types.values())), places.pop().removesuffix("type"))
 
 
-class _Builder:
-    """Numbers the entities of a problem and turns its facts into a `Game`."""
+class _Facts:
+    """The facts of a problem, by predicate, and its entities with their numbers."""
 
-    def __init__(self, facts: dict[str, list[tuple[str, ...]]]) -> None:
+    def __init__(self, facts: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
         self._facts = facts
-        self._names = demangled(argument for group in facts.values() for fact in group for argument in fact)
+        self.names = demangled(argument for group in facts.values() for fact in group for argument in fact)
         # TextWorld lists facts sorted by raw identifier: so are our numbers.
-        self._items = _index(self._column("objecttype", 0) | self._column("inreceptacle", 0)
-                             | self._column("objectatlocation", 0))  # fmt: skip
-        self._places = _index(self._column("receptacletype", 0) | self._column("inreceptacle", 1))
-        self._locations = _index(self._column("receptacleatlocation", 1) | self._column("objectatlocation", 1)
-                                 | self._column("atlocation", 1))  # fmt: skip
+        self.items = self._numbered(("objecttype", 0), ("inreceptacle", 0), ("objectatlocation", 0))
+        self.places = self._numbered(("receptacletype", 0), ("inreceptacle", 1))
+        self.locations = self._numbered(("receptacleatlocation", 1), ("objectatlocation", 1), ("atlocation", 1))
 
-    def game(self, goal: Goal, task: str, wording: Wording) -> Game:
-        return Game(
-            receptacles=self._receptacles(),
-            items=self._things(),
-            start=self._start(),
-            goal=goal,
-            task=task,
-            can_contain=frozenset(
-                (place.removesuffix("type"), item.removesuffix("type"))
-                for place, item in self._facts.get("cancontain", ())
-            ),
-            wording=wording,
-            locations=tuple(self._names[location] for location in self._locations),
+    def _numbered(self, *columns: tuple[str, int]) -> dict[str, int]:
+        ids = {fact[position] for predicate, position in columns for fact in self.of(predicate)}
+        return {id_: number for number, id_ in enumerate(sorted(ids))}
+
+    def of(self, predicate: str) -> Sequence[tuple[str, ...]]:
+        return self._facts.get(predicate, ())
+
+    def having(self, predicate: str) -> set[str]:
+        return {fact[0] for fact in self.of(predicate)}
+
+    def types(self, predicate: str) -> dict[str, str]:
+        return {id_: kind.removesuffix("type") for id_, kind in self.of(predicate)}
+
+    def mask(self, predicate: str, index: Mapping[str, int]) -> int:
+        return sum(1 << index[id_] for id_ in self.having(predicate) if id_ in index)
+
+
+def _receptacles(facts: _Facts) -> tuple[Receptacle, ...]:
+    types, openable = facts.types("receptacletype"), facts.having("openable")
+    where = {place: facts.locations[at] for place, at in facts.of("receptacleatlocation")}
+    return tuple(
+        Receptacle(facts.names[id_], types.get(id_, ""), id_ in openable, where.get(id_, NOWHERE))
+        for id_ in facts.places
+    )
+
+
+def _items(facts: _Facts) -> tuple[Item, ...]:
+    types = facts.types("objecttype")
+    flags = {name: facts.having(name) for name in world.FLAGS}
+    inside: dict[str, set[int]] = {item: set() for item in facts.having("isreceptacleobject")}
+    for inner, outer in facts.of("inreceptacleobject"):
+        if outer in inside and inner in facts.items:
+            inside[outer].add(facts.items[inner])
+    return tuple(
+        Item(
+            facts.names[id_],
+            types.get(id_, ""),
+            **{name: id_ in having for name, having in flags.items()},
+            inside=tuple(sorted(inside[id_])) if id_ in inside else None,
         )
-
-    def _column(self, predicate: str, position: int) -> set[str]:
-        return {fact[position] for fact in self._facts.get(predicate, ())}
-
-    def _receptacles(self) -> tuple[Receptacle, ...]:
-        types = {place: kind.removesuffix("type") for place, kind in self._facts.get("receptacletype", ())}
-        openable = self._column("openable", 0)
-        where = {place: self._locations[at] for place, at in self._facts.get("receptacleatlocation", ())}
-        return tuple(
-            Receptacle(self._names[id_], types.get(id_, ""), id_ in openable, where.get(id_, NOWHERE))
-            for id_ in self._places
-        )
-
-    def _things(self) -> tuple[Item, ...]:
-        types = {item: kind.removesuffix("type") for item, kind in self._facts.get("objecttype", ())}
-        flags = {name: self._column(name, 0) for name in
-                 ("pickupable", "cleanable", "heatable", "coolable", "sliceable", "toggleable")}  # fmt: skip
-        inside: dict[str, list[int]] = {item: [] for item in self._column("isreceptacleobject", 0)}
-        for inner, outer in self._facts.get("inreceptacleobject", ()):
-            if outer in inside and inner in self._items:
-                inside[outer].append(self._items[inner])
-        return tuple(
-            Item(
-                self._names[id_],
-                types.get(id_, ""),
-                **{name: id_ in having for name, having in flags.items()},
-                inside=tuple(sorted(set(inside[id_]))) if id_ in inside else None,
-            )
-            for id_ in self._items
-        )
-
-    def _start(self) -> State:
-        agent = self._facts.get("atlocation", ())
-        if len(agent) != 1:
-            raise ValueError(f"the agent is at {len(agent)} places at the start instead of one")
-        state = State(self._locations[agent[0][1]], len(self._places), len(self._locations))
-        for item, place in self._facts.get("inreceptacle", ()):
-            state.contents[self._places[place]] |= 1 << self._items[item]
-        for item, location in self._facts.get("objectatlocation", ()):
-            state.standing[self._locations[location]] |= 1 << self._items[item]
-        for _, item in self._facts.get("holds", ()):
-            state.held = self._items[item]
-        state.opened = _mask(self._column("opened", 0), self._places)
-        state.hot = _mask(self._column("ishot", 0), self._items)
-        state.cool = _mask(self._column("iscool", 0), self._items)
-        state.clean = _mask(self._column("isclean", 0), self._items)
-        state.sliced = _mask(self._column("issliced", 0), self._items)
-        state.toggled = _mask(self._column("istoggled", 0), self._items)
-        return state
+        for id_ in facts.items
+    )
 
 
-def _index(ids: set[str]) -> dict[str, int]:
-    return {id_: position for position, id_ in enumerate(sorted(ids))}
-
-
-def _mask(ids: set[str], index: Mapping[str, int]) -> int:
-    return sum(1 << index[id_] for id_ in ids if id_ in index)
+def _start(facts: _Facts) -> State:
+    agent = facts.of("atlocation")
+    if len(agent) != 1:
+        raise ValueError(f"the agent is at {len(agent)} places at the start instead of one")
+    state = State(facts.locations[agent[0][1]], len(facts.places), len(facts.locations))
+    for item, place in facts.of("inreceptacle"):
+        state.contents[facts.places[place]] |= 1 << facts.items[item]
+    for item, location in facts.of("objectatlocation"):
+        state.standing[facts.locations[location]] |= 1 << facts.items[item]
+    for _, item in facts.of("holds"):
+        state.held = facts.items[item]
+    state.opened = facts.mask("opened", facts.places)
+    for predicate, condition in world.CONDITIONS.items():
+        setattr(state, condition, facts.mask(predicate, facts.items))
+    return state
 
 
 def demangled(ids: Iterable[str]) -> dict[str, str]:
-    """Readable names for raw identifiers: "mug_bar__plus_01..." becomes "mug 2".
+    """Make readable names for raw identifiers: "mug_bar__plus_01..." becomes "mug 2".
 
     Within a kind of thing the numbers fall in the order of the identifiers, as alfworld gives them out: the first one
     gets the highest.
     """
-    kinds = {id_: _kind(id_) for id_ in sorted(set(ids))}
-    left = Counter(kind for kind in kinds.values() if kind)
-    names: dict[str, str] = {}
-    for id_, kind in kinds.items():
-        if kind:
-            names[id_] = f"{kind} {left[kind]}"
-            left[kind] -= 1
-        else:
-            names[id_] = id_
+    names, of_kind = {}, Counter[str]()
+    for id_ in sorted(set(ids), reverse=True):
+        kind, bar, _ = id_.partition("_bar_")
+        kind += "basin" * ("basin" in id_)
+        of_kind[kind] += bool(bar)
+        names[id_] = f"{kind} {of_kind[kind]}" if bar else id_  # what has no bar is not numbered
     return names
-
-
-def _kind(id_: str) -> str:
-    """The part of an identifier that names the kind of thing; "" for one that is not numbered."""
-    kind, bar, _ = id_.partition("_bar_")
-    if not bar:
-        return ""
-    return kind + "basin" if "basin" in id_ else kind
 
 
 # The grammar ---------------------------------------------------------------------------------------------------
 
 
 def task_sentence(grammar: str) -> str:
-    """The goal in words, e.g. "put a hot mug in cabinet", without its full stop."""
+    """Return the goal in words, e.g. "put a hot mug in cabinet", without its full stop."""
     sentence = _rule(grammar, "task", default="").replace('"', "")  # TextWorld loses quotation marks
     return sentence.removeprefix("Your task is to: ").strip().removesuffix(".")
 
 
-def _read_wording(data: Mapping[str, str]) -> Wording:
-    """The phrases in which releases of ALFWorld differ (0.3 says "put ... in/on" and "You arrive at loc 4.")."""
-    grammar, standard = data["grammar"], Wording()
+def _read_wording(grammar: str) -> Wording:
+    """Read the phrases in which releases of ALFWorld differ (0.3 says "put ... in/on" and "You arrive at loc 4.")."""
+    standard = Wording()
     put = re.search(r'action\s+PutObject\s*\{\s*template\s*::\s*"([^"]*)"', grammar)
     arrive = _rule(grammar, "GotoLocation.feedback", default="").partition(" #")[0]
     return Wording(
@@ -335,7 +276,7 @@ def _read_wording(data: Mapping[str, str]) -> Wording:
 
 
 def _read_help(grammar: str) -> str:
-    """The answer to "help"; "" where the game has no such command (before 0.4)."""
+    """Read the answer to "help"; "" where the game has no such command (before 0.4)."""
     action = re.search(r'action\s+help\s*\{.*?feedback\s*::\s*"([^"]*)"', grammar, re.DOTALL)
     if action is None:
         return ""
@@ -346,11 +287,11 @@ def _read_help(grammar: str) -> str:
 
 
 def _rule(grammar: str, symbol: str, default: str) -> str:
-    """The text of a symbol's first production."""
+    """Read the text of a symbol's first production."""
     found = re.search(rf'"{re.escape(symbol)}"\s*:\s*\[\s*\{{\s*"rhs"\s*:\s*("(?:[^"\\]|\\.)*")', grammar)
     return json.loads(found[1]) if found else default
 
 
 def _slots(text: str) -> str:
-    """ "{r.name}" as "{r}": the engine fills in names only; "lend" is where a walk ends."""
+    """Write "{r.name}" as "{r}": the engine fills in names only; "lend" is where a walk ends."""
     return re.sub(r"\{(o|r)\.name\}", r"{\1}", text).replace("{lend.name}", "{l}")

@@ -2,8 +2,7 @@
 
 A walk is a game's stored walkthrough (or the expert's plan), then random commands from wherever that ends: possible
 ones, with the verb drawn first so that heating or slicing are not drowned by the many ways to walk, and impossible or
-nonsensical ones. After every command the text, the list of admissible commands, `won` and all changing
-facts (where things are, what is open, hot, cool, clean, sliced or on) must be equal.
+nonsensical ones. After every command text, admissible commands, `won` and all changing facts must be equal.
 """
 
 from __future__ import annotations
@@ -14,21 +13,26 @@ import json
 import multiprocessing
 import random
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
+from statistics import mean
 from time import perf_counter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar, cast
 
-from envs.alfworld.environment import NO_TEXTWORLD, AlfworldEnvironment, Fact, Seen, TextWorldGame
+from envs.alfworld.environment import NO_TEXTWORLD, Fact, Seen, TextWorldGame
 from envs.alfworld.games import load_game
 from envs.base import EnvironmentFailure, Task
 from envs.household.engine import Command, Engine
+from envs.household.environment import EngineEnvironment, Games
 from envs.household.expert import plan
 from envs.household.world import APPLIANCES, NOWHERE, Game, bits
 
+T = TypeVar("T")
 BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 _APPLIANCES = frozenset(kind for kinds in APPLIANCES.values() for kind in kinds)
 # How often a verb is drawn, against 2 for those that change something (all but walking and looking).
@@ -44,18 +48,13 @@ class NativeGame:
     """One game in the native engine, showing what `TextWorldGame` shows."""
 
     def __init__(self, game: Game) -> None:
-        self.game = game
-        self._engine = Engine(game)
+        self.game, self._engine = game, Engine(game)
         self._state = self._engine.reset()
         self._commands: dict[str, Command] = {}
 
     def reset(self) -> Seen:
         self._state = self._engine.reset()
         return self._seen(f"{BANNER}\n\n{self._engine.intro()}\n\nYour task is to: {self.game.task}.")
-
-    def look(self) -> tuple[str, list[str]]:
-        """The first text and the commands that are possible: what a reset owes an agent."""
-        return self._engine.intro(), sorted(self._engine.commands(self._state))
 
     def step(self, command: str) -> Seen:
         return self._seen(self._engine.step(self._state, command, self._commands))
@@ -120,7 +119,7 @@ class Compared:
 
 
 def find_games(root: Path) -> list[Path]:
-    """All `game.tw-pddl` below a folder, sorted by path.
+    """Find all `game.tw-pddl` below a folder, sorted by path.
 
     Raises:
         FileNotFoundError: when there is none.
@@ -133,22 +132,20 @@ def find_games(root: Path) -> list[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """ "train/pick_heat_then_place_in_recep": split and task type of a game, from its folders."""
+    """Return split and task type of a game, "train/pick_heat_then_place_in_recep", from its folders."""
     folders = path.parts
     return f"{folders[-4] if len(folders) > 3 else '.'}/{path.parent.parent.name.split('-')[0]}"
 
 
 def choose_games(games: Sequence[Path], number: int, seed: int) -> list[Path]:
-    """`number` games in a seeded order in which every split and task type comes up in turn; repeated when too few."""
+    """Choose games in a seeded order in which every split and task type comes up in turn; repeated when too few."""
     groups: dict[str, list[Path]] = {}
     for path in games:
         groups.setdefault(kind_of(path), []).append(path)
     for name, group in sorted(groups.items()):
         random.Random(f"{seed} {name}").shuffle(group)
-    chosen: list[Path] = []
-    for turn in range(max(map(len, groups.values()))):
-        chosen += [group[turn] for _, group in sorted(groups.items()) if turn < len(group)]
-    return [chosen[i % len(chosen)] for i in range(number)]
+    turns = zip_longest(*(group for _, group in sorted(groups.items())))
+    return list(islice(cycle(path for turn in turns for path in turn if path is not None), number))
 
 
 def compare(
@@ -160,7 +157,7 @@ def compare(
         jobs: processes.
         plain: TextWorld untouched instead of `quickened`, ten times slower.
     """
-    lengths = [per_game] * (steps // per_game) + ([steps % per_game] if steps % per_game else [])
+    lengths = [min(per_game, steps - done) for done in range(0, steps, per_game)]
     chosen = choose_games(games, len(lengths), seed)
     walks = [(path, seed + turn, length) for turn, (path, length) in enumerate(zip(chosen, lengths, strict=True))]
     play = functools.partial(_compare_game, plain=plain)
@@ -193,14 +190,12 @@ def quickened() -> Iterator[None]:
 
 
 def _compare_game(walk: tuple[Path, int, int], plain: bool) -> Compared:
-    if plain:
-        return compare_game(*walk)
-    with quickened():
+    with nullcontext() if plain else quickened():
         return compare_game(*walk)
 
 
 def compare_game(path: Path, seed: int, steps: int) -> Compared:
-    """One walk of `steps` commands through both engines."""
+    """Walk `steps` commands through both engines."""
     content = json.loads(path.read_text(encoding="utf-8"))
     theirs, ours = TextWorldGame(path), NativeGame(load_game(content))
     name, draw = "/".join(path.parts[-4:-1]), random.Random(f"{seed} {path.name}")
@@ -223,7 +218,7 @@ def compare_game(path: Path, seed: int, steps: int) -> Compared:
 
 
 def _walk(game: Game, walkthrough: Sequence[str], draw: random.Random) -> Generator[str, tuple[str, ...], None]:
-    """Commands of one walk; `send` it the commands that are admissible after each."""
+    """Yield the commands of one walk; `send` it the commands that are admissible after each."""
     admissible: tuple[str, ...] = ("look",)
     for command in walkthrough:
         admissible = yield command
@@ -245,7 +240,7 @@ def _possible(admissible: Sequence[str], draw: random.Random) -> str:
 
 
 def _impossible(game: Game, draw: random.Random) -> str:
-    """A command that is rarely in the list: well formed about random things, misspelt, or nonsense."""
+    """Draw a command that is rarely in the list: well formed about random things, misspelt, or nonsense."""
     item, other = draw.choice(game.items).name, draw.choice(game.items).name
     place = draw.choice(game.receptacles).name
     formed = (
@@ -272,8 +267,7 @@ def _differences(game: str, step: int, command: str, theirs: Seen, ours: Seen) -
 # Time ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """Of one engine. Seconds."""
 
     load: float  # reading a game's file, per game
@@ -282,69 +276,58 @@ class Timing:
 
 
 def measure(paths: Sequence[Path], steps: int, seed: int) -> tuple[Timing, Timing]:
-    """TextWorld as it is, and the native engine, on the same games with the same commands, game by game in turn.
-
-    The native engine repeats every walk until it has run for a while: a single pass is too short to time.
-    """
+    """Time TextWorld as it is and the native engine, game by game in turn, on the same commands; returns the means."""
     theirs, ours = [], []
     for turn, path in enumerate(paths):
         commands, timing = _time_textworld(path, steps, random.Random(f"{seed} {turn}"))
         theirs.append(timing)
         ours.append(_time_native(path, commands))
-    return _mean(theirs), _mean(ours)
+    return Timing(*map(mean, zip(*theirs, strict=True))), Timing(*map(mean, zip(*ours, strict=True)))
+
+
+def _timed(call: Callable[[], T]) -> tuple[float, T]:
+    started = perf_counter()
+    made = call()
+    return perf_counter() - started, made
+
+
+def _load(path: Path) -> Game:
+    return load_game(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _time_textworld(path: Path, steps: int, draw: random.Random) -> tuple[list[str], Timing]:
-    started = perf_counter()
-    game = TextWorldGame(path)
-    loaded = perf_counter()
-    state = game._env.reset()
-    reset = perf_counter()
+    load, game = _timed(lambda: TextWorldGame(path))
+    reset, state = _timed(game._env.reset)
     commands, spent = [], 0.0
     for _ in range(steps):
         command = _possible(state["admissible_commands"], draw)
         commands.append(command)
-        before = perf_counter()
-        state, _, _ = game._env.step(command)
-        spent += perf_counter() - before
+        seconds, (state, _, _) = _timed(lambda command=command: game._env.step(command))
+        spent += seconds
     game.close()
-    return commands, Timing(loaded - started, reset - loaded, spent / steps)
+    return commands, Timing(load, reset, spent / steps)
 
 
 def _time_native(path: Path, commands: Sequence[str], least: float = 0.2) -> Timing:
-    """Steps through the very class that agents use; resets without its reading of the file."""
-    started = perf_counter()
-    game = load_game(json.loads(path.read_text(encoding="utf-8")))
-    loaded = perf_counter() - started
-    env = AlfworldEnvironment(data_root=path.parent, images=False)
-    task = Task(path.parent.name, game.task, "", "", game.goal.kind, data={"path": str(path.resolve())})
-    resets = steps = 0
-    resetting = stepping = 0.0
+    """Time the very class that agents use, over and over for `least` seconds: one walk is too short."""
+    load, game = _timed(lambda: _load(path))
+    env = EngineEnvironment(cast(Games, SimpleNamespace(game=lambda _: (game, None))), images=False, image_size=64)
+    task = Task(path.parent.name, game.task, "", "", game.goal.kind)
+    walks, resetting, stepping = 0, 0.0, 0.0
     while stepping < least:
-        before = perf_counter()
-        NativeGame(game).look()
-        resetting += perf_counter() - before
-        env.reset(task)
-        before = perf_counter()
-        for command in commands:
-            env.step(command)
-        stepping += perf_counter() - before
-        resets, steps = resets + 1, steps + len(commands)
-    return Timing(loaded, resetting / resets, stepping / steps)
-
-
-def _mean(timings: Sequence[Timing]) -> Timing:
-    number = len(timings)
-    return Timing(*(sum(getattr(t, name) for t in timings) / number for name in Timing.__slots__))
+        resetting += _timed(lambda: env.reset(task))[0]
+        stepping += _timed(lambda: [env.step(command) for command in commands])[0]
+        walks += 1
+    return Timing(load, resetting / walks, stepping / (walks * len(commands)))
 
 
 def live_memory(paths: Sequence[Path]) -> float:
-    """MiB that these games take while all of them are being played natively (allocations, as Python counts them)."""
+    """Return the MiB that these games take while all are played natively (allocations, as Python counts them)."""
     import tracemalloc
 
     tracemalloc.start()
     try:
-        games = [NativeGame(load_game(json.loads(path.read_text(encoding="utf-8")))) for path in paths]
+        games = [NativeGame(_load(path)) for path in paths]
         for game in games:
             for command in game.reset().admissible:
                 game.step(command)

@@ -24,6 +24,10 @@ KINDS = (SIMPLE, LOOK, CLEAN, HEAT, COOL, TWO)
 TREATMENTS = {CLEAN: "clean", HEAT: "heat", COOL: "cool"}
 APPLIANCES = {"clean": ("sinkbasin", "sink"), "heat": ("microwave",), "cool": ("fridge",)}
 
+# What ALFWorld's PDDL says of items: what each allows for good, and the mask of `State` that a changing fact goes into.
+FLAGS = ("pickupable", "cleanable", "heatable", "coolable", "sliceable", "toggleable")
+CONDITIONS = {"isclean": "clean", "ishot": "hot", "iscool": "cool", "issliced": "sliced", "istoggled": "toggled"}
+
 NOWHERE = -1  # location of a receptacle that nobody can walk to; "no item" where an item is expected
 
 
