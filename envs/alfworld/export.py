@@ -144,7 +144,7 @@ def _problem(game: Game) -> str:
 
 
 def _identifiers(things: Sequence[Item] | Sequence[Receptacle]) -> list[str]:
-    """Make names that sort as the things are listed, and from which alfworld's demangler makes "mug 2" and "sinkbasin 1"."""
+    """Make names that sort as the things do, and from which alfworld's demangler makes "mug 2" and "sinkbasin 1"."""
     return [
         f"{thing.type.removesuffix('basin')}_bar_{position:03}" + f"_bar_{thing.type}" * thing.type.endswith("basin")
         for position, thing in enumerate(things)
