@@ -17,9 +17,8 @@ from agent.records import Episode
 from compiler.brief_state import PLAN, BriefState, Create, Fold, Op, Update
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
-from executor.grounding import Grounding
 from executor.prompt import ExecutorRequest
-from executor.records import Action
+from executor.records import Action, Grounding
 from memory.entry import MemoryEntry
 
 _TAKE = re.compile(r"take (?P<thing>[a-z]+) \d+ from (?P<place>[a-z]+ \d+)")

@@ -24,9 +24,8 @@ from compiler.records import Compilation, Compiler, CompileRequest
 from envs.base import Observation, Task, Transition
 from envs.household.environment import INSTRUCTIONS as RULES
 from executor.base import TokenExecutor
-from executor.grounding import Grounding
 from executor.prompt import ExecutorRequest, memory_text
-from executor.records import Action, Executor
+from executor.records import Action, Executor, Grounding
 from lm.loading import load_encoder
 from memory.entry import MemoryEntry, Provenance
 

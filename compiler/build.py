@@ -26,8 +26,8 @@ log = logging.getLogger("memcompiler.compiler")
 def load_compiler(
     config: CompilerConfig, executor: object, seed: int = 0, instructions: str = INSTRUCTIONS
 ) -> MemoryCompiler:
-    """Base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones. Always the Hugging
-    Face model, which training needs; `load_served_compiler` makes the engine that is fast.
+    """Make base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones. Always the
+    Hugging Face model, which training needs; `load_served_compiler` makes the engine that is fast.
 
     Args:
         executor: whose soft tokens a new projector makes, known by its `embedding_table`; a checkpoint asks for none.
@@ -66,32 +66,34 @@ def load_compiler(
 
 
 def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: str = INSTRUCTIONS) -> VllmCompiler:
-    """The trained compiler in a vLLM engine.
+    """Make the trained compiler in a vLLM engine.
 
     Raises:
         ConfigError: no checkpoint to serve.
         CheckpointError: one that is missing or incomplete.
     """
     from compiler import checkpoint
-    from compiler.vllm import VllmCompiler
-    from lm.loading import device_of, model_path
+    from compiler.vllm import VllmCompiler, engine_settings
+    from lm.loading import device_of, load_encoder, model_path
+    from lm.vllm import load_engine
 
     if config.checkpoint is None:
         raise ConfigError("a compiler in vLLM needs compiler.checkpoint: there is nothing trained to serve")
     found = checkpoint.find(Path(config.checkpoint))
     lora, projector = checkpoint.lora_config(found), checkpoint.load_projector(found)
     _report_contradictions(config, lora)
-    served = VllmCompiler.load(
-        model_path(config.model), projector, config.dtype, config.memory_token, checkpoint.highest_rank(lora),
-        config.vllm.model_dump(), decoding=_decoding(config), instructions=_shown(config, instructions), seed=seed,
-        constrained=config.constrained, device=device_of(config.device),
+    name, ranks = model_path(config.model), (lora.rank_pattern or {}).values()
+    llm = load_engine(name, config.dtype, engine_settings(max([lora.r, *ranks])), config.vllm)
+    served = VllmCompiler(
+        llm, load_encoder(name, config.memory_token), projector, _decoding(config), _shown(config, instructions), seed,
+        config.constrained, device_of(config.device),
     )  # fmt: skip
     served.load_adapter(found, 0, projector)
     return served
 
 
 def load_remote_compiler(config: CompilerConfig, seed: int = 0, urls: Sequence[str] = ()) -> RemoteCompiler:
-    """The trained compiler behind `memcompiler serve compiler`: at the settings' url, or at several."""
+    """Make the client of `memcompiler serve compiler` at the settings' url, or at several."""
     from compiler.client import RemoteCompiler
 
     return RemoteCompiler(urls or str(config.url), config.temperature, seed=seed, timeout=config.timeout_s)

@@ -46,11 +46,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def find(path: Path) -> Path:
-    """A checkpoint from a checkpoint folder, a run folder or its `checkpoints` folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Find a checkpoint in a checkpoint folder, a run folder or its `checkpoints` folder. Raises: CheckpointError."""
     for candidate in (path if (path / "state.json").is_file() else None, latest(path), latest(path / "checkpoints")):
         if candidate is not None:
             return candidate
@@ -66,12 +62,12 @@ def sha256(folder: Path) -> str:
 
 
 def trained_parameters(compiler: MemoryCompiler) -> dict[str, nn.Parameter]:
-    """LoRA and projector by name (the projector also where its loss is off: a checkpoint always has it)."""
+    """Name LoRA and projector (the projector also where its loss is off: a checkpoint always has it)."""
     return {n: p for n, p in compiler.named_parameters() if p.requires_grad or n.startswith(PROJECTOR)}
 
 
 def save_weights(folder: Path, compiler: MemoryCompiler) -> None:
-    """Adapter and projector of a whole compiler into an existing folder, for `load`: nothing to go on training from."""
+    """Write adapter and projector of a whole compiler into a folder, for `load`: nothing to go on training from."""
     compiler.policy.save_pretrained(folder / "adapter", safe_serialization=True, save_embedding_layers=False)
     save_projector(folder, compiler.projector.config, compiler.projector.state_dict())
     (folder / "state.json").write_text("{}")
@@ -93,11 +89,7 @@ def load_projector(folder: Path) -> Projector:
 
 
 def lora_config(folder: Path) -> LoraConfig:
-    """The adapter's own settings, to make a compiler that can load it (and train it on).
-
-    Raises:
-        CheckpointError: they cannot be read, or it is another kind of adapter.
-    """
+    """Read the adapter's own settings, for a compiler that can load it (and train it on). Raises: CheckpointError."""
     path = folder / "adapter" / "adapter_config.json"
     try:
         settings = json.loads(path.read_text())
@@ -111,12 +103,8 @@ def lora_config(folder: Path) -> LoraConfig:
     return config
 
 
-def highest_rank(config: LoraConfig) -> int:
-    return max([config.r, *(config.rank_pattern or {}).values()])
-
-
 def load(folder: Path, compiler: MemoryCompiler) -> dict[str, Any]:
-    """Adapter and projector of a checkpoint into a (whole) compiler of the same shape; returns its state.
+    """Load adapter and projector of a checkpoint into a (whole) compiler of the same shape; return its state.
 
     Raises:
         CheckpointError: missing or corrupt files, or weights that do not fit the compiler.
@@ -128,17 +116,13 @@ def load(folder: Path, compiler: MemoryCompiler) -> dict[str, Any]:
 
 @torch.no_grad()
 def put(compiler: MemoryCompiler, weights: Mapping[str, Tensor]) -> None:
-    """Weights by name into a whole compiler."""
+    """Put weights by name into a whole compiler."""
     for name, parameter in trained_parameters(compiler).items():
         parameter.copy_(weights[name])
 
 
 def read_weights(folder: Path, compiler: MemoryCompiler) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights by the names of the compiler's parameters, and the checkpoint's state.
-
-    Raises:
-        CheckpointError: as `load`.
-    """
+    """Read weights by the names of the compiler's parameters, and the checkpoint's state. Raises: as `load`."""
     try:
         adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
         state = json.loads((folder / "state.json").read_text())

@@ -11,12 +11,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from compiler.drafts import Draft, Generators, check_room, compilations, draw_noise, generators
-from compiler.prompt import compiler_parts
+from compiler.base import Draft, Generators, TokenCompiler
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
 from configs.models import Lora
 from lm.backbone import Backbone, Batch
-from lm.prompt import Prompt, PromptEncoder
+from lm.prompt import Prompt
 from soft_mem.projector import Gaussian, Projector
 
 
@@ -36,7 +35,7 @@ class Scores:
     gaussian: Gaussian
 
 
-class MemoryCompiler(nn.Module):
+class MemoryCompiler(TokenCompiler, nn.Module):
     """Compiles requests in batches; the same module is what SFT and GRPO train."""
 
     def __init__(
@@ -48,38 +47,22 @@ class MemoryCompiler(nn.Module):
             raise ValueError(
                 f"projector reads {projector.config.d_compiler}-d states, the compiler has {backbone.hidden_size}"
             )
-        self.backbone = backbone
-        self.decoding = decoding or Decoding()
-        self.instructions = instructions
+        self.backbone, self.encoder, self.context = backbone, backbone, backbone.context
+        self.decoding, self.instructions = decoding or Decoding(), instructions
         self.projector = projector.to(backbone.device)
         for parameter in backbone.model.parameters():
             parameter.requires_grad_(False)
         self.policy: Any = _with_lora(backbone, lora) if lora else backbone.model
         self.generator = torch.Generator(device=backbone.device).manual_seed(seed)
         self.broken: str | None = None  # for services: an engine in this process does not die alone
-        self.weight_version = 0  # counted up by whoever changes the weights; every compilation bears it
-
-    # -- prompts ------------------------------------------------------------------------------------------------------
-
-    def encode(self, request: CompileRequest) -> Prompt:
-        return self.backbone.encode(compiler_parts(request, images=self.backbone.is_vlm), self.instructions)
+        self.weight_version = 0
 
     def emission_ids(self, text: str) -> tuple[int, ...]:
-        """Tokens of an emission with its end-of-turn token: what SFT trains and what decoding produces."""
+        """Tokenise an emission with its end-of-turn token: what SFT trains and what decoding produces."""
         return (*self.backbone.ids(text), self.backbone.end_id)
 
-    @property
-    def encoder(self) -> PromptEncoder:
-        return self.backbone
-
-    @property
-    def n_tokens(self) -> int:
-        return self.projector.config.n_tokens
-
-    # -- one forward pass (SFT, GRPO, parity tests) -------------------------------------------------------------------
-
     def score(self, prompts: Sequence[Prompt], emissions: Sequence[Sequence[int]]) -> Scores:
-        """Logits of the emissions and the soft tokens' Gaussian. The memory tokens follow the end-of-turn token."""
+        """Compute the emissions' logits and the soft tokens' Gaussian. Memory tokens follow the end-of-turn token."""
         memory = (self.backbone.memory_id,) * self.n_tokens
         rows = [prompt.extended((*emission, *memory)) for prompt, emission in zip(prompts, emissions, strict=True)]
         batch = self.backbone.pad(rows, side="right")
@@ -101,12 +84,12 @@ class MemoryCompiler(nn.Module):
         )
 
     def allowed(self, logits: Tensor) -> Tensor:
-        """fp32 logits with reserved tokens ruled out: the policy's distribution, when sampling and when re-scoring."""
+        """Rule reserved tokens out of logits (fp32): the policy's distribution, when sampling and when re-scoring."""
         banned = torch.tensor(self.backbone.suppressed, dtype=torch.long, device=logits.device)
         return logits.float().index_fill(-1, banned, -torch.inf)
 
     def logprobs(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Log-probabilities (..., V) of the distribution that `decoding` samples from, in fp32.
+        """Compute log-probabilities (..., V) of the distribution that `decoding` samples from, in fp32.
 
         `tokens` (...) were sampled earlier: they count as possible even if truncation would leave them out now.
         """
@@ -115,40 +98,24 @@ class MemoryCompiler(nn.Module):
             logits = _truncated(logits, self.decoding.top_k, self.decoding.top_p, tokens)
         return logits.log_softmax(-1)
 
-    # -- generation ---------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch.compile's: never called on a compiler)
         self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
     ) -> list[Compilation]:
-        """Emission and soft tokens for each request, batched; the order of results is that of the requests.
-
-        Args:
-            seeds: each request is drawn as if it were compiled alone by a generator with its seed.
-            wanted: see `compiler.records.Wanted`.
-
-        Raises:
-            ContextLengthError: a prompt leaves no room for its emission.
-        """
         size, made = self.decoding.batch_size, []
         for at in range(0, len(requests), size):
-            own = generators(seeds[at : at + size], self.backbone.device) if seeds else self.generator
-            made += self._compile(requests[at : at + size], own, lambda i, at=at: wanted(at + i))
+            own = seeds and seeds[at : at + size]
+            made += super().compile(requests[at : at + size], own, lambda i, at=at: wanted(at + i))
         return made
 
-    def _compile(self, requests: Sequence[CompileRequest], by: Generators, wanted: Wanted) -> list[Compilation]:
-        prompts = [self.encode(request) for request in requests]
-        check_room(prompts, self.decoding, self.n_tokens, self.backbone.context)
+    def _draft(
+        self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted
+    ) -> tuple[list[Draft], Gaussian]:
         was_training = self.training
         self.eval()  # dropout off: the sampled distribution is the one that is re-scored
         memories = [tuple(entry.id for entry in request.memory) for request in requests]
         drafts, gaussian = _Decoder(self, prompts, memories, by).run(wanted)
         self.train(was_training)
-        noise = draw_noise(self.projector, gaussian, self.decoding.soft_temperature, by)
-        return compilations(
-            requests, prompts, drafts, gaussian, noise, self.decoding, self.backbone, self.projector,
-            self.weight_version,
-        )  # fmt: skip
+        return drafts, gaussian
 
 
 class _Decoder:

@@ -15,22 +15,19 @@ import copy
 import itertools
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from compiler.drafts import Draft, Generators, check_room, compilations, draw_noise, generators
+from compiler.base import Draft, Generators, TokenCompiler
 from compiler.language import grammar
-from compiler.prompt import compiler_parts
-from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
-from lm.loading import load_encoder
+from compiler.records import CompileRequest, Decoding, Wanted
 from lm.prompt import Prompt, PromptEncoder
-from lm.vllm import SETTINGS, check_read, engine_trouble, load_engine, request_of, run_wanted, take_tails, watched
-from lm.vllm_extension import EXTENSION, tail_of
-from soft_mem.projector import Projector
+from lm.vllm import EXTENSION, SETTINGS, check_read, engine_trouble, request_of, run, tail_of, take_tails, watched
+from soft_mem.projector import Gaussian, Projector
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -39,11 +36,11 @@ if TYPE_CHECKING:
 _SERIALS = itertools.count(1)  # of adapters: engine and prefix cache know an adapter by its name and number
 
 
-class VllmCompiler:
-    """A backend of the protocol `compiler.records.Compiler`. One at a time per engine; not for several threads.
+class VllmCompiler(TokenCompiler):
+    """The backend in vLLM, without adapter until `load_adapter`. One at a time per engine; not for several threads.
 
     Args:
-        llm: an engine made by `load`, or with the settings of `engine_settings`.
+        llm: an engine with the settings of `engine_settings`.
         constrained: emissions follow the emission language's grammar. Their log-probabilities are then those of the
             constrained distribution, which GRPO does not score again: leave it off for training.
     """
@@ -53,38 +50,20 @@ class VllmCompiler:
         instructions: str = "", seed: int = 0, constrained: bool = False, device: str = "cpu",
     ) -> None:  # fmt: skip
         self.llm, self.encoder, self.device = llm, encoder, torch.device(device)
+        self.context = llm.model_config.max_model_len
         self.decoding, self.instructions, self.constrained = decoding or Decoding(), instructions, constrained
         self.projector = self._frozen(projector)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self.lora: LoRARequest | None = None
         self.weight_version = 0
         self.reissued = 0  # second passes that had to be repeated because the prefix cache held part of the tail
-        self.cached_tokens: list[int] = []  # of each prompt of the last batch, from the prefix cache
         self._adapters = tempfile.TemporaryDirectory(prefix="memcompiler-adapters-")
         self._tail_keys = itertools.count()
         self._failure: str | None = None
         watched(llm, lambda: llm.collective_rpc("watch_tails"))
 
-    @classmethod
-    def load(
-        cls, name: str | Path, projector: Projector, dtype: Any = "bfloat16", memory_token: str = "auto",
-        lora_rank: int = 16, engine: Mapping[str, Any] | None = None, **kwargs: Any,
-    ) -> VllmCompiler:  # fmt: skip
-        """An engine of its own for any Hugging Face name or folder, without adapter until `load_adapter`.
-
-        Args:
-            lora_rank: the largest rank of an adapter to come.
-            engine: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_model_len.
-            kwargs: of the constructor.
-
-        Raises:
-            RuntimeError: vLLM is not installed.
-        """
-        llm = load_engine(name, dtype, engine_settings(lora_rank), engine)
-        return cls(llm, load_encoder(name, memory_token), projector, **kwargs)
-
     def load_adapter(self, folder: Path, version: int, projector: Projector) -> None:
-        """From now on compile with these weights (copied: the caller may go on to change folder and projector).
+        """Compile with these weights from now on (copied: the caller may go on to change folder and projector).
 
         Every adapter gets a fresh directory, name and number. The engine keeps adapters, and the prefix cache keys and
         values, by these: an adapter that is overwritten in place is served stale, without an error.
@@ -121,49 +100,18 @@ class VllmCompiler:
             shutil.rmtree(before.lora_path, ignore_errors=True)
 
     @property
-    def n_tokens(self) -> int:
-        return self.projector.config.n_tokens
-
-    @property
     def broken(self) -> str | None:
-        """Why this engine will never compile again, as far as is known without asking it; None if nothing is."""
+        """Say why this engine will never compile again, as far as is known without asking it; None if nothing is."""
         return self._failure or engine_trouble(self.llm)
 
-    # -- compiling ----------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def compile(
-        self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
-    ) -> list[Compilation]:
-        """Emission and soft tokens for each request, in their order.
-
-        Args:
-            seeds: each request is drawn as if it were compiled alone by a generator with its seed.
-            wanted: see `compiler.records.Wanted`.
-
-        Raises:
-            ValueError: a prompt leaves no room for its emission, or vLLM would read it as other tokens than we do.
-        """
-        if not requests:
-            return []
-        prompts = [self.encode(request) for request in requests]
-        check_room(prompts, self.decoding, self.n_tokens, self.llm.model_config.max_model_len)
-        by = generators(seeds, self.device) if seeds else self.generator
+    def _draft(
+        self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted
+    ) -> tuple[list[Draft], Gaussian]:
         drafts = self._sample(prompts, by, wanted)
-        gaussian = self.projector(self._hidden(prompts, drafts, wanted).to(self.device))
-        noise = draw_noise(self.projector, gaussian, self.decoding.soft_temperature, by)
-        made = compilations(
-            requests, prompts, drafts, gaussian, noise, self.decoding, self.encoder, self.projector, self.weight_version
-        )  # fmt: skip
-        for compilation, cached in zip(made, self.cached_tokens, strict=True):
-            compilation.tokens_cached = cached
-        return made
-
-    def encode(self, request: CompileRequest) -> Prompt:
-        return self.encoder.encode(compiler_parts(request, images=self.encoder.is_vlm), self.instructions)
+        return drafts, self.projector(self._hidden(prompts, drafts, wanted).to(self.device))
 
     def _sample(self, prompts: Sequence[Prompt], by: Generators, wanted: Wanted) -> list[Draft]:
-        """First pass; the seed of each request comes from a generator of its own, where there are such."""
+        """Make the first pass; each request's seed comes from a generator of its own, where there are such."""
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
@@ -182,12 +130,10 @@ class VllmCompiler:
             )
             for seed in seeds
         ]  # fmt: skip
-        outputs = self._run(prompts, [()] * len(prompts), params, wanted)
-        self.cached_tokens = [(output and output.num_cached_tokens) or 0 for output in outputs]
-        return [_draft(output, end) for output in outputs]
+        return [_draft_of(output, end) for output in self._run(prompts, [()] * len(prompts), params, wanted)]
 
     def _hidden(self, prompts: Sequence[Prompt], drafts: Sequence[Draft], wanted: Wanted) -> Tensor:
-        """Second pass: final hidden states (B, N, d) of the memory tokens, in fp32; zeros where nobody waits for them.
+        """Make the second pass: final hidden states (B, N, d) of the memory tokens, in fp32; zeros where nobody waits.
 
         A request that was asked before (equal samples of a group) may find part of its tail in the prefix cache, where
         there are no hidden states: it is asked again, past the cache.
@@ -232,7 +178,7 @@ class VllmCompiler:
         rows = list(zip(prompts, then, strict=True))
         requests = [request_of(self.encoder, prompt, ids) for prompt, ids in rows]
         try:
-            outputs = run_wanted(self.llm, requests, params, self.lora, wanted)
+            outputs = run(self.llm, requests, params, self.lora, wanted)
         except Exception:
             self._failure = engine_trouble(self.llm, at_rest=True)
             raise
@@ -247,7 +193,7 @@ class VllmCompiler:
 
 
 def engine_settings(lora_rank: int) -> dict[str, Any]:
-    """What this backend asks of `vllm.LLM`, beyond model and dtype."""
+    """Say what this backend asks of `vllm.LLM`, beyond model and dtype."""
     from vllm.platforms import current_platform
 
     ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has kernels for
@@ -263,12 +209,10 @@ def engine_settings(lora_rank: int) -> dict[str, Any]:
     }
 
 
-def _draft(output: RequestOutput | None, end: int) -> Draft:
+def _draft_of(output: RequestOutput | None, end: int) -> Draft:
     if output is None:  # given up
-        return Draft((end,), torch.zeros(0), True)
-    sampled = output.outputs[0]
-    ids = tuple(sampled.token_ids)
-    rows: Any = sampled.logprobs
+        return Draft((end,), torch.zeros(0), True, 0)
+    ids, rows = tuple(output.outputs[0].token_ids), cast(Any, output.outputs[0].logprobs)
     logprobs = torch.tensor([row[id].logprob for row, id in zip(rows, ids, strict=True)])
     truncated = ids[-1] != end
-    return Draft((*ids, end) if truncated else ids, logprobs, truncated)
+    return Draft((*ids, end) if truncated else ids, logprobs, truncated, output.num_cached_tokens or 0)

@@ -29,8 +29,7 @@ from data_gen.endpoint_teacher import EndpointTeacher
 from data_gen.rows import SftRow, rows_of, save_rows
 from data_gen.tasks import ROUND, entries_of, explain, filled_bank, guarded_tasks, specs_for
 from envs.base import Environment, Task
-from executor.grounding import Grounding
-from executor.records import Executor
+from executor.records import Executor, Grounding
 from memory.bank import BankError, MemoryBank, growing_bank
 from memory.entry import MemoryEntry
 from runtime.progress import progress

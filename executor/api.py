@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from executor.grounding import ground
 from executor.prompt import ExecutorRequest, executor_parts
-from executor.records import Action
+from executor.records import Action, ground
 from lm.endpoint import Endpoint, Message, user_message
 from memory.trajectory import png_bytes
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from executor.grounding import Grounding, ground
 from executor.prompt import ExecutorRequest, executor_parts
-from executor.records import Action
+from executor.records import Action, Grounding, ground
 from lm.prompt import Part, Prompt, PromptEncoder, check_context
-
-# Greedy answers to prompts (ids without the end token), and how much of each prompt a cache held, where that is known.
-Generate = Callable[[Sequence[Prompt]], Sequence[tuple[list[int], int | None]]]
 
 
 class TokenExecutor:
     """Encodes requests and decides on actions; its backends score candidates and generate.
+
+    Where commands are enumerated, `mode` says how it acts:
+
+    choice    by likelihood, exact on every backend
+    guided    greedy decoding that is held to the commands (vLLM): cheaper, but token by token, so that it may begin
+              with a likely word whose commands are all less likely than another
+    generate  free greedy text, grounded afterwards
 
     Args:
         images: False keeps pictures from a model that could see them.
@@ -41,7 +44,7 @@ class TokenExecutor:
         self.temperature, self.generator = temperature, torch.Generator().manual_seed(0)
 
     def encode(self, request: ExecutorRequest) -> Prompt:
-        """The prompt that all backends read. A picture is left out by an executor that does not see.
+        """Make the prompt that all backends read. A picture is left out by an executor that does not see.
 
         Raises:
             ValueError: memory or observation spell the reserved memory token or the image token.
@@ -58,25 +61,39 @@ class TokenExecutor:
     def action_ids(self, action: str) -> tuple[int, ...]:
         return (*self.encoder.ids(action), self.end_id)
 
+    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+        """Decide on one action per request, in order: by likelihood where `mode` is choice and every request
+        enumerates its commands, else by what is generated.
+
+        Raises:
+            ValueError: a prompt leaves no room for an action, or the backend cannot read it as it is.
+            RuntimeError: the backend's engine or server failed.
+        """
+        prompts, admissible = [self.encode(request) for request in requests], [r.admissible for r in requests]
+        by_choice = self.mode == "choice" and all(admissible)
+        for prompt, names in zip(prompts, admissible, strict=True):
+            self._check_context(prompt, names or () if by_choice else ())
+        if not requests:
+            return []
+        if by_choice:
+            scores = self.candidate_logprobs(prompts, [names or () for names in admissible])
+            return [self._chosen(*row) for row in zip(admissible, prompts, scores, strict=True)]
+        answers = self._generate(prompts, admissible)
+        return [self._grounded(*row) for row in zip(admissible, prompts, answers, strict=True)]
+
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
-        """log p(candidate, end of turn | prompt) for every candidate of every prompt."""
+        """Score every candidate of every prompt: log p(candidate, end of turn | prompt)."""
+        raise NotImplementedError
+
+    def _generate(
+        self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
+    ) -> Sequence[tuple[list[int], int | None]]:
+        """Answer greedily: ids, and how much of the prompt a cache held, where that is known."""
         raise NotImplementedError
 
     def action_logprobs(self, candidate_logprobs: Tensor) -> Tensor:
         """Give log-probabilities (C,) of C admissible actions at this executor's temperature."""
         return (candidate_logprobs / (self.temperature or 1.0)).log_softmax(0)
-
-    def _decided(self, requests: Sequence[ExecutorRequest], generate: Generate) -> list[Action]:
-        """By likelihood where `mode` is choice and every request enumerates its commands; else what `generate` says."""
-        prompts = [self.encode(request) for request in requests]
-        by_choice = self.mode == "choice" and all(request.admissible for request in requests)
-        for request, prompt in zip(requests, prompts, strict=True):
-            self._check_context(prompt, request.admissible or () if by_choice else ())
-        if by_choice:
-            scores = self.candidate_logprobs(prompts, [request.admissible or () for request in requests])
-            return [self._chosen(*row) for row in zip(requests, prompts, scores, strict=True)]
-        rows = zip(requests, prompts, generate(prompts), strict=True)
-        return [self._grounded(request, prompt, *answer) for request, prompt, answer in rows]
 
     def _check_context(self, prompt: Prompt, candidates: Sequence[str]) -> None:
         """Raises: ContextLengthError, where an answer or a candidate does not fit behind the prompt."""
@@ -86,7 +103,7 @@ class TokenExecutor:
             room = 1 + max(len(self.action_ids(name)) for name in candidates)
         check_context("executor", len(prompt.ids), room, self.context)
 
-    def _chosen(self, request: ExecutorRequest, prompt: Prompt, candidate_logprobs: Tensor) -> Action:
+    def _chosen(self, candidates: Sequence[str] | None, prompt: Prompt, candidate_logprobs: Tensor) -> Action:
         drawn: dict[str, Any] = {}
         if self.temperature:
             logprobs = self.action_logprobs(candidate_logprobs.float().cpu())
@@ -94,13 +111,14 @@ class TokenExecutor:
             drawn = {"prompt": prompt, "logprob": float(logprobs[at])}
         else:
             at = int(candidate_logprobs.argmax())
-        action = (request.admissible or ())[at]
-        return Action(
-            action, Grounding.CHOICE, action, prompt.ids, len(prompt.ids), len(self.action_ids(action)), chosen=at,
-            **drawn,
-        )  # fmt: skip
+        action, ids = (candidates or ())[at], prompt.ids
+        written = len(self.action_ids(action))
+        return Action(action, Grounding.CHOICE, action, ids, len(ids), written, chosen=at, **drawn)
 
-    def _grounded(self, request: ExecutorRequest, prompt: Prompt, ids: list[int], cached: int | None = None) -> Action:
+    def _grounded(
+        self, candidates: Sequence[str] | None, prompt: Prompt, answer: tuple[list[int], int | None]
+    ) -> Action:
+        written, cached = answer
+        ids = written[: written.index(self.end_id)] if self.end_id in written else written
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        grounded = ground(text, request.admissible)
-        return Action(grounded.action, grounded.how, text, prompt.ids, len(prompt.ids), len(ids), cached)
+        return Action(*ground(text, candidates), text, prompt.ids, len(prompt.ids), len(ids), cached)

@@ -31,23 +31,28 @@ def load_executor(config: ExecutorConfig, instructions: str, cache: Path | None 
         return ApiExecutor(Endpoint(config.api, cache), common["instructions"], config.max_new_tokens)
     if config.engine == "hf":
         return load_frozen(config, instructions)
-    from lm.loading import dtype_of, model_path, quiet
+    from lm.loading import dtype_of, load_encoder, model_path, quiet
 
     quiet()
     name = model_path(config.model)
-    common |= {"mode": config.mode, "memory_token": config.memory_token}
     if config.engine == "vllm":
-        from executor.vllm import VllmExecutor
+        from huggingface_hub import snapshot_download
 
-        engine = config.vllm.model_dump()
-        return VllmExecutor.load(name, config.dtype, engine=engine, temperature=config.temperature, **common)
+        from executor.vllm import VllmExecutor, engine_settings
+        from lm.vllm import load_engine
+
+        folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name))
+        llm = load_engine(folder, config.dtype, engine_settings(), config.vllm)
+        encoder = load_encoder(folder, config.memory_token)
+        return VllmExecutor(llm, encoder, folder, config.mode, temperature=config.temperature, **common)
     from executor.client import RemoteExecutor
 
-    return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), timeout=config.timeout_s, **common)
+    common |= {"mode": config.mode, "memory_token": config.memory_token, "timeout": config.timeout_s}
+    return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), **common)
 
 
 def load_frozen(config: ExecutorConfig, instructions: str) -> FrozenExecutor:
-    """The executor in this process, whatever `engine` says: a gradient can pass through it."""
+    """Make the executor in this process, whatever `engine` says: a gradient can pass through it."""
     from executor.hf import FrozenExecutor
     from lm.loading import device_of, dtype_of, load_backbone, model_path, quiet
 

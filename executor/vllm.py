@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from executor.base import TokenExecutor
-from executor.prompt import ExecutorRequest
-from executor.records import Action
-from lm.loading import input_embeddings, load_encoder
+from lm.loading import input_embeddings
 from lm.prompt import Prompt, PromptEncoder
-from lm.vllm import SETTINGS, check_read, load_engine, request_of, run
+from lm.vllm import SETTINGS, check_read, request_of, run
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -31,8 +28,7 @@ if TYPE_CHECKING:
 SOFT_PARTS = "_prompt_embeds"  # where vLLM 0.31 keeps a chat message's `prompt_embeds` until the pictures are read
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(NamedTuple):
     """A request as vLLM takes it, and the ids that the model must read."""
 
     ids: tuple[int, ...]
@@ -40,16 +36,11 @@ class _Asked:
 
 
 class VllmExecutor(TokenExecutor):
-    """A backend of the protocol `executor.records.Executor`. Where commands are enumerated, `mode` says how it acts:
-
-    choice    the most likely command, exactly as the Hugging Face backend chooses: every command is scored behind the
-              prompt, which the prefix cache holds (one short request for each command)
-    guided    greedy decoding that is held to the commands (one request): cheaper, but token by token, so that it may
-              begin with a likely word whose commands are all less likely than another
-    generate  free greedy text, grounded afterwards
+    """A backend of `executor.base.TokenExecutor`, which says what `mode` is. To choose, every command is scored behind
+    the prompt, which the prefix cache holds: one short request for each.
 
     Args:
-        llm: an engine made by `load`, or with the settings of `engine_settings`.
+        llm: an engine with the settings of `engine_settings`.
         weights: the model's folder, for `hash` and `embedding_table`.
 
     Raises:
@@ -66,37 +57,13 @@ class VllmExecutor(TokenExecutor):
         self.llm, self.weights, self.mode = llm, weights, mode
         self.context = llm.model_config.max_model_len
 
-    @classmethod
-    def load(
-        cls, name: str | Path, dtype: Any = "bfloat16", memory_token: str = "auto",
-        engine: Mapping[str, Any] | None = None, **kwargs: Any,
-    ) -> VllmExecutor:  # fmt: skip
-        """An engine of its own for any Hugging Face name or folder.
-
-        Args:
-            engine: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_model_len.
-            kwargs: of the constructor.
-
-        Raises:
-            RuntimeError: vLLM is not installed.
-        """
-        from huggingface_hub import snapshot_download
-
-        folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(str(name)))
-        llm = load_engine(folder, dtype, engine_settings(), engine)
-        return cls(llm, load_encoder(folder, memory_token), folder, **kwargs)
-
     @functools.cached_property
     def embedding_table(self) -> Tensor:
-        """(V, d), read from the model's files.
-
-        Raises:
-            ValueError: none of them holds it.
-        """
+        """(V, d), read from the model's files. Raises: ValueError, none of them holds it."""
         return input_embeddings(self.weights)
 
     def hash(self) -> str:
-        """SHA-256 over the model's files: the engine's own copy is one that nothing here can write."""
+        """Hash the model's files (SHA-256): the engine's own copy is one that nothing here can write."""
         digest = hashlib.sha256()
         for path in sorted(self.weights.glob("*.safetensors")):
             digest.update(path.name.encode())
@@ -105,25 +72,9 @@ class VllmExecutor(TokenExecutor):
                     digest.update(block)
         return digest.hexdigest()
 
-    # -- acting -------------------------------------------------------------------------------------------------------
-
-    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
-        """One action per request, in order.
-
-        Raises:
-            ValueError: a prompt leaves no room for an action, soft tokens were made for another executor, or vLLM reads
-                a prompt (its picture) as other tokens than the Hugging Face backend does.
-            RuntimeError: the engine failed, or is of a version that takes soft tokens beside pictures in another way.
-        """
-        if not requests:
-            return []
-        admissible = [request.admissible for request in requests]
-        return self._decided(requests, lambda prompts: self._generate(prompts, admissible))
-
     def _generate(
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
-    ) -> list[tuple[list[int], int]]:
-        """Greedy answers (ids without the end token), and how many of the prompt's tokens were in the prefix cache."""
+    ) -> list[tuple[list[int], int | None]]:
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
@@ -137,12 +88,9 @@ class VllmExecutor(TokenExecutor):
             for names in admissible
         ]  # fmt: skip
         outputs = self._run([self._request(prompt) for prompt in prompts], params)
-        answers = [list(output.outputs[0].token_ids) for output in outputs]
-        cached = [output.num_cached_tokens or 0 for output in outputs]
-        return [(ids[:-1] if ids[-1] == self.end_id else ids, n) for ids, n in zip(answers, cached, strict=True)]
+        return [(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
-        """log p(candidate, end of turn | prompt) for every candidate of every prompt."""
         actions = [self.action_ids(name) for names in candidates for name in names]
         rows = [prompt for prompt, names in zip(prompts, candidates, strict=True) for _ in names]
         requests = [self._request(prompt, ids) for prompt, ids in zip(rows, actions, strict=True)]
@@ -158,7 +106,7 @@ class VllmExecutor(TokenExecutor):
     def _scores(
         self, requests: Sequence[_Asked], actions: Sequence[Sequence[int]], past_cache: bool
     ) -> list[float | None]:
-        """Log-probability of the last tokens of each request, `actions`; None where the prefix cache held some."""
+        """Score the last tokens of each request, `actions`; None where the prefix cache held some."""
         from vllm import SamplingParams
 
         if not requests:
@@ -170,14 +118,13 @@ class VllmExecutor(TokenExecutor):
         return [_tail_score(output, ids) for output, ids in zip(outputs, actions, strict=True)]
 
     def _request(self, prompt: Prompt, then: Sequence[int] = ()) -> _Asked:
-        """Prompt and `then` for vLLM."""
-        ids = (*prompt.ids, *then)
-        config = self.llm.model_config
-        if prompt.soft is not None and prompt.soft.shape[1] != config.get_hidden_size():
-            raise ValueError(f"soft tokens of {prompt.soft.shape[1]} dimensions, not {config.get_hidden_size()}")
-        soft = None if prompt.soft is None else prompt.soft.to("cpu", config.dtype)
-        if soft is None:
+        """Write prompt and `then` for vLLM."""
+        ids, config = (*prompt.ids, *then), self.llm.model_config
+        if prompt.soft is None:
             return _Asked(ids, request_of(self.encoder, prompt, then))
+        if prompt.soft.shape[1] != config.get_hidden_size():
+            raise ValueError(f"soft tokens of {prompt.soft.shape[1]} dimensions, not {config.get_hidden_size()}")
+        soft = prompt.soft.to("cpu", config.dtype)
         if prompt.images:  # they and the soft tokens hold one place each: vLLM makes room for them itself
             folded = [*self.encoder.folded(prompt.ids, soft=True), *then]
             pictures = {"multi_modal_data": {"image": list(prompt.images)}}
@@ -191,7 +138,7 @@ class VllmExecutor(TokenExecutor):
 
     def _run(self, requests: Sequence[_Asked], params: Sequence[Any]) -> list[RequestOutput]:
         sent = [dict(asked.request) for asked in requests]  # copies: vLLM takes out and expands what it has read
-        outputs = run(self.llm, sent, params)
+        outputs = [output for output in run(self.llm, sent, params) if output is not None]
         if any(SOFT_PARTS in request for request in sent):
             raise RuntimeError("this version of vLLM takes soft tokens beside pictures in another way: use 0.31")
         check_read(outputs, [asked.ids for asked in requests])
@@ -199,7 +146,7 @@ class VllmExecutor(TokenExecutor):
 
 
 def engine_settings() -> dict[str, Any]:
-    """What this backend asks of `vllm.LLM`, beyond model and dtype."""
+    """Say what this backend asks of `vllm.LLM`, beyond model and dtype."""
     return {**SETTINGS, "enable_prompt_embeds": True}
 
 

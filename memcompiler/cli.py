@@ -245,7 +245,7 @@ def serve_executor(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
 ) -> None:
     """A frozen executor behind vLLM's own server, started so that it takes soft tokens."""
-    from executor.server import serve, server_command
+    from executor.client import serve, server_command
     from lm.loading import model_path
     from runtime.http import check_loopback, http_url
 

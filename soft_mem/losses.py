@@ -1,4 +1,5 @@
-"""Losses on the soft tokens (paper Eq. 6 and 9), pure functions on tensors. Each returns one value per row: (B,).
+"""Losses on the soft tokens (paper Eq. 6 and 9) and their targets, pure functions on tensors. Each loss is one value
+per row: (B,).
 
 Rows are averaged by the trainer with weights that are computed globally, so that no loss depends on how a batch is
 split over micro-batches and ranks.
@@ -8,10 +9,23 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from soft_mem.projector import Gaussian
+
+
+def memory_targets(embedding_table: Tensor, token_ids: list[int], n_tokens: int, emb_std: float) -> Tensor:
+    """Make targets of L_latent (N, d), normalised: the memory's executor embeddings in N chunks, sum / sqrt(count).
+
+    A chunk's sum over sqrt(count) keeps the variance of a single embedding, so targets have about unit scale whatever
+    the memory's length. Fewer tokens than chunks leave the last chunks zero.
+    """
+    embeddings = embedding_table[torch.tensor(token_ids, device=embedding_table.device)].float() / emb_std
+    chunks = torch.tensor_split(embeddings, n_tokens)
+    zero = embeddings.new_zeros(embeddings.shape[1])
+    return torch.stack([chunk.sum(0) / len(chunk) ** 0.5 if len(chunk) else zero for chunk in chunks])
 
 
 def gauss_nll(gaussian: Gaussian, target_BNd: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Soft-Mem's projector f_phi (paper Eq. 5): compiler hidden states -> soft tokens in the executor's embedding space.
+"""Soft-Mem's projector f_phi (paper Eq. 5): compiler hidden states -> soft tokens among the executor's embeddings.
 
 All Gaussian quantities live in NORMALISED units, z = soft / emb_std, so that losses and log-probabilities do not depend
 on the executor's embedding scale. emb_std is 0.0261 in the paper, or the measured std of the embedding table.
@@ -34,14 +34,12 @@ class Gaussian:
     log_sigma: Tensor
 
     def at(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
-        """z = mu + T sigma noise, differentiable in mu and sigma."""
+        """Compute z = mu + T sigma noise, differentiable in mu and sigma."""
         return self.mu + temperature * self.log_sigma.exp() * noise
 
     def log_prob(self, z: Tensor, temperature: float = 1.0) -> Tensor:
-        """(B, N): MEAN over dimensions of the log-density of z at std T*sigma, fp32.
-
-        The mean, not the sum: with the sum one update saturates every clip (design notes, measured).
-        """
+        """Average the log-density of z at std T*sigma over dimensions: (B, N), fp32. (With the sum instead, one update
+        saturates every clip.)"""
         mu, log_sigma = self.mu.float(), self.log_sigma.float() + math.log(temperature)
         square = ((z.float() - mu) * torch.exp(-log_sigma)) ** 2
         return -0.5 * (square + 2 * log_sigma + math.log(2 * math.pi)).mean(-1)
@@ -63,7 +61,7 @@ class Projector(nn.Module):
                 self.linear.bias[config.d_executor :].fill_(config.init_log_sigma)
 
     def forward(self, hidden: Tensor) -> Gaussian:
-        """Parameters of the soft tokens. The linear projector has a fixed, vanishing sigma."""
+        """Compute the soft tokens' parameters. The linear projector has a fixed, vanishing sigma."""
         out = self.linear(hidden.to(self.linear.weight.dtype))
         if self.config.kind == "linear":
             return Gaussian(out, torch.full_like(out, LOG_SIGMA_RANGE[0]))
@@ -79,9 +77,24 @@ class Projector(nn.Module):
         return torch.randn(mu.shape, generator=generator, device=mu.device, dtype=mu.dtype)
 
     def draw(self, gaussian: Gaussian, temperature: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
-        """z (B, N, d_executor) in normalised units (reparameterised)."""
+        """Draw z (B, N, d_executor) in normalised units (reparameterised)."""
         return gaussian.at(self.noise(gaussian, temperature, generator), temperature)
 
     def to_embeddings(self, z: Tensor) -> Tensor:
-        """Normalised units -> the executor's embedding scale."""
+        """Scale from normalised units to the executor's embeddings."""
         return z * self.config.emb_std
+
+
+def inject(embeddings_BTd: Tensor, tokens_BT: Tensor, placeholder: int, soft_BNd: Tensor) -> Tensor:
+    """Put each row's soft tokens (at the executor's scale) in the places of its N placeholders, in order, and nowhere
+    else. Differentiable.
+
+    Raises:
+        ValueError: a row does not hold exactly N placeholders.
+    """
+    is_soft_BT = tokens_BT == placeholder
+    counts = is_soft_BT.sum(1)
+    if not bool((counts == soft_BNd.shape[1]).all()):
+        raise ValueError(f"each row needs {soft_BNd.shape[1]} placeholders, found {counts.tolist()}")
+    mask = is_soft_BT.unsqueeze(-1).expand_as(embeddings_BTd)
+    return embeddings_BTd.masked_scatter(mask, soft_BNd.to(embeddings_BTd.dtype))

@@ -8,8 +8,7 @@ from compiler.brief_state import Create, Fold
 from compiler.language import Emission, render
 from compiler.records import Compilation
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from executor.grounding import Grounding
-from executor.records import Action
+from executor.records import Action, Grounding
 from runtime.errors import StopReason
 from tests.tiny_models import entry
 

@@ -28,8 +28,7 @@ from configs.training import SftConfig
 from data_gen.rows import SftRow
 from executor.hf import FrozenExecutor
 from lm.prompt import Prompt
-from soft_mem.inject import memory_targets
-from soft_mem.losses import gauss_nll, negative_entropy, orthogonality, soft_mse
+from soft_mem.losses import gauss_nll, memory_targets, negative_entropy, orthogonality, soft_mse
 from training import distributed
 from training.backend import BACKENDS, make_optimizer
 from training.losses import token_nll

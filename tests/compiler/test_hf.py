@@ -132,20 +132,20 @@ def test_the_grammar_is_a_setting_of_the_served_compiler(constrained, monkeypatc
     asked = []
 
     class Recorder:
-        @classmethod
-        def load(cls, *arguments, **settings):
-            asked.append(settings)
-            return cls()
+        def __init__(self, llm, encoder, projector, decoding, instructions, seed, constrained, device):
+            asked.append(constrained)
 
         def load_adapter(self, *arguments):
             pass
 
     monkeypatch.setattr("compiler.vllm.VllmCompiler", Recorder)
+    monkeypatch.setattr("compiler.vllm.engine_settings", lambda rank: {})
+    monkeypatch.setattr("lm.vllm.load_engine", lambda *arguments: None)
     monkeypatch.setattr("compiler.checkpoint.find", lambda path: path)
     monkeypatch.setattr("compiler.checkpoint.load_projector", lambda path: None)
     monkeypatch.setattr("compiler.checkpoint.lora_config", lambda path: LoraConfig())
     load_served_compiler(CompilerConfig(engine="vllm", constrained=constrained, checkpoint="somewhere"))
-    assert asked[0]["constrained"] is constrained
+    assert asked == [constrained]
 
 
 def test_decoding_stops_when_nobody_waits_for_what_is_still_written() -> None:

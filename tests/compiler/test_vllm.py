@@ -16,8 +16,7 @@ import torch
 from compiler.language import ParseError, grammar, parse
 from compiler.records import Decoding, always
 from compiler.vllm import VllmCompiler
-from lm.vllm import request_of, watched
-from lm.vllm_extension import HiddenTails, tail_of
+from lm.vllm import HiddenTails, request_of, tail_of, watched
 from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models, vllm_engines
 from tests.vllm_engines import SAMPLING, assert_scored_alike, requests

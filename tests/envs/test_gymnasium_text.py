@@ -14,8 +14,7 @@ from agent.episode import EpisodeSpec, Limits, run_episodes  # noqa: E402
 from envs.base import Environment, EnvironmentFailure  # noqa: E402
 from envs.gymnasium.environment import GymnasiumKeys as Keys  # noqa: E402
 from envs.gymnasium.environment import GymnasiumSplit, GymnasiumTextEnvironment  # noqa: E402
-from executor.grounding import Grounding  # noqa: E402
-from executor.records import Action  # noqa: E402
+from executor.records import Action, Grounding  # noqa: E402
 from runtime.errors import StopReason  # noqa: E402
 
 

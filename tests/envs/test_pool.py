@@ -358,8 +358,7 @@ from agent.episode import EpisodeSpec, Limits, run_episodes
 from envs.base import Task
 from envs.pool import EnvironmentPool
 from envs.spec import WorkerSpec
-from executor.records import Action
-from executor.grounding import Grounding
+from executor.records import Action, Grounding
 
 class Sleeper:
     accepts_soft = sees_images = False

@@ -18,8 +18,7 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from envs.pool import EnvironmentPool
 from envs.spec import PoolLimits, WorkerSpec
-from executor.grounding import Grounding
-from executor.records import Action
+from executor.records import Action, Grounding
 from runtime.errors import StopReason
 from tests.envs.hosted_examples import alive
 

@@ -31,7 +31,7 @@ from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from lm.backbone import Backbone
 from lm.prompt import Prompt
-from soft_mem.inject import inject
+from soft_mem.projector import inject
 from tests import tiny_models
 from zoo.household.models import make_compiler, make_processor
 

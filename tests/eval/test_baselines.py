@@ -11,8 +11,7 @@ from compiler.brief_state import Belief, BriefState, Create, Update
 from compiler.records import CompileRequest
 from envs.base import Observation, Task, Transition
 from eval.evaluate import Evaluation
-from executor.grounding import Grounding
-from executor.records import Action
+from executor.records import Action, Grounding
 from memory.entry import MemoryEntry, Provenance
 
 GOAL = "in home 3: put a mug in cabinet"

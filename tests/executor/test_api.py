@@ -18,8 +18,8 @@ from envs.base import Observation, Task, Transition
 from envs.household.environment import INSTRUCTIONS
 from executor.api import ApiExecutor
 from executor.build import load_executor
-from executor.grounding import Grounding
 from executor.prompt import ExecutorRequest, MemoryBlock
+from executor.records import Grounding
 from lm.endpoint import Endpoint
 from lm.ledger import EndpointStop
 from runtime.errors import StopReason

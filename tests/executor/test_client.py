@@ -29,9 +29,9 @@ from configs.load import ConfigError, load_config
 from configs.models import EXECUTOR_KEY, CompilerConfig, ExecutorConfig, ServeConfig
 from configs.training import GrpoConfig
 from executor.client import RemoteExecutor, _nodes
-from executor.grounding import Grounding
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
+from executor.records import Grounding
 from lm.loading import load_backbone
 from memcompiler.cli import app
 from runtime.errors import StopReason

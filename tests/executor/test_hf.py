@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from executor.grounding import Grounding, ground
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
+from executor.records import Grounding, ground
 from lm.prompt import Prompt
 from tests import tiny_models
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from executor.grounding import Grounding
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_parts
+from executor.records import Grounding
 from executor.vllm import SOFT_PARTS, VllmExecutor, engine_settings
 from lm.loading import load_backbone, load_encoder
 from tests import vllm_engines

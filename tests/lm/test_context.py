@@ -26,10 +26,6 @@ def request(observation="You see nothing."):
     return ExecutorRequest("put a mug in cabinet", MemoryBlock(), (), observation, COMMANDS)
 
 
-def limit(backbone, tokens):
-    backbone.model.config.get_text_config().max_position_embeddings = tokens
-
-
 def unused(backbone, monkeypatch):
     monkeypatch.setattr(backbone.model, "forward", lambda *_, **__: pytest.fail("the model was run"))
     monkeypatch.setattr(backbone.body, "forward", lambda *_, **__: pytest.fail("the model was run"))
@@ -57,9 +53,9 @@ def test_a_compilers_room_is_for_emission_and_memory_tokens():
     compiler = tiny_models.memory_compiler(False, n_tokens=4, decoding=Decoding(max_new_tokens=12))
     asked = tiny_models.request(0)
     fits = len(compiler.encode(asked).ids) + 12 + 4 + 2
-    limit(compiler.backbone, fits)
+    compiler.context = fits
     compiler.compile([asked])
-    limit(compiler.backbone, fits - 1)
+    compiler.context = fits - 1
     with pytest.raises(ContextLengthError, match="no room for 18 more"):
         compiler.compile([asked])
 

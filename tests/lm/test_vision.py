@@ -110,14 +110,14 @@ def test_likelihoods_equal_the_models_own_forward_pass() -> None:
 def test_generation_equals_the_models_own_forward_pass() -> None:
     model = executor(mode="generate", max_new_tokens=6)
     prompts = [model.encode(r) for r in REQUESTS]
-    for prompt, made in zip(prompts, model._generate(prompts), strict=True):
+    for prompt, made in zip(prompts, model.act(REQUESTS), strict=True):
         answer: list[int] = []
         while len(answer) < 6:
             token = int(reference_logprobs(model, prompt, [*answer, 0])[-1].argmax())
             if token == model.end_id:
                 break
             answer.append(token)
-        assert made == answer
+        assert (made.text, made.tokens_out) == (model.tokenizer.decode(answer), len(answer))
 
 
 def test_picture_and_soft_tokens_both_count() -> None:

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from soft_mem.inject import inject, memory_targets
-from soft_mem.losses import gauss_nll, negative_entropy, orthogonality, soft_mse
-from soft_mem.projector import LOG_SIGMA_RANGE, Gaussian, Projector, ProjectorConfig
+from soft_mem.losses import gauss_nll, memory_targets, negative_entropy, orthogonality, soft_mse
+from soft_mem.projector import LOG_SIGMA_RANGE, Gaussian, Projector, ProjectorConfig, inject
 
 
 def gaussian(mu: float, log_sigma: float) -> Gaussian:

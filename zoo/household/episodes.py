@@ -16,9 +16,8 @@ from agent.records import StepInput, compile_request
 from data_gen.tasks import entries_of, explain
 from envs.base import Environment, Task
 from envs.household.environment import HouseholdEnvironment
-from executor.grounding import Grounding
 from executor.prompt import ExecutorRequest
-from executor.records import Action
+from executor.records import Action, Grounding
 from memory.entry import MemoryEntry
 from zoo.household.lessons import Situation
 

@@ -1,0 +1,111 @@
+"""What compilers with a language model share, whatever runs it: prompts as ids, and compilations from drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compiler.language import Emission, ParseError, ParseResult, parse
+from compiler.prompt import compiler_parts
+from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
+from lm.prompt import Prompt, PromptEncoder, check_context
+from soft_mem.projector import Gaussian, Projector
+
+Generators = torch.Generator | Sequence[torch.Generator]  # of a whole batch, or of each row
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What was sampled, (T,) log-probabilities; `ids` ends with the end-of-turn token, forced where truncated."""
+
+    ids: tuple[int, ...]
+    logprobs: Tensor
+    truncated: bool
+    cached: int | None = None  # of the prompt's tokens, out of a prefix cache
+
+
+class TokenCompiler:
+    """Encodes requests and makes compilations of drafts; its backends sample them and read their soft tokens."""
+
+    encoder: PromptEncoder
+    projector: Projector
+    decoding: Decoding
+    instructions: str
+    generator: torch.Generator  # on the projector's device
+    weight_version: int  # of the weights, changed by whoever changes them; every compilation bears it
+    context: int | None  # tokens that the model reads and writes; None where nobody knows
+
+    @property
+    def n_tokens(self) -> int:
+        return self.projector.config.n_tokens
+
+    def encode(self, request: CompileRequest) -> Prompt:
+        return self.encoder.encode(compiler_parts(request, images=self.encoder.is_vlm), self.instructions)
+
+    @torch.no_grad()
+    def compile(
+        self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = always
+    ) -> list[Compilation]:
+        """Write emission and soft tokens for each request, in their order.
+
+        Args:
+            seeds: each request is drawn as if it were compiled alone by a generator with its seed.
+            wanted: see `compiler.records.Wanted`.
+
+        Raises:
+            ContextLengthError: a prompt leaves no room for its emission.
+            ValueError: the engine cannot read a prompt, or cannot sample as `decoding` says.
+        """
+        if not requests:
+            return []
+        prompts = [self.encode(request) for request in requests]
+        # Room for emission, forced end of turn and memory tokens, and one more, which vLLM is asked for behind them.
+        room = self.decoding.max_new_tokens + self.n_tokens + 2
+        for prompt in prompts:
+            check_context("compiler", len(prompt.ids), room, self.context)
+        own = [torch.Generator(device=self.generator.device).manual_seed(seed) for seed in seeds or ()]
+        by = own or self.generator
+        drafts, gaussian = self._draft(requests, prompts, by, wanted)
+        return self._compilations(requests, prompts, drafts, gaussian, by)
+
+    def _draft(
+        self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted
+    ) -> tuple[list[Draft], Gaussian]:
+        """Sample the emissions and read the Gaussian of their soft tokens (B, N, d)."""
+        raise NotImplementedError
+
+    def _compilations(
+        self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], drafts: Sequence[Draft],
+        gaussian: Gaussian, by: Generators,
+    ) -> list[Compilation]:  # fmt: skip
+        """Parse the drafts and draw their soft tokens."""
+        temperature = self.decoding.soft_temperature
+        noise = _draw_noise(self.projector, gaussian, temperature, by)
+        z = gaussian.at(noise, temperature)
+        latent, soft = gaussian.log_prob(z, temperature or 1.0), self.projector.to_embeddings(z)
+        made = []
+        for i, (request, prompt, draft) in enumerate(zip(requests, prompts, drafts, strict=True)):
+            text = self.encoder.tokenizer.decode(draft.ids[:-1])
+            parsed = ParseResult(Emission(), ParseError.TRUNCATED) if draft.truncated else parse(text)
+            compilation = Compilation(
+                text=text, emission=parsed.emission, parse_error=parsed.error, prompt_ids=prompt.ids,
+                prompt=prompt if self.decoding.draws else None, emission_ids=draft.ids, text_logprobs=draft.logprobs,
+                z=z[i].float().cpu(), noise=noise[i].float().cpu() if temperature else None,
+                mu=gaussian.mu[i].float().cpu(), log_sigma=gaussian.log_sigma[i].float().cpu(),
+                soft=soft[i].float().cpu(), latent_logprobs=latent[i].cpu(), request=request,
+                tokens_in=len(prompt.ids), tokens_out=len(draft.ids) + z.shape[1], tokens_cached=draft.cached,
+                weight_version=self.weight_version,
+            )  # fmt: skip
+            made.append(compilation)
+        return made
+
+
+def _draw_noise(projector: Projector, gaussian: Gaussian, temperature: float, by: Generators) -> Tensor:
+    """Draw the soft tokens' noise (B, N, d)."""
+    if isinstance(by, torch.Generator):
+        return projector.noise(gaussian, temperature, by)
+    rows = zip(gaussian.mu.split(1), gaussian.log_sigma.split(1), by, strict=True)
+    return torch.cat([projector.noise(Gaussian(mu, s), temperature, own) for mu, s, own in rows])
