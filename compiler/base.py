@@ -42,6 +42,11 @@ class TokenCompiler:
     def n_tokens(self) -> int:
         return self.projector.config.n_tokens
 
+    @property
+    def broken(self) -> str | None:
+        """Why it will never compile again, for services. (An engine in this process does not die alone.)"""
+        return None
+
     def encode(self, request: CompileRequest) -> Prompt:
         return self.encoder.encode(compiler_parts(request, images=self.encoder.is_vlm), self.instructions)
 

@@ -62,65 +62,52 @@ class BriefState:
     beliefs: tuple[Belief, ...] = ()
 
     def apply(self, op: Op) -> BriefState:
-        """The state after one operation.
+        """Give the state after one operation.
 
         Raises:
             BriefStateError: Create on an existing key, Update or Delete on a missing one, Fold without a subgoal.
         """
+        planned, known = bool(self.current or self.pending), {belief.key for belief in self.beliefs}
         match op:
             case Fold(summary):
-                return self._fold(summary)
+                _require(bool(self.current), "fold: no current subgoal")
+                lasting = tuple(b for b in self.beliefs if not b.local)
+                return replace(self, completed=(*self.completed, summary), beliefs=lasting)._with_plan(self.pending)
             case Create(key, value) if key == PLAN:
-                if self.current or self.pending:
-                    raise BriefStateError("create: there is a plan already")
-                return self._with_plan(value)
+                _require(not planned, "create: there is a plan already")
+                return self._with_plan(_texts(value))
             case Update(key, value) if key == PLAN:
-                self._require_plan("update")
-                return self._with_plan(value)
+                _require(planned, "update: there is no plan")
+                return self._with_plan(_texts(value))
             case Delete(key) if key == PLAN:
-                self._require_plan("delete")
-                return replace(self, current="", pending=())
+                _require(planned, "delete: there is no plan")
+                return self._with_plan(())
             case Create(key, value):
-                if self.belief(key) is not None:
-                    raise BriefStateError(f"create: key exists: {key}")
+                _require(key not in known, f"create: key exists: {key}")
                 return replace(self, beliefs=(*self.beliefs, Belief(key, value, local=bool(self.current))))
             case Update(key, value):
-                self._require_belief("update", key)
+                _require(key in known, f"update: no such key: {key}")
                 new = tuple(replace(b, value=value) if b.key == key else b for b in self.beliefs)
                 return replace(self, beliefs=new)
             case Delete(key):
-                self._require_belief("delete", key)
+                _require(key in known, f"delete: no such key: {key}")
                 return replace(self, beliefs=tuple(b for b in self.beliefs if b.key != key))
 
     def belief(self, key: str) -> str | None:
         return next((b.value for b in self.beliefs if b.key == key), None)
 
-    def _fold(self, summary: str) -> BriefState:
-        if not self.current:
-            raise BriefStateError("fold: no current subgoal")
-        return BriefState(
-            goal=self.goal,
-            completed=(*self.completed, summary),
-            current=self.pending[0] if self.pending else "",
-            pending=self.pending[1:],
-            beliefs=tuple(b for b in self.beliefs if not b.local),
-        )
-
-    def _with_plan(self, value: str) -> BriefState:
-        current, *pending = _split(value, ";")
+    def _with_plan(self, subgoals: Sequence[str]) -> BriefState:
+        current, *pending = subgoals or ("",)
         return replace(self, current=current, pending=tuple(pending))
 
-    def _require_plan(self, what: str) -> None:
-        if not (self.current or self.pending):
-            raise BriefStateError(f"{what}: there is no plan")
 
-    def _require_belief(self, what: str, key: str) -> None:
-        if self.belief(key) is None:
-            raise BriefStateError(f"{what}: no such key: {key}")
+def _require(holds: bool, error: str) -> None:
+    if not holds:
+        raise BriefStateError(error)
 
 
 def apply_ops(ops: Sequence[Op], state: BriefState) -> tuple[BriefState, tuple[str, ...]]:
-    """b_{t+1} = Apply(ops, b_t): each operation in order; a failing one is skipped and its error returned."""
+    """Make b_{t+1} = Apply(ops, b_t), in order; an operation that fails is skipped and its error returned."""
     errors: list[str] = []
     for op in ops:
         try:
@@ -135,22 +122,21 @@ def apply_ops(ops: Sequence[Op], state: BriefState) -> tuple[BriefState, tuple[s
 
 
 def render_brief_state(state: BriefState) -> str:
-    """One line per non-empty field. `know` holds lasting beliefs, `note` those of the current subgoal."""
-    lasting = [b for b in state.beliefs if not b.local]
-    local = [b for b in state.beliefs if b.local]
-    fields = [
-        ("goal", escape(state.goal, ";")),
-        ("done", _join(state.completed, ";")),
-        ("now", escape(state.current, ";")),
-        ("next", _join(state.pending, ";")),
-        ("know", " ; ".join(_belief(b) for b in lasting)),
-        ("note", " ; ".join(_belief(b) for b in local)),
-    ]
-    return "\n".join(f"{name}: {value}" for name, value in fields if value or name == "goal")
+    """Write one line per non-empty field. `know` holds lasting beliefs, `note` those of the current subgoal."""
+    fields = {
+        "goal": [escape(state.goal, ";")],
+        "done": [escape(subgoal, ";") for subgoal in state.completed],
+        "now": [escape(state.current, ";")],
+        "next": [escape(subgoal, ";") for subgoal in state.pending],
+        "know": [_belief(b) for b in state.beliefs if not b.local],
+        "note": [_belief(b) for b in state.beliefs if b.local],
+    }
+    lines = {name: " ; ".join(items) for name, items in fields.items()}
+    return "\n".join(f"{name}: {value}" for name, value in lines.items() if value or name == "goal")
 
 
 def parse_brief_state(text: str) -> BriefState:
-    """Inverse of `render_brief_state`.
+    """Read what `render_brief_state` writes.
 
     Raises:
         ValueError: for text that no Brief State renders to.
@@ -159,19 +145,19 @@ def parse_brief_state(text: str) -> BriefState:
     lines = {name if separator else name.rstrip(":"): value for name, separator, value in parts}
     if unknown := set(lines) - {"goal", "done", "now", "next", "know", "note"}:
         raise ValueError(f"not a Brief State: unknown lines {sorted(unknown)}")
-    beliefs = [_parse_belief(item, local=False) for item in _items(lines.get("know", ""))]
-    beliefs += [_parse_belief(item, local=True) for item in _items(lines.get("note", ""))]
+    done, now, ahead, know, note = (lines.get(name, "") for name in ("done", "now", "next", "know", "note"))
+    beliefs = [_parse_belief(item, local) for line, local in ((know, False), (note, True)) for item in _items(line)]
     return BriefState(
         goal=unescape(lines["goal"]),
-        completed=tuple(unescape(item) for item in _items(lines.get("done", ""))),
-        current=unescape(lines.get("now", "")),
-        pending=tuple(unescape(item) for item in _items(lines.get("next", ""))),
+        completed=tuple(_texts(done)),
+        current=unescape(now),
+        pending=tuple(_texts(ahead)),
         beliefs=tuple(beliefs),
     )
 
 
 def one_line(text: str) -> str:
-    """White space of any kind collapsed to single spaces: what every field of the language holds."""
+    """Collapse white space of any kind to single spaces: what every field of the language holds."""
     return " ".join(text.split())
 
 
@@ -198,13 +184,9 @@ def _parse_belief(item: str, local: bool) -> Belief:
     return Belief(unescape(key.strip()), unescape(value.strip()), local)
 
 
-def _join(items: Sequence[str], mark: str) -> str:
-    return f" {mark} ".join(escape(item, mark) for item in items)
-
-
 def _items(text: str) -> list[str]:
     return [part.strip() for part in split_unescaped(text, ";") if part.strip()]
 
 
-def _split(text: str, mark: str) -> list[str]:
-    return [unescape(part.strip()) for part in split_unescaped(text, mark) if part.strip()] or [""]
+def _texts(text: str) -> list[str]:
+    return [unescape(item) for item in _items(text)]

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from compiler.records import Compilation, CompileRequest, Decoding
-from compiler.server.wire import AdapterBody, CompileBody, CompileReply, SamplingBody, TensorName
+from compiler.server.wire import TENSORS, AdapterBody, CompileBody, CompileReply, SamplingBody
 from configs.models import COMPILER_KEY
 from runtime.http import RemoteError, RemoteServer
 from soft_mem.projector import Projector
@@ -42,15 +42,12 @@ class RemoteCompiler:
 
     def load_adapter(self, folder: Path, version: int, projector: Projector) -> None:
         """Have every service compile with the weights in `folder` from now on (see `compiler.server.wire.AdapterBody`).
-
-        Raises:
-            RemoteError: one of them cannot load them.
-        """
+        Raises: RemoteError, where one of them cannot load them."""
         order = AdapterBody(folder=str(folder.resolve()), version=version).model_dump()
         self._each("/adapter", [[order] for _ in self.servers])
 
     def hash(self) -> str | None:
-        """SHA-256 of what the services' checkpoint adds to its base; None where they do not say.
+        """Ask for the SHA-256 of what the services' checkpoint adds to its base; None where they do not say.
 
         Raises:
             RemoteError: a service cannot be reached, or they compile with different weights.
@@ -61,7 +58,7 @@ class RemoteCompiler:
         return next(iter(weights.values()))
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
-        """One compilation for each request, in their order.
+        """Get one compilation for each request, in their order.
 
         Raises:
             RemoteError: a service cannot be reached, refuses one of them, or is of another version.
@@ -73,26 +70,17 @@ class RemoteCompiler:
             raise ValueError("a compiler service samples without truncation: set top_k=0 and top_p=1")
         seeds = torch.randint(2**62, (len(requests),), generator=self.generator).tolist()
         temperature, latent = self.decoding.temperature, self.decoding.soft_temperature
-        # At temperature 0, z is the mean, and need not be sent a second time.
-        tensors: tuple[TensorName, ...] = ("mu", "log_sigma", "z", "noise") if latent else ("mu", "log_sigma")
-        bodies = [
-            CompileBody.of(
-                request, SamplingBody(temperature=temperature, latent_temperature=latent, seed=seed), tensors
-            )
-            for request, seed in zip(requests, seeds, strict=True)
-        ]
+        drawn = [SamplingBody(temperature=temperature, latent_temperature=latent, seed=seed) for seed in seeds]
+        tensors = TENSORS if latent else TENSORS[:2]  # at temperature 0, z is the mean, and need not be sent again
+        bodies = [CompileBody.of(*each, tensors) for each in zip(requests, drawn, strict=True)]
         n = len(self.servers)
         shares = self._each("/compile", [bodies[i::n] for i in range(n)])
         return [self._read(shares[i % n][i // n], request) for i, request in enumerate(requests)]
 
     def _each(self, path: str, bodies: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """Every server's answers to its share of the bodies."""
+        """Get every server's answers to its share of the bodies."""
         with ThreadPoolExecutor(len(self.servers), thread_name_prefix="services") as pool:
-            asked = [
-                pool.submit(server.post_all, path, share) if share else None
-                for server, share in zip(self.servers, bodies, strict=True)
-            ]
-            return [[] if future is None else future.result() for future in asked]
+            return list(pool.map(lambda server, share: server.post_all(path, share), self.servers, bodies))
 
     def _read(self, reply: Any, request: CompileRequest) -> Compilation:
         try:

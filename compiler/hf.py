@@ -54,7 +54,6 @@ class MemoryCompiler(TokenCompiler, nn.Module):
             parameter.requires_grad_(False)
         self.policy: Any = _with_lora(backbone, lora) if lora else backbone.model
         self.generator = torch.Generator(device=backbone.device).manual_seed(seed)
-        self.broken: str | None = None  # for services: an engine in this process does not die alone
         self.weight_version = 0
 
     def emission_ids(self, text: str) -> tuple[int, ...]:

@@ -16,18 +16,15 @@ backslash. One table below defines parser, renderer and grammar.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from itertools import pairwise
 
 from compiler.brief_state import Create, Delete, Fold, Op, Update, escape, one_line, split_unescaped, unescape
 
 GUIDE, CREATE, UPDATE, DELETE, FOLD, NOTHING = ">", "+", "~", "-", "^", "."
-# What `str.split` takes for white space: a field of nothing else would be empty.
-SPACES = (
-    "\t\n\x0b\x0c\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
-    "\u2028\u2029\u202f\u205f\u3000"
-)
+# What `str.split` takes for white space (all of it stands before U+3001): a field of nothing else would be empty.
+SPACES = "".join(chr(code) for code in range(0x3001) if chr(code).isspace())
 
 
 class Kind(StrEnum):
@@ -91,7 +88,7 @@ def render(emission: Emission) -> str:
 
 
 def parse(text: str) -> ParseResult:
-    """Total: any string gives an emission, or NOACTION with a named error. parse(render(e)).emission == e."""
+    """Read any string: as an emission, or NOACTION with a named error. parse(render(e)).emission == e."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines:
         return _failed(ParseError.EMPTY)
@@ -120,7 +117,7 @@ def parse(text: str) -> ParseResult:
 
 
 def grammar() -> str:
-    """The language as EBNF, in the dialect that vLLM's structured outputs take (guided decoding of the compiler)."""
+    """Write the language as EBNF, in the dialect that vLLM's structured outputs take."""
     shapes = {CREATE: 'key ": " value', UPDATE: 'key ": " value', DELETE: "key", FOLD: "value"}
     ops = dict(zip(("create", "update", "delete", "fold"), shapes.items(), strict=True))
     rules = [
@@ -139,7 +136,7 @@ def grammar() -> str:
 
 
 def _but(mark: str = "") -> str:
-    """The class of all characters but white space, surrogates, and a mark with the backslash that escapes it.
+    """Write the class of all characters but white space, surrogates, and a mark with the backslash that escapes it.
 
     In ranges of at most 4,096 characters, which begin with the same UTF-8 byte: xgrammar 0.2 cannot compile a negated
     class beyond ASCII, and loses part of longer ranges.
@@ -152,10 +149,8 @@ def _but(mark: str = "") -> str:
 
 def _render_op(op: Op) -> str:
     match op:
-        case Create(key, value):
-            return f"{CREATE} {escape(key, ':')}: {value}"
-        case Update(key, value):
-            return f"{UPDATE} {escape(key, ':')}: {value}"
+        case Create(key, value) | Update(key, value):
+            return f"{CREATE if isinstance(op, Create) else UPDATE} {escape(key, ':')}: {value}"
         case Delete(key):
             return f"{DELETE} {escape(key, ':')}"
         case Fold(summary):
@@ -179,17 +174,10 @@ def _parse_op(sigil: str, body: str) -> Op | ParseError:
 
 
 def _clean(op: Op) -> Op:
-    match op:
-        case Create(key, value) | Update(key, value):
-            cleaned: Op = type(op)(one_line(key), one_line(value))
-            empty = not (one_line(key) and one_line(value))
-        case Delete(key):
-            cleaned, empty = Delete(one_line(key)), not one_line(key)
-        case Fold(summary):
-            cleaned, empty = Fold(one_line(summary)), not one_line(summary)
-    if empty:
+    fields = [one_line(field) for field in astuple(op)]
+    if not all(fields):
         raise ValueError(f"an operation cannot hold an empty field: {op}")
-    return cleaned
+    return type(op)(*fields)
 
 
 def _failed(error: ParseError) -> ParseResult:

@@ -101,7 +101,7 @@ class VllmCompiler(TokenCompiler):
 
     @property
     def broken(self) -> str | None:
-        """Say why this engine will never compile again, as far as is known without asking it; None if nothing is."""
+        """Why this engine will never compile again, as far as is known without asking it."""
         return self._failure or engine_trouble(self.llm)
 
     def _draft(

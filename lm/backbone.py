@@ -30,13 +30,13 @@ class Batch:
 
     @property
     def next_positions(self) -> Tensor:
-        """(B, 1) or (3, B, 1): the position after each row's last real token (in text all axes agree)."""
+        """(B, 1) or (3, B, 1), the position after each row's last real token (in text all axes agree)."""
         last = self.positions.masked_fill(self.mask == 0, -1).amax(-1, keepdim=True)
         return (last if last.dim() == 2 else last.amax(0, keepdim=True).expand_as(last)) + 1
 
     @property
     def vision(self) -> dict[str, Tensor]:
-        """What the model's forward pass takes for the images of the batch."""
+        """What the model's forward pass takes for the batch's images."""
         if self.pixels is None or self.grid is None:
             return {}
         return {"pixel_values": self.pixels, "image_grid_thw": self.grid}
@@ -110,8 +110,8 @@ class Backbone(PromptEncoder):
         return Batch(tokens, mask, self._positions(tokens, mask, grid), pixels, grid)
 
     def common(self, rows: Sequence[Prompt]) -> int:
-        """Count the tokens that all of several rows begin with, up to their first picture, and may read once for all of
-        them; something is left of each row. 0 for a single row."""
+        """Count the tokens that several rows begin with, up to their first picture, and may read once for all of them;
+        something is left of each row. 0 for a single row."""
         if len(rows) < 2 or not self.attends_fully:  # read once, they leave gaps of hidden columns in a cache
             return 0
         first, last = min(row.ids for row in rows), max(row.ids for row in rows)  # all others lie between these two
@@ -120,13 +120,13 @@ class Backbone(PromptEncoder):
         return min(n, *pictures, *(len(row.ids) - 1 for row in rows))
 
     def embeddings(self, tokens: Tensor) -> Tensor:
-        """(B, T, d) input embeddings."""
+        """Embed tokens: (B, T, d)."""
         return self.model.get_input_embeddings()(tokens)
 
     def hidden(
         self, batch: Batch, cache: Any = None, embeddings: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """(B, T, d): final hidden states (after the final norm). With a cache, it is filled.
+        """Compute final hidden states (B, T, d), after the final norm. With a cache, it is filled.
 
         Args:
             embeddings: (B, T, d), read in the place of the batch's tokens.

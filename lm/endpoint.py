@@ -29,7 +29,7 @@ from lm.ledger import Answer, EndpointStop, Ledger, price
 from runtime.http import MAX_WAIT_S, TransientError, as_asked, retry_after
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI
+    from openai import APIStatusError, AsyncOpenAI
 
 Message = dict[str, Any]  # {"role", "content"}, as the chat protocol has it
 
@@ -73,7 +73,7 @@ class Endpoint:
         self._silent = 0
 
     def run(self, work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Results in order; where a coroutine raised EndpointFailure or EndpointStop, that stands in its place."""
+        """Give results in order; where a coroutine raised EndpointFailure or EndpointStop, that stands in its place."""
 
         async def all_of_it() -> list[Any]:
             return await asyncio.gather(*work, return_exceptions=True)
@@ -91,7 +91,7 @@ class Endpoint:
         return loop
 
     async def ask(self, messages: Sequence[Message], role: str, max_tokens: int, repeat: int = 0) -> Answer:
-        """The model's answer, from the cache if the same was asked before.
+        """Get the model's answer, from the cache if the same was asked before.
 
         Args:
             role: whose tokens these are, in the accounts.
@@ -105,7 +105,7 @@ class Endpoint:
         if self.config.temperature is not None:
             parameters["temperature"] = self.config.temperature
         body = {"model": self.config.model, "messages": list(messages), **parameters}
-        key = request_key(body, repeat)
+        key = hashlib.sha256(json.dumps([body, repeat], sort_keys=True).encode()).hexdigest()  # whatever the address
         self.check()
         try:
             if (known := self._ledger.answer(key)) is not None:
@@ -123,8 +123,7 @@ class Endpoint:
             raise self.stopped
 
     def account(self) -> dict[str, Any]:
-        """Requests, faults by kind, tokens and money (at the present prices) of all that the ledger holds for this
-        model, and by role; answers from the cache are those of this process."""
+        """Sum up what the ledger holds for this model; `from_cache` counts the answers of this process."""
         return self._ledger.account(self.config) | {"from_cache": self.from_cache}
 
     async def _insist(self, body: dict[str, Any], key: str, role: str, max_tokens: int) -> Answer:
@@ -138,7 +137,14 @@ class Endpoint:
         try:
             answer = await attempts(self._attempt, body, role, estimate)
         except _Fault as last:
-            raise self._given_up(f"no usable answer in {tries} attempts, the last: {last}") from None
+            self._silent += 1
+            why = self._scrubbed(f"no usable answer in {tries} attempts, the last: {last}")
+            if self._silent < SILENT:
+                raise EndpointFailure(why) from None
+            raise EndpointStop(
+                f"{self.config.model} at {self.config.base_url} failed {self._silent} requests in a row "
+                f"({why}). See that it answers, then run the same command again"
+            ) from None
         self._silent = 0
         self._pace.correct(answer.tokens_in + answer.tokens_out - estimate)
         return self._ledger.keep(key, role, answer)
@@ -154,48 +160,35 @@ class Endpoint:
             self._ledger.count(role, fault.kind, *fault.paid)
             self._pace.hold(fault.wait_s)
             if fault.kind == "refused":
-                raise EndpointFailure(self._scrubbed(str(fault))) from None
+                raise EndpointFailure(str(fault)) from None
             raise
-
-    def _given_up(self, why: str) -> EndpointFailure | EndpointStop:
-        """What a request without an answer raises; several in a row mean that the endpoint is gone."""
-        self._silent += 1
-        if self._silent < SILENT:
-            return EndpointFailure(self._scrubbed(why))
-        return EndpointStop(
-            f"{self.config.model} at {self.config.base_url} failed {self._silent} requests in a row "
-            f"({self._scrubbed(why)}). See that it answers, then run the same command again"
-        )
 
     async def _send(self, body: dict[str, Any]) -> Answer:
         """One HTTP request. Raises: _Fault, EndpointStop."""
         import openai
 
-        standard = {name: body[name] for name in ("model", "messages")}
-        others = {name: value for name, value in body.items() if name not in standard}
         create = self._client.chat.completions.with_raw_response.create  # at first this imports a great deal
+        others = {name: value for name, value in body.items() if name not in ("model", "messages")}
         try:
             async with asyncio.timeout(self.config.timeout_s):  # whole: a server may also drip bytes for ever
-                raw = await create(**standard, extra_body=others)
+                raw = await create(model=body["model"], messages=body["messages"], extra_body=others)
         except (TimeoutError, openai.APITimeoutError):
             raise _Fault("timeout", f"no answer in {self.config.timeout_s:g} s") from None
         except openai.APIStatusError as error:
-            raise self._status_fault(error.status_code, error.response.headers, error.message) from None
+            raise self._refusal(error) from None
         except openai.APIConnectionError as error:
             raise _Fault("connection", str(error.__cause__ or error)) from None
         return read_answer(raw.text, body["messages"])
 
-    def _status_fault(self, status: int, headers: Any, message: str) -> _Fault:
-        detail = f"{status} {message[:300]}"
+    def _refusal(self, error: APIStatusError) -> _Fault | EndpointStop:
+        status, detail = error.status_code, self._scrubbed(f"{error.status_code} {error.message[:300]}")
         if status in STOPPING:
-            raise EndpointStop(
-                self._scrubbed(
-                    f"{self.config.base_url} refuses {self.config.model}: {detail}. Check api.base_url, api.model, "
-                    f"and the key in the environment variable {self.config.key_env}"
-                )
+            return EndpointStop(
+                f"{self.config.base_url} refuses {self.config.model}: {detail}. Check api.base_url, api.model, "
+                f"and the key in the environment variable {self.config.key_env}"
             )
         kind = RETRIED.get(status, "server_error" if status >= 500 else "refused")
-        return _Fault(kind, detail, retry_after(headers.get("retry-after")))
+        return _Fault(kind, detail, retry_after(error.response.headers.get("retry-after")))
 
     def _check_budget(self) -> None:
         limits = self.config
@@ -212,41 +205,33 @@ class Endpoint:
 
     @cached_property
     def _client(self) -> AsyncOpenAI:
-        """Made late, in the thread that uses it; importing openai takes a second. It leaves retries to us."""
+        """Make it late, in the thread that uses it: importing openai takes a second. It leaves retries to us."""
         from openai import AsyncOpenAI
 
         where, key = self.config.base_url, self._key or "none"
         return AsyncOpenAI(base_url=where, api_key=key, timeout=self.config.timeout_s, max_retries=0)
 
     def _scrubbed(self, text: str) -> str:
-        """Servers quote keys in their complaints."""
+        """Take out the key, which servers quote in their complaints."""
         return text.replace(self._key, "***") if self._key else text
 
 
-# -- requests and answers ---------------------------------------------------------------------------------------------
-
-
 def user_message(*parts: str | bytes) -> Message:
-    """A user turn of texts and pictures (PNG), in order."""
+    """Write a user turn of texts and pictures (PNG), in order."""
     if all(isinstance(part, str) for part in parts):
         return {"role": "user", "content": "".join(map(str, parts))}
     return {"role": "user", "content": [content_part(part) for part in parts]}
 
 
 def content_part(part: str | bytes) -> dict[str, Any]:
-    """A text, or a picture (PNG), as a part of a message."""
+    """Write a text, or a picture (PNG), as a part of a message."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(part).decode()}}
 
 
-def request_key(body: dict[str, Any], repeat: int) -> str:
-    """SHA-256 of model, messages, parameters and the repeat index; the address is not part of it."""
-    return hashlib.sha256(json.dumps([body, repeat], sort_keys=True).encode()).hexdigest()
-
-
 def read_answer(text: str, messages: Sequence[Message] = ()) -> Answer:
-    """The first choice of a response body. Servers that count no tokens get an estimate, four characters each.
+    """Read the first choice of a response body. Servers that count no tokens get an estimate, four characters each.
 
     Raises:
         _Fault: not JSON, or no answer in it.
@@ -257,8 +242,7 @@ def read_answer(text: str, messages: Sequence[Message] = ()) -> Answer:
         raise _Fault("not_json", f"{type(error).__name__}, the body begins {text[:80]!r}") from None
     usage = body.get("usage") if isinstance(body, dict) else None
     counts = usage if isinstance(usage, dict) else {}
-    read = _count(counts.get("prompt_tokens"))
-    written = _count(counts.get("completion_tokens"))
+    read, written = _count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens"))
     try:
         choice = body["choices"][0]
         content, reason = choice["message"]["content"], choice.get("finish_reason")
@@ -288,16 +272,10 @@ def _count(value: object) -> int | None:
 
 
 def _estimate(messages: Sequence[Message]) -> int:
-    """Tokens, at four characters each; a picture counts as a thousand."""
-    total = 0
-    for message in messages:
-        parts = message["content"]
-        for part in [{"text": parts}] if isinstance(parts, str) else parts:
-            total += len(part["text"]) // 4 + 1 if "text" in part else 1000
-    return total
-
-
-# -- pace -------------------------------------------------------------------------------------------------------------
+    """Count tokens, at four characters each; a picture counts as a thousand."""
+    contents = [message["content"] for message in messages]
+    parts = [part for parts in contents for part in ([{"text": parts}] if isinstance(parts, str) else parts)]
+    return sum(len(part["text"]) // 4 + 1 if "text" in part else 1000 for part in parts)
 
 
 class Pace:
@@ -309,17 +287,17 @@ class Pace:
         self._clock, self._free_at = clock, 0.0
 
     def delay(self, tokens: int) -> float:
-        """Seconds until a request of so many tokens may start; its share of the minute is taken."""
+        """Give the seconds until a request of so many tokens may start; its share of the minute is taken."""
         now = self._clock()
         start = max(now, self._free_at)
         self._free_at = start + max(self._per_request, tokens * self._per_token)
         return start - now
 
     def correct(self, tokens: int) -> None:
-        """A request had so many tokens more (or fewer) than it was taken for."""
+        """Count so many tokens more (or fewer) than a request was taken for."""
         self._free_at += tokens * self._per_token
 
     def hold(self, seconds: float) -> None:
-        """Nothing starts before: the server has said so."""
+        """Start nothing before: the server has said so."""
         if seconds > 0:
             self._free_at = max(self._free_at, self._clock() + seconds)

@@ -16,12 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from lm.backbone import Backbone
 from lm.prompt import PromptEncoder
 
-_REPOSITORY = Path(__file__).resolve().parents[1]
-
 
 def model_path(name: str) -> str:
-    """A shipped model's folder for `zoo/...` from anywhere; any other name or path as it is."""
-    shipped = _REPOSITORY / name
+    """Find a shipped model's folder for `zoo/...` from anywhere; any other name or path stays as it is."""
+    shipped = Path(__file__).resolve().parents[1] / name
     return str(shipped) if name.startswith("zoo/") and not Path(name).exists() else name
 
 
@@ -43,13 +41,13 @@ def quiet() -> None:
 
 
 def load_processor(name: str | Path) -> Any:
-    """The processor of a vision-language model, the tokenizer of a text model."""
+    """Load the processor of a vision-language model, the tokenizer of a text model."""
     kind: Any = AutoProcessor if _is_vlm(name) else AutoTokenizer
     return kind.from_pretrained(name)
 
 
 def load_encoder(name: str | Path, memory_token: str = "auto") -> PromptEncoder:
-    """What encodes prompts exactly as the model's backbone does, without weights."""
+    """Load what encodes prompts exactly as the model's backbone does, without weights."""
     return PromptEncoder(load_processor(name), memory_token)
 
 
@@ -57,7 +55,7 @@ def load_backbone(
     name: str | Path, dtype: torch.dtype, device: str, memory_token: str = "auto",
     device_map: str | Mapping[str, str] | None = None, **placing: Any,
 ) -> Backbone:  # fmt: skip
-    """The model with its prompts; a vision-language model if its config has a vision part.
+    """Load the model with its prompts; a vision-language model if its config has a vision part.
 
     Args:
         device: that holds all of it, unless there is a `device_map`.
@@ -74,7 +72,7 @@ def load_backbone(
 
 
 def input_embeddings(name: str | Path) -> Tensor:
-    """(V, d), read from the model's files, for an engine elsewhere has the model (only the file with them is fetched).
+    """Read (V, d) from the model's files, for an engine elsewhere has the model (only the file with them is fetched).
 
     Raises:
         ValueError: none of the files holds them.
@@ -88,7 +86,7 @@ def input_embeddings(name: str | Path) -> Tensor:
 
 
 def _weight_files(name: str | Path) -> list[Path]:
-    """The model's safetensors files on this machine; of a hub model, the one with the input embeddings is fetched."""
+    """List the model's safetensors files here; of a hub model, the one with the input embeddings is fetched."""
     if Path(name).is_dir():
         return sorted(Path(name).glob("*.safetensors"))
     name, index = str(name), "model.safetensors.index.json"

@@ -6,7 +6,7 @@ data: it is concatenated, never used as a template.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,16 +53,8 @@ class ContextLengthError(ValueError):
 
 
 def check_context(role: str, tokens: int, room: int, context: int | None) -> None:
-    """Refuse a prompt of a compiler or executor (`role`) before its model works on it.
-
-    Args:
-        tokens: of the prompt.
-        room: how many tokens must fit behind it.
-        context: of the model; None where nobody knows.
-
-    Raises:
-        ContextLengthError: they do not fit.
-    """
+    """Refuse a prompt of a compiler or executor (`role`), before its model works on it, where `room` more tokens do not
+    fit behind it in the model's context (None where nobody knows). Raises: ContextLengthError."""
     if context is not None and tokens + room > context:
         raise ContextLengthError(
             f"the {role}'s prompt has {tokens} tokens and leaves no room for {room} more in a context of {context}: "
@@ -101,7 +93,7 @@ class PromptEncoder:
         self.suppressed = sorted(special - {self.end_id})
 
     def encode(self, parts: Sequence[Part], instructions: str = "") -> Prompt:
-        """A prompt that ends where the model's answer begins.
+        """Make a prompt that ends where the model's answer begins.
 
         Raises:
             ValueError: images for a text model, or a text that spells the image token.
@@ -124,19 +116,16 @@ class PromptEncoder:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def folded(self, ids: Sequence[int], soft: bool = False) -> list[int]:
-        """Ids with each image's pads (with `soft`, also each run of memory tokens) as one token: vLLM makes room for
-        images and embeddings itself."""
-        return _folded(ids, {self.image_id, *((self.memory_id,) if soft else ())})
+        """Make each image's pads (with `soft`, also each run of memory tokens) one token: vLLM makes room itself."""
+        wide = {self.image_id, *((self.memory_id,) if soft else ())}
+        return [id for i, id in enumerate(ids) if id not in wide or i == 0 or ids[i - 1] != id]
 
 
 def messages(parts: Sequence[Part], instructions: str = "") -> list[dict[str, Any]]:
-    """Chat messages for `apply_chat_template`: content parts if there is an image, plain text otherwise."""
+    """Write messages for `apply_chat_template`: content parts if there is an image, plain text otherwise."""
+    content: object = "".join(part.text for part in parts)
     if any(part.image is not None for part in parts):
-        content: object = [
-            {"type": "image"} if p.image is not None else {"type": "text", "text": p.text} for p in parts
-        ]
-    else:
-        content = "".join(part.text for part in parts)
+        content = [{"type": "image"} if p.image is not None else {"type": "text", "text": p.text} for p in parts]
     system = [{"role": "system", "content": instructions}] if instructions else []
     return [*system, {"role": "user", "content": content}]
 
@@ -153,11 +142,7 @@ def merge(parts: Sequence[Part]) -> list[Part]:
 
 
 def reserved_token_id(tokenizer: Any, name: str = "auto") -> int:
-    """Id of the memory token.
-
-    Raises:
-        ValueError: the tokenizer has none of the known reserved tokens, or not the one that was named.
-    """
+    """Find the memory token's id. Raises: ValueError, where the tokenizer does not have it."""
     vocabulary = tokenizer.get_vocab()
     candidates = MEMORY_TOKENS if name == "auto" else (name,)
     for token in candidates:
@@ -167,7 +152,3 @@ def reserved_token_id(tokenizer: Any, name: str = "auto") -> int:
         f"no reserved memory token among {list(candidates)} in this tokenizer: set memory_token to a special token of "
         "the model that ordinary text never produces"
     )
-
-
-def _folded(ids: Sequence[int], wide: Collection[int | None]) -> list[int]:
-    return [id for i, id in enumerate(ids) if id not in wide or i == 0 or ids[i - 1] != id]

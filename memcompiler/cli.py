@@ -230,7 +230,7 @@ def serve_compiler(
 
     check_loopback(host)
     try:
-        from compiler.server.run import serve_compiler as serve
+        from compiler.server.app import serve_compiler as serve
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"serving needs {error.name}: uv sync --inexact --extra serve") from error
     serve(settings, host, port, os.environ.get(COMPILER_KEY))

@@ -1,4 +1,4 @@
-"""The compiler service's HTTP side.
+"""The compiler service's HTTP side, and the process that binds, loads, answers, and leaves when it is told to.
 
     POST /adapter   weights of a folder, for a service that rolls out for training (403 elsewhere)
     POST /compile   a state in (`compiler.server.wire.CompileBody`), emission and soft tokens out (`CompileReply`)
@@ -13,24 +13,34 @@ be compiled as it is, 429 a full queue (Retry-After), 503 not ready, 504 out of 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-from collections.abc import AsyncIterator
-from concurrent.futures import Future
+import logging
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
-from compiler.records import CompileRequest
-from compiler.server.queue import CompileJob, Refusal, WeightsJob
-from compiler.server.service import CompilerService, ServiceLimits
-from compiler.server.wire import AdapterBody, CompileBody, CompileReply, Seconds
-from configs.models import COMPILER_KEY
+from compiler import checkpoint
+from compiler.base import TokenCompiler
+from compiler.build import load_compiler, load_served_compiler
+from compiler.server.service import CompileJob, CompilerService, Refusal, ServiceLimits, WeightsJob
+from compiler.server.wire import AdapterBody, Body, CompileBody, CompileReply, Seconds
+from configs.load import ConfigError
+from configs.models import COMPILER_KEY, ServeConfig
+from runtime.http import bound_socket, http_url
+
+GRACE_S = 10.0  # beyond a request's own time-out, that a service which leaves waits for what runs
+B = TypeVar("B", bound=Body)
 
 
 def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
@@ -47,12 +57,20 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
     @app.post("/compile", responses={200: {"model": CompileReply}}, openapi_extra={"requestBody": body})
     async def compile_state(request: Request) -> Response:
         with service.answering():
-            reply = await _compile(service, request, key)
+            call = _Call(service, request, key)
+            compiler = service.check_ready()
+            sent = await call.body(CompileBody)
+            job = service.submit(await run_in_threadpool(sent.request), sent.sampling)
+            made = await call.result(job, "no answer within {:g} s: ask less at a time")
+            times = Seconds(queue=job.queue_s, compile=job.compile_s)
+            reply = CompileReply.of(made, sent.tensors, compiler.projector.config.emb_std, job.seed, times)
         return Response(reply.model_dump_json(), media_type="application/json")
 
     @app.post("/adapter")
     async def adapter(request: Request) -> dict[str, str]:
-        await _swap(service, request, key)
+        call = _Call(service, request, key)
+        order = await call.body(AdapterBody)
+        await call.result(service.swap(Path(order.folder), order.version), "the weights were not loaded within {:g} s")
         return {"status": "loaded"}
 
     @app.get("/health")
@@ -66,128 +84,147 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.page(), media_type=service.metrics.content_type)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return app
 
 
-async def _compile(service: CompilerService, request: Request, key: str | None) -> CompileReply:
-    """Raises: Refusal, for every reason."""
-    _check_key(request, key)
-    compiler, seconds = service.check_ready(), service.limits.timeout
-    deadline = asyncio.get_running_loop().time() + seconds
-    sent, asked = await run_in_threadpool(_read, await _body(request, service.limits, deadline))
-    job = service.submit(asked, sent.sampling)
-    try:
-        async with _until(deadline, Refusal(504, f"no answer within {seconds:g} s: ask less at a time")):
-            made = await _result(service, request, job)
-    except ValueError as error:
-        raise Refusal(422, str(error)) from None
-    except Refusal:
-        raise
-    except Exception as error:
-        raise Refusal(503 if service.trouble else 500, f"{type(error).__name__}: {error}") from None
-    times = Seconds(queue=job.queue_s, compile=job.compile_s)
-    return CompileReply.of(made, sent.tensors, compiler.projector.config.emb_std, job.seed, times)
+class _Call:
+    """One request, from its first byte on; every reason not to answer it is a Refusal."""
 
+    def __init__(self, service: CompilerService, request: Request, key: str | None) -> None:
+        self.service, self.request, self.limits = service, request, service.limits
+        self.deadline = asyncio.get_running_loop().time() + service.limits.timeout
+        if key is not None and not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {key}"):
+            raise Refusal(401, f"wrong or missing key: set {COMPILER_KEY} as the service's is set")
 
-async def _swap(service: CompilerService, request: Request, key: str | None) -> None:
-    """Raises: Refusal."""
-    _check_key(request, key)
-    seconds = service.limits.timeout
-    deadline = asyncio.get_running_loop().time() + seconds
-    raw = await _body(request, service.limits, deadline)
-    try:
-        order = AdapterBody.model_validate_json(raw)
-    except ValidationError as error:
-        raise Refusal(422, problems(error)) from None
-    job = service.swap(Path(order.folder), order.version)
-    try:
-        async with _until(deadline, Refusal(504, f"the weights were not loaded within {seconds:g} s")):
-            await _result(service, request, job)
-    except Refusal:
-        raise
-    except Exception as error:  # the weights before stay in force
-        raise Refusal(422, f"{type(error).__name__}: {error}") from None
-
-
-def _check_key(request: Request, key: str | None) -> None:
-    """Raises: Refusal."""
-    if key is not None and not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {key}"):
-        raise Refusal(401, f"wrong or missing key: set {COMPILER_KEY} as the service's is set")
-
-
-async def _body(request: Request, limits: ServiceLimits, deadline: float) -> bytes:
-    """Raises: Refusal, where it is too large (by its header, or in fact) or does not arrive."""
-    too_large = Refusal(413, f"a request may have {limits.body:,} bytes: send fewer or smaller pictures")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limits.body:
-        raise too_large
-    received = bytearray()
-    async with _until(deadline, Refusal(408, f"the request did not arrive within {limits.timeout:g} s")):
+    async def body(self, model: type[B]) -> B:
+        """Read and check the body. Refused where it is too large (by its header, or in fact) or does not arrive."""
+        too_large = Refusal(413, f"a request may have {self.limits.body:,} bytes: send fewer or smaller pictures")
+        length, received = self.request.headers.get("content-length", ""), bytearray()
+        if length.isdigit() and int(length) > self.limits.body:
+            raise too_large
         try:
-            async for chunk in request.stream():
-                received += chunk
-                if len(received) > limits.body:
-                    raise too_large
+            async with asyncio.timeout_at(self.deadline):
+                async for chunk in self.request.stream():
+                    received += chunk
+                    if len(received) > self.limits.body:
+                        raise too_large
+            return await run_in_threadpool(model.model_validate_json, bytes(received))
+        except TimeoutError:
+            raise Refusal(408, f"the request did not arrive within {self.limits.timeout:g} s") from None
         except ClientDisconnect:
             raise _gone() from None
-    return bytes(received)
+        except ValidationError as error:
+            raise Refusal(422, _problems(error)) from None
 
+    async def result(self, job: CompileJob | WeightsJob, late: str) -> Any:
+        """Wait for a job's result. It is given up where the client goes, or its time is over: then `late` is said."""
+        answer, gone = asyncio.wrap_future(job.result), asyncio.ensure_future(self._gone())
+        left = self.deadline - asyncio.get_running_loop().time()
+        try:
+            done, _ = await asyncio.wait({answer, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.service.give_up(job)
+            gone.cancel()
+        if answer in done:
+            return answer.result()
+        raise _gone() if gone in done else Refusal(504, late.format(self.limits.timeout))
 
-def _read(raw: bytes) -> tuple[CompileBody, CompileRequest]:
-    """Raises: Refusal, 422."""
-    try:
-        body = CompileBody.model_validate_json(raw)
-        return body, body.request()
-    except ValidationError as error:
-        raise Refusal(422, problems(error)) from None
-
-
-async def _result(service: CompilerService, request: Request, job: CompileJob | WeightsJob) -> Any:
-    """What a job results in. It is given up where the client goes, or this task is cancelled (its time is over).
-
-    Raises:
-        Refusal: the client has gone.
-        Exception: what the compiler raised.
-    """
-    result: Future[Any] = job.result
-    answer, gone = asyncio.wrap_future(result), asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise _gone()
-        return answer.result()
-    finally:
-        service.queue.give_up(job)
-        answer.cancel()
-        gone.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client has closed its connection. The whole body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-@contextlib.asynccontextmanager
-async def _until(deadline: float, late: Refusal) -> AsyncIterator[None]:
-    """Cancel what runs in the block at the event loop's time `deadline`. Raises: Refusal, `late`, where it has."""
-    limit = asyncio.timeout_at(deadline)
-    try:
-        async with limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():  # one of the compiler's own
-            raise
-        raise late from None
+    async def _gone(self) -> None:
+        """Return when the client has closed its connection. The whole body has been read."""
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
 
 
 def _gone() -> Refusal:
     return Refusal(499, "the client has gone")  # for the metrics: nobody reads it
 
 
-def problems(error: ValidationError) -> str:
+def _problems(error: ValidationError) -> str:
     """Say what is wrong where, without repeating what was sent."""
     found = error.errors(include_input=False, include_url=False, include_context=False)
     return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in found[:10])
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+
+
+def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = None) -> None:
+    """Load a trained compiler and answer until SIGTERM or SIGINT, which let what runs finish; a second one does not.
+
+    Raises:
+        ConfigError: no checkpoint.
+        ValueError: the port is taken.
+        Exception: what went wrong when the compiler was loaded.
+    """
+    if config.compiler.checkpoint is None:
+        raise ConfigError("serving needs a trained compiler: --checkpoint RUN")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    limits = ServiceLimits(config.queue, config.batch, config.timeout_s, int(config.max_body_mib * 2**20))
+    weights = checkpoint.sha256(checkpoint.find(Path(config.compiler.checkpoint)))
+    service = CompilerService(lambda: _load(config), limits, config.seed, reloader(config), weights)
+    bound = bound_socket(host, port)
+    server = uvicorn.Server(uvicorn.Config(service_app(service, key), log_level="warning", access_log=False))
+    leave_gently(server, service)
+    service.start()
+    threading.Thread(target=_announce, args=(server, service, http_url(*bound.getsockname()[:2])), daemon=True).start()
+    server.run(sockets=[bound])
+    if service.failure is not None:
+        raise service.failure
+
+
+def reloader(config: ServeConfig) -> Callable[[Any, Path, int], str] | None:
+    """Make what takes other weights and returns their SHA-256: from folders under `config.adapters`, and from nowhere
+    else. None where there are none to come."""
+    if config.adapters is None:
+        return None
+    root = Path(config.adapters).resolve()
+
+    def reload(compiler: Any, folder: Path, version: int) -> str:
+        if not folder.resolve().is_relative_to(root):
+            raise ValueError(f"weights are taken from {root} only")
+        if config.compiler.engine == "vllm":
+            compiler.load_adapter(folder, version, checkpoint.load_projector(folder))
+        else:
+            checkpoint.load(folder, compiler)
+            compiler.weight_version = version
+        return checkpoint.sha256(folder)
+
+    return reload
+
+
+def _load(config: ServeConfig) -> TokenCompiler:
+    if config.compiler.engine == "vllm":
+        return load_served_compiler(config.compiler, config.seed)
+    return load_compiler(config.compiler, None, config.seed)  # with a checkpoint it asks for no executor
+
+
+def leave_gently(server: Any, service: CompilerService) -> None:
+    """Have the first signal refuse what is new, wait for what runs and leave; the second leaves."""
+
+    def wait_and_leave() -> None:
+        deadline = time.monotonic() + service.limits.timeout + GRACE_S
+        while service.active and time.monotonic() < deadline:
+            time.sleep(0.05)
+        server.should_exit = True
+
+    def handle_exit(number: int, frame: object) -> None:
+        if service.leaving:
+            server.should_exit = server.force_exit = True
+            return
+        service.leaving = True
+        threading.Thread(target=wait_and_leave, daemon=True).start()
+
+    server.handle_exit = handle_exit
+
+
+def _announce(server: Any, service: CompilerService, url: str) -> None:
+    """Say where the service is once it is ready; end the server if it never will be."""
+    print(f"starting at {url}", flush=True)
+    while service.trouble is not None and service.failure is None and not service.leaving:
+        time.sleep(0.05)
+    if service.failure is not None:
+        server.should_exit = True
+    elif not service.leaving:
+        print(f"ready: compiler.engine=http compiler.url={url}", flush=True)

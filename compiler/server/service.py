@@ -1,4 +1,4 @@
-"""The compiler behind a queue: one thread that loads it, compiles what waits in batches, and takes other weights.
+"""The compiler behind a bounded queue: one thread loads it, compiles what waits in batches, and takes other weights.
 
 A request that is given up frees the compiler: it leaves the queue, or the compiler, which asks before every token
 whether somebody still waits, stops at it. The log holds no request contents: of an exception, type and place are
@@ -14,32 +14,57 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from compiler.records import Compilation, CompileRequest, Decoding, Wanted
-from compiler.server.metrics import ServiceMetrics
-from compiler.server.queue import CompileJob, JobQueue, Refusal, WeightsJob
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from compiler.base import TokenCompiler
+from compiler.records import Compilation, CompileRequest, Decoding
 from compiler.server.wire import SamplingBody
 
 log = logging.getLogger("memcompiler.service")
 _STARTING, _LEAVING = "the compiler is starting", "the service is shutting down"
+_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds
 
 
-class ServedCompiler(Protocol):
-    """What is served: `compiler.hf.MemoryCompiler`, `compiler.vllm.VllmCompiler`."""
+class Refusal(Exception):
+    """A request that gets no answer of its own: the status, and what the client is told."""
 
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+@dataclass(slots=True, eq=False)
+class CompileJob:
+    """A request with the result that somebody waits for, unless it is cancelled."""
+
+    request: CompileRequest
     decoding: Decoding
-    projector: Any
+    seed: int | None  # of its draws; None where nothing is drawn at random
+    result: Future[Any] = field(default_factory=Future)
+    since: float = field(default_factory=time.perf_counter)
+    queue_s: float = 0.0  # seconds until its batch began
+    compile_s: float = 0.0  # seconds of its batch
 
     @property
-    def broken(self) -> str | None: ...  # why it will never compile again
+    def group(self) -> tuple[float, float, bool]:
+        """What jobs must have in common to be compiled in one batch."""
+        return self.decoding.temperature, self.decoding.soft_temperature, self.seed is not None
 
-    def compile(
-        self, requests: Sequence[CompileRequest], seeds: Sequence[int] | None = None, wanted: Wanted = ...
-    ) -> list[Compilation]: ...
+
+@dataclass(slots=True, eq=False)
+class WeightsJob:
+    """An order for other weights, which are in force for what is submitted after it."""
+
+    folder: Path
+    version: int
+    result: Future[Any] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +74,44 @@ class ServiceLimits:
     timeout: float = 120.0  # seconds of one request, from its first byte to its answer
     body: int = 32 << 20  # bytes of one request
     gather: float = 0.005  # seconds that a batch waits for company
+
+
+class ServiceMetrics:
+    """The metrics of one service, for Prometheus, in a registry of their own."""
+
+    def __init__(self, ready: Callable[[], float], waiting: Callable[[], float]) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Answered requests to /compile by status.", "code")
+        self.seconds = self._histogram("request_seconds", "From first byte to answer.")
+        self.queued = self._histogram("queue_seconds", "Wait for the compiler.")
+        self.compiled = self._histogram("compile_seconds", "Of one batch.")
+        self.batches = self._counter("batches", "Compiled batches.")
+        self.compilations = self._counter("compilations", "Compiled requests.")
+        self.failures = self._counter("failures", "Requests that could not be compiled.")
+        self.tokens_in = self._counter("tokens_in", "Tokens of prompts.")
+        self.tokens_out = self._counter("tokens_out", "Tokens of emissions and memory tokens.")
+        self.parse_errors = self._counter("parse_errors", "Emissions that cannot be read.")
+        for name, about, value in (
+            ("ready", "1 where /ready answers 200.", ready), ("waiting", "Requests in the queue.", waiting)
+        ):  # fmt: skip
+            Gauge(f"memcompiler_{name}", about, registry=self.registry).set_function(value)
+
+    def count_batch(self, jobs: Sequence[CompileJob], made: Sequence[Compilation]) -> None:
+        """Count one batch that was compiled."""
+        self.batches.inc()
+        self.compiled.observe(jobs[0].compile_s)
+        for job, compilation in zip(jobs, made, strict=True):
+            self.queued.observe(job.queue_s)
+            self.compilations.inc()
+            self.tokens_in.inc(compilation.tokens_in)
+            self.tokens_out.inc(compilation.tokens_out)
+            self.parse_errors.inc(compilation.parse_error is not None)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"memcompiler_{name}", about, labels, registry=self.registry)
+
+    def _histogram(self, name: str, about: str) -> Histogram:
+        return Histogram(f"memcompiler_{name}", about, registry=self.registry, buckets=_BUCKETS)
 
 
 class CompilerService:
@@ -61,16 +124,17 @@ class CompilerService:
     """
 
     def __init__(
-        self, load: Callable[[], ServedCompiler], limits: ServiceLimits | None = None, seed: int = 0,
+        self, load: Callable[[], TokenCompiler], limits: ServiceLimits | None = None, seed: int = 0,
         reload: Callable[[Any, Path, int], str] | None = None, weights: str | None = None,
     ) -> None:  # fmt: skip
         self.limits, self.weights = limits or ServiceLimits(), weights
         self.failure: Exception | None = None  # why there is no compiler
         self.leaving = False
         self.active = 0  # requests that are being answered
-        self.compiler: ServedCompiler | None = None
-        self.queue = JobQueue(self.limits.queue)
+        self.compiler: TokenCompiler | None = None
+        self.queue: list[CompileJob | WeightsJob] = []  # first come, first served
         self.metrics = ServiceMetrics(lambda: self.trouble is None, lambda: len(self.queue))
+        self._changed = threading.Condition()
         self._load, self._reload = load, reload
         self._version: int | None = None  # of the weights that were last sent
         self._seeds = random.Random(seed)
@@ -108,8 +172,8 @@ class CompilerService:
             self.metrics.requests.labels(str(status)).inc()
             self.metrics.seconds.observe(time.perf_counter() - started)
 
-    def check_ready(self) -> ServedCompiler:
-        """The compiler. Raises: Refusal, 503."""
+    def check_ready(self) -> TokenCompiler:
+        """Return the compiler. Raises: Refusal, 503."""
         if self.compiler is None or self.trouble is not None:
             raise Refusal(503, self.trouble or _STARTING)
         return self.compiler
@@ -123,7 +187,7 @@ class CompilerService:
             decoding = replace(decoding, latent_temperature=sampling.latent_temperature)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(31)
         job = CompileJob(request, decoding, seed if decoding.draws else None)
-        self.queue.put(job)
+        self._put(job)
         return job
 
     def swap(self, folder: Path, version: int) -> WeightsJob:
@@ -133,8 +197,22 @@ class CompilerService:
             raise Refusal(403, "this service keeps the weights it has: start it with adapters=FOLDER for training")
         self.check_ready()
         job = WeightsJob(folder, version)
-        self.queue.put(job)
+        self._put(job)
         return job
+
+    def give_up(self, job: CompileJob | WeightsJob) -> None:
+        """Cancel a job that has no result yet: it leaves the queue, or the compiler where it works for nobody else."""
+        job.result.cancel()
+        with self._changed:
+            if job in self.queue:
+                self.queue.remove(job)
+
+    def _put(self, job: CompileJob | WeightsJob) -> None:
+        with self._changed:
+            if len(self.queue) >= self.limits.queue:
+                raise Refusal(429, f"{self.limits.queue} requests wait already: try again")
+            self.queue.append(job)
+            self._changed.notify()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -145,58 +223,81 @@ class CompilerService:
             self.failure = error
             return
         while True:
-            jobs, weights = self.queue.take(self.limits.batch, self.limits.gather)
-            jobs = [job for job in jobs if job.result.set_running_or_notify_cancel()]
-            for _, group in groupby(sorted(jobs, key=lambda job: job.group), key=lambda job: job.group):
-                self._settle(self.compiler, list(group))
-            if weights is not None and weights.result.set_running_or_notify_cancel():
+            jobs, weights = self._take()
+            for _, group in groupby(sorted(jobs, key=attrgetter("group")), key=attrgetter("group")):
+                self._compile(self.compiler, list(group))
+            if weights is not None and not weights.result.cancelled():
                 self._take_weights(self.compiler, weights)
 
-    def _take_weights(self, compiler: ServedCompiler, order: WeightsJob) -> None:
+    def _take(self) -> tuple[list[CompileJob], WeightsJob | None]:
+        """Wait for jobs and a little for company, and take a batch of them, up to an order for other weights."""
+        most = self.limits.batch
+        with self._changed:
+            self._changed.wait_for(lambda: self.queue)
+            self._changed.wait_for(lambda: len(self.queue) >= most, self.limits.gather)
+            jobs: list[CompileJob] = []
+            while self.queue and len(jobs) < most:
+                job = self.queue.pop(0)
+                if isinstance(job, WeightsJob):
+                    return jobs, job
+                jobs.append(job)
+            return jobs, None
+
+    def _take_weights(self, compiler: TokenCompiler, order: WeightsJob) -> None:
         assert self._reload is not None
         try:
             if order.version != self._version:
                 self.weights = self._reload(compiler, order.folder, order.version)
                 self._version = order.version
-            order.result.set_result(None)
-        except Exception as error:
-            order.result.set_exception(error)
+        except Exception as error:  # the weights before stay in force
+            _settle(order, Refusal(422, f"{type(error).__name__}: {error}"))
+        else:
+            _settle(order, None)
 
-    def _settle(self, compiler: ServedCompiler, jobs: Sequence[CompileJob]) -> None:
+    def _compile(self, compiler: TokenCompiler, jobs: Sequence[CompileJob]) -> None:
         """Give every job its result. Where a batch fails, each of its jobs is tried alone: which one's fault is it?"""
-        jobs = [job for job in jobs if not job.given_up]
+        jobs = [job for job in jobs if not job.result.cancelled()]
         if not jobs:
             return
-        started = time.perf_counter()
+        started, default, compiler.decoding = time.perf_counter(), compiler.decoding, jobs[0].decoding
+        seeds = [job.seed for job in jobs if job.seed is not None]
         try:
-            made = _compile(compiler, jobs)
+            made = compiler.compile(
+                [job.request for job in jobs], seeds or None, lambda i: not jobs[i].result.cancelled()
+            )
         except Exception as error:
             if len(jobs) > 1 and self._broken is None:
                 for job in jobs:
-                    self._settle(compiler, [job])
+                    self._compile(compiler, [job])
                 return
             self.metrics.failures.inc()
-            log.error("a batch of %d failed: %s", len(jobs), described(error))
+            log.error("a batch of %d failed: %s", len(jobs), _described(error))
             for job in jobs:
-                job.result.set_exception(error)
+                _settle(job, self._refusal(error))
             return
+        finally:
+            compiler.decoding = default
         for job in jobs:
             job.queue_s, job.compile_s = started - job.since, time.perf_counter() - started
         self.metrics.count_batch(jobs, made)
         for job, compilation in zip(jobs, made, strict=True):
-            job.result.set_result(compilation)
+            _settle(job, compilation)
+
+    def _refusal(self, error: Exception) -> Refusal:
+        if isinstance(error, ValueError):
+            return Refusal(422, str(error))
+        return Refusal(503 if self.trouble else 500, f"{type(error).__name__}: {error}")
 
 
-def _compile(compiler: ServedCompiler, jobs: Sequence[CompileJob]) -> list[Compilation]:
-    seeds = [job.seed for job in jobs if job.seed is not None]
-    default, compiler.decoding = compiler.decoding, jobs[0].decoding
-    try:
-        return compiler.compile([job.request for job in jobs], seeds or None, lambda i: not jobs[i].given_up)
-    finally:
-        compiler.decoding = default
+def _settle(job: CompileJob | WeightsJob, result: Any) -> None:
+    with contextlib.suppress(InvalidStateError):  # it was given up meanwhile
+        if isinstance(result, Refusal):
+            job.result.set_exception(result)
+        else:
+            job.result.set_result(result)
 
 
-def described(error: BaseException) -> str:
-    """Type and place of an exception. Its message may quote what a client has sent."""
+def _described(error: BaseException) -> str:
+    """Name type and place of an exception. Its message may quote what a client has sent."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     return f"{type(error).__name__} at " + " < ".join(f"{f.name} ({f.filename}:{f.lineno})" for f in reversed(frames))

@@ -10,7 +10,7 @@ import base64
 import binascii
 import io
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ from PIL import Image
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from compiler.brief_state import BriefState, parse_brief_state, render_brief_state
-from compiler.language import Emission, ParseError, ParseResult, parse
+from compiler.brief_state import parse_brief_state, render_brief_state
+from compiler.language import Emission, Kind, ParseError, ParseResult, parse
 from compiler.records import Compilation, CompileRequest
 from memory.entry import MemoryEntry, Provenance
+from memory.trajectory import png_bytes
 
 MAX_PIXELS = 1 << 24  # of one picture: a small file may unfold to gigabytes
 _NOWHERE = Provenance("", "", "", "", False)  # where an entry comes from is not the compiler's business
@@ -58,6 +59,7 @@ def _png(text: str) -> str:
 Picture = Annotated[str, AfterValidator(_png)]
 StateText = Annotated[str, AfterValidator(_brief_state)]
 TensorName = Literal["mu", "log_sigma", "z", "noise"]
+TENSORS: tuple[TensorName, ...] = get_args(TensorName)
 
 
 class Body(BaseModel):
@@ -117,17 +119,14 @@ class CompileBody(Body):
 
     @classmethod
     def of(cls, request: CompileRequest, sampling: SamplingBody, tensors: tuple[TensorName, ...]) -> dict[str, Any]:
-        """The JSON of a request. Not checked here: the service does, and says what is wrong."""
-        from memory.trajectory import png_bytes
-
-        state: BriefState | None = request.state
+        """Write a request as JSON. Not checked here: the service does, and says what is wrong."""
         return {
             "goal": request.goal,
             "memory": [
                 {"id": entry.id, "text": entry.text, "images": [_base64(png) for png in entry.images]}
                 for entry in request.memory
             ],
-            "state": None if state is None else render_brief_state(state),
+            "state": None if request.state is None else render_brief_state(request.state),
             "observation": request.observation,
             "image": None if request.image is None else _base64(png_bytes(request.image)),
             "history": list(request.history), "sampling": sampling.model_dump(), "tensors": list(tensors),
@@ -152,8 +151,8 @@ class CompileReply(Body):
     """What /compile answers. mu, log_sigma, z, noise: null unless asked for (and where there are no soft tokens)."""
 
     text: str
-    kind: Literal["EXPERIENCE", "BRIEF", "HYBRID", "NOACTION"]
-    parse_error: str | None
+    kind: Kind
+    parse_error: ParseError | None
     prompt_ids: tuple[int, ...]
     emission_ids: tuple[int, ...]  # ends with the end-of-turn token, sampled or (if truncated) forced
     text_logprobs: tuple[float, ...] | None
@@ -175,38 +174,33 @@ class CompileReply(Body):
         cls, made: Compilation, tensors: tuple[TensorName, ...], emb_std: float | None, seed: int | None,
         seconds: Seconds,
     ) -> CompileReply:  # fmt: skip
-        sent = {
-            name: TensorBody.of(tensor) if name in tensors and tensor is not None else None
-            for name in ("mu", "log_sigma", "z", "noise")
-            for tensor in (getattr(made, name),)
-        }
+        sent: dict[str, Tensor | None] = {name: getattr(made, name) if name in tensors else None for name in TENSORS}
+        bodies = {name: None if tensor is None else TensorBody.of(tensor) for name, tensor in sent.items()}
         return cls(
-            text=made.text, kind=str(made.emission.kind),  # type: ignore[arg-type]
-            parse_error=None if made.parse_error is None else str(made.parse_error), prompt_ids=made.prompt_ids,
+            text=made.text, kind=made.emission.kind, parse_error=made.parse_error, prompt_ids=made.prompt_ids,
             emission_ids=made.emission_ids, text_logprobs=_floats(made.text_logprobs),
             latent_logprobs=_floats(made.latent_logprobs), emb_std=emb_std, seed=seed, tokens_in=made.tokens_in,
             tokens_out=made.tokens_out, cached_tokens=made.tokens_cached, weight_version=made.weight_version,
-            seconds=seconds, **sent,
+            seconds=seconds, **bodies,
         )  # fmt: skip
 
     def compilation(self, request: CompileRequest) -> Compilation:
-        """The record that the agent loop reads; where z was not sent, it is the mean.
+        """Make the record that the agent loop reads; where z was not sent, it is the mean.
 
         Raises:
             ValueError: the service reads emissions differently, or a tensor is damaged.
         """
-        error = None if self.parse_error is None else ParseError(self.parse_error)
+        error = self.parse_error
         parsed = ParseResult(Emission(), error) if error is ParseError.TRUNCATED else parse(self.text)
-        if (str(parsed.emission.kind), parsed.error) != (self.kind, error):
+        if (parsed.emission.kind, parsed.error) != (self.kind, error):
             raise ValueError(f"the service reads its emission as {self.kind}, this client as {parsed.emission.kind}")
-        sent = (self.mu, self.log_sigma, self.z, self.noise)
-        mu, log_sigma, z, noise = (None if t is None else t.tensor() for t in sent)
+        sent: list[TensorBody | None] = [getattr(self, name) for name in TENSORS]
+        mu, log_sigma, z, noise = (None if body is None else body.tensor() for body in sent)
         z = mu if z is None else z
         return Compilation(
             text=self.text, emission=parsed.emission, parse_error=error, prompt_ids=self.prompt_ids,
             emission_ids=self.emission_ids, text_logprobs=_tensor(self.text_logprobs), z=z, noise=noise, mu=mu,
-            log_sigma=log_sigma,
-            soft=None if z is None or self.emb_std is None else z * self.emb_std,
+            log_sigma=log_sigma, soft=None if z is None or self.emb_std is None else z * self.emb_std,
             latent_logprobs=_tensor(self.latent_logprobs), request=request, tokens_in=self.tokens_in,
             tokens_out=self.tokens_out, tokens_cached=self.cached_tokens, weight_version=self.weight_version,
         )  # fmt: skip

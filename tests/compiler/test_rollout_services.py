@@ -9,7 +9,7 @@ import torch
 
 from compiler import checkpoint
 from compiler.client import RemoteCompiler
-from compiler.server.run import reloader
+from compiler.server.app import reloader
 from configs.models import CompilerConfig, ServeConfig
 from runtime.http import RemoteError
 from tests import tiny_models

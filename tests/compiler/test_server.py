@@ -45,8 +45,7 @@ pytest.importorskip("uvicorn", reason="the service needs the extra serve")
 
 from fastapi.testclient import TestClient
 
-from compiler.server.app import service_app
-from compiler.server.run import leave_gently
+from compiler.server.app import leave_gently, service_app
 from compiler.server.service import CompilerService, ServiceLimits
 
 ROOT = Path(__file__).parents[2]
