@@ -11,7 +11,8 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
@@ -26,7 +27,7 @@ BASE = "base"  # the one key that belongs to the loader, not to the schema
 
 Schema = TypeVar("Schema", bound=BaseModel)
 Tree = dict[Any, Any]  # what a YAML mapping holds, before validation
-Problems = dict[str, list[str]]  # dotted path (or override) -> what is wrong there
+Problems = defaultdict[str, list[str]]  # dotted path (or override) -> what is wrong there
 
 # What PyYAML's safe loader raises on hostile text: a bad explicit tag (`!!int x`, `!!timestamp x`) or endless nesting.
 _PARSE_ERRORS = (yaml.YAMLError, OmegaConfBaseException, ValueError, LookupError, AttributeError, RecursionError)
@@ -41,12 +42,10 @@ class ConfigError(ValueError):
 
 
 def load_config(schema: type[Schema], path: str | Path | None, overrides: Sequence[str] = ()) -> Schema:
-    """Read, merge, resolve and validate a configuration.
+    """Read, merge, resolve and validate a configuration. Unknown keys are errors at every level.
 
     Args:
-        schema: The pydantic model to fill. Unknown keys are errors at every level, whatever its `extra` says.
-        path: A YAML file, or the name of one in this repository's `configs/` ("quickstart" finds
-            `configs/quickstart.yaml`); None for the schema's defaults.
+        path: A YAML file, or the name of one in `configs/` (`find_config`); None for the schema's defaults.
         overrides: `a.b=c` each, the value parsed as YAML. A list is replaced whole (`stages=[sft, eval]`).
 
     Raises:
@@ -55,13 +54,13 @@ def load_config(schema: type[Schema], path: str | Path | None, overrides: Sequen
     if BASE in schema.model_fields:
         raise TypeError(f"{schema.__name__} has a field named {BASE!r}, which the loader keeps for itself")
     tree = _read_with_base(find_config(path)) if path is not None else {}
-    problems: Problems = {}
+    problems: Problems = defaultdict(list)
     for override in overrides:
         try:
             _apply_override(tree, override)
         except ConfigError as error:
-            _note(problems, f"override {override!r}", str(error))
-    values = _resolve(OmegaConf.create(_refuse_resolvers(tree, "", problems)), "", problems)
+            problems[f"override {override!r}"].append(str(error))
+    values = _resolve(OmegaConf.create(_refuse_resolvers(tree, problems)), "", problems)
     config = _validate(schema, values, problems)
     if config is None or problems:
         raise ConfigError(_report(path, problems))
@@ -85,7 +84,8 @@ def find_config(name: str | Path) -> Path:
 
 def to_yaml(config: BaseModel) -> str:
     """Write the configuration with all its defaults, as YAML that `load_config` reads back to an equal one."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump(mode="json"))))
+    escape = lambda text, path: _INTERPOLATION.sub(r"\1\1\\${", text)  # a literal `${`: the inverse of reading
+    return OmegaConf.to_yaml(OmegaConf.create(_map_strings(config.model_dump(mode="json"), escape)))
 
 
 def read_yaml(path: Path) -> Tree:
@@ -180,21 +180,28 @@ def _apply_override(tree: Tree, text: str) -> None:
 # --- references between keys ---
 
 
-def _refuse_resolvers(node: Any, path: str, problems: Problems) -> Any:
-    """Copy a tree; every string that calls a resolver becomes None and is noted, so that none ever runs."""
+def _map_strings(node: Any, change: Callable[[str, str], Any], path: str = "") -> Any:
+    """Copy a tree with `change(string, dotted path)` in place of every string."""
     if isinstance(node, dict):
-        return {key: _refuse_resolvers(value, _join(path, key), problems) for key, value in node.items()}
+        return {key: _map_strings(value, change, _join(path, key)) for key, value in node.items()}
     if isinstance(node, list):
-        return [_refuse_resolvers(value, _join(path, i), problems) for i, value in enumerate(node)]
-    if isinstance(node, str) and _calls_resolver(node):
-        _note(
-            problems,
-            path,
-            f"{node!r} is not allowed: a value may refer to other keys (${{train.seed}}), but read "
-            f"nothing from outside; write the value itself, or say {path}=... when you run",
+        return [_map_strings(value, change, _join(path, i)) for i, value in enumerate(node)]
+    return change(node, path) if isinstance(node, str) else node
+
+
+def _refuse_resolvers(tree: Tree, problems: Problems) -> Tree:
+    """Copy a tree; every string that calls a resolver becomes None and is noted, so that none ever runs."""
+
+    def checked(text: str, path: str) -> str | None:
+        if not _calls_resolver(text):
+            return text
+        problems[path].append(
+            f"{text!r} is not allowed: a value may refer to other keys (${{train.seed}}), but read "
+            f"nothing from outside; write the value itself, or say {path}=... when you run"
         )
         return None
-    return node
+
+    return _map_strings(tree, checked)
 
 
 def _calls_resolver(text: str) -> bool:
@@ -217,7 +224,7 @@ def _resolve(node: Any, path: str, problems: Problems, depth: int = 0) -> Any:
     if not isinstance(node, (DictConfig, ListConfig)):
         return node
     if depth > _MAX_DEPTH:
-        _note(problems, path, "nested too deeply, or refers to itself")
+        problems[path].append("nested too deeply, or refers to itself")
         return None
     values: Tree = {}
     for key in node if isinstance(node, DictConfig) else range(len(node)):
@@ -226,7 +233,7 @@ def _resolve(node: Any, path: str, problems: Problems, depth: int = 0) -> Any:
             values[key] = _resolve(cast(Any, node)[key], where, problems, depth + 1)
         except OmegaConfBaseException as error:
             values[key] = None
-            _note(problems, where, _reference_error(error))
+            problems[where].append(_reference_error(error))
     return values if isinstance(node, DictConfig) else list(values.values())
 
 
@@ -237,15 +244,6 @@ def _reference_error(error: OmegaConfBaseException) -> str:
     if isinstance(error, InterpolationKeyError):
         return f"{reason} (neither the file nor an override sets it)"
     return reason
-
-
-def _escape(node: Any) -> Any:
-    """Write a literal `${` in a string as `\\${`: the inverse of reading."""
-    if isinstance(node, dict):
-        return {key: _escape(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_escape(value) for value in node]
-    return _INTERPOLATION.sub(r"\1\1\\${", node) if isinstance(node, str) else node
 
 
 # --- validation, and saying what is wrong ---
@@ -260,7 +258,7 @@ def _validate(schema: type[Schema], values: Tree, problems: Problems) -> Schema 
         for details in error.errors(include_url=False):
             path = _written_path(details, values)
             if path not in known:  # a value that is None only because it could not be resolved is reported already
-                _note(problems, path, _explain(details, schema, path))
+                problems[path].append(_explain(details, schema, path))
         return None
 
 
@@ -300,41 +298,26 @@ def _explain(error: ErrorDetails, schema: type[BaseModel], path: str) -> str:
 
 def _suggest(schema: type[BaseModel], path: str) -> str:
     """Say what an unknown key may have been: the same name elsewhere in the schema, or a like name at its level."""
-    *parents, name = path.split(".")
-    models = [schema]
-    for part in parents:
-        inner = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-        # A list's index, a dict's key: no field of a model, the models below stay the same.
-        models = _models_in(inner) if inner else models
-    fields = sorted({field for model in models for field in model.model_fields})
-    elsewhere = [place for place in _field_paths(schema) if place.rpartition(".")[2] == name]
-    if elsewhere:
+    parent, _, name = path.rpartition(".")
+    places = [place.rpartition(".") for place in _field_paths(schema)]
+    if elsewhere := [f"{where}{dot}{field}" for where, dot, field in places if field == name]:
         nearest = sorted(elsewhere, key=lambda place: place.count("."))[:3]
         return f"; did you mean {' or '.join(map(repr, nearest))}?"
+    fields = sorted({field for where, _, field in places if where == parent})
     return _did_you_mean(name, fields) or (f"; known here: {', '.join(fields)}" if fields else "")
 
 
-def _models_in(annotations: Iterable[Any]) -> list[type[BaseModel]]:
-    """Find all models inside type annotations: through Optional, unions, lists, dicts."""
-    found: list[type[BaseModel]] = []
-    for annotation in annotations:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            found.append(annotation)
-        else:
-            found.extend(_models_in(get_args(annotation)))
-    return found
-
-
-def _field_paths(schema: type[BaseModel], prefix: str = "", seen: tuple[type, ...] = ()) -> list[str]:
-    """List the dotted paths of all fields that a key can name: none in lists and dicts. A model that holds itself is
-    entered once."""
+def _field_paths(annotation: Any, prefix: str = "", seen: tuple[type, ...] = ()) -> list[str]:
+    """List the dotted paths of all fields that a key can name, through unions, but not in lists and dicts. A model that
+    holds itself is entered once."""
+    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        inner = () if get_origin(annotation) in (list, tuple, dict) else get_args(annotation)
+        return [path for part in inner for path in _field_paths(part, prefix, seen)]
+    if annotation in seen:
+        return []
     paths: list[str] = []
-    for name, field in schema.model_fields.items():
-        paths.append(_join(prefix, name))
-        of_many = get_origin(field.annotation) in (list, tuple, dict)
-        for model in _models_in([] if of_many else [field.annotation]):
-            if model not in (*seen, schema):
-                paths.extend(_field_paths(model, _join(prefix, name), (*seen, schema)))
+    for name, field in annotation.model_fields.items():
+        paths += [_join(prefix, name), *_field_paths(field.annotation, _join(prefix, name), (*seen, annotation))]
     return paths
 
 
@@ -369,10 +352,6 @@ def _show(value: object) -> str:
     if value is None:
         return "null"
     return f"{reprlib.repr(value)} ({_KINDS.get(type(value), type(value).__name__)})"
-
-
-def _note(problems: Problems, path: str, text: str) -> None:
-    problems.setdefault(path, []).append(text)
 
 
 def _join(path: str, key: object) -> str:

@@ -52,12 +52,7 @@ class RunFolderError(ValueError):
 
 
 class RunFolder:
-    """A run's folder. Made by `RunFolder.create`.
-
-    Attributes:
-        path: The folder.
-        metrics: What was measured, one row after another.
-    """
+    """A run's folder, made by `RunFolder.create`; `metrics` holds what was measured, one row after another."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,7 +83,9 @@ class RunFolder:
         facts = describe_environment()
         if resume:
             JsonLines(folder / METRICS).drop_torn_line()
-            facts = _resumed_facts(_read_environment(folder), facts)
+            start = _read_environment(folder)
+            changed = {name: value for name, value in facts.items() if start.get(name) != value}
+            facts = {**start, "resumed": [*start.get("resumed", []), changed]}
         else:
             write_atomically(folder / CONFIG, to_yaml(config))
         write_atomically(folder / ENVIRONMENT, to_json(facts, indent=2))
@@ -98,16 +95,13 @@ class RunFolder:
     def record(self, **facts: object) -> list[str]:
         """Add facts to environment.json: the environment's version, the data's hash, the device that is used.
 
-        Paths below the home folder or this repository are shortened, so that nobody's name is written down.
-
         Returns:
-            The names of facts that differ from those of the run's start. They are kept beside the first ones; a
-            caller for whom a difference spoils the run (other data) refuses to go on.
+            The names of facts that differ from those of the run's start, and are kept beside the first ones.
         """
         known = _read_environment(self.path)
         sessions: list[dict[str, Any]] = known.get("resumed", [])
         changed = []
-        for name, value in json.loads(to_json(_without_private_paths(facts))).items():
+        for name, value in _without_private_paths(facts).items():
             if not sessions or name not in known:
                 known[name] = value
             elif known[name] != value:
@@ -139,7 +133,10 @@ class RunFolder:
 
 def _settle(folder: Path, config: BaseModel, on_exists: str, ignore: Sequence[str]) -> bool:
     """Make room for the run or find that it goes on; True to resume."""
-    if not folder.exists() or _is_empty(folder):
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError(f"{folder} is a file. Choose another folder.")
+    killed = lambda entry: entry.name.startswith(".") and entry.name.endswith(TEMPORARY)  # what a killed write left
+    if not folder.exists() or all(killed(entry) for entry in folder.iterdir()):
         return False
     if not (folder / CONFIG).is_file():
         raise RunFolderError(f"{folder} is not empty and holds no {CONFIG}: not a run. Choose another folder.")
@@ -168,24 +165,12 @@ def _ask(explained: str, may_resume: bool) -> str:
             return choices[answer.strip().lower()[:1] or "q"]
 
 
-def _is_empty(folder: Path) -> bool:
-    """Tell whether nothing is there but what a killed write left."""
-    if not folder.is_dir():
-        raise RunFolderError(f"{folder} is a file. Choose another folder.")
-    return all(entry.name.startswith(".") and entry.name.endswith(TEMPORARY) for entry in folder.iterdir())
-
-
 def _differences(folder: Path, config: BaseModel, ignore: Sequence[str]) -> list[str]:
     """Write a line per setting that differs between the run on disk and `config`."""
     old = flatten(read_yaml(folder / CONFIG))
     new = flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config)), resolve=False))  # as it would be read back
-    keys = [key for key in sorted(old.keys() | new.keys()) if key not in ignore]
-    absent = "(absent)"
-    return [
-        f"  {key}: {old.get(key, absent)!r} there, {new.get(key, absent)!r} here"
-        for key in keys
-        if old.get(key, absent) != new.get(key, absent)
-    ]
+    pairs = {key: (old.get(key, "(absent)"), new.get(key, "(absent)")) for key in sorted(old.keys() | new.keys())}
+    return [f"  {key}: {a!r} there, {b!r} here" for key, (a, b) in pairs.items() if a != b and key not in ignore]
 
 
 def flatten(tree: object, prefix: str = "") -> dict[str, object]:
@@ -230,19 +215,13 @@ def _read_environment(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def _resumed_facts(start: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Give the facts of the start, with what is different in this session appended to `resumed`."""
-    changed = {name: value for name, value in now.items() if start.get(name) != value}
-    return {**start, "resumed": [*start.get("resumed", []), changed]}
-
-
 def _git() -> dict[str, object] | None:
     """Read the commit of this repository and whether files differ from it; None outside git."""
-    top = _output("git", "-C", str(REPOSITORY), "rev-parse", "--show-toplevel")
+    git = lambda *arguments: _output("git", "-C", str(REPOSITORY), *arguments)
+    top = git("rev-parse", "--show-toplevel")
     if top is None or Path(top) != REPOSITORY:
         return None
-    status = _output("git", "-C", str(REPOSITORY), "status", "--porcelain")
-    return {"commit": _output("git", "-C", str(REPOSITORY), "rev-parse", "HEAD"), "dirty": status != ""}
+    return {"commit": git("rev-parse", "HEAD"), "dirty": git("status", "--porcelain") != ""}
 
 
 def _gpu_names() -> list[str]:
@@ -279,16 +258,11 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _without_private_paths(value: Any) -> Any:
-    """Write this repository's folder as `.` and the home folder as `~`."""
-    if isinstance(value, Mapping):
-        return {key: _without_private_paths(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_private_paths(inner) for inner in value]
-    if not isinstance(value, (str, Path)):
-        return value
-    text = str(value)
+def _without_private_paths(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Make facts plain JSON in which this repository's folder is `.` and the home folder `~`."""
+    text = to_json(facts)
     for folder, short in ((REPOSITORY, "."), (Path.home(), "~")):
         if folder != Path(folder.anchor):
-            text = re.sub(r"(?<![\w.~-])" + re.escape(str(folder)) + r"(?![\w.-])", short, text)
-    return text
+            name = re.escape(to_json(str(folder))[1:-1])
+            text = re.sub(rf"(?<![\w.~-]){name}(?![\w.-])", short, text)
+    return json.loads(text)

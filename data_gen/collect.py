@@ -24,7 +24,7 @@ from agent.expert import ExpertTeacher
 from agent.records import Episode, episode_from_json, read_episodes
 from configs.collect import CollectConfig
 from configs.run_folder import RunFolder
-from data_gen.dataset import apply_filters, describe_rows, row_filters
+from data_gen.dataset import describe_rows, filtered
 from data_gen.endpoint_teacher import EndpointTeacher
 from data_gen.rows import SftRow, rows_of, save_rows
 from data_gen.tasks import ROUND, entries_of, explain, filled_bank, guarded_tasks, specs_for
@@ -53,8 +53,8 @@ class Collection:
         record: file of the episodes, in the order of `tasks`, whole rounds at a time.
         size: tasks of a round, which are played side by side.
         k: entries retrieved for a task.
-        seeded: entries that the bank held before the first round.
         grows: every round's episodes go to the bank, each with why it went so.
+        seeded: entries that a bank which grows held before the first round.
     """
 
     tasks: Sequence[Task]
@@ -79,27 +79,16 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
     """
     grows = config.teacher == "endpoint"
     tasks, experience = guarded_tasks(config, envs, run, experienced=not grows)
+    first, step = map(int, config.shard.split("/"))
+    if not (mine := tasks[first::step]):
+        raise ValueError(f"shard {config.shard} of {len(tasks)} tasks is empty: choose fewer shards")
     if grows:
-        tasks = shard_of(tasks, config.shard)
         bank, seeded = growing_bank(config.memory, run.path / "bank")
     else:
-        bank = filled_bank(config, envs, experience, run.path)
-        tasks, seeded = shard_of(tasks, config.shard), len(bank)
+        bank, seeded = filled_bank(config, envs, experience, run.path), 0
     size = config.concurrency or (ENDPOINT_ROUND if grows else ROUND)
     limits = Limits(config.max_steps, config.seed)
-    return Collection(tasks, bank, run.path / EPISODES, size, config.memory.k, limits, seeded, grows)
-
-
-def shard_of(tasks: Sequence[Task], shard: str) -> list[Task]:
-    """Return tasks i, i + n, i + 2n, ... of shard "i/n" (i from 0): all shards together have each task once.
-
-    Raises:
-        ValueError: none are left for it.
-    """
-    i, n = map(int, shard.split("/"))
-    if not (mine := list(tasks[i::n])):
-        raise ValueError(f"shard {shard} of {len(tasks)} tasks is empty: choose fewer shards")
-    return mine
+    return Collection(mine, bank, run.path / EPISODES, size, config.memory.k, limits, seeded, grows)
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
@@ -159,16 +148,9 @@ def restore(of: Collection) -> int:
 
 def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Make rows of what was played, and write them with their statistics and card; last, collect.json says that the
-    collection is whole.
-
-    Args:
-        facts: what collect.json says of the teacher beside what is counted here.
-
-    Returns:
-        What collect.json says.
-    """
+    collection is whole. Returns what it says, `facts` among it."""
     steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.actor != "expert")
-    rows, dropped = apply_filters(steps, row_filters(config))
+    rows, dropped = filtered(steps, config)
     save_rows(rows, run.path / "rows")
     played = [step for episode in episodes for step in episode.steps]
     summary = {

@@ -25,19 +25,11 @@ from configs.run_folder import RunFolder
 from data_gen.rows import SftRow, as_dataset, load_rows, row_folders
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
     from configs.collect import CollectConfig
 
 # -- filters ----------------------------------------------------------------------------------------------------------
-
-Filter = Callable[[Sequence[SftRow]], list[SftRow]]
-
-
-def successful(rows: Sequence[SftRow]) -> list[SftRow]:
-    """Keep rows of episodes that reached their goal."""
-    return [row for row in rows if row.success]
 
 
 def distinct(rows: Sequence[SftRow]) -> list[SftRow]:
@@ -67,22 +59,17 @@ def cap_kinds(rows: Sequence[SftRow], ratio: float, seed: int) -> list[SftRow]:
     return [row for i, row in enumerate(rows) if i in kept]
 
 
-def row_filters(config: CollectConfig) -> dict[str, Filter]:
-    """List the filters that the settings ask for, in the order in which they apply, by what they drop."""
-    filters: dict[str, Filter] = {}
+def filtered(rows: Sequence[SftRow], config: CollectConfig) -> tuple[list[SftRow], dict[str, int]]:
+    """Apply the filters that the settings ask for: what is left, and how many rows each dropped."""
+    filters: dict[str, Callable[[list[SftRow]], list[SftRow]]] = {}
     if config.successful_only:
-        filters["unsuccessful"] = successful
+        filters["unsuccessful"] = lambda rows: [row for row in rows if row.success]
     if config.deduplicate:
         filters["duplicate"] = distinct
     if config.keep_noaction < 1:
         filters["noaction"] = lambda rows: thin_noaction(rows, config.keep_noaction, config.seed)
     if (ratio := config.max_kind_ratio) is not None:
         filters["kind_ratio"] = lambda rows: cap_kinds(rows, ratio, config.seed)
-    return filters
-
-
-def apply_filters(rows: Sequence[SftRow], filters: Mapping[str, Filter]) -> tuple[list[SftRow], dict[str, int]]:
-    """Return what is left, and how many rows each filter dropped."""
     kept, dropped = list(rows), {}
     for name, choose in filters.items():
         before, kept = len(kept), choose(kept)
@@ -157,21 +144,6 @@ def spread(values: Sequence[int]) -> dict[str, float] | None:
     return {"mean": round(fmean(ordered), 2), "min": ordered[0], "median": at(0.5), "p95": at(0.95), "max": ordered[-1]}
 
 
-def statistics_table(found: Mapping[str, Any]) -> Table:
-    """Show lengths and the like, for a terminal."""
-    from rich.table import Table
-
-    table = Table("", "mean", "min", "median", "95 %", "max")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    spreads = {"steps per episode": found["steps_per_episode"], "memory entries per row": found["memory_entries"]}
-    for unit in ("characters", "tokens"):
-        spreads |= {f"{name}, {unit}": values for name, values in found.get(unit, {}).items()}
-    for name, values in spreads.items():
-        table.add_row(name, *map(str, values.values() if values else ["unknown"]))
-    return table
-
-
 def in_words(found: Mapping[str, Any]) -> list[str]:
     """Say what is counted, one line each."""
     played, dropped = found.get("played"), found.get("dropped")
@@ -187,11 +159,20 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
 
 
 def print_statistics(found: Mapping[str, Any]) -> None:
-    """Print table and counts."""
+    """Print lengths and the like as a table, and counts in words."""
     from rich.console import Console
+    from rich.table import Table
 
+    table = Table("", "mean", "min", "median", "95 %", "max")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    spreads = {"steps per episode": found["steps_per_episode"], "memory entries per row": found["memory_entries"]}
+    for unit in ("characters", "tokens"):
+        spreads |= {f"{name}, {unit}": values for name, values in found.get(unit, {}).items()}
+    for name, values in spreads.items():
+        table.add_row(name, *map(str, values.values() if values else ["unknown"]))
     console = Console(width=120)
-    console.print(statistics_table(found))
+    console.print(table)
     for line in in_words(found):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
@@ -229,6 +210,8 @@ def statistics_plot(rows: Sequence[SftRow], path: Path) -> Path:
     FigureCanvasAgg(figure).print_png(str(path))
     return path
 
+
+# -- card and hub -----------------------------------------------------------------------------------------------------
 
 CARD = "README.md"
 SHARD_BYTES = 500 * 2**20  # of a file on the hub
@@ -355,39 +338,30 @@ def push(rows: str | Path, repo: str, private: bool = True) -> str:
     folders = row_folders(rows)
     if len(folders) > 1:
         raise ValueError(f"{len(folders)} folders of rows fit {rows}: push each to a repository of its own")
+    loaded = load_rows(folders[0])
+    dataset = as_dataset(loaded)
+    shards = math.ceil(dataset.data.nbytes / SHARD_BYTES)
+    card = dataset_card(provenance(folders[0]), statistics(loaded) | of_collection(folders[0]))
     with tempfile.TemporaryDirectory(prefix="memcompiler-push-") as folder:
-        _write(folders[0], Path(folder))
+        (Path(folder) / "data").mkdir()
+        for i in range(shards):
+            file = f"{folder}/data/train-{i:05d}-of-{shards:05d}.parquet"
+            dataset.shard(shards, i, contiguous=True).to_parquet(file)
+        (Path(folder) / CARD).write_text(card, encoding="utf-8")
         api = HfApi()
         api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, repo_type="dataset", folder_path=folder)
     return f"hub:datasets/{repo}"
 
 
-def _write(rows: Path, folder: Path) -> None:
-    """The files of the repository."""
-    loaded = load_rows(rows)
-    dataset = as_dataset(loaded)
-    shards = math.ceil(dataset.data.nbytes / SHARD_BYTES)
-    (folder / "data").mkdir()
-    for i in range(shards):
-        file = folder / "data" / f"train-{i:05d}-of-{shards:05d}.parquet"
-        dataset.shard(shards, i, contiguous=True).to_parquet(str(file))
-    card = dataset_card(provenance(rows), statistics(loaded) | of_collection(rows))
-    (folder / CARD).write_text(card, encoding="utf-8")
-
-
 def _json(path: Path) -> dict[str, Any]:
-    """An object from a file; empty where there is none.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
+    """Read an object from a file; an empty one where there is none. Raises: ValueError, for anything else."""
     if not path.is_file():
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"{type(value).__name__} instead of an object")
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): collect anew (memcompiler collect)") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object: collect anew (memcompiler collect)")
     return value

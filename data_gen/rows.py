@@ -12,7 +12,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
@@ -25,7 +25,7 @@ from memory.entry import MemoryEntry, Provenance
 from memory.trajectory import png_bytes, stated_goal
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
+    from datasets import Dataset
 
 TUPLES = ("memory_ids", "memory_texts", "history")
 
@@ -96,32 +96,18 @@ def rows_of(episode: Episode, memory: Sequence[MemoryEntry]) -> list[SftRow]:
 # -- on disk ----------------------------------------------------------------------------------------------------------
 
 
-def row_features() -> Features:
-    from datasets import Features, Image, List, Value
-
-    text, number = Value("string"), Value("int64")
-    return Features(
-        {
-            "task_id": text, "split": text, "family": text, "t": number, "goal": text, "memory_ids": List(text),
-            "memory_texts": List(text), "state": text, "observation": text, "image": Image(), "history": List(text),
-            "emission": text, "action": text, "success": Value("bool"), "steps": number,
-        }
-    )  # fmt: skip
-
-
 def as_dataset(rows: Sequence[SftRow]) -> Dataset:
     """Turn rows into what they are stored and published as."""
-    from datasets import Dataset
+    from datasets import Dataset, Features, Image, List, Value
 
-    return Dataset.from_list([asdict(row) for row in rows], features=row_features())
+    kinds = {"str": Value("string"), "int": Value("int64"), "bool": Value("bool"), "bytes | None": Image()}
+    kinds["tuple[str, ...]"] = List(kinds["str"])
+    features = Features({field.name: kinds[str(field.type)] for field in fields(SftRow)})
+    return Dataset.from_list([asdict(row) for row in rows], features=features)
 
 
 def save_rows(rows: Sequence[SftRow], folder: Path) -> None:
-    """Save rows in a folder.
-
-    Raises:
-        ValueError: there are none at all.
-    """
+    """Save rows in a folder. Raises: ValueError, where there are none at all."""
     if not rows:
         raise ValueError("there are no rows to save: no teacher episode succeeded, or the filters left nothing")
     as_dataset(rows).save_to_disk(str(folder))
@@ -148,12 +134,7 @@ def row_folders(rows: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def load_rows(rows: str | Path | Sequence[str | Path]) -> list[SftRow]:
-    """Load all rows of the folders that `row_folders` finds, in their order.
-
-    Raises:
-        FileNotFoundError: no rows there.
-        ValueError: a dataset, but not of rows.
-    """
+    """Load all rows of the folders that `row_folders` finds, in their order. Raises: ValueError, for other datasets."""
     return [row for folder in row_folders(rows) for row in _read(folder)]
 
 
@@ -167,11 +148,10 @@ def _read(folder: Path) -> list[SftRow]:
     dataset = dataset.select_columns([field.name for field in fields(SftRow) if field.name in dataset.column_names])
     if isinstance(dataset.features["image"], Image):  # rows of an older version hold plain bytes
         dataset = dataset.cast_column("image", Image(decode=False))
-    return [_row(values) for values in dataset]
-
-
-def _row(values: Any) -> SftRow:
-    image = values["image"]
-    png = image["bytes"] if isinstance(image, dict) else image
-    lists = {name: tuple(values[name]) for name in TUPLES}
-    return SftRow(**{**values, **lists, "image": png})
+    rows: list[SftRow] = []
+    for values in map(dict, dataset):
+        image = values.pop("image")
+        lists = {name: tuple(values.pop(name)) for name in TUPLES}
+        png = image["bytes"] if isinstance(image, dict) else image
+        rows.append(SftRow(**{**values, **lists, "image": png}))
+    return rows

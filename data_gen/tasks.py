@@ -42,13 +42,8 @@ def chosen_tasks(
     if config.memory.bank is not None:
         return tasks, []
     source = config.memory.experience_split or experience_split(config.env, split)
-    return tasks, experience_tasks(envs.tasks(source), tasks, config.memory.experience_limit)
-
-
-def experience_tasks(candidates: Sequence[Task], tasks: Sequence[Task], limit: int | None = None) -> list[Task]:
-    """Choose what fills a bank for `tasks`: of `candidates`, those in the same scenes, `limit` of them at most."""
     scenes = {task.scene for task in tasks}
-    return [task for task in candidates if task.scene in scenes][:limit]
+    return tasks, [task for task in envs.tasks(source) if task.scene in scenes][: config.memory.experience_limit]
 
 
 def specs_for(tasks: Sequence[Task], bank: Memory, k: int) -> list[EpisodeSpec]:
@@ -80,17 +75,6 @@ def filled_bank(
     return bank
 
 
-def training_tasks_and_bank(config: GrpoConfig, envs: Environments, run: RunFolder) -> tuple[MemoryBank, list[Task]]:
-    """Choose tasks to learn from and the bank that serves them, after the check that they share nothing with
-    evaluation.
-
-    Raises:
-        ConfigError: they do. Nothing has been played then.
-    """
-    tasks, experience = guarded_tasks(config, envs, run)
-    return filled_bank(config, envs, experience, run.path), tasks
-
-
 def guarded_tasks(
     config: CollectConfig | GrpoConfig, envs: Environments, run: RunFolder, experienced: bool = True
 ) -> tuple[list[Task], list[Task]]:
@@ -110,7 +94,7 @@ ROUND = 64  # episodes that are played side by side where settings do not say, a
 
 
 class Explainer(Protocol):
-    """Says of finished episodes, one line each, why they went as they did."""
+    """Who says of finished episodes, one line each, why they went as they did."""
 
     def rationales(self, episodes: Sequence[Episode]) -> list[str]: ...
 

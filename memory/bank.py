@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ from runtime.store import atomic_file
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
+    from lancedb.expr import Expr
     from lancedb.table import Table
 
     from memory.retrieval import Embed
@@ -59,12 +60,6 @@ class _Pinned:
     retriever: Retriever | None = None  # made by the first retrieval
 
 
-@dataclass(slots=True)
-class _Known:
-    version: int = -1
-    ids: set[str] = field(default_factory=set)
-
-
 class MemoryBank:
     """A `Memory` on disk.
 
@@ -75,12 +70,11 @@ class MemoryBank:
     """
 
     def __init__(self, path: str | Path, embed: Embed | None = None) -> None:
-        self.path = Path(path)
-        self.embed = embed
+        self.path, self.embed = Path(path), embed
         self._view: int | None = None  # the version of a read-only view
         self._table: Table | None = None
         self._pinned: _Pinned | None = None
-        self._known = _Known()
+        self._known = -1, set[str]()  # a version, and the ids in it
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -99,10 +93,10 @@ class MemoryBank:
         rows = [row_of(entry) for entry in batch]
         table = self._open(create=True)
         with clear_errors(self.path):
-            known = self._known_ids(table)
+            version, known = self._known_ids(table)
         fresh: dict[str, dict[str, Any]] = {}
         for row in rows:
-            if row["id"] not in known.ids:
+            if row["id"] not in known:
                 fresh.setdefault(row["id"], row)
         if not fresh:  # not even a new version: writing the same again changes nothing
             return Written(0, len(batch))
@@ -110,16 +104,15 @@ class MemoryBank:
         with clear_errors(self.path):
             # `id` is the table's key: what another process has appended meanwhile is not inserted a second time.
             result = table.merge_insert("id").when_not_matched_insert_all().execute(data)
-        if result.version == known.version + 1:  # nobody else wrote in between
-            known.version = result.version
-            known.ids.update(fresh)
+        if result.version == version + 1:  # nobody else wrote in between
+            known.update(fresh)
+            self._known = result.version, known
         return Written(result.num_inserted_rows, len(batch) - result.num_inserted_rows)
 
-    def _known_ids(self, table: Table) -> _Known:
-        version = table.version
-        if self._known.version != version:
+    def _known_ids(self, table: Table) -> tuple[int, set[str]]:
+        if self._known[0] != (version := table.version):
             ids = checked_out(self.path, version).search().select(["id"]).to_arrow().column("id")
-            self._known = _Known(version, set(ids.to_pylist()))
+            self._known = version, set(ids.to_pylist())
         return self._known
 
     def _to_arrow(self, schema: pa.Schema, rows: list[dict[str, Any]]) -> pa.Table:
@@ -144,11 +137,8 @@ class MemoryBank:
     # -- versions -----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> int:
-        """Return the current version. Brings the full-text indexes up to date first, so that retrieval from it starts
-        at once.
-
-        The number stays the same until something is written.
-        """
+        """Return the current version, which stays the same until something is written. Brings the full-text indexes up
+        to date first, so that retrieval from it starts at once."""
         if self._view is not None:
             return self._view
         table = self._open()
@@ -158,13 +148,9 @@ class MemoryBank:
             return table.version
 
     def at(self, version: int) -> MemoryBank:
-        """Open a read-only view of the bank as it was at `version`.
-
-        Raises:
-            BankError: for a version that does not exist.
-        """
+        """Open a read-only view of the bank as it was at `version`. Raises: BankError, where there is none."""
         view = MemoryBank(self.path, self.embed)
-        latest = view._newest()
+        latest = view._pin().version
         if not 1 <= version <= latest:
             raise BankError(f"{self.path} has no version {version}: choose one from 1 to {latest} (the newest)")
         view._view = version
@@ -188,18 +174,14 @@ class MemoryBank:
             vectors = list(self._vectors(texts, pinned.table.schema))
         ranked: dict[tuple[str, str, str], list[Found]] = {}
         with clear_errors(self.path):
-            retriever = self._retriever(pinned)
+            if pinned.retriever is None:
+                indexed = self.embed is not None or not unindexed(pinned.table)
+                pinned.retriever = Retriever(pinned.table) if indexed else Retriever(indexed_copy(pinned.table), "row")
             for task, vector in zip(tasks, vectors, strict=True):
                 if (task.id, task.goal, task.scene) not in ranked:
-                    ranked[task.id, task.goal, task.scene] = retriever.rank(task, k, vector)
+                    ranked[task.id, task.goal, task.scene] = pinned.retriever.rank(task, k, vector)
             entries = take_entries(pinned.table, {f.row for found in ranked.values() for f in found})
         return [[entries[f.id] for f in ranked[t.id, t.goal, t.scene]] for t in tasks]
-
-    def _retriever(self, pinned: _Pinned) -> Retriever:
-        if pinned.retriever is None:
-            searchable = self.embed is not None or not unindexed(pinned.table)
-            pinned.retriever = Retriever(pinned.table) if searchable else Retriever(indexed_copy(pinned.table), "row")
-        return pinned.retriever
 
     def __len__(self) -> int:
         pinned = self._pin()
@@ -214,22 +196,14 @@ class MemoryBank:
                 yield from map(entry_of, batch.to_pylist())
 
     def entries(self) -> list[MemoryEntry]:
-        """Return all entries with their pictures, in the order of writing; iterate over the bank where that is too
-        much."""
+        """Return all entries with their pictures; iterate over the bank where that is too much."""
         return list(self)
 
     def get(self, id: str) -> MemoryEntry:
-        """Return one entry.
-
-        Raises:
-            KeyError: the bank does not hold this id.
-        """
+        """Return one entry. Raises: KeyError, where the bank does not hold this id."""
         from lancedb.expr import col, lit
 
-        table = self._pin().table
-        with clear_errors(self.path):
-            rows = table.search().where(col("id") == lit(encodable(id))).select(ENTRY_COLUMNS).to_arrow().to_pylist()
-        if not rows:
+        if not (rows := self._rows(ENTRY_COLUMNS, col("id") == lit(encodable(id)))):
             raise KeyError(f"no entry {id!r} in {self.path} at version {self._pin().version}")
         return entry_of(rows[0])
 
@@ -238,8 +212,8 @@ class MemoryBank:
         pinned = self._pin()
         fields = ("split", "source", "scene")
         columns: dict[str, Any] = {c: c for c in (*fields, "success")} | {"images": "array_length(images)"}
+        rows = self._rows(columns)
         with clear_errors(self.path):
-            rows = pinned.table.search().select(columns).to_arrow().to_pylist()
             missing = unindexed(pinned.table)
         successes = sum(row["success"] for row in rows)
         counts = {f"by_{c}": dict(sorted(Counter(row[c] for row in rows).items())) for c in fields}
@@ -252,16 +226,18 @@ class MemoryBank:
 
     def origins(self) -> Counter[tuple[str, str]]:
         """Count entries by (task id, split): what an audit needs, without texts and pictures."""
-        pinned = self._pin()
+        return Counter((row["task_id"], row["split"]) for row in self._rows(["task_id", "split"]))
+
+    def _rows(self, columns: Any, where: Expr | None = None) -> list[dict[str, Any]]:
+        table = self._pin().table
         with clear_errors(self.path):
-            rows = pinned.table.search().select(["task_id", "split"]).to_arrow().to_pylist()
-        return Counter((row["task_id"], row["split"]) for row in rows)
+            search = table.search() if where is None else table.search().where(where)
+            return search.select(columns).to_arrow().to_pylist()
 
     # -- exchange -----------------------------------------------------------------------------------------------------
 
     def export_jsonl(self, path: str | Path) -> int:
-        """Write one JSON object per entry, pictures as base64. The file appears when it is complete. Returns the
-        entries."""
+        """Write one JSON object per entry, pictures as base64; returns how many. The file appears when it is whole."""
         n = 0
         with atomic_file(Path(path)) as file:
             for n, entry in enumerate(self, 1):  # noqa: B007
@@ -287,21 +263,19 @@ class MemoryBank:
 
     def _open(self, create: bool = False) -> Table:
         """The table at its newest version, opened once."""
-        if self._table is None:
-            self._table = self._find()
-            if self._table is None and create:
-                self._table = self._make()
-            if self._table is None:
-                raise BankError(
-                    f"no memory bank at {self.path}: check the path, collect a bank (memcompiler collect) or import "
-                    f"one (memcompiler bank import {self.path} FILE.jsonl)"
-                )
-            try:
-                check_schema(self._table.schema, self.embed, self.path)
-            except BankError:
-                self._table = None
-                raise
-        return self._table
+        if self._table is not None:
+            return self._table
+        table = self._find()
+        if table is None and create:
+            table = self._make()
+        if table is None:
+            raise BankError(
+                f"no memory bank at {self.path}: check the path, collect a bank (memcompiler collect) or import one "
+                f"(memcompiler bank import {self.path} FILE.jsonl)"
+            )
+        check_schema(table.schema, self.embed, self.path)
+        self._table = table
+        return table
 
     def _find(self) -> Table | None:
         """The bank's table; None where nothing has been committed yet (a process may die while it makes one)."""
@@ -326,15 +300,10 @@ class MemoryBank:
             schema = make_schema(dimension, getattr(self.embed, "name", ""))
             return connect(self.path).create_table(TABLE, schema=schema, exist_ok=True)
 
-    def _newest(self) -> int:
-        table = self._open()
-        with clear_errors(self.path):
-            return table.version
-
     def _pin(self) -> _Pinned:
-        version = self._newest() if self._view is None else self._view
-        if self._pinned is None or self._pinned.version != version:
-            with clear_errors(self.path):
+        with clear_errors(self.path):
+            version = self._open().version if self._view is None else self._view
+            if self._pinned is None or self._pinned.version != version:
                 self._pinned = _Pinned(version, checked_out(self.path, version))
         return self._pinned
 

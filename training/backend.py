@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from compiler.checkpoint import trained_parameters
+from compiler.checkpoint import PROJECTOR, trained_parameters
 from compiler.hf import MemoryCompiler
 from configs.training import Optimizer
 from training import distributed
@@ -52,21 +52,29 @@ class Replicated:
     in_lockstep: ClassVar[bool] = False  # all processes have to run equally many forward and backward passes
 
     def __init__(
-        self, compiler: MemoryCompiler, executor: nn.Module | None,
-        make_optimizer: Callable[[], torch.optim.AdamW], grad_clip: float,
-    ) -> None:  # fmt: skip
+        self, compiler: MemoryCompiler, executor: nn.Module | None, settings: Optimizer, with_projector: bool
+    ) -> None:
         if self.in_lockstep and distributed.world_size() == 1:
             raise ValueError(
                 "this backend shares a model between processes: start with `torchrun --nproc_per_node N` (N > 1), or "
                 "set backend=replicated"
             )
-        self.compiler, self.grad_clip = compiler, grad_clip
-        self.optimizer = self._wrap(Joint(compiler, executor), make_optimizer)
+        self.compiler, self.settings, self.with_projector = compiler, settings, with_projector
+        self.optimizer = self._wrap(Joint(compiler, executor))
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
 
-    def _wrap(self, joint: Joint, make_optimizer: Callable[[], torch.optim.AdamW]) -> torch.optim.AdamW:
+    def _wrap(self, joint: Joint) -> torch.optim.AdamW:
+        """Keep the module as it is called from now on; make AdamW (paper Table 7) over LoRA and projector, each at its
+        own rate. Nothing else is trainable, and the projector is not either where no loss reaches it."""
         self.joint: Callable[..., Any] = joint
-        return make_optimizer()
+        settings, projector = self.settings, list(self.compiler.projector.parameters())
+        lora = [p for n, p in self.compiler.named_parameters() if p.requires_grad and not n.startswith(PROJECTOR)]
+        groups: list[dict[str, Any]] = [{"params": lora, "lr": settings.lr}]
+        if self.with_projector:
+            groups.append({"params": projector, "lr": settings.projector_lr or settings.lr})
+        for parameter in projector:
+            parameter.requires_grad_(self.with_projector)
+        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -79,8 +87,8 @@ class Replicated:
             yield mine[i * size : (i + 1) * size]
 
     def forward(self, function: Callable[[], R]) -> R:
-        """Give what `function` returns: a tensor, or a tuple or dict with tensors (the wrappers look inside no others).
-        It may use compiler and executor as if they were whole, their layers by calling them."""
+        """Give what `function` returns: a tensor, or a tuple or dict with tensors. It may use compiler and executor as
+        if they were whole, their layers by calling them."""
         return self.joint(function)
 
     def backward(self, loss: Tensor) -> None:
@@ -92,9 +100,9 @@ class Replicated:
         Raises:
             RuntimeError: the norm is not finite.
         """
-        parameters = self._trainable()
+        parameters = [p for p in self.compiler.parameters() if p.requires_grad]
         self._sum_gradients(parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip)
         value = _finite(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -112,9 +120,6 @@ class Replicated:
                 if parameter.grad is None:  # a process without rows takes part with zeros
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
-
-    def _trainable(self) -> list[nn.Parameter]:
-        return [p for p in self.compiler.parameters() if p.requires_grad]
 
     # -- state, whole and by name; every process has to call these ----------------------------------------------------
 
@@ -145,9 +150,8 @@ class Replicated:
         digest = hashlib.sha256()
         for name, parameter in sorted(module.named_parameters()):
             digest.update(name.encode())
-            digest.update(
-                self._held(parameter).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            )
+            held = self._held(parameter).detach().cpu().contiguous()
+            digest.update(held.view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _held(self, parameter: Tensor) -> Tensor:
@@ -168,7 +172,8 @@ class Replicated:
     def _load_moments(self, moments: dict[str, Tensor]) -> None:
         parameters = trained_parameters(self.compiler)
         for name, value in moments.items():
-            target, key = parameters[name.rsplit(":", 1)[0]], name.rsplit(":", 1)[1]
+            of, key = name.rsplit(":", 1)
+            target = parameters[of]
             self.optimizer.state[target][key] = value.clone() if key == "step" else self._like(value, target)
 
 
@@ -177,7 +182,7 @@ class Fsdp(Replicated):
 
     is_sharded = in_lockstep = True
 
-    def _wrap(self, joint: Joint, make_optimizer: Callable[[], torch.optim.AdamW]) -> torch.optim.AdamW:
+    def _wrap(self, joint: Joint) -> torch.optim.AdamW:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -190,7 +195,7 @@ class Fsdp(Replicated):
         # parameters between steps finds slices everywhere.
         ignored = set(vision.parameters()) if vision is not None else set()
         fully_shard(joint, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
-        return super()._wrap(joint, make_optimizer)  # after slicing, which makes parameters anew
+        return super()._wrap(joint)  # after slicing, which makes parameters anew
 
     def backward(self, loss: Tensor) -> None:
         (loss * distributed.world_size()).backward()  # FSDP takes means
@@ -217,7 +222,7 @@ class Zero2(Replicated):
     stage: ClassVar[int] = 2
     persistent: ClassVar[int] = 100_000  # ZeRO-3 leaves parameters below this size whole
 
-    def _wrap(self, joint: Joint, make_optimizer: Callable[[], torch.optim.AdamW]) -> torch.optim.AdamW:
+    def _wrap(self, joint: Joint) -> torch.optim.AdamW:
         import deepspeed
 
         if self.compiler.backbone.device.type == "cpu":
@@ -226,13 +231,13 @@ class Zero2(Replicated):
         settings = {
             "train_micro_batch_size_per_gpu": 1,  # for DeepSpeed's own accounts only
             "managed_gradient_accumulation": False,  # a step ends when we call step()
-            "gradient_clipping": self.grad_clip,
+            "gradient_clipping": self.settings.grad_clip,
             "zero_optimization": {
                 "stage": self.stage, "overlap_comm": False, "stage3_param_persistence_threshold": self.persistent,
             },
             "zero_allow_untested_optimizer": True,
         }  # fmt: skip
-        optimizer = make_optimizer()
+        optimizer = super()._wrap(joint)
         with self._prepared(joint):
             self.engine: Any = deepspeed.initialize(model=joint, optimizer=optimizer, config=settings)[0]
         self.joint = self.engine
@@ -358,20 +363,6 @@ class Zero3(Zero2):
 
     def _link_moments(self) -> None:
         pass  # looked up where they are
-
-
-def make_optimizer(settings: Optimizer, compiler: MemoryCompiler, with_projector: bool) -> torch.optim.AdamW:
-    """Make AdamW (paper Table 7) over LoRA and projector, each at its own rate; nothing else is trainable, and the
-    projector is not either where no loss reaches it."""
-    projector = list(compiler.projector.parameters())
-    lora = [p for n, p in compiler.named_parameters() if p.requires_grad and not n.startswith("projector.")]
-    groups: list[dict[str, Any]] = [{"params": lora, "lr": settings.lr}]
-    if with_projector:
-        groups.append({"params": projector, "lr": settings.projector_lr or settings.lr})
-    else:
-        for parameter in projector:
-            parameter.requires_grad_(False)
-    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
 
 
 BACKENDS: dict[str, type[Replicated]] = {"replicated": Replicated, "fsdp": Fsdp, "zero2": Zero2, "zero3": Zero3}

@@ -44,7 +44,7 @@ from executor.records import Executor
 from lm.prompt import Prompt
 from soft_mem.projector import Gaussian
 from training import distributed
-from training.backend import BACKENDS, make_optimizer
+from training.backend import BACKENDS
 from training.losses import PolicyTokens, policy_loss
 from training.metrics import Scores, rollout_means, token_means, token_sums
 from training.rollout import Draw, Group, RolloutEngine, Sample, gather_groups, samples_of
@@ -92,10 +92,7 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         backend = BACKENDS[config.backend]
         # What rolls out: the policy itself, unless it is about to be cut into slices or to change meanwhile.
         self.sampler = _whole_copy(compiler) if backend.is_sharded or config.overlap else compiler
-        self.backend = backend(
-            compiler, None, lambda: make_optimizer(config.optimizer, compiler, config.loss.latent_weight > 0),
-            config.optimizer.grad_clip,
-        )  # fmt: skip
+        self.backend = backend(compiler, None, config.optimizer, config.loss.latent_weight > 0)
         self.reference = self.backend.weights() if config.loss.kl else {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._ahead: Future[Rollout] | None = None  # of the next update, sampled by the weights before this one

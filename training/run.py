@@ -21,7 +21,7 @@ from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
 from data_gen.leakage import MANIFEST, guard_rows, record_rows, rows_instructions
 from data_gen.rows import load_rows, row_folders
-from data_gen.tasks import specs_for, training_tasks_and_bank
+from data_gen.tasks import filled_bank, guarded_tasks, specs_for
 from envs.manifest import Manifest
 from envs.registry import Environments, executor_instructions
 from executor.build import load_executor, load_frozen
@@ -162,13 +162,15 @@ def training_specs(
 ) -> tuple[list[EpisodeSpec], dict[str, Any]]:
     """Choose the training tasks with their memory, and what checkpoints say of it. Rank 0 (which has the run folder)
     checks the tasks and fills the bank; the others take what it has made."""
-    made = training_tasks_and_bank(config, envs, run) if run is not None else None
-    distributed.barrier()
-    if made is None:
+    if run is not None:
+        tasks, experience = guarded_tasks(config, envs, run)
+        bank = filled_bank(config, envs, experience, out)
+        distributed.barrier()
+    else:
+        distributed.barrier()
         kept = Manifest.read(out / MANIFEST).ids
         tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in kept]
-        made = open_bank(config.memory, out / "bank"), tasks
-    bank, tasks = made
+        bank = open_bank(config.memory, out / "bank")
     return specs_for(tasks, bank, config.memory.k), {"bank_version": bank.snapshot()}
 
 

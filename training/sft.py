@@ -30,7 +30,7 @@ from executor.hf import FrozenExecutor
 from lm.prompt import Prompt
 from soft_mem.losses import gauss_nll, memory_targets, negative_entropy, orthogonality, soft_mse
 from training import distributed
-from training.backend import BACKENDS, make_optimizer
+from training.backend import BACKENDS
 from training.losses import token_nll
 from training.trainer import Trainer, permuted
 
@@ -61,10 +61,8 @@ class SftTrainer(Trainer[dict[str, float]]):
         self.per_epoch = math.ceil(len(rows) / config.batch_size)
         total = config.max_steps or math.ceil(config.epochs * self.per_epoch)
         super().__init__(config, compiler, executor.hash(), len(rows), total, out, facts)
-        self.backend = BACKENDS[config.backend](  # cuts compiler and executor into slices, where it does
-            compiler, executor.model if config.soft else None,
-            lambda: make_optimizer(config.optimizer, compiler, config.soft), config.optimizer.grad_clip,
-        )  # fmt: skip
+        model = executor.model if config.soft else None  # cut into slices, as the compiler is, where the backend does
+        self.backend = BACKENDS[config.backend](compiler, model, config.optimizer, config.soft)
         self.frozen = self.executor_fingerprint()
         self._examples: dict[int, Example] = {}
 

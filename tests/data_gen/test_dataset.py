@@ -64,12 +64,12 @@ def test_rows_with_nothing_to_say_are_thinned() -> None:
 
 def test_settings_choose_filters_and_what_they_drop_is_counted() -> None:
     rows = [*of_kinds(6, 2, 2, 0), *of_kinds(0, 1, 0, 0), replace(row(7), success=False)]
-    kept, dropped = dataset.apply_filters(rows, dataset.row_filters(CollectConfig()))
+    kept, dropped = dataset.filtered(rows, CollectConfig())
     assert (kept, dropped) == (rows[:-1], {"unsuccessful": 1})
     everything = CollectConfig(successful_only=False)
-    assert dataset.apply_filters(rows, dataset.row_filters(everything)) == (rows, {})
+    assert dataset.filtered(rows, everything) == (rows, {})
     strict = CollectConfig(deduplicate=True, keep_noaction=0.0, max_kind_ratio=1.0)
-    kept, dropped = dataset.apply_filters([*rows, rows[0]], dataset.row_filters(strict))
+    kept, dropped = dataset.filtered([*rows, rows[0]], strict)
     assert dropped == {"unsuccessful": 1, "duplicate": 1, "noaction": 6, "kind_ratio": 1} and len(kept) == 4
 
 

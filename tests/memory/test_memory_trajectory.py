@@ -65,7 +65,7 @@ def test_provenance_split_and_pictures():
     assert origin.split == "train"
 
 
-@pytest.mark.parametrize("module", ["entry", "protocol", "trajectory", "embed", "retrieval", "table", "bank"])
+@pytest.mark.parametrize("module", ["entry", "trajectory", "retrieval", "table", "bank"])
 def test_importing_does_not_load_the_database(module):
     code = f"import sys, memory.{module}; sys.exit(any(m in sys.modules for m in ('lancedb', 'pyarrow', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
