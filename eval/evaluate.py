@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -304,37 +304,14 @@ def _run_matrix(
     """Play every cell in turn, each resumed by itself; then put all of them in one table."""
     run = RunFolder.create(out, config, on_exists=on_exists)
     done: dict[str, dict[str, Any]] = {}
+    described: dict[str, dict[str, Any]] = {}  # what each finished cell's results say about it, and where it lies
     for number, cell in enumerate(made, start=1):
         console.rule(f"cell {number}/{len(made)}: {cell.name}", align="left")
         done[cell.name] = evaluate(cell, out / "cells" / cell.name, loaded, "resume", out / "banks")
-        missing = [other.name for other in made if other.name not in done]
-        run.write_json(RESULTS, {"complete": False, "missing": missing, "cells": _cells(made, done)})
-    pooled = _pooled(config, made, done, out)
-    run.write_json(RESULTS, pooled)
-    write_run_report(out)
-    console.rule(f"all {len(made)} cells", align="left")
-    print_results(pooled, console)
-    return pooled
-
-
-def _cells(made: Sequence[Cell], done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Tell what each finished cell's results say about it, and where it lies."""
-    return {
-        cell.name: {
-            "path": f"cells/{cell.name}", "group": cell.group,
-            **{k: v for k, v in done[cell.name].items() if k not in ("results", "paired_difference")},
-        }
-        for cell in made
-        if cell.name in done
-    }  # fmt: skip
-
-
-def _pooled(
-    config: EvalConfig, made: Sequence[Cell], done: Mapping[str, Mapping[str, Any]], out: Path
-) -> dict[str, Any]:
-    """Make one table: each delivery of each group, its episodes of all seeds together."""
-    described = _cells(made, done)
-    episodes = grouped(episodes_of(out, {"cells": described})(False), lambda episode: episode.delivery)
+        about = {k: v for k, v in done[cell.name].items() if k not in ("results", "paired_difference")}
+        described[cell.name] = {"path": f"cells/{cell.name}", "group": cell.group, **about}
+        missing = [other.name for other in made[number:]]
+        run.write_json(RESULTS, {"complete": False, "missing": missing, "cells": described})
     first = described[made[0].name]
     meta = {
         **{key: varying(cell[key] for cell in described.values()) for key in ("environment", "split", "seed")},
@@ -342,18 +319,25 @@ def _pooled(
         "axes": {axis: list(levels) for axis, levels in axes(config).items()}, "cells": described,
         "higher_is_better": HIGHER_IS_BETTER, "git": first["git"], "versions": first["versions"],
     }  # fmt: skip
-    pairs = [
-        (joined(cell.group, name), base)
-        for cell in made
-        for name in cell.config.deliveries
-        if (base := baseline_of(config, cell, name))
-    ]
-    pooled = results(episodes, meta, pairs)
-    for cell in made:
-        for name in cell.config.deliveries:
-            summary = pooled["results"][joined(cell.group, name)]
-            levels = {axis: level for axis, level in cell.levels.items() if axis != SEED_AXIS}
-            summary |= {"delivery": name, "levels": levels}
-            mean = done[cell.name]["results"][name]["success"]["mean"]
-            summary.setdefault("success_by_seed", {})[cell.levels.get(SEED_AXIS, str(cell.config.seed))] = mean
+    pooled = _pooled(config, made, done, episodes_of(out, meta)(False), meta)
+    run.write_json(RESULTS, pooled)
+    write_run_report(out)
+    console.rule(f"all {len(made)} cells", align="left")
+    print_results(pooled, console)
+    return pooled
+
+
+def _pooled(
+    config: EvalConfig, made: Sequence[Cell], done: Mapping[str, Any], episodes: Iterable[Episode], meta: dict[str, Any]
+) -> dict[str, Any]:
+    """Make one table: each delivery of each group, its episodes of all seeds together."""
+    played = [(cell, name, joined(cell.group, name)) for cell in made for name in cell.config.deliveries]
+    pairs = [(column, base) for cell, name, column in played if (base := baseline_of(config, cell, name))]
+    pooled = results(grouped(episodes, lambda episode: episode.delivery), meta, pairs)
+    for cell, name, column in played:
+        levels = {axis: level for axis, level in cell.levels.items() if axis != SEED_AXIS}
+        pooled["results"][column] |= {"delivery": name, "levels": levels}
+        by_seed = pooled["results"][column].setdefault("success_by_seed", {})
+        seed = cell.levels.get(SEED_AXIS, str(cell.config.seed))
+        by_seed[seed] = done[cell.name]["results"][name]["success"]["mean"]
     return pooled

@@ -22,11 +22,10 @@ from typing import Any
 from agent.deliveries import find
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
-from eval.metrics import joined
+from eval.metrics import grouped, joined
 
 SEED_AXIS = "seed"
 DELIVERY = "delivery"  # in `baseline` beside the axes
-_TOP = ("matrix", "baseline")  # of the matrix, not of its cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +41,19 @@ class Cell:
 
     @property
     def group(self) -> str:
-        """What it shares with the cells that differ from it in the seed alone."""
+        """Name what it shares with the cells that differ from it in the seed alone."""
         return _named({axis: level for axis, level in self.levels.items() if axis != SEED_AXIS})
 
 
 def axes(config: EvalConfig) -> dict[str, dict[str, Mapping[str, Any]]]:
-    """Levels by axis, names of levels as they stand in tables and folders.
+    """Name the levels of each axis as they stand in tables and folders.
 
     Raises:
         ConfigError: an axis without levels, or two levels with the same name.
     """
     named: dict[str, dict[str, Mapping[str, Any]]] = {}
     for axis, levels in config.matrix.items():
-        pairs = list(levels.items() if isinstance(levels, Mapping) else ((str(v), {axis: v}) for v in levels))
+        pairs = levels.items() if isinstance(levels, Mapping) else [(str(level), {axis: level}) for level in levels]
         by_name: dict[str, Mapping[str, Any]] = {_plain(name): overrides for name, overrides in pairs}
         if not pairs or len(by_name) < len(pairs) or _plain(axis) in (*named, DELIVERY):
             raise ConfigError(f"matrix.{axis}: needs a name of its own, and one level or more with names of their own")
@@ -63,8 +62,8 @@ def axes(config: EvalConfig) -> dict[str, dict[str, Mapping[str, Any]]]:
 
 
 def cells(config: EvalConfig) -> list[Cell]:
-    """All cells, ordered so that executors, then compilers, then environments change as seldom as possible. A
-    configuration without a matrix is one cell without levels.
+    """Multiply out all cells, ordered so that executors, then compilers, then environments change as seldom as
+    possible. A configuration without a matrix is one cell without levels.
 
     Raises:
         ConfigError: naming the cells whose settings are wrong, and what is wrong with them.
@@ -84,7 +83,10 @@ def cells(config: EvalConfig) -> list[Cell]:
             problems.append(f"matrix, cell {_named(chosen)}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    return _grouped(made)
+    for role in ("env", "compiler", "executor"):  # what is slow to load changes slowest
+        alike = grouped(made, lambda cell, role=role: str(getattr(cell.config, role)))
+        made = [cell for same in alike.values() for cell in same]
+    return made
 
 
 def check_deliveries(config: EvalConfig) -> None:
@@ -99,7 +101,7 @@ def check_deliveries(config: EvalConfig) -> None:
 
 
 def baseline_of(config: EvalConfig, cell: Cell, delivery: str) -> str | None:
-    """The name, in tables, of what `delivery` in `cell`'s group is compared with; None where it is that itself."""
+    """Name, as tables do, what `delivery` in `cell`'s group is compared with; None where it is that itself."""
     name = _baseline_name(config, cell, delivery)
     return None if name == joined(cell.group, delivery) else name
 
@@ -125,29 +127,17 @@ def _baseline_name(config: EvalConfig, cell: Cell, delivery: str) -> str | None:
 
 
 def varying(values: Iterable[object]) -> Any:
-    """What all have in common, or what there is, joined by "+"."""
+    """Give what all have in common, or what there is, joined by "+"."""
     distinct = list(dict.fromkeys(values))
     return distinct[0] if len(distinct) == 1 else "+".join(map(str, distinct))
 
 
 def _override(config: EvalConfig, levels: Sequence[Mapping[str, Any]]) -> EvalConfig:
-    """As if the levels stood on the command line, behind the file's own settings."""
-    settings = config.model_dump(mode="json", exclude_unset=True, exclude=set(_TOP))
-    own = [f"{key}={_literal(value)}" for key, value in settings.items()]
+    """Load the settings as if the levels stood on the command line, behind the file's own."""
+    settings = config.model_dump(mode="json", exclude_unset=True, exclude={"matrix", "baseline"})
+    # JSON is YAML; what the file's own references stood for is there already, a `${` is none.
+    own = [f"{key}={json.dumps(value)}".replace("${", "\\\\${") for key, value in settings.items()]
     return load_config(EvalConfig, None, own + [f"{k}={json.dumps(v)}" for level in levels for k, v in level.items()])
-
-
-def _literal(value: object) -> str:
-    """JSON is YAML; what the file's own references stood for is there already, a `${` is none."""
-    return json.dumps(value).replace("${", "\\\\${")
-
-
-def _grouped(made: list[Cell]) -> list[Cell]:
-    """What is slow to load changes slowest; otherwise the order of the axes."""
-    for key in (lambda c: c.config.env, lambda c: c.config.compiler, lambda c: c.config.executor):
-        seen = list({str(key(cell)): None for cell in made})
-        made = sorted(made, key=lambda cell: seen.index(str(key(cell))))
-    return made
 
 
 def _named(levels: Mapping[str, str]) -> str:
@@ -155,5 +145,5 @@ def _named(levels: Mapping[str, str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """A name that can stand in a folder's name and before a delivery's: `a/b` becomes `a-b`."""
+    """Make a name that can stand in a folder's name and before a delivery's: `a/b` becomes `a-b`."""
     return re.sub(r"[^\w.-]+", "-", name).strip(".") or "-"

@@ -35,7 +35,7 @@ _BLOCK_CELLS = 2**22  # the bootstrap draws in blocks of this many numbers (32 M
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean with its standard error and the ends of its confidence interval, over `n` independent things."""
+    """A mean with the ends of its confidence interval, over `n` independent things."""
 
     mean: float
     low: float
@@ -72,7 +72,7 @@ def wilson(successes: int, n: int, level: float = LEVEL) -> Interval:
     of n.
 
     Raises:
-        ValueError: for n = 0, for successes outside 0..n, or for a level of 1 or more.
+        ValueError: n = 0, successes outside 0..n, or a level of 1 or more.
     """
     if n <= 0:
         raise ValueError("an interval over zero episodes says nothing: check the split and `limit`")
@@ -88,12 +88,10 @@ def wilson(successes: int, n: int, level: float = LEVEL) -> Interval:
 
 
 def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval:
-    """Take the mean with its percentile bootstrap interval. The order of the values does not matter, the seed does.
-
-    Values that are all equal give an interval of width zero: a bootstrap knows only what it has seen.
+    """Take the mean with its percentile bootstrap interval, whatever the order of the values.
 
     Raises:
-        ValueError: for no values.
+        ValueError: there are no values.
     """
     if not values:
         raise ValueError("a bootstrap over zero values says nothing")
@@ -109,7 +107,7 @@ def paired_bootstrap_difference(a: Sequence[Episode], b: Sequence[Episode], seed
     Episodes of one task (several seeds) are averaged first: they are not independent of each other.
 
     Raises:
-        ValueError: when no task was played under both.
+        ValueError: no task was played under both.
     """
     of_a, of_b = _success_by_task(a), _success_by_task(b)
     tasks = sorted(of_a.keys() & of_b.keys())
@@ -121,11 +119,8 @@ def paired_bootstrap_difference(a: Sequence[Episode], b: Sequence[Episode], seed
 
 
 def _resampled_means(values: Sequence[float], seed: int) -> np.ndarray:
-    """Return [RESAMPLES] means of resamples with replacement.
-
-    Success, progress and their differences take few distinct values, so we draw how often each one occurs instead of
-    drawing n indices: the same distribution, and fast for any n.
-    """
+    """Return [RESAMPLES] means of resamples with replacement: success, progress and their differences take few distinct
+    values, so how often each one occurs is drawn, instead of n indices."""
     distinct, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
     rng, block = np.random.default_rng(seed), max(1, _BLOCK_CELLS // len(distinct))
     sizes = [min(block, RESAMPLES - start) for start in range(0, RESAMPLES, block)]
@@ -154,12 +149,13 @@ def summarise(episodes: Sequence[Episode]) -> dict[str, Any]:
     `emission_mix` is {} and `parse_error_rate` None where no compiler spoke.
 
     Raises:
-        ValueError: for zero episodes.
+        ValueError: there are no episodes.
     """
     if not episodes:
         raise ValueError("zero episodes: nothing to summarise (check the split, the filters and `limit`)")
     steps = [step for episode in episodes for step in episode.steps]
     emissions = [step for step in steps if step.emission_kind]
+    listed = [step.grounding for step in steps if step.grounding not in ("", "free")]
     stops = Counter(episode.stop_reason for episode in episodes)
     return {
         **_success_and_progress(episodes),
@@ -171,7 +167,8 @@ def summarise(episodes: Sequence[Episode]) -> dict[str, Any]:
         "op_errors": dict(sorted(Counter(e.partition(":")[0] for s in emissions for e in s.op_errors).items())),
         "op_error_rate": _mean([float(bool(s.op_errors)) for s in emissions]) if emissions else None,
         "grounding": _shares((step.grounding for step in steps if step.grounding), GROUNDINGS),
-        "grounding_failure_rate": _grounding_failure_rate(steps),
+        # of the actions where the environment lists its commands
+        "grounding_failure_rate": listed.count("failed") / len(listed) if listed else None,
         "seconds_per_step": {clock: _mean([s.seconds.get(clock, 0.0) for s in steps]) for clock in CLOCKS},
         "usage": {clock: usage(steps, clock) for clock in CLOCKS},
         "steps": fmean(len(episode.steps) for episode in episodes),
@@ -202,12 +199,6 @@ def usage(steps: Sequence[StepRecord], role: str) -> dict[str, Any]:
     cached = [step.tokens[f"{role}_cached"] for step in steps if f"{role}_cached" in step.tokens]
     tokens = {f"tokens_{way}": sum(step.tokens.get(f"{role}_{way}", 0) for step in steps) for way in ("in", "out")}
     return {**tokens, "tokens_cached": sum(cached) if cached else None, **taken}
-
-
-def _grounding_failure_rate(steps: Sequence[StepRecord]) -> float | None:
-    """Take, of the actions where the environment lists its commands, the share that is none of them; None without."""
-    how = [step.grounding for step in steps if step.grounding not in ("", "free")]
-    return how.count("failed") / len(how) if how else None
 
 
 def _success(episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -248,13 +239,12 @@ def results(
     """Make the content of `results.json`: a summary per delivery, the run's meta data, and the paired differences.
 
     Args:
-        per_delivery: episodes by delivery name (`agent.deliveries`); in a matrix, `group/delivery`.
+        per_delivery: episodes by delivery name; in a matrix, `group/delivery`.
         meta: at least "environment", "split" and "seed"; anything else that is JSON goes in beside them.
-        pairs: what is compared beyond what the deliveries' `compared_with` says (within each group), such as all with
-            a baseline.
+        pairs: what is compared beyond what the deliveries' `compared_with` says.
 
     Raises:
-        ValueError: for no delivery, a delivery without episodes, or incomplete or clashing meta data.
+        ValueError: no delivery, one without episodes, or incomplete or clashing meta data.
     """
     if not per_delivery:
         raise ValueError("no delivery was evaluated")
@@ -292,7 +282,7 @@ def display_name(name: str) -> str:
 
 
 def label(delivery: str) -> str:
-    """Name a delivery as tables and plots do; an unknown one keeps its own name."""
+    """Name a delivery as tables and plots do; an unknown one by its own name."""
     return DELIVERIES[delivery].label if delivery in DELIVERIES else delivery
 
 

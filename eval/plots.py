@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -41,17 +41,17 @@ def deliveries_plot(results: Mapping[str, Any], path: Path) -> Path:
     """Draw the success rate with its 95 % interval by delivery: one panel over all tasks and one per family."""
     deliveries = ordered(results["results"])
     groups = ["", *groups_of(results["results"], "by_family")]
-    figure = Figure(figsize=(3.0 + 2.4 * len(groups), 1.25 + 0.34 * len(deliveries)), dpi=DPI, layout="constrained")
-    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    size = (3.0 + 2.4 * len(groups), 1.25 + 0.34 * len(deliveries))
+    figure, panels = figure_of(size, 1, len(groups), sharey=True)
     heights = _heights(deliveries)
     for panel, family in zip(panels, groups, strict=True):
-        summaries = [_success(results["results"][delivery], family) for delivery in deliveries]
-        _success_panel(panel, deliveries, heights, summaries)
+        summaries = [results["results"][delivery] for delivery in deliveries]
+        of_family = [summary["by_family"].get(family) if family else summary for summary in summaries]
+        _success_panel(panel, deliveries, heights, [entry and entry["success"] for entry in of_family])
         panel.set_title(_plain(family_title(family)), loc="left", fontsize=10, color=INK, fontweight="bold", pad=10)
     panels[0].set_yticks(heights, [_plain(display_name(delivery)) for delivery in deliveries], fontsize=9)
     panels[0].set_ylim(max(heights) + 0.7, min(heights) - 0.7)
-    figure.supxlabel("success, % of episodes (bar: 95 % interval)", fontsize=8.5, color=MUTED)
-    return save_figure(figure, path)
+    return save_figure(figure, path, "success, % of episodes (bar: 95 % interval)")
 
 
 def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
@@ -68,16 +68,13 @@ def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
         raise ValueError(f"{metrics_jsonl_path} holds none of {', '.join(titles)}")
     columns = min(3, len(present))
     lines = -(-len(present) // columns)
-    figure = Figure(figsize=(0.6 + 3.0 * columns, 0.5 + 2.1 * lines), dpi=DPI, layout="constrained")
-    panels = figure.subplots(lines, columns, sharex=True, squeeze=False).ravel()
+    figure, panels = figure_of((0.6 + 3.0 * columns, 0.5 + 2.1 * lines), lines, columns, sharex=True)
     for panel, key in zip(panels, present, strict=False):
-        points = [(step, row[key]) for step, row in rows.items() if key in row]
-        _curve(panel, titles[key], [step for step, _ in points], [value for _, value in points])
+        _curve(panel, titles[key], {step: row[key] for step, row in rows.items() if key in row})
     for panel in panels[len(present) :]:
         panel.set_axis_off()
     unit = "update" if titles is UPDATES else "optimiser step"
-    figure.supxlabel(f"{unit} (dark line: moving average)", fontsize=8.5, color=MUTED)
-    return save_figure(figure, path)
+    return save_figure(figure, path, f"{unit} (dark line: moving average)")
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
@@ -107,11 +104,6 @@ def _plain(name: str) -> str:
     return short.replace("$", r"\$")
 
 
-def _success(summary: Mapping[str, Any], family: str) -> Mapping[str, Any] | None:
-    entry = summary["by_family"].get(family) if family else summary
-    return entry["success"] if entry else None
-
-
 def _heights(deliveries: Sequence[str]) -> list[float]:
     """Place deliveries, with a gap before controls and between the groups of a matrix."""
     blocks = [(split_name(delivery)[0], is_control(delivery)) for delivery in deliveries]
@@ -126,9 +118,7 @@ def _success_panel(
         if success is None:
             continue
         mean, low, high = (100 * success[key] for key in ("mean", "low", "high"))
-        color = CONTROL if is_control(delivery) else ACCENT
-        panel.plot([low, high], [y, y], color=color, linewidth=5, alpha=0.32, solid_capstyle="butt", zorder=2)
-        panel.plot(mean, y, "o", color=color, markersize=6.5, markeredgecolor="white", markeredgewidth=1, zorder=3)
+        dot_with_interval(panel, y, mean, low, high, CONTROL if is_control(delivery) else ACCENT)
         panel.annotate(f"{mean:.1f}", (high, y), (5, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
     baseline = summaries[deliveries.index("none")] if "none" in deliveries else None
     if baseline is not None:
@@ -140,23 +130,41 @@ def _success_panel(
     panel.tick_params(axis="y", length=0)
 
 
-def _curve(panel: Axes, title: str, steps: Sequence[int], values: Sequence[float]) -> None:
+def _curve(panel: Axes, title: str, by_step: Mapping[int, float]) -> None:
+    steps, values = list(by_step), list(by_step.values())
+    reach = len(values) // 20  # a centred tenth of the run does not lag behind a falling loss as a trailing mean does
+    smooth = [fmean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
     panel.plot(steps, values, color=ACCENT, linewidth=0.8, alpha=0.3)
-    panel.plot(steps, _smooth(values), color=ACCENT, linewidth=1.6)
-    panel.set_title(title, loc="left", fontsize=9.5, color=INK, fontweight="bold")
+    panel.plot(steps, smooth, color=ACCENT, linewidth=1.6)
+    titled(panel, title)
     panel.margins(x=0.02)
     panel.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     quiet(panel, grid="y")
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Average over a centred tenth of the run: this does not lag behind a falling loss as a trailing mean does."""
-    reach = len(values) // 20
-    return [fmean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
+# what all figures share -----------------------------------------------------------------------------------------------
 
 
-def quiet(panel: Axes, grid: str) -> None:
-    panel.grid(axis="x" if grid == "x" else "y", color=GRID, linewidth=0.8)
+def figure_of(size: tuple[float, float], rows: int, columns: int, **shared: bool) -> tuple[Figure, list[Axes]]:
+    """Make a figure of `size` inches, and its panels row by row."""
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **shared).ravel())  # type: ignore[arg-type]
+
+
+def dot_with_interval(
+    panel: Axes, y: float, mean: float, low: float | None, high: float | None, color: str = ACCENT
+) -> None:
+    if low is not None and high is not None:
+        panel.plot([low, high], [y, y], color=color, linewidth=5, alpha=0.32, solid_capstyle="butt", zorder=2)
+    panel.plot(mean, y, "o", color=color, markersize=6.5, markeredgecolor="white", markeredgewidth=1, zorder=3)
+
+
+def titled(panel: Axes, title: str) -> None:
+    panel.set_title(title, loc="left", fontsize=9.5, color=INK, fontweight="bold")
+
+
+def quiet(panel: Axes, grid: Literal["x", "y"]) -> None:
+    panel.grid(axis=grid, color=GRID, linewidth=0.8)
     panel.set_axisbelow(True)
     panel.tick_params(colors=MUTED, labelsize=8, length=3, color=GRID)
     panel.spines[["top", "right"]].set_visible(False)
@@ -164,9 +172,11 @@ def quiet(panel: Axes, grid: str) -> None:
     panel.tick_params(axis="y", labelcolor=INK)
 
 
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a PNG without dates or versions inside: the same numbers give the same bytes, and pyplot is not used."""
-    FigureCanvasAgg(figure)
+def save_figure(figure: Figure, path: Path, below: str = "") -> Path:
+    """Write a PNG, with a caption below, without dates or versions inside: the same numbers give the same bytes."""
+    if below:
+        figure.supxlabel(below, fontsize=8.5, color=MUTED)
+    FigureCanvasAgg(figure)  # not pyplot, whose state is global
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", facecolor="white", metadata={"Software": None})
     return path

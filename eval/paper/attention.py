@@ -16,14 +16,13 @@ from statistics import fmean, linear_regression
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from agent.deliveries import recorded_step
 from agent.records import Episode, delivered, executor_request
 from eval.metrics import bootstrap_mean, grouped, label
-from eval.plots import ACCENT, CONTROL, DPI, GRID, INK, MUTED, save_figure
+from eval.plots import ACCENT, CONTROL, INK, figure_of, quiet, save_figure, titled
 from executor.hf import FrozenExecutor
 from lm.prompt import Prompt
 
@@ -202,23 +201,17 @@ def _quantity(of_episodes: Sequence[Sequence[Attention]], quantity: str) -> dict
 
 def attention_plot(by_delivery: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     """Draw logit and share of attention over steps, one line a delivery with its 95 % band over episodes."""
-    figure = Figure(figsize=(8.6, 3.2), dpi=DPI, layout="constrained")
-    panels = figure.subplots(1, 2)
+    figure, panels = figure_of((8.6, 3.2), 1, 2)
     titles = {"logit": "mean pre-softmax logit of memory tokens", "share": "share of attention on memory tokens"}
     for panel, (quantity, title) in zip(panels, titles.items(), strict=True):
         for delivery, of_delivery in by_delivery.items():
             points = of_delivery[quantity]["memory"]["by_step"]
-            t = [point["t"] for point in points]
+            t, low, mean, high = ([point[key] for point in points] for key in ("t", "low", "mean", "high"))
             color = _COLORS.get(delivery, CONTROL)
-            low, high = ([point[end] for point in points] for end in ("low", "high"))
             panel.fill_between(t, low, high, color=color, alpha=0.2, linewidth=0)
-            mean = [point["mean"] for point in points]
             panel.plot(t, mean, color=color, linewidth=1.6, label=label(delivery))
-        panel.set_title(title, loc="left", fontsize=9.5, color=INK, fontweight="bold")
-        panel.grid(axis="y", color=GRID, linewidth=0.8)
-        panel.tick_params(colors=MUTED, labelsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
+        titled(panel, title)
+        quiet(panel, grid="y")
         panel.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     panels[0].legend(frameon=False, fontsize=8, labelcolor=INK)
-    figure.supxlabel("step (band: 95 % over the episodes that got so far)", fontsize=8.5, color=MUTED)
-    return save_figure(figure, path)
+    return save_figure(figure, path, "step (band: 95 % over the episodes that got so far)")

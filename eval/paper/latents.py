@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 from sklearn.manifold import TSNE
@@ -28,7 +27,7 @@ from torch import Tensor
 from agent.deliveries import recorded_step
 from agent.records import Episode, compile_request, episode_from_json
 from compiler.hf import MemoryCompiler
-from eval.plots import ACCENT, DPI, GRID, INK, MUTED, save_figure
+from eval.plots import ACCENT, GRID, MUTED, figure_of, save_figure, titled
 from executor.hf import FrozenExecutor
 from memory.entry import MemoryEntry
 from runtime.store import JsonLines
@@ -212,16 +211,12 @@ def plane(tokens: Tokens, seed: int = 0) -> np.ndarray:
 
 def latents_plot(spaces: Mapping[str, tuple[Tokens, np.ndarray, Mapping[str, Any]]], path: Path) -> Path:
     """Draw a panel a space: (tokens, their place in the plane, their separability)."""
-    figure = Figure(figsize=(4.2 * len(spaces), 4.4), dpi=DPI, layout="constrained")
-    panels = figure.subplots(1, len(spaces), squeeze=False)[0]
+    figure, panels = figure_of((4.2 * len(spaces), 4.4), 1, len(spaces))
     for panel, (space, (tokens, places, apart)) in zip(panels, spaces.items(), strict=True):
         for kind in (TEXT, SOFT):
             at = places[tokens.kinds == kind]
             panel.scatter(at[:, 0], at[:, 1], s=9, color=_COLORS[kind], alpha=0.6, linewidths=0, label=f"{kind} tokens")
-        panel.set_title(
-            f"{space}: silhouette {apart['silhouette']:.2f}, probe {100 * apart['probe']:.1f} %", loc="left",
-            fontsize=9.5, color=INK, fontweight="bold",
-        )  # fmt: skip
+        titled(panel, f"{space}: silhouette {apart['silhouette']:.2f}, probe {100 * apart['probe']:.1f} %")
         panel.set_xticks([])
         panel.set_yticks([])
         panel.spines[:].set_color(GRID)

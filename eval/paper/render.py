@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from matplotlib.figure import Figure
 
 from eval.paper.specs import EFFICIENCY
 from eval.paper.tables import MEASURED, NOT_MEASURED, PAPER, Row, Table, TableCell, paper_table
-from eval.plots import ACCENT, DPI, INK, MUTED, quiet, save_figure
+from eval.plots import MUTED, dot_with_interval, figure_of, quiet, save_figure, titled
 from eval.table import DASH, escape, markdown_table, sizes
 from runtime.store import to_json, write_atomically
 
@@ -76,13 +75,15 @@ def table_plot(table: Table, path: Path) -> Path:
     """Draw one panel a column: the paper's values as open diamonds, measured ones as dots with their intervals."""
     labels = list(dict.fromkeys((row.executor, row.method) for row in table.rows))
     size = (3.4 + 2.3 * len(table.plotted), 1.3 + 0.24 * len(labels))
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
-    panels = figure.subplots(1, len(table.plotted), sharey=True, squeeze=False)[0]
+    figure, panels = figure_of(size, 1, len(table.plotted), sharey=True)
     for panel, column in zip(panels, table.plotted, strict=True):
         for row in table.rows:
-            if (cell := row.cells.get(column)) is not None:
-                _dot(panel, labels.index((row.executor, row.method)), cell, row.source)
-        panel.set_title(column.replace("$", r"\$"), loc="left", fontsize=9, color=INK, fontweight="bold")
+            y, cell = labels.index((row.executor, row.method)), row.cells.get(column)
+            if cell is not None and row.source == PAPER:
+                panel.plot(cell.value, y, "D", color="white", markeredgecolor=MUTED, markersize=4.5, zorder=2)
+            elif cell is not None:
+                dot_with_interval(panel, y, cell.value, cell.low, cell.high)
+        titled(panel, column.replace("$", r"\$"))
         quiet(panel, grid="x")
         panel.tick_params(axis="y", length=0)
         panel.spines["left"].set_visible(False)
@@ -91,14 +92,4 @@ def table_plot(table: Table, path: Path) -> Path:
     names = [f"{executor}, {method}".replace("$", r"\$") for executor, method in labels]
     panels[0].set_yticks(range(len(labels)), names, fontsize=7.5)
     panels[0].set_ylim(len(labels) - 0.4, -0.6)
-    figure.supxlabel("diamond: paper    dot: measured, bar: 95 % interval", fontsize=8.5, color=MUTED)
-    return save_figure(figure, path)
-
-
-def _dot(panel: Any, y: int, cell: TableCell, source: str) -> None:
-    if source == PAPER:
-        panel.plot(cell.value, y, "D", color="white", markeredgecolor=MUTED, markersize=4.5, zorder=2)
-        return
-    if cell.low is not None and cell.high is not None:
-        panel.plot([cell.low, cell.high], [y, y], color=ACCENT, linewidth=4, alpha=0.32, solid_capstyle="butt")
-    panel.plot(cell.value, y, "o", color=ACCENT, markersize=5.5, zorder=3)
+    return save_figure(figure, path, "diamond: paper    dot: measured, bar: 95 % interval")
