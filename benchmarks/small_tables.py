@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.stage import collect, run, sft
+from configs.evaluation import EvalConfig
+from configs.load import load_config
 
 VARIANTS = {  # name: settings of SFT
     "n4": ["compiler.soft.n_tokens=4"],
@@ -32,20 +34,19 @@ VARIANTS = {  # name: settings of SFT
 
 def one_table(out: Path, number: int, seeds: list[int], variants: list[str], limit: int) -> float:
     """Evaluate table `number`, all seeds in one matrix; return the seconds that it took."""
-    checkpoint = f"{out}/${{seed}}"  # of the cell's own seed
+    checkpoint = f"{out}/${{seed}}/sft-"  # of the cell's own seed
     axes: dict[str, Any] = {"seed": {str(seed): {"seed": seed, "env.seed": seed} for seed in seeds}}
     if number == 4:
-        levels = {
-            "n0": {**_of(checkpoint, "n16", 16), "deliveries": ["compiled_text"]},
-            **{f"n{n}": _of(checkpoint, f"n{n}", n) for n in (4, 8, 16, 32)},
-            "no_orth": _of(checkpoint, "no-orth", 16),
-            "linear": {**_of(checkpoint, "linear", 16), "compiler.soft.projector": "linear"},
+        levels = load_config(EvalConfig, "eval/table4-small").matrix["variant"]
+        trained = {level: Path(settings["compiler.checkpoint"]).name for level, settings in levels.items()}
+        axes["variant"] = {
+            level: {**settings, "compiler.checkpoint": checkpoint + trained[level]}
+            for level, settings in levels.items()
+            if trained[level] in variants
         }
-        trained = {"n0": "n16", "no_orth": "no-orth"}  # where a level is not called as its SFT run
-        axes["variant"] = {name: level for name, level in levels.items() if trained.get(name, name) in variants}
     else:
         for level in axes["seed"].values():
-            level["compiler.checkpoint"] = f"{checkpoint}/sft-n4"
+            level["compiler.checkpoint"] = f"{checkpoint}n4"
     # Of table 4, levels may be left out here, which an override of eval/table4-small could not say.
     base = {
         3: ["eval/tables-small"], 5: ["eval/table5-small"],
@@ -56,10 +57,6 @@ def one_table(out: Path, number: int, seeds: list[int], variants: list[str], lim
         out, f"eval-table{number}", "eval", "-c", *base[number], f"matrix={matrix}", f"limit={limit}",
         "--on-exists", "resume", "--out", f"{out}/table{number}",
     )  # fmt: skip
-
-
-def _of(checkpoint: str, name: str, n: int) -> dict[str, Any]:
-    return {"compiler.checkpoint": f"{checkpoint}/sft-{name}", "compiler.soft.n_tokens": n}
 
 
 def main() -> None:

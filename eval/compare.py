@@ -6,6 +6,7 @@ The first run is the baseline. A task is shared when its id, the seed of its sce
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,12 +93,13 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def unique_names(paths: Sequence[Path]) -> list[str]:
     """Give each folder's name, with as many of the folders above it as tell it from the others."""
 
+    def ending(path: Path, depth: int) -> str:
+        return "/".join(path.parts[1:][-depth:])
+
     def name(path: Path) -> str:
-        for depth in range(1, len(path.parts) + 1):
-            ending = path.parts[1:][-depth:]
-            if all(ending != other.parts[1:][-depth:] for other in paths if other != path):
-                return "/".join(ending)
-        raise AssertionError(f"{path} is there twice")
+        others = [other for other in paths if other != path]
+        depths = (n for n in itertools.count(1) if all(ending(path, n) != ending(other, n) for other in others))
+        return ending(path, next(depths))
 
     return [name(path) for path in paths]
 

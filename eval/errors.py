@@ -81,7 +81,9 @@ def labels(episode: Episode) -> tuple[str, ...]:
     if episode.success:
         return ()
     wanted = needs(episode.goal)
-    found = wanted is not None and _in_view(wanted.thing, episode.steps)
+    named = re.compile(rf"\b{re.escape(wanted.thing)} \d") if wanted else None
+    views = (text for step in episode.steps for text in (step.observation, step.feedback))
+    found = named is not None and any(named.search(text) for text in views)
     applies = {
         "wrong_termination": episode.stop_reason is StopReason.DONE,
         "repeated_action": max(_repeats(episode.steps).values(), default=0) >= LOOP,
@@ -91,11 +93,6 @@ def labels(episode: Episode) -> tuple[str, ...]:
         "step_limit": episode.stop_reason is StopReason.STEP_LIMIT,
     }
     return tuple(kind for kind in KINDS if applies.get(kind))
-
-
-def primary(episode: Episode) -> str | None:
-    """Take the first of the labels; None for a success."""
-    return next(iter(labels(episode)), None)
 
 
 def analyse(episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -126,11 +123,6 @@ def analyse(episodes: Sequence[Episode]) -> dict[str, Any]:
 def _repeats(steps: Sequence[StepRecord]) -> Counter[tuple[str, str]]:
     """Count how often each action was taken in the face of each observation."""
     return Counter((step.observation, step.action) for step in steps if step.action)
-
-
-def _in_view(thing: str, steps: Sequence[StepRecord]) -> bool:
-    named = re.compile(rf"\b{re.escape(thing)} \d")
-    return any(named.search(text) for step in steps for text in (step.observation, step.feedback))
 
 
 def _missing(wanted: Needs, episode: Episode) -> list[str]:

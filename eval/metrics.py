@@ -277,13 +277,9 @@ def ordered(deliveries: Iterable[str]) -> list[str]:
 
 
 def display_name(name: str) -> str:
+    """Name a delivery, in a matrix with its group, as tables and plots do; an unknown one by its own name."""
     group, delivery = split_name(name)
-    return joined(group, label(delivery))
-
-
-def label(delivery: str) -> str:
-    """Name a delivery as tables and plots do; an unknown one by its own name."""
-    return DELIVERIES[delivery].label if delivery in DELIVERIES else delivery
+    return joined(group, DELIVERIES[delivery].label if delivery in DELIVERIES else delivery)
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -56,11 +56,7 @@ def deliveries_plot(results: Mapping[str, Any], path: Path) -> Path:
 
 def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
     """Draw loss terms over optimiser steps (SFT) or what each update saw (GRPO), a small panel each: raw values faint,
-    their moving average on top.
-
-    Raises:
-        ValueError: when the file holds neither.
-    """
+    their moving average on top. Raise ValueError where the file holds neither."""
     rows = read_metrics(metrics_jsonl_path)
     titles = UPDATES if any("update" in row for row in rows.values()) else LOSSES
     present = [key for key in titles if any(key in row for row in rows.values())]

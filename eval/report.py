@@ -43,32 +43,27 @@ def write_report(
     max_bytes: int = MAX_BYTES,
 ) -> Path:  # fmt: skip
     """Write the report of results and episodes (of all deliveries) in hand, with PNG files as its figures."""
-    return _write(results, lambda pictures: episodes, out_path, plots, Replays(max_bytes=max_bytes))
+    page, replays = _page(results, plots), Replays(max_bytes=max_bytes)
+    return write_page("report.html.j2", page, episodes, lambda pictures: episodes, out_path, replays)
 
 
 def write_run_report(run_dir: Path, out_path: Path | None = None, replays: Replays = REPLAYS) -> Path:
     """Write the report of a run folder (default: its report.html), with curves where it has `metrics.jsonl`.
 
     Raises:
-        FileNotFoundError: when the run's episodes are not there.
-        ValueError: when there are no whole results yet (a partial run is not reported as a whole), `episodes.jsonl`
-            is damaged, or `replays` names a task that was not played.
+        FileNotFoundError: the run's episodes are not there.
+        ValueError: there are no whole results yet, `episodes.jsonl` is damaged, or a task was not played.
     """
     results, source = load_run(run_dir)
     plots = [deliveries_plot(results, run_dir / "plots" / "deliveries.png")]
     metrics_path = run_dir / "metrics.jsonl"
     if metrics_path.exists() and read_metrics(metrics_path):
         plots.append(training_plot(metrics_path, run_dir / "plots" / "training.png"))
-    return _write(results, source, out_path or run_dir / "report.html", plots, replays)
+    out_path = out_path or run_dir / "report.html"
+    return write_page("report.html.j2", _page(results, plots), source(False), source, out_path, replays)
 
 
 # the page -------------------------------------------------------------------------------------------------------------
-
-
-def _write(
-    results: Mapping[str, Any], source: EpisodeSource, out_path: Path, plots: Sequence[Path], replays: Replays
-) -> Path:
-    return write_page("report.html.j2", _page(results, plots), source(False), source, out_path, replays)
 
 
 def write_page(

@@ -91,11 +91,8 @@ def leakage(
 def run_leakage(
     train: Path | None, evaluation: Path | None, config: "CollectConfig | None", out: Path | None = None
 ) -> None:
-    """Print what training and evaluation share. Each side is a manifest, or what a `collect` configuration says:
-    the tasks that it would play, and its held-out splits.
-
-    Args:
-        out: folder for the training side's manifest.json and for leakage.json.
+    """Print what training and evaluation share; OUT gets the training side's manifest.json, and leakage.json. Each side
+    is a manifest, or what a `collect` configuration says: the tasks that it would play, and its held-out splits.
 
     Raises:
         ConfigError: a leak, or nothing that could be checked.

@@ -152,7 +152,7 @@ def all_probes() -> list[Probe]:
 
 
 def environment_probes(name: str) -> list[Probe]:
-    """Return what an environment's spec asks for; for a package whose spec cannot be loaded, that."""
+    """Return what an environment's spec asks for; of a package whose spec cannot be loaded, that."""
     try:
         spec = registry.find(name)
     except registry.EnvironmentSpecError:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agent.deliveries import recorded_step
 from agent.records import Episode, delivered, executor_request
-from eval.metrics import bootstrap_mean, grouped, label
+from eval.metrics import bootstrap_mean, display_name, grouped
 from eval.plots import ACCENT, CONTROL, INK, figure_of, quiet, save_figure, titled
 from executor.hf import FrozenExecutor
 from lm.prompt import Prompt
@@ -131,11 +131,8 @@ def memory_positions(executor: FrozenExecutor, episode: Episode, t: int) -> dict
 
 
 def _positions(executor: FrozenExecutor, ids: Sequence[int], head: str, shown: str) -> list[int]:
-    """Find the tokens that hold characters of `shown`, which stands behind `head`.
-
-    Raises:
-        ValueError: the text does not stand in the prompt, or the tokens cannot be told from the text.
-    """
+    """Find the tokens that hold characters of `shown`, which stands behind `head`; raise ValueError where they cannot
+    be told from the prompt's text."""
     text = executor.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     again = executor.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     start = text.find(head + shown)
@@ -209,7 +206,7 @@ def attention_plot(by_delivery: Mapping[str, Mapping[str, Any]], path: Path) -> 
             t, low, mean, high = ([point[key] for point in points] for key in ("t", "low", "mean", "high"))
             color = _COLORS.get(delivery, CONTROL)
             panel.fill_between(t, low, high, color=color, alpha=0.2, linewidth=0)
-            panel.plot(t, mean, color=color, linewidth=1.6, label=label(delivery))
+            panel.plot(t, mean, color=color, linewidth=1.6, label=display_name(delivery))
         titled(panel, title)
         quiet(panel, grid="y")
         panel.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))

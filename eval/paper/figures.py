@@ -37,11 +37,8 @@ def run_figure(
     number: int, run: Path, overrides: Sequence[str], out: Path | None, deliveries: Sequence[str], limit: int | None,
     seed: int,
 ) -> None:  # fmt: skip
-    """Compute figure `number` from the episodes of RUN, of a matrix from those of one cell.
-
-    Args:
-        overrides: settings over the run's own, such as where its models are now.
-        limit: so many tasks of the run (default: all).
+    """Compute figure `number` from the episodes of RUN, of a matrix from those of one cell. `overrides` are settings
+    over the run's own, such as where its models are now; `limit` is how many tasks are taken.
 
     Raises:
         ConfigError: no run, no checkpoint, or an executor without weights at hand.
@@ -196,11 +193,7 @@ def _figure4(
 
 
 def _spaces(gathered: Gathered, most: int, seed: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (tokens, plane, separability) by space, and why a space is left out.
-
-    Raises:
-        ValueError: both are.
-    """
+    """Return (tokens, plane, separability) by space, and why a space is left out; raise ValueError where both are."""
     shown, left_out = {}, {}
     for space in SPACES:
         try:

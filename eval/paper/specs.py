@@ -53,9 +53,7 @@ def _embodiedbench(metric: str) -> tuple[Column, ...]:
 
 ALFWORLD = Column("AlfWorld", "alfworld", ("valid_unseen",))
 _SCIENCEWORLD = Column("ScienceWorld", "scienceworld", ("agentsquare",))
-_HABITAT = tuple(
-    c for c in _embodiedbench("success") if c.name in ("EB-Habitat Avg.", "EB-Habitat Spat.", "EB-Habitat Vis.")
-)
+_BY_NAME = {column.name: column for column in _embodiedbench("success")}
 _METHODS = {"none": "No Mem", "static": "AMMI (static injection)", "compiled": "Ours"}
 EFFICIENCY: Mapping[str, tuple[str, tuple[str, ...]]] = {  # column -> role, and what of its usage
     "Compiler s": ("compiler", ("seconds",)),
@@ -78,7 +76,7 @@ SPECS: Mapping[int, Spec] = {
         metrics=("success", "progress"), by_method=True,
     ),
     4: Spec(
-        tuple(sorted(_HABITAT, key=lambda c: ("Avg.", "Spat.", "Vis.").index(c.name.split()[1]))),
+        tuple(_BY_NAME[f"EB-Habitat {short}"] for short in ("Avg.", "Spat.", "Vis.")),
         {
             "n0/compiled_text": "N=0 (text only)", "n4/compiled": "N=4", "n8/compiled": "N=8",
             "n16/compiled": "N=16 (default)", "n32/compiled": "N=32",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from eval.metrics import ROLES, grouped, label, split_name, usage, wilson
+from eval.metrics import ROLES, display_name, grouped, split_name, usage, wilson
 from eval.paper.specs import ALFWORLD, EFFICIENCY, SPECS, Column, Spec
 from eval.runs import episode_files, episodes_of, read_results
 
@@ -231,7 +231,7 @@ def _measured_rows(
 def _method(spec: Spec, m: Measured) -> str:
     """Name the paper's row, or the delivery itself; with what else distinguishes it in its matrix."""
     variant = m.levels.get("variant") if "variant" in spec.axes else None
-    own = ", ".join(filter(None, (variant, label(m.delivery))))
+    own = ", ".join(filter(None, (variant, display_name(m.delivery))))
     name = spec.methods.get(f"{variant}/{m.delivery}" if variant else m.delivery, own)
     if not any(column.environment for column in spec.columns) and not _in(ALFWORLD, m):
         name += f", {m.environment} {m.split}"  # Table 5 has one environment, and no column that tells it
