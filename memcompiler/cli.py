@@ -80,7 +80,7 @@ def quickstart(
     settings: "QuickstartConfig", out: Out = Path("out/quickstart"), on_exists: OnExists = "overwrite"
 ) -> None:
     """The whole system once, on two CPU cores: collect, train, roll out, evaluate, report."""
-    from memcompiler.stages import run_quickstart
+    from memcompiler.quickstart import run_quickstart
 
     run_quickstart(settings, out, on_exists)
 
@@ -90,7 +90,7 @@ def quickstart(
 def collect(settings: "CollectConfig", out: Out = Path("out/collect"), on_exists: OnExists = "resume") -> None:
     """Play the training tasks with a teacher, the expert or an endpoint: a memory bank (OUT/bank) and SFT rows
     (OUT/rows)."""
-    from memcompiler.stages import run_collect
+    from memcompiler.collect import run_collect
 
     run_collect(settings, out, on_exists)
 
@@ -108,7 +108,7 @@ def train_sft(settings: "SftConfig", out: Out = Path("out/sft"), on_exists: OnEx
 @with_settings("configs.training:GrpoConfig")
 def train_grpo(settings: "GrpoConfig", out: Out = Path("out/grpo"), on_exists: OnExists = "resume") -> None:
     """Stage 2: continue an SFT checkpoint by GRPO on binary success, text and soft tokens together. Resumes."""
-    from memcompiler.stages import run_train_grpo
+    from memcompiler.quickstart import run_train_grpo
 
     run_train_grpo(settings, out, on_exists)
 

@@ -23,7 +23,7 @@ from data_gen.endpoint_teacher import TEACHING, WRITING
 from data_gen.rows import load_rows
 from lm.ledger import EndpointStop
 from memcompiler.cli import app
-from memcompiler.stages import run_collect
+from memcompiler.collect import run_collect
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
 from tests import vllm_engines

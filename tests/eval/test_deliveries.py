@@ -44,7 +44,7 @@ def test_one_entry_is_evaluated_labelled_and_read_again(
     assert set(results["results"]) == {"none", "bare_rules"} and "bare_rules - none" in results["paired_difference"]
     assert f"| *{bare_rules.label}* |" in results_markdown(results)  # a control, in italics
     drawn: list[Any] = []
-    monkeypatch.setattr("eval.plots.save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr("eval.plots.save_figure", lambda figure, path, below: drawn.append(figure))
     deliveries_plot(results, tmp_path / "plot.png")
     assert [tick.get_text() for tick in drawn[0].axes[0].get_yticklabels()] == ["no memory", bare_rules.label]
     assert bare_rules.label in (tmp_path / "report.html").read_text()

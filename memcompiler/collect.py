@@ -1,0 +1,73 @@
+"""`memcompiler collect`: bank and SFT rows of a split, in OUT/bank and OUT/rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from agent.expert import ExpertExecutor, ExpertTeacher
+from configs.collect import CollectConfig
+from configs.run_folder import RunFolder
+from data_gen.collect import Teacher, play, prepare, write_rows
+from data_gen.endpoint_teacher import EndpointTeacher, load_actor
+from envs.registry import Environments
+from executor.records import Executor
+from lm.endpoint import Endpoint
+from lm.loading import quiet
+
+console = Console(width=120)
+RESPONSES = "responses.sqlite"  # a collection's file of endpoints' answers
+
+# What a collection that is continued may change: it bears on how the endpoints are asked, not on what.
+MAY_CHANGE_ON_RESUME = tuple(
+    f"{block}.{name}"
+    for block in ("api", "executor.api")
+    for name in (
+        "base_url", "key_env", "price_in", "price_out", "budget", "budget_tokens", "rpm", "tpm", "concurrency",
+        "timeout_s", "retries", "backoff_s",
+    )
+)  # fmt: skip
+
+
+def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> None:
+    """Have a teacher play a split (or go on), and leave bank and rows in OUT."""
+    run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)
+    if (out / "collect.json").exists():
+        console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")
+        return
+    facts: dict[str, Any] = {"teacher": "the environment's expert"}
+    with Environments(config.env) as envs:
+        collection = prepare(config, envs, run)
+        teacher, actor, endpoints = _players(config, out / RESPONSES)
+        try:
+            play(collection, envs.lease, teacher, actor)
+        finally:
+            if endpoints:
+                facts = {"teacher": config.api.model, "actor": config.actor, "endpoints": _account(run, endpoints)}
+    quiet()
+    summary = write_rows(config, collection, run, facts)
+    console.print(
+        f"  {summary['bank_entries']} memory entries, {summary['rows']} rows from "
+        f"{summary['successes']} of {summary['episodes']} teacher episodes"
+    )
+
+
+def _players(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Mapping[str, Endpoint]]:
+    """Make who compiles and who acts, with the endpoints that they ask by role."""
+    if config.teacher == "expert":
+        return ExpertTeacher(), ExpertExecutor(config.noise, config.seed), {}
+    endpoint = Endpoint(config.api, cache)
+    actor, endpoints = load_actor(config, endpoint, cache)
+    return EndpointTeacher(endpoint, config.attempts, config.max_new_tokens), actor, endpoints
+
+
+def _account(run: RunFolder, endpoints: Mapping[str, Endpoint]) -> dict[str, Any]:
+    """Write down what was asked and spent, also where the run ends here: endpoints.json."""
+    accounts = {name: endpoint.account() for name, endpoint in endpoints.items()}
+    run.write_json("endpoints.json", accounts)
+    for name, account in accounts.items():
+        console.print(f"  {name}: {account['requests']} requests, {account['price']:.4f} spent")
+    return accounts
