@@ -50,8 +50,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         self.backbone, self.encoder, self.context = backbone, backbone, backbone.context
         self.decoding, self.instructions = decoding or Decoding(), instructions
         self.projector = projector.to(backbone.device)
-        for parameter in backbone.model.parameters():
-            parameter.requires_grad_(False)
+        backbone.model.requires_grad_(False)
         self.policy: Any = _with_lora(backbone, lora) if lora else backbone.model
         self.generator = torch.Generator(device=backbone.device).manual_seed(seed)
         self.weight_version = 0
@@ -147,7 +146,7 @@ class _Decoder:
         )
 
     def _read_common(self, prompts: Sequence[Prompt], memories: Sequence[object]) -> Tensor:
-        """Fill the cache with what prompts of the same memory begin with; returns its mask (B, P)."""
+        """Fill the cache with what prompts of the same memory begin with; return its mask (B, P)."""
         groups = [[i for i, m in enumerate(memories) if m == memory] for memory in dict.fromkeys(memories)]
         common = [self.backbone.common([prompts[i] for i in rows]) for rows in groups]
         if not any(common):
@@ -189,7 +188,7 @@ class _Decoder:
         return rows, self.compiler.projector(h_soft)
 
     def _feed(self, tokens: Tensor, real: Tensor) -> Tensor:
-        """Hidden states (B, K, d) of K more columns."""
+        """Read K more columns: their hidden states (B, K, d)."""
         counts = real.long()
         self.mask = torch.cat([self.mask, counts], 1)
         positions = self.position + counts.cumsum(1) - counts
@@ -197,7 +196,7 @@ class _Decoder:
         return self.backbone.hidden(Batch(tokens, self.mask, positions), self.cache)
 
     def _sample(self, logits: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
-        """Token and its log-probability at the sampling temperature, (B,) each; reserved tokens are never sampled.
+        """Draw tokens, with their log-probabilities at the sampling temperature, (B,) each; never a reserved one.
 
         A row's own generator draws nothing for a row that has ended, so that others do not change what it draws next.
         """
@@ -222,7 +221,7 @@ def _rows(tokens: Tensor, logprobs: Tensor, real: Tensor, truncated: Tensor, end
 
 
 def _truncated(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None) -> Tensor:
-    """Only the `top_k` likeliest tokens, and of those the fewest that hold a share of `top_p`; the rest at -inf."""
+    """Keep the `top_k` likeliest tokens, and of those the fewest that hold a share of `top_p`; the rest at -inf."""
     ordered, order = logits.sort(dim=-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     out = torch.zeros_like(ordered, dtype=torch.bool) if not top_k else (rank >= top_k).expand_as(ordered)
@@ -236,12 +235,12 @@ def _truncated(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None) ->
 
 
 def _take(hidden: Tensor, at: Tensor) -> Tensor:
-    """hidden (B, T, d) at positions (B, K) -> (B, K, d)."""
+    """Take hidden (B, T, d) at positions (B, K): (B, K, d)."""
     return hidden.gather(1, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
 
 def _with_lora(backbone: Backbone, lora: Lora | LoraConfig) -> PeftModel:
-    """An adapter as a checkpoint's says, or a fresh one on the language model's projections (paper Table 7: q_proj,
+    """Add an adapter as a checkpoint says, or a fresh one on the language model's projections (paper Table 7: q_proj,
     v_proj), never on the vision tower's."""
     if isinstance(lora, LoraConfig):
         return get_peft_model(backbone.model, lora)

@@ -28,7 +28,7 @@ Give guidance only when a memory applies to the current subgoal and its conditio
 
 
 def compiler_parts(request: CompileRequest, images: bool = True) -> list[Part]:
-    """The user turn. With images=False (a text-only compiler) pictures are left out."""
+    """Write the user turn. With images=False (a text-only compiler) pictures are left out."""
     parts = [*_memory(request.memory, images), Part(text=_state(request))]
     if images and request.image is not None:
         parts += [Part(text="view: "), Part(image=request.image), Part(text="\n")]

@@ -34,7 +34,7 @@ class ApiExecutor:
         return self.endpoint.run([self._act(request) for request in requests])
 
     def hash(self) -> str:
-        """Whose weights these are: nobody outside knows more than the model's name."""
+        """Name whose weights these are: nobody outside knows more."""
         return f"{self.endpoint.config.model} at {self.endpoint.config.base_url}"
 
     async def _act(self, request: ExecutorRequest) -> Action:
@@ -45,6 +45,6 @@ class ApiExecutor:
     def messages(self, request: ExecutorRequest) -> list[Message]:
         image = request.image if self.sees_images else None
         plain = replace(request, image=image, delivered=replace(request.delivered, soft=None))
-        before, *after = executor_parts(plain, "")
+        parts = [part.text if part.image is None else png_bytes(part.image) for part in executor_parts(plain, "")]
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return [*system, user_message(before, *([] if image is None else [png_bytes(image), *after]))]
+        return [*system, user_message(*parts)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor.prompt import ExecutorRequest, executor_parts
 from executor.records import Action, Grounding, ground
-from lm.prompt import Part, Prompt, PromptEncoder, check_context
+from lm.prompt import Prompt, PromptEncoder, check_context
 
 
 class TokenExecutor:
@@ -49,10 +49,8 @@ class TokenExecutor:
         Raises:
             ValueError: memory or observation spell the reserved memory token or the image token.
         """
-        image = request.image if self.sees_images else None
-        before, *after = executor_parts(replace(request, image=image), self.placeholder_text)
-        parts = [Part(before), *([] if image is None else [Part(image=image)]), *(Part(text) for text in after)]
-        prompt = self.encoder.encode(parts, self.instructions)
+        shown = request if self.sees_images else replace(request, image=None)
+        prompt = self.encoder.encode(executor_parts(shown, self.placeholder_text), self.instructions)
         soft = request.delivered.soft
         if prompt.ids.count(self.placeholder) != request.delivered.n_soft:
             raise ValueError("the executor's prompt contains the reserved memory token outside the soft block")

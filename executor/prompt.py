@@ -16,28 +16,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lm.prompt import Part
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 PICTURE = "[picture]"  # how records show a picture's place
+HISTORY = 20  # actions that are shown
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBlock:
-    """What a delivery hands to the executor at one step. All empty is the `none` delivery.
+    """What a delivery hands to the executor at one step. All empty is the `none` delivery."""
 
-    Attributes:
-        memory: text of the whole task memory (static delivery).
-        state: the Brief State's rendered lines without the goal.
-        guidance, reason: compiled text.
-        soft: (N, d) soft tokens at the executor's scale (a torch tensor), or None.
-    """
-
-    memory: str = ""
-    state: str = ""
+    memory: str = ""  # of the whole task memory (static delivery)
+    state: str = ""  # the Brief State's rendered lines without the goal
     guidance: str = ""
     reason: str = ""
-    soft: object | None = None
+    soft: object | None = None  # (N, d) soft tokens at the executor's scale (a torch tensor)
 
     @property
     def n_soft(self) -> int:
@@ -55,13 +51,14 @@ class ExecutorRequest:
     image: Image | None = None  # the current view, for executors that see
 
 
-def executor_text(request: ExecutorRequest, placeholder: str, history: int = 20) -> str:
-    """The user turn as a text. `placeholder` is the memory token, repeated N times where soft tokens go."""
-    return PICTURE.join(executor_parts(request, placeholder, history))
+def executor_text(request: ExecutorRequest, placeholder: str) -> str:
+    """Write the user turn as a text. `placeholder` is the memory token, repeated N times where soft tokens go."""
+    parts = executor_parts(request, placeholder)
+    return "".join(part.text if part.image is None else PICTURE for part in parts)
 
 
-def executor_parts(request: ExecutorRequest, placeholder: str, history: int = 20) -> tuple[str, ...]:
-    """The user turn: one text, or, where there is a picture, what stands before it and what after it."""
+def executor_parts(request: ExecutorRequest, placeholder: str) -> list[Part]:
+    """Write the user turn: one text, or, where there is a picture, what stands before it, the picture, and the rest."""
     d = request.delivered
     lines = [f"goal: {request.goal}"]
     if d.memory:
@@ -73,13 +70,13 @@ def executor_parts(request: ExecutorRequest, placeholder: str, history: int = 20
     if d.n_soft:
         lines.append(f"soft: {placeholder * d.n_soft}")
     if request.history:
-        lines.append(f"did: {' ; '.join(request.history[-history:])}")
+        lines.append(f"did: {' ; '.join(request.history[-HISTORY:])}")
     see = f"see: {request.observation}"
     if request.image is None:
-        return ("\n".join([*lines, see]),)
-    return "\n".join([*lines, "view: "]), f"\n{see}"
+        return [Part("\n".join([*lines, see]))]
+    return [Part("\n".join([*lines, "view: "])), Part(image=request.image), Part(f"\n{see}")]
 
 
 def memory_text(texts: Sequence[str]) -> str:
-    """How static delivery pastes the task memory: the entries' texts, as the compiler reads them too."""
+    """Paste the task memory as static delivery does: the entries' texts, as the compiler reads them too."""
     return "\n\n".join(texts)

@@ -33,7 +33,7 @@ from starlette.requests import ClientDisconnect
 from compiler import checkpoint
 from compiler.base import TokenCompiler
 from compiler.build import load_compiler, load_served_compiler
-from compiler.server.service import CompileJob, CompilerService, Refusal, ServiceLimits, WeightsJob
+from compiler.server.service import CompileJob, CompilerService, Refusal, WeightsJob
 from compiler.server.wire import AdapterBody, Body, CompileBody, CompileReply, Seconds
 from configs.load import ConfigError
 from configs.models import COMPILER_KEY, ServeConfig
@@ -93,26 +93,27 @@ class _Call:
     """One request, from its first byte on; every reason not to answer it is a Refusal."""
 
     def __init__(self, service: CompilerService, request: Request, key: str | None) -> None:
-        self.service, self.request, self.limits = service, request, service.limits
-        self.deadline = asyncio.get_running_loop().time() + service.limits.timeout
+        self.service, self.request, self.timeout = service, request, service.config.timeout_s
+        self.deadline = asyncio.get_running_loop().time() + self.timeout
         if key is not None and not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {key}"):
             raise Refusal(401, f"wrong or missing key: set {COMPILER_KEY} as the service's is set")
 
     async def body(self, model: type[B]) -> B:
         """Read and check the body. Refused where it is too large (by its header, or in fact) or does not arrive."""
-        too_large = Refusal(413, f"a request may have {self.limits.body:,} bytes: send fewer or smaller pictures")
+        most = int(self.service.config.max_body_mib * 2**20)
+        too_large = Refusal(413, f"a request may have {most:,} bytes: send fewer or smaller pictures")
         length, received = self.request.headers.get("content-length", ""), bytearray()
-        if length.isdigit() and int(length) > self.limits.body:
+        if length.isdigit() and int(length) > most:
             raise too_large
         try:
             async with asyncio.timeout_at(self.deadline):
                 async for chunk in self.request.stream():
                     received += chunk
-                    if len(received) > self.limits.body:
+                    if len(received) > most:
                         raise too_large
             return await run_in_threadpool(model.model_validate_json, bytes(received))
         except TimeoutError:
-            raise Refusal(408, f"the request did not arrive within {self.limits.timeout:g} s") from None
+            raise Refusal(408, f"the request did not arrive within {self.timeout:g} s") from None
         except ClientDisconnect:
             raise _gone() from None
         except ValidationError as error:
@@ -129,7 +130,7 @@ class _Call:
             gone.cancel()
         if answer in done:
             return answer.result()
-        raise _gone() if gone in done else Refusal(504, late.format(self.limits.timeout))
+        raise _gone() if gone in done else Refusal(504, late.format(self.timeout))
 
     async def _gone(self) -> None:
         """Return when the client has closed its connection. The whole body has been read."""
@@ -161,9 +162,8 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
     if config.compiler.checkpoint is None:
         raise ConfigError("serving needs a trained compiler: --checkpoint RUN")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    limits = ServiceLimits(config.queue, config.batch, config.timeout_s, int(config.max_body_mib * 2**20))
     weights = checkpoint.sha256(checkpoint.find(Path(config.compiler.checkpoint)))
-    service = CompilerService(lambda: _load(config), limits, config.seed, reloader(config), weights)
+    service = CompilerService(lambda: _load(config), config, reloader(config), weights)
     bound = bound_socket(host, port)
     server = uvicorn.Server(uvicorn.Config(service_app(service, key), log_level="warning", access_log=False))
     leave_gently(server, service)
@@ -204,7 +204,7 @@ def leave_gently(server: Any, service: CompilerService) -> None:
     """Have the first signal refuse what is new, wait for what runs and leave; the second leaves."""
 
     def wait_and_leave() -> None:
-        deadline = time.monotonic() + service.limits.timeout + GRACE_S
+        deadline = time.monotonic() + service.config.timeout_s + GRACE_S
         while service.active and time.monotonic() < deadline:
             time.sleep(0.05)
         server.should_exit = True

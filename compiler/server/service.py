@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -26,6 +27,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from compiler.base import TokenCompiler
 from compiler.records import Compilation, CompileRequest, Decoding
 from compiler.server.wire import SamplingBody
+from configs.models import ServeConfig
 
 log = logging.getLogger("memcompiler.service")
 _STARTING, _LEAVING = "the compiler is starting", "the service is shutting down"
@@ -67,34 +69,25 @@ class WeightsJob:
     result: Future[Any] = field(default_factory=Future)
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceLimits:
-    queue: int = 256  # requests that wait
-    batch: int = 64  # requests of one batch
-    timeout: float = 120.0  # seconds of one request, from its first byte to its answer
-    body: int = 32 << 20  # bytes of one request
-    gather: float = 0.005  # seconds that a batch waits for company
-
-
 class ServiceMetrics:
     """The metrics of one service, for Prometheus, in a registry of their own."""
 
     def __init__(self, ready: Callable[[], float], waiting: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Answered requests to /compile by status.", "code")
-        self.seconds = self._histogram("request_seconds", "From first byte to answer.")
-        self.queued = self._histogram("queue_seconds", "Wait for the compiler.")
-        self.compiled = self._histogram("compile_seconds", "Of one batch.")
-        self.batches = self._counter("batches", "Compiled batches.")
-        self.compilations = self._counter("compilations", "Compiled requests.")
-        self.failures = self._counter("failures", "Requests that could not be compiled.")
-        self.tokens_in = self._counter("tokens_in", "Tokens of prompts.")
-        self.tokens_out = self._counter("tokens_out", "Tokens of emissions and memory tokens.")
-        self.parse_errors = self._counter("parse_errors", "Emissions that cannot be read.")
-        for name, about, value in (
-            ("ready", "1 where /ready answers 200.", ready), ("waiting", "Requests in the queue.", waiting)
-        ):  # fmt: skip
-            Gauge(f"memcompiler_{name}", about, registry=self.registry).set_function(value)
+        here: Any = {"namespace": "memcompiler", "registry": self.registry}
+        counter, seconds = partial(Counter, **here), partial(Histogram, buckets=_BUCKETS, **here)
+        self.requests = counter("requests", "Answered requests to /compile by status.", ("code",))
+        self.seconds = seconds("request_seconds", "From first byte to answer.")
+        self.queued = seconds("queue_seconds", "Wait for the compiler.")
+        self.compiled = seconds("compile_seconds", "Of one batch.")
+        self.batches = counter("batches", "Compiled batches.")
+        self.compilations = counter("compilations", "Compiled requests.")
+        self.failures = counter("failures", "Requests that could not be compiled.")
+        self.tokens_in = counter("tokens_in", "Tokens of prompts.")
+        self.tokens_out = counter("tokens_out", "Tokens of emissions and memory tokens.")
+        self.parse_errors = counter("parse_errors", "Emissions that cannot be read.")
+        Gauge("ready", "1 where /ready answers 200.", **here).set_function(ready)
+        Gauge("waiting", "Requests in the queue.", **here).set_function(waiting)
 
     def count_batch(self, jobs: Sequence[CompileJob], made: Sequence[Compilation]) -> None:
         """Count one batch that was compiled."""
@@ -107,12 +100,6 @@ class ServiceMetrics:
             self.tokens_out.inc(compilation.tokens_out)
             self.parse_errors.inc(compilation.parse_error is not None)
 
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(f"memcompiler_{name}", about, labels, registry=self.registry)
-
-    def _histogram(self, name: str, about: str) -> Histogram:
-        return Histogram(f"memcompiler_{name}", about, registry=self.registry, buckets=_BUCKETS)
-
 
 class CompilerService:
     """Queue and thread. `load` makes the compiler, in that thread; all else is thread-safe.
@@ -121,13 +108,14 @@ class CompilerService:
         reload: loads the weights of a folder as those of a version and returns their SHA-256; None where the service
             keeps what it has.
         weights: SHA-256 of what the checkpoint adds to its base, which /ready tells.
+        gather_s: seconds that a batch waits for company.
     """
 
     def __init__(
-        self, load: Callable[[], TokenCompiler], limits: ServiceLimits | None = None, seed: int = 0,
-        reload: Callable[[Any, Path, int], str] | None = None, weights: str | None = None,
+        self, load: Callable[[], TokenCompiler], config: ServeConfig,
+        reload: Callable[[Any, Path, int], str] | None = None, weights: str | None = None, gather_s: float = 0.005,
     ) -> None:  # fmt: skip
-        self.limits, self.weights = limits or ServiceLimits(), weights
+        self.config, self.weights, self.gather_s = config, weights, gather_s
         self.failure: Exception | None = None  # why there is no compiler
         self.leaving = False
         self.active = 0  # requests that are being answered
@@ -137,7 +125,7 @@ class CompilerService:
         self._changed = threading.Condition()
         self._load, self._reload = load, reload
         self._version: int | None = None  # of the weights that were last sent
-        self._seeds = random.Random(seed)
+        self._seeds = random.Random(config.seed)
         self._thread = threading.Thread(target=self._work, name="compiler", daemon=True)
 
     def start(self) -> None:
@@ -209,8 +197,8 @@ class CompilerService:
 
     def _put(self, job: CompileJob | WeightsJob) -> None:
         with self._changed:
-            if len(self.queue) >= self.limits.queue:
-                raise Refusal(429, f"{self.limits.queue} requests wait already: try again")
+            if len(self.queue) >= self.config.queue:
+                raise Refusal(429, f"{self.config.queue} requests wait already: try again")
             self.queue.append(job)
             self._changed.notify()
 
@@ -231,10 +219,10 @@ class CompilerService:
 
     def _take(self) -> tuple[list[CompileJob], WeightsJob | None]:
         """Wait for jobs and a little for company, and take a batch of them, up to an order for other weights."""
-        most = self.limits.batch
+        most = self.config.batch
         with self._changed:
             self._changed.wait_for(lambda: self.queue)
-            self._changed.wait_for(lambda: len(self.queue) >= most, self.limits.gather)
+            self._changed.wait_for(lambda: len(self.queue) >= most, self.gather_s)
             jobs: list[CompileJob] = []
             while self.queue and len(jobs) < most:
                 job = self.queue.pop(0)

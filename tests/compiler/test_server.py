@@ -31,7 +31,7 @@ from compiler.records import Compilation, CompileRequest, Decoding, Wanted, alwa
 from compiler.server.wire import CompileBody, CompileReply, SamplingBody, Seconds, TensorBody
 from configs.evaluation import EvalConfig
 from configs.load import load_config
-from configs.models import COMPILER_KEY, CompilerConfig, Soft
+from configs.models import COMPILER_KEY, CompilerConfig, ServeConfig, Soft
 from memory.entry import MemoryEntry, Provenance
 from runtime.errors import StopReason
 from runtime.http import RemoteError, RemoteServer
@@ -46,7 +46,7 @@ pytest.importorskip("uvicorn", reason="the service needs the extra serve")
 from fastapi.testclient import TestClient
 
 from compiler.server.app import leave_gently, service_app
-from compiler.server.service import CompilerService, ServiceLimits
+from compiler.server.service import CompilerService
 
 ROOT = Path(__file__).parents[2]
 STATE = "goal: in home 1: put a mug in cabinet\nnow: find mug"
@@ -86,9 +86,9 @@ class Fake:
 
 @contextlib.contextmanager
 def serving(
-    backend: Any = None, key: str | None = None, make: Any = None, **limits: Any
+    backend: Any = None, key: str | None = None, make: Any = None, gather_s: float = 0.005, **settings: Any
 ) -> Iterator[tuple[TestClient, CompilerService]]:
-    service = CompilerService(make or (lambda: backend), ServiceLimits(**limits))
+    service = CompilerService(make or (lambda: backend), ServeConfig(**settings), gather_s=gather_s)
     service.start()
     with TestClient(service_app(service, key)) as client:
         if make is None:
@@ -191,7 +191,7 @@ def test_503_when_the_engine_has_died() -> None:
 def test_a_full_queue_is_429_and_empties_again() -> None:
     fake = Fake()
     fake.gate.clear()
-    with serving(fake, queue=1, gather=0.0) as (client, service):
+    with serving(fake, queue=1, gather_s=0.0) as (client, service):
         first = in_background(lambda: client.post("/compile", json=BODY))
         assert fake.entered.wait(20)  # in the compiler's hands
         second = in_background(lambda: client.post("/compile", json=BODY))
@@ -205,7 +205,7 @@ def test_a_full_queue_is_429_and_empties_again() -> None:
 def test_a_slow_compiler_is_504_and_what_timed_out_is_not_compiled_later() -> None:
     fake = Fake()
     fake.gate.clear()
-    with serving(fake, timeout=0.3, gather=0.0) as (client, service):
+    with serving(fake, timeout_s=0.3, gather_s=0.0) as (client, service):
         answers = [in_background(lambda i=i: client.post("/compile", json=BODY | {"goal": str(i)})) for i in range(3)]
         assert {answer().status_code for answer in answers} == {504}
         fake.gate.set()
@@ -216,7 +216,7 @@ def test_a_slow_compiler_is_504_and_what_timed_out_is_not_compiled_later() -> No
 
 def test_what_times_out_frees_the_compiler() -> None:
     fake = Fake()
-    with serving(fake, timeout=0.5) as (client, service):
+    with serving(fake, timeout_s=0.5) as (client, service):
         answers = [in_background(lambda: client.post("/compile", json=BODY | {"goal": "endless"})) for _ in range(2)]
         assert [answer().status_code for answer in answers] == [504, 504]
         assert client.post("/compile", json=BODY).status_code == 200
@@ -225,7 +225,7 @@ def test_what_times_out_frees_the_compiler() -> None:
 
 def test_a_client_that_goes_frees_the_compiler_and_leaves_the_queue() -> None:
     fake = Fake()
-    with listening(fake, gather=0.0) as (url, _):
+    with listening(fake, gather_s=0.0) as (url, _):
 
         def ask_and_go(seconds: float) -> None:
             with pytest.raises(httpx.ReadTimeout):
@@ -242,7 +242,7 @@ def test_a_client_that_goes_frees_the_compiler_and_leaves_the_queue() -> None:
 
 
 def test_a_large_request_is_413_by_its_header_and_in_fact() -> None:
-    with serving(Fake(), body=1000) as (client, _):
+    with serving(Fake(), max_body_mib=1000 / 2**20) as (client, _):
         large = json.dumps(BODY | {"observation": "x" * 2000}).encode()
         assert client.post("/compile", content=large).status_code == 413
         chunks = (large[i : i + 100] for i in range(0, len(large), 100))  # sent without a length
@@ -251,7 +251,7 @@ def test_a_large_request_is_413_by_its_header_and_in_fact() -> None:
 
 
 def test_a_prompt_beyond_the_context_is_422_and_the_one_beside_it_is_answered() -> None:
-    with listening(tiny_models.memory_compiler(False).eval(), gather=0.5) as (url, _):
+    with listening(tiny_models.memory_compiler(False).eval(), gather_s=0.5) as (url, _):
 
         def ask(observation: str) -> httpx.Response:
             return httpx.post(f"{url}/compile", json=BODY | {"observation": observation}, timeout=60)
@@ -357,13 +357,13 @@ def test_what_comes_back_is_the_compilation_itself(vlm: bool) -> None:
     compiler = tiny_models.memory_compiler(vlm).eval()
     compiler.weight_version = 7
     asked = [tiny_models.request(i, image=i != 1) for i in range(4)]
-    with listening(compiler, gather=0.0, batch=1) as (url, _):
+    with listening(compiler, gather_s=0.0, batch=1) as (url, _):
         made = RemoteCompiler(url).compile(asked)
         assert_same(made, [c for request in asked for c in compiler.compile([request])])
         assert all(c.request is request and c.weight_version == 7 for c, request in zip(made, asked, strict=True))
         assert any(c.parse_error is ParseError.TRUNCATED for c in made)
         assert all(c.soft.dtype == torch.float32 and c.soft.shape == (4, 64) for c in made)
-    with listening(compiler, gather=0.2) as (url, _):  # together: sums in another order
+    with listening(compiler, gather_s=0.2) as (url, _):  # together: sums in another order
         assert_same(RemoteCompiler(url).compile(asked), compiler.compile(asked), atol=1e-5)
 
 
@@ -383,7 +383,7 @@ def test_a_seed_is_drawn_as_by_the_compiler_itself() -> None:
     for text, latent in ((1.2, None), (1.0, 0.5), (0.0, 1.0), (1.0, 0.0)):
         seeds = torch.randint(2**62, (3,), generator=torch.Generator().manual_seed(5)).tolist()
         theirs = alone(seeds, replace(compiler.decoding, temperature=text, latent_temperature=latent))
-        with listening(compiler, gather=0.5, batch=3) as (url, _):  # together: sums in another order
+        with listening(compiler, gather_s=0.5, batch=3) as (url, _):  # together: sums in another order
             assert_same(RemoteCompiler(url, text, latent, seed=5).compile(asked), theirs, atol=1e-5)
             assert "memcompiler_batches_total 1.0" in httpx.get(f"{url}/metrics").text
         with listening(compiler, batch=1) as (url, _):
@@ -410,7 +410,7 @@ def test_a_seed_of_the_services_own_is_named_and_can_be_used_again() -> None:
 def test_busy_and_starting_servers_are_asked_again() -> None:
     fake = Fake()
     fake.gate.clear()
-    with listening(fake, queue=1, batch=1, gather=0.0) as (url, _):
+    with listening(fake, queue=1, batch=1, gather_s=0.0) as (url, _):
         threading.Timer(0.5, fake.gate.set).start()
         assert len(RemoteCompiler(url, timeout=20).compile([tiny_models.request(0)] * 6)) == 6
 
@@ -439,7 +439,7 @@ def test_the_time_limit_is_a_requests_not_the_batchs() -> None:
             time.sleep(0.5)
             return super().compile(requests)
 
-    with listening(Slow(), batch=1, gather=0.0) as (url, _):
+    with listening(Slow(), batch=1, gather_s=0.0) as (url, _):
         assert len(RemoteCompiler(url, timeout=3, parallel=1).compile([tiny_models.request(0)] * 8)) == 8
 
 
@@ -491,7 +491,7 @@ def test_vllm_behind_the_service(tmp_path: Path) -> None:
     reference: MemoryCompiler = vllm_engines.trained(True)
     ours = vllm_engines.served(reference, tmp_path / "a")
     asked = [tiny_models.request(i, image=i != 1) for i in range(4)]
-    with listening(ours, gather=0.2) as (url, _):
+    with listening(ours, gather_s=0.2) as (url, _):
         assert_same(RemoteCompiler(url).compile(asked), reference.compile(asked), atol=1e-4)
         remote = RemoteCompiler(url, 1.2, seed=3)
         made = remote.compile(asked)
