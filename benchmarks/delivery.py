@@ -35,7 +35,7 @@ from configs.models import CompilerConfig, ExecutorConfig, Soft, VllmEngine
 from configs.run_folder import RunFolder
 from envs.household.environment import INSTRUCTIONS
 from executor.build import load_executor
-from lm.loading import model_path, quiet
+from lm.backbone import model_path, quiet
 from runtime.progress import progress
 from runtime.settings import Settings
 

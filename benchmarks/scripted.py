@@ -26,7 +26,7 @@ from envs.household.environment import INSTRUCTIONS as RULES
 from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest, memory_text
 from executor.records import Action, Executor, Grounding
-from lm.loading import load_encoder
+from lm.backbone import load_encoder
 from memory.entry import MemoryEntry, Provenance
 
 EMISSION_TOKENS = 48  # written at every step; the end-of-turn token follows

@@ -40,7 +40,7 @@ def load_compiler(
 
     from compiler import checkpoint
     from compiler.hf import MemoryCompiler
-    from lm.loading import device_of, dtype_of, load_backbone, model_path
+    from lm.backbone import device_of, dtype_of, load_backbone, model_path
     from soft_mem.projector import Projector, ProjectorConfig
 
     torch.manual_seed(seed)  # the initialisation of LoRA and projector
@@ -74,7 +74,7 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: st
     """
     from compiler import checkpoint
     from compiler.vllm import VllmCompiler, engine_settings
-    from lm.loading import device_of, load_encoder, model_path
+    from lm.backbone import device_of, load_encoder, model_path
     from lm.vllm import load_engine
 
     if config.checkpoint is None:

@@ -23,7 +23,7 @@ from configs.load import load_config
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
 from envs.registry import Environments, executor_instructions
 from executor.build import load_executor
-from lm.loading import quiet
+from lm.backbone import quiet
 
 
 def main(checkpoint: str | None = None, number: int = 0) -> bool:

@@ -31,7 +31,7 @@ def load_executor(config: ExecutorConfig, instructions: str, cache: Path | None 
         return ApiExecutor(Endpoint(config.api, cache), common["instructions"], config.max_new_tokens)
     if config.engine == "hf":
         return load_frozen(config, instructions)
-    from lm.loading import dtype_of, load_encoder, model_path, quiet
+    from lm.backbone import dtype_of, load_encoder, model_path, quiet
 
     quiet()
     name = model_path(config.model)
@@ -54,7 +54,7 @@ def load_executor(config: ExecutorConfig, instructions: str, cache: Path | None 
 def load_frozen(config: ExecutorConfig, instructions: str) -> FrozenExecutor:
     """Make the executor in this process, whatever `engine` says: a gradient can pass through it."""
     from executor.hf import FrozenExecutor
-    from lm.loading import device_of, dtype_of, load_backbone, model_path, quiet
+    from lm.backbone import device_of, dtype_of, load_backbone, model_path, quiet
 
     quiet()
     backbone = load_backbone(

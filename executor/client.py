@@ -32,8 +32,8 @@ from torch import Tensor
 
 from configs.models import EXECUTOR_KEY
 from executor.base import TokenExecutor
+from lm.backbone import input_embeddings, load_encoder
 from lm.endpoint import content_part
-from lm.loading import input_embeddings, load_encoder
 from lm.prompt import Prompt
 from memory.trajectory import png_bytes
 from runtime.http import RefusedError, RemoteError, RemoteServer

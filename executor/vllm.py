@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from executor.base import TokenExecutor
-from lm.loading import input_embeddings
+from lm.backbone import input_embeddings
 from lm.prompt import Prompt, PromptEncoder
 from lm.vllm import SETTINGS, check_read, request_of, run
 

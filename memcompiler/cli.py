@@ -246,7 +246,7 @@ def serve_executor(
 ) -> None:
     """A frozen executor behind vLLM's own server, started so that it takes soft tokens."""
     from executor.client import serve, server_command
-    from lm.loading import model_path
+    from lm.backbone import model_path
     from runtime.http import check_loopback, http_url
 
     check_loopback(host)
@@ -305,7 +305,7 @@ def zoo_gate(
     seed: Annotated[int, typer.Option(help="Seed of the scenes.")] = 1,
 ) -> None:
     """Test look-up: does the base name the place that the right memory entry holds? Exits 1 at 95 % or below."""
-    from lm.loading import model_path
+    from lm.backbone import model_path
     from zoo.household.gate import THRESHOLD, gate
 
     result = gate(model_path(model), scenes, seed)
@@ -336,7 +336,7 @@ def _make(name: str, out: Path, work: Path, seed: int) -> None:
     """Make a model with one thread: its recipe gives the same weights again only with as many threads."""
     import torch
 
-    from lm.loading import quiet
+    from lm.backbone import quiet
     from zoo.household.recipes import train_compiler, train_executor
 
     quiet()

@@ -15,8 +15,8 @@ from data_gen.collect import Teacher, play, prepare, write_rows
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
 from envs.registry import Environments
 from executor.records import Executor
+from lm.backbone import quiet
 from lm.endpoint import Endpoint
-from lm.loading import quiet
 
 console = Console(width=120)
 RESPONSES = "responses.sqlite"  # a collection's file of endpoints' answers

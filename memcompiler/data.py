@@ -49,7 +49,7 @@ def data_inspect(
     """What rows hold: episodes, emission kinds, lengths, actions; all folders together."""
     from data_gen.dataset import of_collection, print_statistics, statistics
     from data_gen.rows import load_rows, row_folders
-    from lm.loading import model_path, quiet
+    from lm.backbone import model_path, quiet
 
     quiet()
     folders = row_folders(rows)
@@ -70,7 +70,7 @@ def data_push(
 ) -> None:
     """Upload rows (Parquet, pictures included) and their card to the Hugging Face hub."""
     from data_gen.dataset import push
-    from lm.loading import quiet
+    from lm.backbone import quiet
 
     quiet()
     typer.echo(push(rows, repo, private=not public))

@@ -23,7 +23,7 @@ from compiler.vllm import VllmCompiler
 from compiler.vllm import engine_settings as compiler_settings
 from configs.models import EXECUTOR_KEY
 from executor.vllm import engine_settings as executor_settings
-from lm.loading import load_encoder
+from lm.backbone import load_encoder
 from runtime.http import LOOPBACK, answers, free_port, http_url
 from runtime.processes import ChildProcess
 from tests import tiny_models

@@ -22,7 +22,7 @@ from compiler.records import CompileRequest
 from envs.household.environment import INSTRUCTIONS as RULES
 from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
-from lm.loading import load_encoder
+from lm.backbone import load_encoder
 from memcompiler.cli import app
 
 MODEL, MEMORY, STEPS, SOFT = "zoo/household/executor", 200, 3, 4

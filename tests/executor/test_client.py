@@ -32,7 +32,7 @@ from executor.client import RemoteExecutor, _nodes
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from executor.records import Grounding
-from lm.loading import load_backbone
+from lm.backbone import load_backbone
 from memcompiler.cli import app
 from runtime.errors import StopReason
 from runtime.http import RemoteError

@@ -16,7 +16,7 @@ from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_parts
 from executor.records import Grounding
 from executor.vllm import SOFT_PARTS, VllmExecutor, engine_settings
-from lm.loading import load_backbone, load_encoder
+from lm.backbone import load_backbone, load_encoder
 from tests import vllm_engines
 
 pytestmark = vllm_engines.marks

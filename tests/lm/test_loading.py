@@ -9,7 +9,7 @@ from configs.models import ExecutorConfig
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
-from lm.loading import load_backbone
+from lm.backbone import load_backbone
 
 MODEL = Path(__file__).parents[2] / "zoo" / "household" / "executor"
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "look")

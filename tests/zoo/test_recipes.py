@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from lm.loading import load_backbone
+from lm.backbone import load_backbone
 from tests.tiny_models import tokenizer
 from zoo.household import episodes, recipes, stages
 from zoo.household.curriculum import Level, TextCurriculum

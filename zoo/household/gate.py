@@ -22,8 +22,7 @@ from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest, Decoding
 from data_gen.tasks import collect_experience, specs_for
 from envs.household.environment import HouseholdEnvironment
-from lm.backbone import Backbone
-from lm.loading import load_backbone
+from lm.backbone import Backbone, load_backbone
 from lm.prompt import Part
 from memory.bank import MemoryBank
 from soft_mem.projector import Projector, ProjectorConfig
