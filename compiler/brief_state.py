@@ -62,11 +62,7 @@ class BriefState:
     beliefs: tuple[Belief, ...] = ()
 
     def apply(self, op: Op) -> BriefState:
-        """Give the state after one operation.
-
-        Raises:
-            BriefStateError: Create on an existing key, Update or Delete on a missing one, Fold without a subgoal.
-        """
+        """Give the state after one operation. Raises: BriefStateError, where it does not apply."""
         planned, known = bool(self.current or self.pending), {belief.key for belief in self.beliefs}
         match op:
             case Fold(summary):
@@ -136,11 +132,7 @@ def render_brief_state(state: BriefState) -> str:
 
 
 def parse_brief_state(text: str) -> BriefState:
-    """Read what `render_brief_state` writes.
-
-    Raises:
-        ValueError: for text that no Brief State renders to.
-    """
+    """Read what `render_brief_state` writes. Raises: ValueError, for text that no Brief State renders to."""
     parts = (line.partition(": ") for line in text.split("\n"))
     lines = {name if separator else name.rstrip(":"): value for name, separator, value in parts}
     if unknown := set(lines) - {"goal", "done", "now", "next", "know", "note"}:

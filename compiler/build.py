@@ -66,12 +66,7 @@ def load_compiler(
 
 
 def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: str = INSTRUCTIONS) -> VllmCompiler:
-    """Make the trained compiler in a vLLM engine.
-
-    Raises:
-        ConfigError: no checkpoint to serve.
-        CheckpointError: one that is missing or incomplete.
-    """
+    """Make the trained compiler in a vLLM engine. Raises: ConfigError or CheckpointError, where there is none."""
     from compiler import checkpoint
     from compiler.vllm import VllmCompiler, engine_settings
     from lm.backbone import device_of, load_encoder, model_path

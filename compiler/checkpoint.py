@@ -104,11 +104,8 @@ def lora_config(folder: Path) -> LoraConfig:
 
 
 def load(folder: Path, compiler: MemoryCompiler) -> dict[str, Any]:
-    """Load adapter and projector of a checkpoint into a (whole) compiler of the same shape; return its state.
-
-    Raises:
-        CheckpointError: missing or corrupt files, or weights that do not fit the compiler.
-    """
+    """Load adapter and projector of a checkpoint into a (whole) compiler of the same shape; return its state. Raises:
+    CheckpointError, for missing or corrupt files, or weights that do not fit."""
     weights, state = read_weights(folder, compiler)
     put(compiler, weights)
     return state

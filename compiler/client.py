@@ -47,11 +47,8 @@ class RemoteCompiler:
         self._each("/adapter", [[order] for _ in self.servers])
 
     def hash(self) -> str | None:
-        """Ask for the SHA-256 of what the services' checkpoint adds to its base; None where they do not say.
-
-        Raises:
-            RemoteError: a service cannot be reached, or they compile with different weights.
-        """
+        """Ask for the SHA-256 of what the services' checkpoint adds to its base; None where they do not say. Raises:
+        RemoteError, where a service cannot be reached, or they compile with different weights."""
         weights = {server.url: server.get("/ready").get("weights") for server in self.servers}
         if len(set(weights.values())) > 1:
             raise RemoteError(f"the compiler services have different weights: {weights}")

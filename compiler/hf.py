@@ -121,10 +121,7 @@ class _Decoder:
     of the same task memory have in common (the episodes of a group) once for all of them.
 
     A row that has ended goes on as padding that nothing attends to (`real` is 0) and that takes up no position.
-
-    Args:
-        memories: which task memory each prompt begins with.
-        by: what draws: one generator for all rows, or one for each.
+    `memories` says which task memory each prompt begins with.
     """
 
     def __init__(

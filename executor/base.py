@@ -44,11 +44,8 @@ class TokenExecutor:
         self.temperature, self.generator = temperature, torch.Generator().manual_seed(0)
 
     def encode(self, request: ExecutorRequest) -> Prompt:
-        """Make the prompt that all backends read. A picture is left out by an executor that does not see.
-
-        Raises:
-            ValueError: memory or observation spell the reserved memory token or the image token.
-        """
+        """Make the prompt that all backends read. A picture is left out by an executor that does not see. Raises:
+        ValueError, where memory or observation spell the reserved memory token or the image token."""
         shown = request if self.sees_images else replace(request, image=None)
         prompt = self.encoder.encode(executor_parts(shown, self.placeholder_text), self.instructions)
         soft = request.delivered.soft

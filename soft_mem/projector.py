@@ -87,11 +87,7 @@ class Projector(nn.Module):
 
 def inject(embeddings_BTd: Tensor, tokens_BT: Tensor, placeholder: int, soft_BNd: Tensor) -> Tensor:
     """Put each row's soft tokens (at the executor's scale) in the places of its N placeholders, in order, and nowhere
-    else. Differentiable.
-
-    Raises:
-        ValueError: a row does not hold exactly N placeholders.
-    """
+    else. Differentiable. Raises: ValueError, where a row does not hold exactly N placeholders."""
     is_soft_BT = tokens_BT == placeholder
     counts = is_soft_BT.sum(1)
     if not bool((counts == soft_BNd.shape[1]).all()):

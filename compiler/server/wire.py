@@ -26,7 +26,6 @@ from memory.trajectory import png_bytes
 
 MAX_PIXELS = 1 << 24  # of one picture: a small file may unfold to gigabytes
 _NOWHERE = Provenance("", "", "", "", False)  # where an entry comes from is not the compiler's business
-_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def _brief_state(text: str) -> str:
@@ -46,13 +45,13 @@ def _png(text: str) -> str:
         data = base64.b64decode(text, validate=True)
     except binascii.Error:
         raise ValueError("not base64") from None
-    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
-    if not data.startswith(_PNG) or not 0 < width * height <= MAX_PIXELS:
-        raise ValueError(f"not a PNG of 1 to {MAX_PIXELS:,} pixels")
     try:
-        _image(data).load()
+        image = _image(data)  # reads the head alone
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError
+        image.load()
     except Exception:  # whatever a decoder makes of a broken file
-        raise ValueError("a PNG that cannot be decoded") from None
+        raise ValueError(f"not a PNG of 1 to {MAX_PIXELS:,} pixels that can be decoded") from None
     return text
 
 
@@ -76,7 +75,7 @@ class TensorBody(Body):
         return cls(shape=tuple(tensor.shape), data=base64.b64encode(values.tobytes()).decode("ascii"))
 
     def tensor(self) -> Tensor:
-        """fp32 on the CPU. Raises: ValueError, where data and shape do not fit."""
+        """Read it, fp32 on the CPU. Raises: ValueError, where data and shape do not fit."""
         values = np.frombuffer(base64.b64decode(self.data, validate=True), dtype="<f4")
         if values.size != math.prod(self.shape):
             raise ValueError(f"a tensor of shape {list(self.shape)} cannot have {values.size} values")
@@ -98,11 +97,10 @@ class SamplingBody(Body):
 
 
 class AdapterBody(Body):
-    """Weights for a service that rolls out: a folder (of a file system that both sides see) with a checkpoint's
-    `adapter/` and projector, and the version that compilations will bear."""
+    """POST /adapter: weights for a service that rolls out."""
 
-    folder: str
-    version: int
+    folder: str  # with a checkpoint's `adapter/` and projector, in a file system that both sides see
+    version: int  # that compilations will bear
 
 
 class CompileBody(Body):
@@ -185,11 +183,8 @@ class CompileReply(Body):
         )  # fmt: skip
 
     def compilation(self, request: CompileRequest) -> Compilation:
-        """Make the record that the agent loop reads; where z was not sent, it is the mean.
-
-        Raises:
-            ValueError: the service reads emissions differently, or a tensor is damaged.
-        """
+        """Make the record that the agent loop reads; where z was not sent, it is the mean. Raises: ValueError, where
+        the service reads emissions differently, or a tensor is damaged."""
         error = self.parse_error
         parsed = ParseResult(Emission(), error) if error is ParseError.TRUNCATED else parse(self.text)
         if (parsed.emission.kind, parsed.error) != (self.kind, error):
