@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("memcompiler.compiler")
 
 
-def load_compiler(
-    config: CompilerConfig, executor: object, seed: int = 0, instructions: str = INSTRUCTIONS
-) -> MemoryCompiler:
+def load_compiler(config: CompilerConfig, executor: object, seed: int = 0) -> MemoryCompiler:
     """Make base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones. Always the
     Hugging Face model, which training needs; `load_served_compiler` makes the engine that is fast.
 
@@ -59,13 +57,13 @@ def load_compiler(
         emb_std = float(table.float().std()) if config.soft.emb_std == "auto" else config.soft.emb_std
         shape = (backbone.hidden_size, table.shape[1], config.soft.n_tokens)
         projector = Projector(ProjectorConfig(*shape, config.soft.projector, emb_std, config.soft.init_log_sigma))
-    compiler = MemoryCompiler(backbone, projector, _decoding(config), _shown(config, instructions), lora, seed)
+    compiler = MemoryCompiler(backbone, projector, *_how(config), lora, seed)
     if found:
         checkpoint.load(found, compiler)
     return compiler
 
 
-def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: str = INSTRUCTIONS) -> VllmCompiler:
+def load_served_compiler(config: CompilerConfig, seed: int = 0) -> VllmCompiler:
     """Make the trained compiler in a vLLM engine. Raises: ConfigError or CheckpointError, where there is none."""
     from compiler import checkpoint
     from compiler.vllm import VllmCompiler, engine_settings
@@ -79,10 +77,8 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, instructions: st
     _report_contradictions(config, lora)
     name, ranks = model_path(config.model), (lora.rank_pattern or {}).values()
     llm = load_engine(name, config.dtype, engine_settings(max([lora.r, *ranks])), config.vllm)
-    served = VllmCompiler(
-        llm, load_encoder(name, config.memory_token), projector, _decoding(config), _shown(config, instructions), seed,
-        config.constrained, device_of(config.device),
-    )  # fmt: skip
+    encoder, device = load_encoder(name, config.memory_token), device_of(config.device)
+    served = VllmCompiler(llm, encoder, projector, *_how(config), seed, config.constrained, device)
     served.load_adapter(found, 0, projector)
     return served
 
@@ -108,9 +104,7 @@ def _report_contradictions(config: CompilerConfig, lora: LoraConfig) -> None:
             )  # fmt: skip
 
 
-def _decoding(config: CompilerConfig) -> Decoding:
-    return Decoding(config.temperature, config.max_new_tokens, config.batch_size)
-
-
-def _shown(config: CompilerConfig, instructions: str) -> str:
-    return instructions if config.instructions == "full" else ""
+def _how(config: CompilerConfig) -> tuple[Decoding, str]:
+    """Say how emissions are drawn, and after which instructions."""
+    decoding = Decoding(config.temperature, config.max_new_tokens, config.batch_size)
+    return decoding, INSTRUCTIONS if config.instructions == "full" else ""

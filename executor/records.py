@@ -27,20 +27,16 @@ class Match(NamedTuple):
     how: Grounding
 
 
-def ground(text: str, admissible: Sequence[str] | None, cutoff: float = 0.8) -> Match:
-    """Find the admissible command that `text` means: equal up to case and white space, else the closest.
-
-    Args:
-        text: the executor's free answer; only its first non-empty line counts.
-        cutoff: difflib similarity in [0, 1] below which nothing is matched.
-    """
+def ground(text: str, admissible: Sequence[str] | None) -> Match:
+    """Find the admissible command that the first non-empty line of an executor's free answer means: equal up to case
+    and white space, else the closest by difflib's similarity, if that is at least 0.8."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "").rstrip(".")
     if admissible is None:
         return Match(line, Grounding.FREE)
     folded = {_fold(command): command for command in admissible}
     if _fold(line) in folded:
         return Match(folded[_fold(line)], Grounding.EXACT)
-    close = difflib.get_close_matches(_fold(line), list(folded), n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(_fold(line), list(folded), n=1, cutoff=0.8)
     return Match(folded[close[0]], Grounding.FUZZY) if close else Match(line, Grounding.FAILED)
 
 
