@@ -225,7 +225,7 @@ def _start(facts: _Facts) -> State:
     agent = facts.of("atlocation")
     if len(agent) != 1:
         raise ValueError(f"the agent is at {len(agent)} places at the start instead of one")
-    state = State(facts.locations[agent[0][1]], len(facts.places), len(facts.locations))
+    state = State.empty(facts.locations[agent[0][1]], len(facts.places), len(facts.locations))
     for item, place in facts.of("inreceptacle"):
         state.contents[facts.places[place]] |= 1 << facts.items[item]
     for item, location in facts.of("objectatlocation"):

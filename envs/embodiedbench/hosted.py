@@ -1,10 +1,7 @@
 """What runs inside EmbodiedBench's own Python: its four environment classes behind the worker's plain contract.
 
-    reset(task) -> {"text", "image", "admissible"}
-    step(action) -> {"observation", "progress", "success", "done"}
-
-`image` is a PNG as bytes. Python 3.9; nothing but the standard library, EmbodiedBench, and the numpy and Pillow that
-it depends on. Written against EmbodiedBench at commit fc59f55; `_Benchmark` and its children hold what differs.
+Python 3.9; nothing but the standard library, EmbodiedBench, and the numpy and Pillow that it depends on. Written
+against EmbodiedBench at commit fc59f55; `_Benchmark` and its children hold what differs.
 
 An action is the text of a skill (or its number). One that is no skill never reaches the simulator: as in
 EmbodiedBench's own evaluators it counts as an invalid action, costs no environment step, and ends the episode at the
@@ -17,7 +14,6 @@ import contextlib
 import copy
 import importlib
 import importlib.util
-import io
 import json
 import os
 import re
@@ -53,8 +49,8 @@ class HostedEmbodiedBench:
         self.benchmark: _Benchmark = BENCHMARKS[benchmark](resolution)
         self.env: Any = None
         self._eval_set = ""
-        self._unknown, self._success, self._progress, self._done = 0, 0.0, 0.0, True
-        self._image: bytes | None = None
+        self._unknown, self._success, self._progress, self._done = 0, False, 0.0, True
+        self._image: Any = None
         self._extra = ""
 
     def tasks(self, split: str) -> list[dict[str, Any]]:
@@ -62,7 +58,7 @@ class HostedEmbodiedBench:
         try:
             return task_files.list_tasks(self.name, split, self.data_root)
         except task_files.NoTaskFile as missing:
-            if not self.benchmark.lists_its_tasks:
+            if self.benchmark.one_for_all_sets:
                 raise FileNotFoundError(str(missing)) from missing  # by a name that the pool knows
             self._start(split)
             self._done = True  # listing may have moved the simulator away from a running episode
@@ -78,7 +74,7 @@ class HostedEmbodiedBench:
                 f"asked for the episode {task['goal']!r}, the simulator started {said!r}: the task files and"
                 " EmbodiedBench's data are not of one version; list the tasks again"
             )
-        self._unknown, self._success, self._progress, self._done = 0, 0.0, 0.0, False
+        self._unknown, self._success, self._progress, self._done = 0, False, 0.0, False
         return self._observation(START, pixels)
 
     def step(self, action: str) -> dict[str, Any]:
@@ -89,14 +85,10 @@ class HostedEmbodiedBench:
             return self._refuse(action)
         self._unknown = 0
         pixels, _, done, info = self.env.step(skill)
-        self._success = float(info["task_success"])
-        self._progress = max(float(info.get("task_progress", 0.0)), self._success)
-        self._done = bool(done) or self._success > 0
+        success = float(info["task_success"])
+        self._success, self._done = success > 0, bool(done) or success > 0
+        self._progress = min(max(float(info.get("task_progress", 0.0)), success, 0.0), 1.0)
         return self._transition(str(info["env_feedback"]), pixels)
-
-    def expert(self) -> list[str] | None:
-        """None: EmbodiedBench ships no planner."""
-        return None
 
     def close(self) -> None:
         if self.env is not None:
@@ -121,15 +113,11 @@ class HostedEmbodiedBench:
         return self._transition(f"Last action is invalid. {self.benchmark.why_not(action)}", None)
 
     def _transition(self, text: str, pixels: Any) -> dict[str, Any]:
-        return {
-            "observation": self._observation(text, pixels),
-            "progress": min(max(self._progress, 0.0), 1.0),
-            "success": self._success > 0,
-            "done": self._done,
-        }
+        seen = self._observation(text, pixels)
+        return {"observation": seen, "progress": self._progress, "success": self._success, "done": self._done}
 
     def _observation(self, text: str, pixels: Any) -> dict[str, Any]:
-        """`pixels` as the environment returned them; None for "as before"."""
+        """Show `pixels` as the environment returned them; None for "as before"."""
         if pixels is not None:
             self._image = self.benchmark.picture(self.env, pixels)
             self._extra = self.benchmark.extra_text(self.env)
@@ -140,7 +128,7 @@ class HostedEmbodiedBench:
 
 
 def _checkout(home: str) -> str:
-    """The folder that holds the package `embodiedbench`, made importable."""
+    """Make the package `embodiedbench` importable and return the folder that holds it."""
     if home:
         folder = Path(home).resolve()
         if not (folder / "embodiedbench").is_dir():
@@ -164,11 +152,9 @@ def _checkout(home: str) -> str:
 class _Benchmark:
     """EB-ALFRED's and EB-Navigation's way, which the other two change: a task is an entry put into `env.dataset`."""
 
-    module = ""
-    class_name = ""
+    module = class_name = ""
     any_eval_set = "base"
-    one_for_all_sets = True  # the entry carries all, so that one simulator plays every split
-    lists_its_tasks = False
+    one_for_all_sets = True  # the entry carries all; else each split has its simulator, which alone can list it
 
     def __init__(self, resolution: int) -> None:
         self.resolution = resolution
@@ -203,8 +189,8 @@ class _Benchmark:
     def why_not(self, action: str) -> str:
         return f"{action.strip()!r} is not in the list of skills."
 
-    def picture(self, env: Any, pixels: Any) -> bytes | None:
-        return png(pixels.get("head_rgb"))
+    def picture(self, env: Any, pixels: Any) -> Any:
+        return picture(pixels.get("head_rgb"))
 
     def extra_text(self, env: Any) -> str:
         return ""
@@ -234,7 +220,6 @@ class _Navigation(_Benchmark):
 class _Habitat(_Benchmark):
     module, class_name = "embodiedbench.envs.eb_habitat.EBHabEnv", "EBHabEnv"
     one_for_all_sets = False
-    lists_its_tasks = True
 
     def make(self, eval_set: str) -> Any:
         module = self.load()
@@ -265,7 +250,6 @@ class _Manipulation(_Benchmark):
 
     module, class_name = "embodiedbench.envs.eb_manipulation.EBManEnv", "EBManEnv"
     one_for_all_sets = False
-    lists_its_tasks = True
 
     def make(self, eval_set: str) -> Any:
         size = (self.resolution, self.resolution)
@@ -283,12 +267,10 @@ class _Manipulation(_Benchmark):
             env.reset()
             kind, files = env.dataset[index][-1], Path(env.dataset[index][3]).parts
             variation, episode = ([part for part in files if part.startswith(p)][-1] for p in ("variation", "episode"))
-            listed.append({
-                "id": f"{split}-{kind}-{variation}-{episode}", "goal": env.episode_language_instruction.strip(),
-                "scene": "", "split": split, "kind": kind, "family": "",
-                "data": {"eval_set": split, "index": str(index)},
-                "isolation": {"episode": [f"{split}/{kind}/{variation}/{episode}"]},
-            })  # fmt: skip
+            listed.append(task_files.task(
+                f"{split}-{kind}-{variation}-{episode}", env.episode_language_instruction, "", split, kind,
+                {"eval_set": split, "index": str(index)}, {"episode": [f"{split}/{kind}/{variation}/{episode}"]},
+            ))  # fmt: skip
         return listed
 
     def skills(self, env: Any) -> list[str] | None:
@@ -309,8 +291,8 @@ class _Manipulation(_Benchmark):
             f" in 0-{VOXELS}, angles in 0-{ANGLES} and gripper 0 or 1."
         )
 
-    def picture(self, env: Any, pixels: Any) -> bytes | None:
-        return png(env.last_frame_obs.get("front_rgb"))
+    def picture(self, env: Any, pixels: Any) -> Any:
+        return picture(env.last_frame_obs.get("front_rgb"))
 
     def extra_text(self, env: Any) -> str:
         """Where the objects are: the benchmark's own prompt states it, and no action could be aimed without."""
@@ -333,7 +315,7 @@ BENCHMARKS = {
 
 
 def skill_index(action: str, skills: list[str]) -> int | None:
-    """The skill that a text means: as it stands, else but for case, articles and punctuation, else by its number."""
+    """Find the skill that a text means: as it stands, else but for case, articles and punctuation, else by number."""
     text = action.strip()
     with contextlib.suppress(ValueError):
         return skills.index(text)
@@ -351,8 +333,8 @@ def _plain(text: str) -> str:
     return "".join(word for word in words if word not in ("a", "an", "the"))
 
 
-def png(pixels: Any) -> bytes | None:
-    """An array of height x width x 1, 3 or 4 (bytes, or floats in [0, 1]; a torch tensor too) as a PNG."""
+def picture(pixels: Any) -> Any:
+    """Make a PIL image of an array of height x width x 1, 3 or 4 (bytes, or floats in [0, 1]; a torch tensor too)."""
     if pixels is None:
         return None
     import numpy
@@ -361,14 +343,11 @@ def png(pixels: Any) -> bytes | None:
     array = numpy.asarray(pixels.cpu() if hasattr(pixels, "cpu") else pixels)
     if array.dtype != numpy.uint8:
         array = (array * 255.0).clip(0, 255).astype(numpy.uint8)
-    array = array.repeat(3, axis=2) if array.shape[2] == 1 else array[:, :, :3]
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, format="PNG", compress_level=1)  # it travels on one machine only
-    return buffer.getvalue()
+    return Image.fromarray(array.repeat(3, axis=2) if array.shape[2] == 1 else array[:, :, :3])
 
 
 def _habitat_core(env: Any) -> Any:
-    """habitat's own environment below EmbodiedBench's and gym's wrappers."""
+    """Find habitat's own environment below EmbodiedBench's and gym's wrappers."""
     layer = env.env
     while not hasattr(layer, "habitat_env"):
         if not hasattr(layer, "env"):

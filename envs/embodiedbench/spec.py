@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,29 +50,21 @@ class Installation:
 
     variable: str  # names the interpreter
     conda: str  # EmbodiedBench's own name for that environment
-    modules: tuple[str, ...]  # what its environment class imports, the simulator first
-    data: str  # what must be downloaded into the checkout; "" when git brings all
+    modules: tuple[str, ...]  # what its environment class imports besides `_SHARED_MODULES`, the simulator first
+    data: str = ""  # what must be downloaded into the checkout, below embodiedbench/envs; "" when git brings all
 
 
+_SHARED_MODULES = ("numpy", "PIL.Image", "embodiedbench")
 INSTALLATIONS: Mapping[str, Installation] = {
     "eb_alfred": Installation(
-        "EMBODIEDBENCH_PYTHON", "embench", ("ai2thor.controller", "gym", "numpy", "PIL.Image", "embodiedbench"),
-        "embodiedbench/envs/eb_alfred/data/json_2.1.0",
+        "EMBODIEDBENCH_PYTHON", "embench", ("ai2thor.controller", "gym"), "eb_alfred/data/json_2.1.0"
     ),
-    "eb_habitat": Installation(
-        "EMBODIEDBENCH_PYTHON", "embench", ("habitat_sim", "habitat", "gym", "numpy", "PIL.Image", "embodiedbench"),
-        "embodiedbench/envs/eb_habitat/data",
-    ),
-    "eb_navigation": Installation(
-        "EMBODIEDBENCH_NAV_PYTHON", "embench_nav", ("ai2thor.platform", "gym", "numpy", "PIL.Image", "embodiedbench"),
-        "",
-    ),
+    "eb_habitat": Installation("EMBODIEDBENCH_PYTHON", "embench", ("habitat_sim", "habitat", "gym"), "eb_habitat/data"),
+    "eb_navigation": Installation("EMBODIEDBENCH_NAV_PYTHON", "embench_nav", ("ai2thor.platform", "gym")),
     "eb_manipulation": Installation(
-        "EMBODIEDBENCH_MAN_PYTHON", "embench_man",
-        ("pyrep", "amsolver", "gymnasium", "numpy", "PIL.Image", "embodiedbench"),
-        "embodiedbench/envs/eb_manipulation/data",
+        "EMBODIEDBENCH_MAN_PYTHON", "embench_man", ("pyrep", "amsolver", "gymnasium"), "eb_manipulation/data"
     ),
-}  # fmt: skip
+}
 
 
 def interpreter(benchmark: str, python: str | None = None) -> str:
@@ -107,16 +99,19 @@ def worker_variables(benchmark: str) -> dict[str, str]:
 
 def construct(settings: EmbodiedBenchSettings) -> WorkerSpec:
     """Say how a worker is started. Raises as `interpreter`."""
-    home = settings.home or os.environ.get(HOME)
+    home, data_root = _home(settings), settings.data_root
     arguments = {
         "benchmark": settings.name, "home": str(Path(home).resolve()) if home else "",
-        "data_root": str(Path(settings.data_root).resolve()) if settings.data_root else "",
-        "resolution": settings.resolution,
+        "data_root": str(Path(data_root).resolve()) if data_root else "", "resolution": settings.resolution,
     }  # fmt: skip
+    python = interpreter(settings.name, settings.python)
     return WorkerSpec(
-        "envs.embodiedbench.hosted:HostedEmbodiedBench", arguments, interpreter(settings.name, settings.python),
-        worker_variables(settings.name),
-    )  # fmt: skip
+        "envs.embodiedbench.hosted:HostedEmbodiedBench", arguments, python, worker_variables(settings.name)
+    )
+
+
+def _home(settings: EmbodiedBenchSettings) -> str:
+    return settings.home or os.environ.get(HOME) or ""
 
 
 def list_tasks(settings: EmbodiedBenchSettings, split: str) -> list[Task] | None:
@@ -126,7 +121,7 @@ def list_tasks(settings: EmbodiedBenchSettings, split: str) -> list[Task] | None
         ValueError: no such split.
         FileNotFoundError: no task files, and no EmbodiedBench to ask; the message says what to set.
     """
-    root = settings.data_root or settings.home or os.environ.get(HOME) or ""
+    root = settings.data_root or _home(settings)
     try:
         return [task_from_json(fields) for fields in task_files.list_tasks(settings.name, split, root)]
     except task_files.NoTaskFile as missing:
@@ -152,7 +147,7 @@ def import_all(benchmark: str, seconds: float = 100.0) -> str:
     place = INSTALLATIONS[benchmark]
     if not os.environ.get(place.variable):
         raise Missing(f"{place.variable} is not set")
-    command = [interpreter(benchmark), "-c", _IMPORT_ALL, *place.modules]
+    command = [interpreter(benchmark), "-c", _IMPORT_ALL, *place.modules, *_SHARED_MODULES]
     paths = [path for path in (os.environ.get(HOME), os.environ.get("PYTHONPATH")) if path]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths)}
     with tempfile.TemporaryDirectory() as folder:  # some of these modules write where they are imported
@@ -167,14 +162,9 @@ def import_all(benchmark: str, seconds: float = 100.0) -> str:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise RuntimeError(f"its Python says: {said[-1]}")
     found = json.loads([line for line in done.stdout.splitlines() if line.startswith('{"python"')][-1])
-    if place.data and not (Path(found["package"]).parent / place.data).exists():
-        raise Missing(f"{place.data} is not in the checkout")
+    if place.data and not Path(found["package"], "envs", place.data).exists():
+        raise Missing(f"embodiedbench/envs/{place.data} is not in the checkout")
     return f"Python {found['python']} imports {place.modules[0].split('.')[0]}; not started"
-
-
-def _probes(benchmark: str) -> Sequence[Probe]:
-    fix = f"{_export(benchmark)}  # to install: docs/environments.md"
-    return [Probe(benchmark, partial(import_all, benchmark), fix, core=False)]
 
 
 def _export(benchmark: str) -> str:
@@ -186,6 +176,7 @@ _SHARED = ("base", "common_sense", "complex_instruction", "visual_appearance", "
 
 
 def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **isolation: Rule) -> EnvSpec:
+    fix = f"{_export(benchmark)}  # to install: docs/environments.md"
     return EnvSpec(
         benchmark, EmbodiedBenchSettings, construct,
         splits=lambda _: Splits("base", held_out),
@@ -193,7 +184,7 @@ def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **i
         limits=LIMITS,
         list_tasks=list_tasks,
         isolation=isolation,
-        probes=partial(_probes, benchmark),
+        probes=lambda: [Probe(benchmark, partial(import_all, benchmark), fix, core=False)],
         refusals=("Last action is invalid",),
         instructions=instructions,
     )  # fmt: skip

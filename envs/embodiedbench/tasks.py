@@ -39,67 +39,60 @@ PLACES = re.compile(
 
 
 class NoTaskFile(LookupError):
-    """The tasks are not in a file that can be read here; only the running simulator (or more data) can list them."""
+    """The tasks are in no file that can be read here; only the running simulator (or more data) can list them."""
 
 
 def list_tasks(benchmark: str, split: str, data_root: str) -> list[dict[str, Any]]:
-    """All tasks of a split, in the order of the official files.
+    """List a split, in the order of the official files.
 
     Raises:
         ValueError: for a benchmark or split that does not exist.
         NoTaskFile: when `data_root` holds no readable file for it.
     """
-    check_split(benchmark, split)
+    if benchmark not in SPLITS:
+        raise ValueError(f"no benchmark {benchmark!r}; there are: {', '.join(SPLITS)}")
+    if split not in SPLITS[benchmark]:
+        raise ValueError(f"{benchmark} has no split {split!r}; it has: {', '.join(SPLITS[benchmark])}")
     if benchmark == "eb_manipulation":
         raise NoTaskFile("EB-Manipulation keeps its instructions in its simulator's scene files")
     if not data_root:
         raise NoTaskFile("no data_root given")
     root = Path(data_root)
     if benchmark == "eb_alfred":
-        tasks = _alfred_train(root) if split == "train" else _alfred_test(root, split)
-    elif benchmark == "eb_habitat":
-        episodes = _read(root, f"eb_habitat/{split}.json")
-        tasks = [habitat_task(episode, split) for episode in episodes]
-    else:
-        file = f"eb_navigation/{split}.json", f"embodiedbench/envs/eb_navigation/datasets/{split}.json"
-        tasks = [_navigation_task(entry, split, i) for i, entry in enumerate(_read(root, *file)["tasks"])]
-    return tasks
+        return _alfred_tasks(root, split)
+    if benchmark == "eb_habitat":
+        return [habitat_task(episode, split) for episode in _read(root, f"eb_habitat/{split}.json")]
+    files = f"eb_navigation/{split}.json", f"embodiedbench/envs/eb_navigation/datasets/{split}.json"
+    return [_navigation_task(entry, split, i) for i, entry in enumerate(_read(root, *files)["tasks"])]
 
 
-def check_split(benchmark: str, split: str) -> None:
-    """Raises ValueError, with what there is, for a benchmark or split that does not exist."""
-    if benchmark not in SPLITS:
-        raise ValueError(f"no benchmark {benchmark!r}; there are: {', '.join(SPLITS)}")
-    if split not in SPLITS[benchmark]:
-        raise ValueError(f"{benchmark} has no split {split!r}; it has: {', '.join(SPLITS[benchmark])}")
+def task(
+    id: str, goal: str, scene: str, split: str, kind: str, data: dict[str, str], isolation: dict[str, list[str]]
+) -> dict[str, Any]:
+    """Make the fields of an `envs.base.Task`."""
+    return {
+        "id": id, "goal": goal.strip(), "scene": scene, "split": split, "kind": kind, "family": "", "data": data,
+        "isolation": isolation,
+    }  # fmt: skip
 
 
 # --- EB-ALFRED ---
 
 
 def alfred_task(name: str, repeat: int, instruction: str, split: str) -> dict[str, Any]:
-    """`name` is ALFRED's folder, `<type>-<object>-<movable>-<receptacle>-<floor plan>/<trial>`."""
+    """Make a task of ALFRED's folder `name`, `<type>-<object>-<movable>-<receptacle>-<floor plan>/<trial>`."""
     episode = f"{name}#{repeat}"
-    return {
-        "id": episode,
-        "goal": instruction.strip(),
-        "scene": f"FloorPlan{name.split('/')[0].rsplit('-', 1)[-1]}",
-        "split": split,
-        "kind": name.split("-", 1)[0],
-        "family": "",
-        # The untouched instruction: the benchmark's own entry is put together from these three.
-        "data": {"task": name, "repeat_idx": str(repeat), "instruction": instruction},
-        "isolation": {"episode": [episode]},
-    }
+    scene, kind = f"FloorPlan{name.split('/')[0].rsplit('-', 1)[-1]}", name.split("-", 1)[0]
+    # The untouched instruction: the benchmark's own entry is put together from these three.
+    data = {"task": name, "repeat_idx": str(repeat), "instruction": instruction}
+    return task(episode, instruction, scene, split, kind, data, {"episode": [episode]})
 
 
-def _alfred_test(root: Path, split: str) -> list[dict[str, Any]]:
-    return [alfred_task(e["task"], e["repeat_idx"], e["instruction"], split) for e in _alfred_splits(root)[split]]
-
-
-def _alfred_train(root: Path) -> list[dict[str, Any]]:
-    """Paper C.1: every annotated episode of ALFRED json_2.1.0 but the (task, repeat_idx) pairs of the test sets."""
-    splits = _alfred_splits(root)
+def _alfred_tasks(root: Path, split: str) -> list[dict[str, Any]]:
+    """List a test set; or as "train" (paper C.1) every annotation of json_2.1.0 but the test sets' pairs."""
+    splits = _read(root, "eb_alfred/splits.json", "embodiedbench/envs/eb_alfred/data/splits/splits.json")
+    if split != "train":
+        return [alfred_task(e["task"], e["repeat_idx"], e["instruction"], split) for e in splits[split]]
     held_out = {(entry["task"], entry["repeat_idx"]) for entries in splits.values() for entry in entries}
     folder = _first(root, "eb_alfred/json_2.1.0", "embodiedbench/envs/eb_alfred/data/json_2.1.0")
     tasks = []
@@ -113,42 +106,30 @@ def _alfred_train(root: Path) -> list[dict[str, Any]]:
     return tasks
 
 
-def _alfred_splits(root: Path) -> dict[str, Any]:
-    return _read(root, "eb_alfred/splits.json", "embodiedbench/envs/eb_alfred/data/splits/splits.json")
-
-
 # --- EB-Habitat ---
 
 
 def habitat_task(episode: dict[str, Any], split: str) -> dict[str, Any]:
-    """An episode's record, from a file or from the running simulator's data set."""
+    """Make a task of an episode's record, from a file or from the running simulator's data set."""
+    # v3_sc<apartment>_staging_<furniture>: the placement that persists over episodes
     instruction, layout = episode["instruction"], Path(episode["scene_id"]).name.split(".")[0]
-    objects = object_categories(episode)
-    mark = fingerprint(episode)
-    return {
-        "id": f"{split}-{mark}",
-        "goal": instruction.strip(),
-        "scene": layout,  # v3_sc<apartment>_staging_<furniture>: the placement that persists over episodes
-        "split": split,
-        "kind": f"{len(objects)} object{'' if len(objects) == 1 else 's'}",
-        "family": "",
-        "data": {"eval_set": split, "fingerprint": mark},
-        "isolation": {
-            "object": objects,
-            "template": [instruction_template(instruction, objects)],
-            "scene": [layout.split("_staging")[0]],
-        },
-    }
+    objects, mark = object_categories(episode), fingerprint(episode)
+    return task(
+        f"{split}-{mark}", instruction, layout, split, f"{len(objects)} object{'' if len(objects) == 1 else 's'}",
+        {"eval_set": split, "fingerprint": mark},
+        {"object": objects, "template": [instruction_template(instruction, objects)],
+         "scene": [layout.split("_staging")[0]]},
+    )  # fmt: skip
 
 
 def fingerprint(episode: dict[str, Any]) -> str:
-    """What makes the episode itself. Its number does not: EmbodiedBench renumbers and shuffles when it loads."""
+    """Hash what makes the episode itself. Its number does not: EmbodiedBench renumbers and shuffles when it loads."""
     said = [episode["instruction"], episode["scene_id"], [[str(p) for p in step] for step in episode["subgoals"] or []]]
     return hashlib.sha256(json.dumps(said).encode("utf-8")).hexdigest()[:12]
 
 
 def object_categories(episode: dict[str, Any]) -> list[str]:
-    """The categories that the goal quantifies over or its sampler named, e.g. ["toy airplane"]."""
+    """Return the categories that the goal quantifies over or its sampler named, e.g. ["toy airplane"]."""
     found = {name for name in episode["sampled_entities"].values() if not name.startswith("receptacle_")}
     pending = [episode["goal_preds"]]
     while pending:
@@ -159,7 +140,7 @@ def object_categories(episode: dict[str, Any]) -> list[str]:
 
 
 def instruction_template(instruction: str, objects: list[str]) -> str:
-    """The instruction with its object and place names left open: "move a <object> to the <place>"."""
+    """Leave object and place names of an instruction open: "move a <object> to the <place>"."""
     text = " ".join(re.findall(r"[a-z0-9'-]+", instruction.lower()))
     for name in sorted(objects, key=len, reverse=True):
         text = re.sub(rf"\b{re.escape(name)}s?\b", "<object>", text)
@@ -170,19 +151,12 @@ def instruction_template(instruction: str, objects: list[str]) -> str:
 
 
 def _navigation_task(entry: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    start = entry["agentPose"]["position"]
-    return {
-        "id": f"{split}-{index}",
-        "goal": entry["instruction"].strip(),
-        "scene": entry["scene"],
-        "split": split,
-        "kind": f"navigate to {entry['targetObjectType']}",
-        "family": "",
-        "data": {"entry": json.dumps(entry, sort_keys=True)},
-        "isolation": {
-            "episode": [f"{entry['scene']}#{entry['targetObjectIds']}#{start['x']:.2f},{start['z']:.2f}"],
-        },
-    }
+    start, target = entry["agentPose"]["position"], entry["targetObjectType"]
+    return task(
+        f"{split}-{index}", entry["instruction"], entry["scene"], split, f"navigate to {target}",
+        {"entry": json.dumps(entry, sort_keys=True)},
+        {"episode": [f"{entry['scene']}#{entry['targetObjectIds']}#{start['x']:.2f},{start['z']:.2f}"]},
+    )  # fmt: skip
 
 
 # --- files ---

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from envs.household.world import APPLIANCES, LOOK, NOWHERE, TREATMENTS, TWO, Game, State, bits
+from envs.household.world import APPLIANCES, CLEAN, COOL, HEAT, LOOK, NOWHERE, TREATMENTS, TWO, Game, State, bits
 
 Command = tuple[str, int, int]  # verb, item (or NOWHERE), receptacle (for "slice": the sliced item)
 NOTHING_HAPPENS = "Nothing happens."
@@ -29,51 +29,44 @@ class Engine:
         self._pickupable = _mask(item.pickupable for item in game.items)
         self._toggleable = _mask(item.toggleable for item in game.items)
         self._sliceable = _mask(item.sliceable for item in game.items)
-        self._fits = self._fitting_masks()
-        self._treatable = {
-            "clean": _mask(item.cleanable for item in game.items),
-            "heat": _mask(item.heatable for item in game.items),
-            "cool": _mask(item.coolable for item in game.items),
+        by_type = {
+            kind: _mask((kind, item.type) in game.can_contain for item in game.items)
+            for kind in {receptacle.type for receptacle in game.receptacles}
         }
+        self._fits = [by_type[receptacle.type] for receptacle in game.receptacles]  # masks of items that may be there
+        self._treatable = {verb: _mask(getattr(item, f"{verb}able") for item in game.items) for verb in APPLIANCES}
         self._of_type: dict[str, int] = {}
         for index, item in enumerate(game.items):
             self._of_type[item.type] = self._of_type.get(item.type, 0) | 1 << index
         # Commands that depend on the place alone, made the first time the agent stands there.
         self._common: dict[int, dict[str, Command]] = {}
 
-    def _fitting_masks(self) -> list[int]:
-        """For every receptacle, the mask of items that may be put there."""
-        by_type: dict[str, int] = {}
-        for kind in {receptacle.type for receptacle in self.game.receptacles}:
-            by_type[kind] = _mask((kind, item.type) in self.game.can_contain for item in self.game.items)
-        return [by_type[receptacle.type] for receptacle in self.game.receptacles]
-
     # What can be done ------------------------------------------------------------------------------------------
 
     def reset(self) -> State:
-        """A fresh state at the start of the game."""
+        """Return a fresh state at the start of the game."""
         return self.game.start.copy()
 
     def intro(self) -> str:
-        """The room as first seen, in ALFWorld's words: all of it, unless the agent starts facing something."""
+        """Tell the room as first seen, in ALFWorld's words: all of it, unless the agent starts facing something."""
         if self.here(self.game.start):
             return self._look(self.game.start)
         return f"You are in the middle of a room. Looking quickly around you, you see {self._all_receptacles()}."
 
     def here(self, state: State) -> tuple[int, ...]:
-        """The receptacles at the agent's place."""
+        """Return the receptacles at the agent's place."""
         return self._here.get(state.location, ())
 
     def is_open(self, state: State, receptacle: int) -> bool:
-        """Whether things can be seen, taken and put there: it needs no opening, or is open."""
+        """Say if things can be seen, taken and put there: it needs no opening, or is open."""
         return not self.game.receptacles[receptacle].openable or bool(state.opened >> receptacle & 1)
 
     def fits(self, item: int, receptacle: int) -> bool:
-        """Whether a receptacle of this type may hold an item of this type."""
+        """Say if a receptacle of this type may hold an item of this type."""
         return bool(self._fits[receptacle] >> item & 1)
 
     def commands(self, state: State) -> dict[str, Command]:
-        """Every command that is possible now, with what it means."""
+        """Return every command that is possible now, with what it means."""
         common = self._common.get(state.location)
         if common is None:
             common = self._common[state.location] = self._common_commands(state.location)
@@ -154,8 +147,18 @@ class Engine:
             case "slice":
                 state.sliced |= 1 << target
                 return f"You sliced the {self._names[target]} with the {self._names[item]}."
+            case "look":
+                return self._look(state)
+            case "inventory" if state.held == NOWHERE:
+                return "You are not carrying anything."
+            case "inventory":
+                return f"You are carrying: {self._listed[state.held]}."
+            case "examine receptacle":
+                return self._view(state, target)
+            case "examine item":
+                return self._describe(state, item)
             case _:
-                return self._tell(state, verb, item, target)
+                return self.game.wording.help
 
     def _go_to(self, state: State, target: int) -> str:
         receptacle = self.game.receptacles[target]
@@ -197,23 +200,6 @@ class Engine:
         return f"You {verb} the {self._names[item]} using the {self.game.receptacles[target].name}."
 
     # What is said ----------------------------------------------------------------------------------------------
-
-    def _tell(self, state: State, verb: str, item: int, target: int) -> str:
-        """Answer to the commands that change nothing."""
-        match verb:
-            case "look":
-                return self._look(state)
-            case "inventory":
-                held = state.held
-                return (
-                    "You are not carrying anything." if held == NOWHERE else f"You are carrying: {self._listed[held]}."
-                )
-            case "examine receptacle":
-                return self._view(state, target)
-            case "examine item":
-                return self._describe(state, item)
-            case _:
-                return self.game.wording.help
 
     def _view(self, state: State, index: int) -> str:
         receptacle = self.game.receptacles[index]
@@ -263,7 +249,7 @@ class Engine:
     # What is wanted --------------------------------------------------------------------------------------------
 
     def candidates(self) -> int:
-        """Mask of the items that can fulfil the goal (of its type and, where it must be treated, treatable)."""
+        """Return the mask of the items of the goal's type that, where it must be treated, can be."""
         goal = self.game.goal
         mask = self._of_type.get(goal.item_type, 0)
         if goal.kind in TREATMENTS:
@@ -271,23 +257,15 @@ class Engine:
         return mask
 
     def lamps(self) -> int:
-        """Mask of the lamps that fulfil the goal when switched on."""
+        """Return the mask of the lamps that fulfil the goal when switched on."""
         return self._of_type.get(self.game.goal.lamp_type, 0) & self._toggleable
 
     def treated(self, state: State) -> int:
-        """Mask of the items in the condition the goal asks for (all items where it asks for none)."""
-        match TREATMENTS.get(self.game.goal.kind):
-            case "clean":
-                return state.clean
-            case "heat":
-                return state.hot
-            case "cool":
-                return state.cool
-            case _:
-                return -1
+        """Return the mask of the items in the condition the goal asks for (all items where it asks for none)."""
+        return {CLEAN: state.clean, HEAT: state.hot, COOL: state.cool}.get(self.game.goal.kind, -1)
 
     def progress(self, state: State) -> float:
-        """Share of the goal's conditions that hold, for the item (or receptacle) that is furthest along."""
+        """Return the share of the goal's conditions that hold, for the item (or receptacle) that is furthest along."""
         kind = self.game.goal.kind
         if kind == LOOK:
             return (self._lamp_is_on_here(state) + self._holds_wanted(state)) / 2
@@ -304,7 +282,6 @@ class Engine:
         return 0.5 if wanted & (placed | treated) else 0.0
 
     def won(self, state: State) -> bool:
-        """Whether the goal holds now."""
         return self.progress(state) == 1.0
 
     def _destinations(self, state: State) -> list[int]:
@@ -320,12 +297,12 @@ class Engine:
 
 
 def _mask(flags: Iterable[bool]) -> int:
-    """Bit mask in which bit i is the i-th flag."""
+    """Return the bit mask in which bit i is the i-th flag."""
     return sum(1 << index for index, flag in enumerate(flags) if flag)
 
 
 def _enumerate(words: list[str]) -> str:
-    """A list as ALFWorld writes it: "nothing", "a", "a, and b", "a, b, and c"."""
+    """Write a list as ALFWorld does: "nothing", "a", "a, and b", "a, b, and c"."""
     if len(words) < 2:
         return words[0] if words else "nothing"
     return f"{', '.join(words[:-1])}, and {words[-1]}"

@@ -18,7 +18,7 @@ class _NoWay(Exception):
 
 
 def plan(engine: Engine, state: State) -> list[str] | None:
-    """Commands that lead from `state` to the goal; [] when it holds already, None when there is no way."""
+    """Find commands that lead from `state` to the goal; [] when it holds already, None when there is no way."""
     if engine.won(state):
         return []
     kind = engine.game.goal.kind
@@ -100,7 +100,7 @@ class _Draft:
 
 
 def _sources(engine: Engine, state: State, items: int) -> Iterator[tuple[int, int]]:
-    """(item, receptacle it can be taken from) for every wanted item; (held, NOWHERE) for the one in hand."""
+    """Yield (item, receptacle it can be taken from) for every wanted item; (held, NOWHERE) for the one in hand."""
     for item in bits(items):
         if item == state.held:
             yield item, NOWHERE
@@ -118,16 +118,8 @@ def _destinations(engine: Engine, item: int) -> list[int]:
 Step = Callable[[_Draft], None]
 
 
-def _fetch(item: int, source: int) -> Step:
-    return lambda draft: draft.fetch(item, source)
-
-
-def _put(receptacle: int) -> Step:
-    return lambda draft: draft.put(receptacle)
-
-
 def _attempt(engine: Engine, state: State, steps: Iterable[Step], destination: int = NOWHERE) -> Iterator[list[str]]:
-    """The commands of these steps, if they can be taken and lead to the goal."""
+    """Yield the commands of these steps, if they can be taken and lead to the goal."""
     draft = _Draft(engine, state, destination)
     try:
         for step in steps:
@@ -147,7 +139,8 @@ def _place_plans(engine: Engine, state: State) -> Iterator[list[str]]:
         if verb is not None and not treated >> item & 1:
             treatment = [partial(_Draft.treat, verb=verb)]
         for destination in _destinations(engine, item):
-            yield from _attempt(engine, state, [_fetch(item, source), *treatment, _put(destination)], destination)
+            fetch, put = partial(_Draft.fetch, item=item, source=source), partial(_Draft.put, receptacle=destination)
+            yield from _attempt(engine, state, [fetch, *treatment, put], destination)
 
 
 def _two_plans(engine: Engine, state: State) -> Iterator[list[str]]:
@@ -160,12 +153,13 @@ def _two_plans(engine: Engine, state: State) -> Iterator[list[str]]:
         inside = state.contents[destination]
         outside = [(item, source) for item, source in sources if not inside >> item & 1]
         for trips in _trips(outside, already_there=bool(inside & wanted), held=state.held):
-            steps = [step for item, source in trips for step in (_fetch(item, source), _put(destination))]
+            put = partial(_Draft.put, receptacle=destination)
+            steps = [step for item, source in trips for step in (partial(_Draft.fetch, item=item, source=source), put)]
             yield from _attempt(engine, state, steps, destination)
 
 
 def _trips(outside: list[tuple[int, int]], already_there: bool, held: int) -> Iterator[list[tuple[int, int]]]:
-    """Which items to bring, in which order."""
+    """Yield which items to bring, in which order."""
     for one in outside:
         if already_there:
             yield [one]
@@ -184,5 +178,5 @@ def _look_plans(engine: Engine, state: State) -> Iterator[list[str]]:
             switch = [partial(_Draft.do, command=f"use {engine.game.items[lamp].name}")]
         for place in engine.game.places(lamp, state):
             for item, source in _sources(engine, state, engine.candidates()):
-                there = partial(_Draft.go_to, receptacle=place)
-                yield from _attempt(engine, state, [_fetch(item, source), there, *switch])
+                fetch, there = partial(_Draft.fetch, item=item, source=source), partial(_Draft.go_to, receptacle=place)
+                yield from _attempt(engine, state, [fetch, there, *switch])

@@ -62,15 +62,15 @@ class Generator:
 
     # Tasks -----------------------------------------------------------------------------------------------------
 
-    def splits(self) -> list[str]:
-        """Every name that `tasks` takes."""
-        return [name for scene in self._scenes for name in (scene, scene + EXPERIENCE)]
-
     def tasks(self, split: str) -> list[Task]:
-        """The tasks of a split; see the module's docstring."""
-        layout = split.removesuffix(EXPERIENCE)
-        if split not in self.splits():
-            raise ValueError(f"no split {split!r}; there are {', '.join(self.splits())}")
+        """List a split; see the module's docstring.
+
+        Raises:
+            ValueError: for a split that does not exist.
+        """
+        layout, splits = split.removesuffix(EXPERIENCE), [n for name in self._scenes for n in (name, name + EXPERIENCE)]
+        if split not in splits:
+            raise ValueError(f"no split {split!r}; there are {', '.join(splits)}")
         per_scene = [self.scene_tasks(layout, index) for index in range(self._scenes[layout])]
         if split != layout:
             return [task for experience, _ in per_scene for task in experience]
@@ -79,10 +79,9 @@ class Generator:
         return tasks
 
     def scene_tasks(self, layout: str, index: int) -> tuple[list[Task], list[Task]]:
-        """(tasks that fill the memory, tasks to train or evaluate on) of one home."""
+        """Return (tasks that fill the memory, tasks to train or evaluate on) of one home."""
         home, rng = self._home(self._seed, layout, index), _rng(self._seed, layout, index, "tasks")
-        experience: list[Task] = []
-        evaluation: list[Task] = []
+        experience, evaluation = list[Task](), list[Task]()
         for item, places in home.fixed.items():
             errands = self._errands(home, item, places)
             first = _draw(rng, errands)
@@ -101,34 +100,19 @@ class Generator:
     ) -> Task:
         kind, place = errand
         layout, id_ = split.removesuffix(EXPERIENCE), f"{split}/home-{index + 1}/{number}"
-        return Task(
-            id=id_,
-            goal=rng.choice(PHRASES[kind]).format(item=item, place=place),
-            scene=f"home {index % SCENE_LABELS + 1}",
-            split=split,
-            kind=kind,
-            family=family,
-            data={
-                "seed": str(self._seed),
-                "layout": layout,
-                "scene": str(index),
-                "item": item,
-                "receptacle": place,
-            },
-            # A split and its experience are about the same homes, by design; the homes of other splits are others.
-            isolation={
-                "scene": (f"seed-{self._seed}/{layout}/home-{index + 1}",),
-                "task": (f"seed-{self._seed}/{id_}",),
-            },
-        )
+        goal, scene = rng.choice(PHRASES[kind]).format(item=item, place=place), f"home {index % SCENE_LABELS + 1}"
+        data = {"seed": str(self._seed), "layout": layout, "scene": str(index), "item": item, "receptacle": place}
+        # A split and its experience are about the same homes, by design; the homes of other splits are others.
+        home, task = f"seed-{self._seed}/{layout}/home-{index + 1}", f"seed-{self._seed}/{id_}"
+        return Task(id_, goal, scene, split, kind, family, data, {"scene": (home,), "task": (task,)})
 
     def _visual_count(self) -> int:
-        """Visual tasks per home, so that they make up `visual_share` of its tasks."""
+        """Count the visual tasks per home that make up `visual_share` of its tasks."""
         share = self._visual_share
         return self._fixed if share == 1 else round(self._fixed * share / (1 - share))
 
     def _errands(self, home: Home, item: str, places: tuple[int, ...]) -> tuple[Errand, ...]:
-        """What can be asked for an item that lies in `places` (() for a wandering one)."""
+        """Say what can be asked for an item that lies in `places` (() for a wandering one)."""
         if len(places) == 2:
             kinds: tuple[str, ...] = (TWO,)
         else:
@@ -319,7 +303,7 @@ def _item(kind: str, number: int) -> Item:
 def _start(home: Home, places: list[int]) -> State:
     """Everything shut, the agent in the middle of the room, item i in receptacle places[i]."""
     count = len(home.receptacles)
-    state = State(location=count, receptacles=count, locations=count + 1)
+    state = State.empty(location=count, receptacles=count, locations=count + 1)
     for item, place in enumerate(places):
         state.contents[place] |= 1 << item
         state.standing[home.receptacles[place].location] |= 1 << item

@@ -9,7 +9,7 @@ in about a microsecond and a list "in order" is simply the bits from low to high
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # Task types, as ALFWorld names them.
 SIMPLE = "pick_and_place_simple"
@@ -95,48 +95,32 @@ class Wording:
     )
 
 
+@dataclass(slots=True)
 class State:
     """Everything that changes in a game. Mutable and small; `copy` is how a planner or a test branches.
 
-    `contents[r]` is the mask of items in receptacle r. An item can be in two receptacles at once, and its recorded
-    location need not be its receptacle's: real games hold such contradictions and TextWorld shows them, so we keep
-    them too (`standing` is TextWorld's objectAtLocation, `taken` its remembered "not in receptacle").
+    An item can be in two receptacles at once, and its recorded location need not be its receptacle's: real games hold
+    such contradictions and TextWorld shows them, so we keep them too.
     """
 
-    __slots__ = ("clean", "contents", "cool", "held", "hot", "location", "opened", "sliced", "standing", "taken",
-                 "toggled")  # fmt: skip
+    location: int
+    contents: list[int]  # by receptacle: the mask of items in it
+    taken: list[int]  # by receptacle: TextWorld's remembered "not in receptacle"
+    standing: list[int]  # by location: TextWorld's objectAtLocation
+    held: int = NOWHERE
+    opened: int = 0  # mask over receptacles; all masks below are over items
+    hot: int = 0
+    cool: int = 0
+    clean: int = 0
+    sliced: int = 0
+    toggled: int = 0
 
-    def __init__(self, location: int, receptacles: int, locations: int) -> None:
-        self.location = location
-        self.held = NOWHERE
-        self.contents = [0] * receptacles
-        self.taken = [0] * receptacles
-        self.standing = [0] * locations
-        self.opened = 0  # mask over receptacles; all masks below are over items
-        self.hot = 0
-        self.cool = 0
-        self.clean = 0
-        self.sliced = 0
-        self.toggled = 0
+    @classmethod
+    def empty(cls, location: int, receptacles: int, locations: int) -> State:
+        return cls(location, [0] * receptacles, [0] * receptacles, [0] * locations)
 
     def copy(self) -> State:
-        """An independent copy."""
-        twin = State.__new__(State)
-        twin.location, twin.held, twin.opened = self.location, self.held, self.opened
-        twin.hot, twin.cool, twin.clean = self.hot, self.cool, self.clean
-        twin.sliced, twin.toggled = self.sliced, self.toggled
-        twin.contents, twin.taken, twin.standing = self.contents[:], self.taken[:], self.standing[:]
-        return twin
-
-    def key(self) -> tuple[object, ...]:
-        """A hashable value, equal for equal states."""
-        masks = (self.opened, self.hot, self.cool, self.clean, self.sliced, self.toggled)
-        return (self.location, self.held, *masks, tuple(self.contents), tuple(self.taken), tuple(self.standing))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, State) and self.key() == other.key()
-
-    __hash__ = None  # type: ignore[assignment]  # mutable: hash `key()` instead
+        return replace(self, contents=self.contents[:], taken=self.taken[:], standing=self.standing[:])
 
 
 @dataclass(frozen=True)
@@ -153,13 +137,13 @@ class Game:
     locations: tuple[str, ...] = ()  # names of the agent's places ("loc 3"), where the wording needs them
 
     def places(self, item: int, state: State) -> list[int]:
-        """The receptacles an item is in (usually one, none while it is held)."""
+        """Return the receptacles an item is in (usually one, none while it is held)."""
         bit = 1 << item
         return [r for r, mask in enumerate(state.contents) if mask & bit]
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Positions of the set bits, from low to high."""
+    """Yield the positions of the set bits, from low to high."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1

@@ -46,7 +46,7 @@ def kitchen(goal: Goal) -> Game:
         Item("mug 1", "mug", cleanable=True, heatable=True, coolable=True, inside=(KNIFE,)),
     )
     places = {APPLE: COUNTER, LAMP: TABLE, KNIFE: COUNTER, MUG2: CABINET, MUG1: SINK}
-    start = State(location=6, receptacles=6, locations=7)
+    start = State.empty(location=6, receptacles=6, locations=7)
     for item, place in places.items():
         start.contents[place] |= 1 << item
         start.standing[place] |= 1 << item

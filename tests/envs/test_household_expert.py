@@ -56,7 +56,7 @@ def room(goal: Goal, *others: str) -> Game:
     lamps = [Item(f"desklamp {number}", "desklamp", pickupable=False, toggleable=True) for number in (2, 1)]
     things = [*mugs, *(lamps if goal.kind == LOOK else ()), *(Item(f"{kind} 1", kind) for kind in others)]
     where = {"mug 2": FRIDGE, "mug 1": SHELF, "desklamp 2": SHELF, "desklamp 1": MICROWAVE}
-    start = State(location=3, receptacles=3, locations=4)
+    start = State.empty(location=3, receptacles=3, locations=4)
     for index, item in enumerate(things):
         start.contents[where.get(item.name, SHELF)] |= 1 << index
     fits = {(place.type, kind) for place in places for kind in ("mug", "knife")}
