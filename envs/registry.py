@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Mapping
-from functools import cache
-from importlib import import_module, metadata
+from importlib import metadata
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, SerializeAsAny
@@ -22,16 +21,17 @@ from envs.worker import make
 
 GROUP = "memcompiler.environments"
 DEFAULT = "household"
-BUILT_IN: Mapping[str, str] = {
-    "household": "envs.household.environment:HOUSEHOLD",
-    "alfworld": "envs.alfworld.environment:ALFWORLD",
-    "scienceworld": "envs.scienceworld.environment:SCIENCEWORLD",
-    "eb_alfred": "envs.embodiedbench.spec:EB_ALFRED",
-    "eb_habitat": "envs.embodiedbench.spec:EB_HABITAT",
-    "eb_navigation": "envs.embodiedbench.spec:EB_NAVIGATION",
-    "eb_manipulation": "envs.embodiedbench.spec:EB_MANIPULATION",
-    "gymnasium": "envs.gymnasium.environment:GYMNASIUM",
+_PLACES = {
+    "household": "household.environment:HOUSEHOLD",
+    "alfworld": "alfworld.environment:ALFWORLD",
+    "scienceworld": "scienceworld.environment:SCIENCEWORLD",
+    "eb_alfred": "embodiedbench.spec:EB_ALFRED",
+    "eb_habitat": "embodiedbench.spec:EB_HABITAT",
+    "eb_navigation": "embodiedbench.spec:EB_NAVIGATION",
+    "eb_manipulation": "embodiedbench.spec:EB_MANIPULATION",
+    "gymnasium": "gymnasium.environment:GYMNASIUM",
 }
+BUILT_IN = {name: metadata.EntryPoint(name, f"envs.{place}", GROUP) for name, place in _PLACES.items()}
 _known: dict[str, EnvSpec] = {}  # registered, or loaded from an entry point
 
 
@@ -57,7 +57,7 @@ def find(name: str) -> EnvSpec:
         EnvironmentSpecError: there is none, or the package that offers it cannot be loaded.
     """
     if name in BUILT_IN:
-        return _built_in(name)
+        return BUILT_IN[name].load()
     if name not in _known:
         offered = next(iter(metadata.entry_points(group=GROUP, name=name)), None)
         if offered is None:
@@ -75,7 +75,7 @@ def names() -> list[str]:
 
 def loaded() -> list[EnvSpec]:
     """Return our environments and those of others that this process has asked for or registered."""
-    return [*map(_built_in, BUILT_IN), *_known.values()]
+    return [*map(find, BUILT_IN), *_known.values()]
 
 
 def known(name: str) -> EnvSpec | None:
@@ -86,26 +86,16 @@ def known(name: str) -> EnvSpec | None:
         return None
 
 
-@cache
-def _built_in(name: str) -> EnvSpec:
-    module, _, attribute = BUILT_IN[name].partition(":")
-    return getattr(import_module(module), attribute)
-
-
 def _offered(offered: metadata.EntryPoint) -> EnvSpec:
     where = f"the environment {offered.name!r} of {offered.dist.name if offered.dist else 'another package'}"
     try:
         spec = offered.load()
     except Exception as error:  # whatever the import of somebody else's module raises
-        raise EnvironmentSpecError(
-            f"{where} cannot be loaded ({offered.value}): {type(error).__name__}: {error}"
-        ) from error
+        what = f"{type(error).__name__}: {error}"
+        raise EnvironmentSpecError(f"{where} cannot be loaded ({offered.value}): {what}") from error
     if not isinstance(spec, EnvSpec) or spec.name != offered.name:
         raise EnvironmentSpecError(f"{where} is no EnvSpec of that name ({offered.value} is {spec!r:.80})")
     return spec
-
-
-# Settings -------------------------------------------------------------------------------------------------------------
 
 
 def settings_of(value: Any) -> Any:
@@ -168,9 +158,6 @@ def experience_split(settings: EnvSettings, split: str) -> str:
 
 # The type of a setting `env`: which of the environments' settings it is follows from its name.
 AnyEnvSettings = Annotated[SerializeAsAny[EnvSettings], BeforeValidator(settings_of)]
-
-
-# From settings to environments ----------------------------------------------------------------------------------------
 
 
 class Environments:

@@ -3,13 +3,13 @@
     PYTHON envs/worker.py --factory module:Class --arguments '{"seed": 0}' --socket FD
 
 `envs.pool` starts it so; nobody else needs to. Only the standard library is imported here, and Python 3.9 is enough, so
-that a simulator pinned to an old interpreter can be hosted there. The hosted object is one of
+that a simulator pinned to an old interpreter can be hosted there. The hosted object is an environment of ours
+(`envs.base.Environment`) or, where `envs.base` cannot be imported or its attribute `plain` is true, a plain object:
 
-- an environment of ours (`envs.base.Environment`), or
-- a plain object, where `envs.base` cannot be imported: tasks(split) -> list of dicts (fields of `envs.base.Task`),
-  reset(task dict) -> {"text": str, "image": PNG bytes, PIL image or None, "admissible": list or None},
-  step(action) -> {"observation": as above, "progress": float, "success": bool, "done": bool}, and if it has them
-  expert() -> list or None and close(). Its attribute `plain = True` says so where `envs.base` happens to be imported.
+    tasks(split) -> dicts with the fields of `envs.base.Task`
+    reset(task dict) -> {"text": str, "image": PNG bytes, PIL image or None, "admissible": list or None}
+    step(action) -> {"observation": as above, "progress": float, "success": bool, "done": bool}
+    expert() -> list or None, and close(), if it has them
 
 Frames on the socket, in both directions: the mark, the length of a JSON object, the object, and the blobs (PNG
 pictures) whose lengths the object lists. A request is {"call": name, ...}, its answer {"ok": value} or {"error":
@@ -38,7 +38,7 @@ from typing import Any
 MARK = b"MCW1"
 HEAD = struct.Struct("!4sI")
 FRAME_LIMIT = 64 * 2**20  # bytes; a 4k picture as PNG stays far below
-TASK_FIELDS = ("id", "goal", "scene", "split", "kind", "family", "data", "isolation")
+TEXT_FIELDS = ("id", "goal", "scene", "split", "kind", "family")  # of a task
 PNG_MARK = b"\x89PNG\r\n\x1a\n"
 
 Value = tuple[Any, list[bytes]]  # a JSON-ready answer and the pictures that it refers to by position
@@ -52,8 +52,7 @@ class Channel:
     """Frames over a socket; both ends use it. Not thread-safe: each end has one reader and guards its writers."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._buffer = bytearray()
+        self._sock, self._buffer = sock, bytearray()
 
     def send(self, header: Mapping[str, Any], blobs: Sequence[bytes] = (), until: float | None = None) -> None:
         """Send one frame, before the moment `until` (of `time.monotonic`, seconds).
@@ -68,7 +67,7 @@ class Channel:
         self._sock.sendall(b"".join([HEAD.pack(MARK, len(body)), body, *blobs]))
 
     def receive(self, until: float | None = None) -> tuple[dict[str, Any], list[bytes]]:
-        """The next frame, whole before the moment `until`.
+        """Wait for the next frame, whole before the moment `until`.
 
         Raises:
             EOFError: the other end is gone.
@@ -110,21 +109,21 @@ def _check_size(size: int) -> None:
 
 
 def field(record: Any, name: str, *default: Any) -> Any:
-    """A field of a dict or an attribute of a record; without a default it must exist."""
+    """Return a field of a dict or an attribute of a record; without a default it must exist."""
     if isinstance(record, Mapping):
         return record.get(name, *default) if default else record[name]
     return getattr(record, name, *default)
 
 
 def task_to_json(task: Any) -> dict[str, Any]:
-    """A task, ours or a dict, as a JSON-ready dict."""
-    made = {name: field(task, name, "") for name in TASK_FIELDS[:6]}
-    data, isolation = field(task, "data", {}), field(task, "isolation", {})
-    return {**made, "data": dict(data), "isolation": {key: list(labels) for key, labels in isolation.items()}}
+    """Turn a task, ours or a dict, into a JSON-ready dict."""
+    isolation = {key: list(labels) for key, labels in field(task, "isolation", {}).items()}
+    texts = {name: field(task, name, "") for name in TEXT_FIELDS}
+    return {**texts, "data": dict(field(task, "data", {})), "isolation": isolation}
 
 
 def png(image: Any) -> bytes:
-    """A picture as PNG, as it is where it already is one."""
+    """Turn a picture into PNG, unless it is one."""
     if isinstance(image, (bytes, bytearray)):
         if not image.startswith(PNG_MARK):
             raise TypeError("image bytes must be PNG")
@@ -140,8 +139,7 @@ class Hosted:
     """The hosted object, with answers as JSON and pictures."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.plain = getattr(inner, "plain", "envs.base" not in sys.modules)
+        self.inner, self.plain = inner, getattr(inner, "plain", "envs.base" not in sys.modules)
 
     def ping(self) -> Value:
         name = getattr(self.inner, "name", type(self.inner).__name__)
@@ -151,11 +149,12 @@ class Hosted:
         return [task_to_json(task) for task in self.inner.tasks(split)], []
 
     def reset(self, task: dict[str, Any]) -> Value:
-        if self.plain:
-            return self._observation(self.inner.reset(task))
-        from envs.base import task_from_json
+        given: Any = task
+        if not self.plain:
+            from envs.base import task_from_json
 
-        return self._observation(self.inner.reset(task_from_json(task)))
+            given = task_from_json(task)
+        return self._observation(self.inner.reset(given))
 
     def step(self, action: str) -> Value:
         made = self.inner.step(action)
@@ -166,12 +165,11 @@ class Hosted:
         }, blobs  # fmt: skip
 
     def expert(self) -> Value:
-        plan = self.inner.expert() if hasattr(self.inner, "expert") else None
+        plan = getattr(self.inner, "expert", lambda: None)()
         return (None if plan is None else [str(command) for command in plan]), []
 
     def close(self) -> Value:
-        if hasattr(self.inner, "close"):
-            self.inner.close()
+        getattr(self.inner, "close", lambda: None)()
         return None, []
 
     @staticmethod
@@ -186,17 +184,11 @@ class Line:
     """The worker's end of the channel: answers calls, and beats while one runs."""
 
     def __init__(self, channel: Channel, beat_s: float) -> None:
-        self._channel, self._beat_s = channel, beat_s
-        self._lock = threading.Lock()
-        self._busy = False
+        self._channel, self._beat_s, self._lock, self._busy = channel, beat_s, threading.Lock(), False
         threading.Thread(target=self._beat, daemon=True).start()
 
     def answer(self, call: Callable[[], Value]) -> bool:
-        """Run a call and send its answer. An exception is an answer too: False is returned for it.
-
-        Raises:
-            OSError: the parent is gone.
-        """
+        """Run a call and send its answer. An exception is an answer too: False is returned for it."""
         self._busy = True
         try:
             value, blobs = call()
@@ -236,9 +228,8 @@ def die_with_parent() -> None:
     """Have the kernel kill the whole group when the parent is gone, however it went and whatever we do then.
 
     Standard input is a pipe that the parent holds open and never writes to. Its end raises a signal that the kernel
-    sends (Linux); a group that is stopped or holds the interpreter's lock dies too. A parent-death signal
-    (PR_SET_PDEATHSIG) would spare the grandchildren, and strike when the *thread* that started us ends. Elsewhere the
-    end of the socket and the parent's id are what tells us.
+    sends (Linux); a group that is stopped or holds the interpreter's lock dies too. (PR_SET_PDEATHSIG would spare the
+    grandchildren, and strike when the *thread* that started us ends.) Elsewhere the socket and the parent's id tell us.
     """
     import fcntl
 
@@ -251,7 +242,7 @@ def die_with_parent() -> None:
 
 
 def make(factory: str, arguments: Mapping[str, Any]) -> Any:
-    """The hosted object: module:Class called with the arguments."""
+    """Make the hosted object: module:Class called with the arguments."""
     module, colon, name = factory.partition(":")
     if not colon:
         raise ValueError(f"a factory is written module:Class, not {factory!r}")
@@ -259,7 +250,7 @@ def make(factory: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def serve(channel: Channel, line: Line, factory: str, arguments: str) -> int:
-    """Build the environment, then answer calls until `close`; the exit status."""
+    """Build the environment, then answer calls until `close`; returns the exit status."""
     calls: dict[str, Callable[..., Value]] = {}
 
     def start() -> Value:

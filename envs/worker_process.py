@@ -72,14 +72,9 @@ class Worker:
         self._sock, self._channel = ours, Channel(ours)
 
     def hello(self) -> None:
-        """Wait until the environment is built.
-
-        Raises:
-            WorkerFailure: "start" if the factory raised; else as `call`.
-        """
-        limit_s = self.limits.start_s
+        """Wait until the environment is built. Raises WorkerFailure: "start" if the factory raised; else as `call`."""
         try:
-            self.name = str(self._answer("start", time.monotonic() + limit_s, limit_s)[0]["name"])
+            self.name = str(self._answer("start", time.monotonic() + self.limits.start_s)[0]["name"])
         except HostedError as error:
             raise self._failure("start", f"could not build its environment: {error}") from error
 
@@ -102,16 +97,18 @@ class Worker:
             raise self._failure("silent", f"takes no request for {limit_s:g} s", name) from error
         except OSError as error:
             raise self._failure("died", f"died ({self._exit()})", name) from error
-        value, blobs = self._answer(name, deadline, limit_s)
+        value, blobs = self._answer(name, deadline)
         try:
             return decode(value, blobs)
         except Exception as error:  # whatever a picture or record may hold: garbage is garbage
             what = f"sent an answer that is not as agreed ({error!r})"
             raise self._failure("garbled", what, name) from error
 
-    def _answer(self, name: str, deadline: float, limit_s: float) -> tuple[Any, list[bytes]]:
+    def _answer(self, name: str, deadline: float) -> tuple[Any, list[bytes]]:
         heard = name != "start"  # an interpreter that is being started gives no signs of life yet
-        while True:
+        header: dict[str, Any] = {"beat": True}
+        blobs: list[bytes] = []
+        while "beat" in header:
             silence = time.monotonic() + self.limits.silence_s if heard else deadline
             try:
                 header, blobs = self._channel.receive(min(deadline, silence))
@@ -119,20 +116,17 @@ class Worker:
                 if time.monotonic() < deadline:
                     what = f"gave no sign of life for {self.limits.silence_s:g} s"
                     raise self._failure("silent", what, name) from error
-                raise self._failure(
-                    "timeout", f"timed out after {limit_s:g} s", name, f"raise PoolLimits.{name}_s if it is only slow"
-                ) from error
+                what, advice = f"timed out after {getattr(self.limits, f'{name}_s'):g} s", f"raise PoolLimits.{name}_s"
+                raise self._failure("timeout", what, name, f"{advice} if it is only slow") from error
             except (EOFError, OSError) as error:
                 raise self._failure("died", f"died ({self._exit()})", name) from error
             except FrameError as error:
                 raise self._failure("garbled", f"sent garbage ({error})", name) from error
             heard = True
-            if "ok" in header:
-                self.mid_call = False
-                return header["ok"], blobs
-            if "error" in header:
-                self.mid_call = False
-                raise HostedError(str(header["error"]["type"]), name, str(header["error"]["message"]))
+        self.mid_call = False
+        if "error" in header:
+            raise HostedError(str(header["error"]["type"]), name, str(header["error"]["message"]))
+        return header.get("ok"), blobs
 
     def unfit(self) -> WorkerFailure | None:
         """Say why a worker at rest is of no more use; None where it answers. One that is stopped costs `silence_s`."""

@@ -8,7 +8,7 @@ are the same episode, so that is what training and evaluation must not share.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -53,55 +53,42 @@ class GymnasiumConfig(Settings):
     keys: GymnasiumKeys = GymnasiumKeys()
 
 
-KEYS = GymnasiumKeys()
-
-
 class GymnasiumTextEnvironment:
     """A Gymnasium text environment behind the contract of `envs.base.Environment`.
 
-    Args:
-        make: an id that `gymnasium.make` knows, or a function that makes the environment.
-        splits: the episodes of every split.
-        goal: the goal of every task, unless `keys.goal` says where each has its own.
-        actions: names of a Discrete space's actions, in the order of their numbers.
-        keys: where observations and info hold what.
-        name: the environment's name; by default its id.
-
     An action without meaning here never reaches the environment: the answer says so, and the episode goes on. Whatever
     the environment itself raises is an `EnvironmentFailure`.
+
+    Args:
+        config: `GymnasiumConfig`, or its fields as JSON values.
+        make: makes the environment, where `gymnasium.make` does not know its id.
 
     Raises:
         ValueError: no goal.
     """
 
     def __init__(
-        self, make: str | Callable[[], gymnasium.Env], splits: Mapping[str, GymnasiumSplit], *, goal: str = "",
-        actions: Sequence[str] = (), keys: GymnasiumKeys = KEYS, name: str = "",
-    ) -> None:  # fmt: skip
-        if not goal and keys.goal is None:
+        self, config: GymnasiumConfig | Mapping[str, Any], make: Callable[[], gymnasium.Env] | None = None
+    ) -> None:
+        self._config, self._make = GymnasiumConfig.model_validate(config), make
+        self.name, self._keys, self._actions = self._config.id, self._config.keys, self._config.actions
+        if not self._config.goal and self._keys.goal is None:
             raise ValueError("an agent needs a goal: give goal, or name the key that holds it (keys.goal)")
-        self._make, self._splits, self._goal = make, dict(splits), goal
-        self._actions, self._keys = tuple(actions), keys
-        self.name = name or (make if isinstance(make, str) else getattr(make, "__name__", "gymnasium"))
         self._env: gymnasium.Env | None = None
         self._live: Transition | None = None
-        self._tasks: dict[str, list[Task]] = {}
 
     def tasks(self, split: str) -> list[Task]:
-        """One task per seed, in the order of the seeds.
+        """List one task per seed, in the order of the seeds.
 
         Raises:
             ValueError: for a split that does not exist, or one that names a seed twice.
         """
-        if split not in self._splits:
-            raise ValueError(f"no split {split!r}; there are {', '.join(self._splits)}")
-        if split not in self._tasks:
-            episodes = self._splits[split]
-            if len(set(episodes.seeds)) < len(episodes.seeds):
-                raise ValueError(f"split {split!r} names a seed twice")
-            options = json.dumps(episodes.options, sort_keys=True)
-            self._tasks[split] = [self._task(split, seed, options) for seed in episodes.seeds]
-        return list(self._tasks[split])
+        if (episodes := self._config.splits.get(split)) is None:
+            raise ValueError(f"no split {split!r}; there are {', '.join(self._config.splits)}")
+        if len(set(episodes.seeds)) < len(episodes.seeds):
+            raise ValueError(f"split {split!r} names a seed twice")
+        options = json.dumps(episodes.options, sort_keys=True)
+        return [self._task(split, seed, options) for seed in episodes.seeds]
 
     def reset(self, task: Task) -> Observation:
         """Start the task's episode."""
@@ -149,7 +136,7 @@ class GymnasiumTextEnvironment:
             except ImportError as error:
                 raise EnvironmentFailure("gymnasium is missing: pip install 'memcompiler[gym]'") from error
             with _failures(self.name):
-                env = gymnasium.make(self._make) if isinstance(self._make, str) else self._make()
+                env = self._make() if self._make else gymnasium.make(self.name)
             space = env.action_space
             n = int(space.n) if isinstance(space, gymnasium.spaces.Discrete) else None
             if n is None and not isinstance(space, gymnasium.spaces.Text):
@@ -162,14 +149,15 @@ class GymnasiumTextEnvironment:
         return self._env
 
     def _task(self, split: str, seed: int, options: str) -> Task:
-        goal = self._goal
+        goal = self._config.goal
         if self._keys.goal is not None:
             observation, info = self._reset(seed, options)
             goal = str(self._find(self._keys.goal, observation, info))
             self._live = None
-        data = {"seed": str(seed), "options": options}
-        isolation = {"episode": (f"{seed} {options}",)}
-        return Task(f"{split}/{seed}", goal, "", split, self.name, data=data, isolation=isolation)
+        return Task(
+            f"{split}/{seed}", goal, "", split, self.name, data={"seed": str(seed), "options": options},
+            isolation={"episode": (f"{seed} {options}",)},
+        )  # fmt: skip
 
     def _reset(self, seed: int, options: str) -> tuple[Any, Mapping[str, Any]]:
         env = self._opened()
@@ -180,20 +168,15 @@ class GymnasiumTextEnvironment:
         keys = self._keys
         text = observation if isinstance(observation, str) else self._find(keys.text, observation)
         if not isinstance(text, str):
-            raise EnvironmentFailure(
-                f"{self.name}: the observation's {keys.text!r} is a {type(text).__name__}, not text"
-            )
+            told = f"the observation's {keys.text!r} is a {type(text).__name__}, not text"
+            raise EnvironmentFailure(f"{self.name}: {told}")
         image = None if keys.image is None else _picture(self._find(keys.image, observation))
-        return Observation(text, image, self._admissible(observation, info))
-
-    def _admissible(self, observation: Any, info: Mapping[str, Any]) -> tuple[str, ...] | None:
-        """What info lists; else all actions of a Discrete space; None for text without a list."""
-        if self._keys.admissible is None:
-            return self._actions or None
-        listed = list(self._find(self._keys.admissible, info, observation))
-        if all(isinstance(name, str) for name in listed):
-            return tuple(listed)
-        return tuple(name for name, possible in zip(self._actions, listed, strict=True) if possible)
+        if keys.admissible is None:
+            return Observation(text, image, self._actions or None)
+        listed = list(self._find(keys.admissible, info, observation))
+        if not all(isinstance(name, str) for name in listed):  # a mask
+            listed = [name for name, possible in zip(self._actions, listed, strict=True) if possible]
+        return Observation(text, image, tuple(listed))
 
     def _find(self, key: str, *places: Any) -> Any:
         for place in places:
@@ -205,7 +188,7 @@ class GymnasiumTextEnvironment:
 
 @contextmanager
 def _failures(name: str) -> Iterator[None]:
-    """Whatever somebody else's environment raises fails the episode, never the run."""
+    """Fail the episode, never the run, by whatever somebody else's environment raises."""
     try:
         yield
     except Exception as error:
@@ -222,12 +205,6 @@ def _picture(pixels: Any) -> Image:
         raise EnvironmentFailure(f"not a picture of shape (height, width, 3): {error}") from error
 
 
-def from_settings(**settings: Any) -> GymnasiumTextEnvironment:
-    """Make one from `GymnasiumConfig`'s fields as JSON values."""
-    given = GymnasiumConfig(**settings)
-    return GymnasiumTextEnvironment(given.id, given.splits, goal=given.goal, actions=given.actions, keys=given.keys)
-
-
 class GymnasiumSettings(EnvSettings):
     name: Literal["gymnasium"] = "gymnasium"  # pyright: ignore[reportIncompatibleVariableOverride]
     gymnasium: GymnasiumConfig
@@ -242,7 +219,9 @@ class GymnasiumSettings(EnvSettings):
 
 GYMNASIUM = EnvSpec(
     "gymnasium", GymnasiumSettings,
-    lambda settings: WorkerSpec(f"{__name__}:from_settings", settings.gymnasium.model_dump(mode="json")),
+    lambda settings: WorkerSpec(
+        f"{__name__}:GymnasiumTextEnvironment", {"config": settings.gymnasium.model_dump(mode="json")}
+    ),
     splits=lambda settings: Splits(evaluation=next(iter(settings.gymnasium.splits))),
     packages=("gymnasium",),
     extra="gym",

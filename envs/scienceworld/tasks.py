@@ -18,7 +18,7 @@ RUNAWAY = re.compile(r"\([^()]*[*+}][^()]*\)\s*(?:[*+]|\{\d*,\})")
 
 
 def kinds() -> list[str]:
-    """The names of the 30 task types, sorted."""
+    """List the names of the 30 task types, sorted."""
     require_package()
     from scienceworld.constants import ID2TASK
 
@@ -26,7 +26,7 @@ def kinds() -> list[str]:
 
 
 def official_tasks(simulator: Simulator, split: str) -> list[Task]:
-    """All variations of an official split, by task type and number. Ends the simulator's episode."""
+    """List all variations of an official split, by task type and number. Ends the simulator's episode."""
     found = []
     for kind in kinds():
         numbers = simulator.variations(kind, split)
@@ -36,7 +36,7 @@ def official_tasks(simulator: Simulator, split: str) -> list[Task]:
 
 
 def file_tasks(path: Path) -> list[Task]:
-    """The tasks of a JSONL file, in its order: goal, subgoals (regular expressions), difficulty, and which variation.
+    """Read the tasks of a JSONL file, in its order: goal, subgoals (regular expressions), difficulty and variation.
 
     Raises:
         FileNotFoundError: no such file.
@@ -72,7 +72,7 @@ def _file_task(row: Mapping[str, object]) -> Task:
 
 
 def patterns(subgoals: Sequence[object]) -> list[re.Pattern[str]]:
-    """The subgoals, compiled.
+    """Compile the subgoals.
 
     Raises:
         ValueError: one is no regular expression, or one that may take forever.
@@ -91,7 +91,7 @@ def patterns(subgoals: Sequence[object]) -> list[re.Pattern[str]]:
 
 
 def make_task(kind: str, variation: int, goal: str, split: str, data: Mapping[str, str] | None = None) -> Task:
-    """A variation as a task. No scene: all variations share one house, so its name would tell nothing apart."""
+    """Make a task of a variation. No scene: all variations share one house, so its name would tell nothing apart."""
     return Task(
         id=f"{kind}/{variation}", goal=goal, scene="", split=split, kind=kind,
         data={"task": kind, "variation": str(variation), **(data or {})},

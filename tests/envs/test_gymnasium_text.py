@@ -12,8 +12,8 @@ from gymnasium import spaces  # noqa: E402
 from agent.deliveries import Delivery  # noqa: E402
 from agent.episode import EpisodeSpec, Limits, run_episodes  # noqa: E402
 from envs.base import Environment, EnvironmentFailure  # noqa: E402
+from envs.gymnasium.environment import GymnasiumConfig, GymnasiumSplit, GymnasiumTextEnvironment  # noqa: E402
 from envs.gymnasium.environment import GymnasiumKeys as Keys  # noqa: E402
-from envs.gymnasium.environment import GymnasiumSplit, GymnasiumTextEnvironment  # noqa: E402
 from executor.records import Action, Grounding  # noqa: E402
 from runtime.errors import StopReason  # noqa: E402
 
@@ -65,14 +65,17 @@ KEYS = Keys(text="view", image="pixels", goal="mission", admissible="mask", prog
 SPLITS = {"train": GymnasiumSplit(seeds=(3, 1)), "test": GymnasiumSplit(seeds=(7,), options={"offset": 100})}
 
 
+def made(make: type[gymnasium.Env], splits: dict[str, GymnasiumSplit], **other) -> GymnasiumTextEnvironment:
+    return GymnasiumTextEnvironment(GymnasiumConfig(id=make.__name__, splits=splits, **other), make)
+
+
 def guess(**other) -> GymnasiumTextEnvironment:
-    return GymnasiumTextEnvironment(Guess, SPLITS, **{"goal": "guess my number", **other})
+    return made(Guess, SPLITS, **{"goal": "guess my number", **other})
 
 
 def corridor(**other) -> GymnasiumTextEnvironment:
-    return GymnasiumTextEnvironment(
-        Corridor, {"train": GymnasiumSplit(seeds=(0, 1))}, **{"actions": ("left", "right"), "keys": KEYS, **other}
-    )
+    splits = {"train": GymnasiumSplit(seeds=(0, 1))}
+    return made(Corridor, splits, **{"actions": ("left", "right"), "keys": KEYS, **other})
 
 
 def test_tasks_are_seeds_and_say_what_may_not_be_shared():
@@ -85,9 +88,9 @@ def test_tasks_are_seeds_and_say_what_may_not_be_shared():
     with pytest.raises(ValueError, match="train, test"):
         env.tasks("valid")
     with pytest.raises(ValueError, match="twice"):
-        GymnasiumTextEnvironment(Guess, {"a": GymnasiumSplit(seeds=(1, 1))}, goal="g").tasks("a")
+        made(Guess, {"a": GymnasiumSplit(seeds=(1, 1))}, goal="g").tasks("a")
     with pytest.raises(ValueError, match="goal"):
-        GymnasiumTextEnvironment(Guess, SPLITS)
+        made(Guess, SPLITS)
 
 
 def test_text_in_text_out():
@@ -143,7 +146,7 @@ def test_without_a_mask_all_names_are_possible():
 def test_a_registered_environment_is_made_by_its_id():
     gymnasium.register("MemCompilerGuess-v0", entry_point=Guess)
     try:
-        env = GymnasiumTextEnvironment("MemCompilerGuess-v0", SPLITS, goal="guess")
+        env = GymnasiumTextEnvironment(GymnasiumConfig(id="MemCompilerGuess-v0", splits=SPLITS, goal="guess"))
         assert env.name == "MemCompilerGuess-v0"
         env.reset(env.tasks("train")[0])
         assert env.step("1").observation.text.startswith(("No", "Right"))
@@ -166,7 +169,7 @@ class Broken(Guess):
         (corridor(goal="g", keys=Keys(text="words")), "no 'words'"),
         (corridor(goal="g", keys=Keys(text="pixels")), "not text"),
         (corridor(goal="g", keys=Keys(text="view", admissible="actions")), "no 'actions'"),
-        (GymnasiumTextEnvironment("NoSuch-v0", {"train": GymnasiumSplit(seeds=(0,))}, goal="g"), "NoSuch"),
+        (GymnasiumTextEnvironment({"id": "NoSuch-v0", "splits": {"train": {"seeds": (0,)}}, "goal": "g"}), "NoSuch"),
     ],
 )
 def test_what_does_not_fit_is_said(env, message):
@@ -188,6 +191,6 @@ def test_the_loop_plays_it_and_survives_its_crash():
     played = run_episodes(guess, specs, Delivery("none", "none"), Counter(), Limits(5))
     assert [len(episode.steps) for episode in played] == [3, 3]
     assert {episode.stop_reason for episode in played} == {StopReason.DONE}
-    crash = lambda: GymnasiumTextEnvironment(Broken, SPLITS, goal="g")
+    crash = lambda: made(Broken, SPLITS, goal="g")
     [failed] = run_episodes(crash, specs[:1], Delivery("none", "none"), Counter(), Limits(5))
     assert failed.stop_reason == StopReason.ENVIRONMENT_FAILURE and "the simulator is gone" in failed.error
