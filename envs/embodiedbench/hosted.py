@@ -1,7 +1,7 @@
 """What runs inside EmbodiedBench's own Python: its four environment classes behind the worker's plain contract.
 
 Python 3.9; nothing but the standard library, EmbodiedBench, and the numpy and Pillow that it depends on. Written
-against EmbodiedBench at commit fc59f55; `_Benchmark` and its children hold what differs.
+against EmbodiedBench at commit fc59f55.
 
 An action is the text of a skill (or its number). One that is no skill never reaches the simulator: as in
 EmbodiedBench's own evaluators it counts as an invalid action, costs no environment step, and ends the episode at the
@@ -28,45 +28,52 @@ MAX_UNKNOWN_ACTIONS = 10  # in a row, where the environment class counts none it
 VOXELS, ANGLES = 100, 120  # EB-Manipulation: places are voxels of the table's space, angles steps of three degrees
 
 
+def host(benchmark: str, **arguments: Any) -> HostedEmbodiedBench:
+    """Make what plays one of the four, by name; `arguments` are those of `HostedEmbodiedBench`."""
+    if benchmark not in BENCHMARKS:
+        raise ValueError(f"no benchmark {benchmark!r}; there are: {', '.join(BENCHMARKS)}")
+    return BENCHMARKS[benchmark](benchmark, **arguments)
+
+
 class HostedEmbodiedBench:
     """One simulator of one benchmark, started at the first reset and again only when the next task needs another.
 
+    What is written here is EB-ALFRED's and EB-Navigation's way, which the other two change: a task is an entry put into
+    `env.dataset`, which carries all, so that one simulator plays every split.
+
     Args:
-        benchmark: "eb_alfred", "eb_habitat", "eb_navigation" or "eb_manipulation".
         home: the checkout of EmbodiedBench; "" where the package `embodiedbench` is installed from one.
         data_root: where `tasks` looks for task files; "" for the checkout.
         resolution: side of the square picture, in pixels.
     """
 
     plain = True  # dicts in and out, also where `envs.base` could be imported
+    module = class_name = ""
+    any_eval_set = "base"
+    one_for_all_sets = True  # False: each split has its simulator, which alone can list it
 
-    def __init__(self, benchmark: str, home: str = "", data_root: str = "", resolution: int = 500) -> None:
-        if benchmark not in BENCHMARKS:
-            raise ValueError(f"no benchmark {benchmark!r}; there are: {', '.join(BENCHMARKS)}")
-        self.name = benchmark
-        self.home = _checkout(home)
+    def __init__(self, name: str, home: str = "", data_root: str = "", resolution: int = 500) -> None:
+        self.name, self.home, self.resolution = name, _checkout(home), resolution
         self.data_root = str(Path(data_root).resolve()) if data_root else self.home
-        self.benchmark: _Benchmark = BENCHMARKS[benchmark](resolution)
         self.env: Any = None
-        self._eval_set = ""
+        self._eval_set = self._extra = ""
         self._unknown, self._success, self._progress, self._done = 0, False, 0.0, True
         self._image: Any = None
-        self._extra = ""
 
     def tasks(self, split: str) -> list[dict[str, Any]]:
-        """A split's tasks: from files where there are any, else from the simulator (a start of it, or minutes)."""
+        """List a split from files where there are any, else from the simulator (a start of it, or minutes)."""
         try:
             return task_files.list_tasks(self.name, split, self.data_root)
         except task_files.NoTaskFile as missing:
-            if self.benchmark.one_for_all_sets:
+            if self.one_for_all_sets:
                 raise FileNotFoundError(str(missing)) from missing  # by a name that the pool knows
             self._start(split)
             self._done = True  # listing may have moved the simulator away from a running episode
-            return self.benchmark.list_tasks(self.env, split)
+            return self.list_from_simulator(split)
 
     def reset(self, task: dict[str, Any]) -> dict[str, Any]:
-        self._start(task["data"].get("eval_set", self.benchmark.any_eval_set))
-        self.benchmark.select(self.env, task)
+        self._start(task["data"].get("eval_set", self.any_eval_set))
+        self.select(task)
         pixels = self.env.reset()
         said = self.env.episode_language_instruction
         if said.strip() != task["goal"]:
@@ -80,15 +87,18 @@ class HostedEmbodiedBench:
     def step(self, action: str) -> dict[str, Any]:
         if self._done:
             raise RuntimeError("no episode is running: call reset first")
-        skill = self.benchmark.skill(self.env, action)
+        skill, pixels = self.skill(action), None
         if skill is None:
-            return self._refuse(action)
-        self._unknown = 0
-        pixels, _, done, info = self.env.step(skill)
-        success = float(info["task_success"])
-        self._success, self._done = success > 0, bool(done) or success > 0
-        self._progress = min(max(float(info.get("task_progress", 0.0)), success, 0.0), 1.0)
-        return self._transition(str(info["env_feedback"]), pixels)
+            self._done = self._count_invalid()
+            text = f"Last action is invalid. {self.why_not(action)}"
+        else:
+            self._unknown = 0
+            pixels, _, done, info = self.env.step(skill)
+            success, text = float(info["task_success"]), str(info["env_feedback"])
+            self._success, self._done = success > 0, bool(done) or success > 0
+            self._progress = min(max(float(info.get("task_progress", 0.0)), success, 0.0), 1.0)
+        seen = self._observation(text, pixels)
+        return {"observation": seen, "progress": self._progress, "success": self._success, "done": self._done}
 
     def close(self) -> None:
         if self.env is not None:
@@ -96,35 +106,176 @@ class HostedEmbodiedBench:
             env.close()
 
     def _start(self, eval_set: str) -> None:
-        if self.env is None or (eval_set != self._eval_set and not self.benchmark.one_for_all_sets):
+        if self.env is None or (eval_set != self._eval_set and not self.one_for_all_sets):
             self.close()
             os.chdir(self.home)  # EmbodiedBench finds its scenes relative to its checkout
-            self.env = self.benchmark.make(eval_set)
-            self._eval_set = eval_set
+            self.env, self._eval_set = self.make(eval_set), eval_set
 
-    def _refuse(self, action: str) -> dict[str, Any]:
-        """An action that is no skill: EmbodiedBench's evaluators count it and do not step."""
+    def _count_invalid(self) -> bool:
+        """Count an action that is no skill, as EmbodiedBench's evaluators do; returns whether that ends the episode."""
         self._unknown += 1
-        used, limit = self._unknown, MAX_UNKNOWN_ACTIONS
-        if hasattr(self.env, "_cur_invalid_actions"):
-            self.env._cur_invalid_actions += 1
-            used, limit = self.env._cur_invalid_actions, self.env._max_invalid_actions
-        self._done = used >= limit
-        return self._transition(f"Last action is invalid. {self.benchmark.why_not(action)}", None)
-
-    def _transition(self, text: str, pixels: Any) -> dict[str, Any]:
-        seen = self._observation(text, pixels)
-        return {"observation": seen, "progress": self._progress, "success": self._success, "done": self._done}
+        if not hasattr(self.env, "_cur_invalid_actions"):
+            return self._unknown >= MAX_UNKNOWN_ACTIONS
+        self.env._cur_invalid_actions += 1
+        return self.env._cur_invalid_actions >= self.env._max_invalid_actions
 
     def _observation(self, text: str, pixels: Any) -> dict[str, Any]:
         """Show `pixels` as the environment returned them; None for "as before"."""
         if pixels is not None:
-            self._image = self.benchmark.picture(self.env, pixels)
-            self._extra = self.benchmark.extra_text(self.env)
-        skills = self.benchmark.skills(self.env)
+            self._image, self._extra = _picture(self.camera(pixels)), self.extra_text()
+        skills = self.skills()
         admissible = None if skills is None else list(dict.fromkeys(skills))
         said = f"{text}\n{self._extra}" if self._extra else text
         return {"text": said, "image": self._image, "admissible": admissible}
+
+    # What differs between the four ------------------------------------------------------------------------------------
+
+    def make(self, eval_set: str) -> Any:
+        return getattr(self.load(), self.class_name)(eval_set=self.any_eval_set, resolution=self.resolution)
+
+    def load(self) -> Any:
+        try:
+            return importlib.import_module(self.module)
+        except ImportError as error:
+            what = f"{sys.executable} cannot import {self.module}: {error}"
+            raise ImportError(f"{what}; `memcompiler doctor` says what is missing") from error
+
+    def select(self, task: dict[str, Any]) -> None:
+        """Make `env.reset()` start this task: all four count with `_current_episode_num`."""
+        self.env.dataset, self.env.number_of_episodes, self.env._current_episode_num = [self.entry(task["data"])], 1, 0
+
+    def entry(self, data: dict[str, str]) -> Any:
+        raise NotImplementedError
+
+    def list_from_simulator(self, split: str) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def skills(self) -> list[str] | None:
+        return self.env.language_skill_set
+
+    def skill(self, action: str) -> Any:
+        return skill_index(action, self.env.language_skill_set)
+
+    def why_not(self, action: str) -> str:
+        return f"{action.strip()!r} is not in the list of skills."
+
+    def camera(self, pixels: Any) -> Any:
+        return pixels.get("head_rgb")
+
+    def extra_text(self) -> str:
+        return ""
+
+
+class _Alfred(HostedEmbodiedBench):
+    module, class_name = "embodiedbench.envs.eb_alfred.EBAlfEnv", "EBAlfEnv"
+
+    def load(self) -> Any:
+        module = super().load()
+        if os.environ.get("DISPLAY"):  # the module has display 1 built in
+            module.X_DISPLAY = os.environ["DISPLAY"].rsplit(":", 1)[-1].split(".")[0]
+        return module
+
+    def entry(self, data: dict[str, str]) -> Any:
+        return {"task": data["task"], "repeat_idx": int(data["repeat_idx"]), "instruction": data["instruction"]}
+
+
+class _Navigation(HostedEmbodiedBench):
+    module, class_name = "embodiedbench.envs.eb_navigation.EBNavEnv", "EBNavigationEnv"
+
+    def entry(self, data: dict[str, str]) -> Any:
+        return json.loads(data["entry"])
+
+
+class _Habitat(HostedEmbodiedBench):
+    module, one_for_all_sets = "embodiedbench.envs.eb_habitat.EBHabEnv", False
+
+    def make(self, eval_set: str) -> Any:
+        module = self.load()
+        file = Path(module.__file__).parent / "datasets" / f"{eval_set}.pickle"
+        if not file.exists():
+            raise FileNotFoundError(f"EB-Habitat has no data set {file}")
+        if eval_set not in module.ValidEvalSets:  # its list holds the test sets only; training sets load the same way
+            module.ValidEvalSets.append(eval_set)
+        return module.EBHabEnv(eval_set=eval_set, resolution=self.resolution)
+
+    def select(self, task: dict[str, Any]) -> None:
+        """Find the episode by what it says: habitat shuffles its episodes when it loads them."""
+        for index, episode in enumerate(self.env.dataset.episodes):
+            if task_files.fingerprint(_record(episode)) == task["data"]["fingerprint"]:
+                _habitat_core(self.env).current_episode = episode  # habitat's own way to choose what reset starts
+                self.env._current_episode_num = index
+                return
+        raise RuntimeError(f"EB-Habitat's data set holds no episode {task['id']} ({task['goal']!r})")
+
+    def list_from_simulator(self, split: str) -> list[dict[str, Any]]:
+        """List in the file's order, which EmbodiedBench keeps as the episodes' numbers."""
+        episodes = sorted(self.env.dataset.episodes, key=lambda episode: int(episode.episode_id))
+        return [task_files.habitat_task(_record(episode), split) for episode in episodes]
+
+
+class _Manipulation(HostedEmbodiedBench):
+    """Seven whole numbers instead of a skill: x, y, z (voxels), roll, pitch, yaw (steps of 3 degrees), gripper."""
+
+    module, one_for_all_sets = "embodiedbench.envs.eb_manipulation.EBManEnv", False
+
+    def make(self, eval_set: str) -> Any:
+        size = (self.resolution, self.resolution)
+        # No render mode: the film camera is not used, and its default asks for a window.
+        return self.load().EBManEnv(eval_set=eval_set, img_size=size, render_mode=None)
+
+    def select(self, task: dict[str, Any]) -> None:
+        self.env._current_episode_num = int(task["data"]["index"])
+
+    def list_from_simulator(self, split: str) -> list[dict[str, Any]]:
+        """Load each scene once: only the scene files hold the instructions."""
+        listed, env = [], self.env
+        for index in range(env.number_of_episodes):
+            env._current_episode_num = index
+            env.reset()
+            kind, files = env.dataset[index][-1], Path(env.dataset[index][3]).parts
+            variation, episode = ([part for part in files if part.startswith(p)][-1] for p in ("variation", "episode"))
+            listed.append(task_files.task(
+                f"{split}-{kind}-{variation}-{episode}", env.episode_language_instruction, "", split, kind,
+                {"eval_set": split, "index": str(index)}, {"episode": [f"{split}/{kind}/{variation}/{episode}"]},
+            ))  # fmt: skip
+        return listed
+
+    def skills(self) -> list[str] | None:
+        return None
+
+    def skill(self, action: str) -> list[int] | None:
+        """Read "[48, 20, 17, 0, 60, 90, 1]" with or without brackets; None for anything else or out of range."""
+        match = re.fullmatch(r"\D*?(-?\d+(?:\s*,\s*-?\d+){6})\D*", action.strip())
+        if not match:
+            return None
+        numbers = [int(number) for number in match.group(1).split(",")]
+        tops = [VOXELS] * 3 + [ANGLES] * 3 + [1]
+        return numbers if all(0 <= numbers[i] <= top for i, top in enumerate(tops)) else None
+
+    def why_not(self, action: str) -> str:
+        return (
+            f"{action.strip()!r} is not seven whole numbers [x, y, z, roll, pitch, yaw, gripper] with places"
+            f" in 0-{VOXELS}, angles in 0-{ANGLES} and gripper 0 or 1."
+        )
+
+    def camera(self, pixels: Any) -> Any:
+        return self.env.last_frame_obs.get("front_rgb")
+
+    def extra_text(self) -> str:
+        """Tell where the objects are: the benchmark's own prompt does, and no action could be aimed without."""
+        utilities = importlib.import_module("embodiedbench.envs.eb_manipulation.eb_man_utils")
+        seen = copy.deepcopy(self.env.last_frame_obs)  # the function below changes what it is given
+        places = utilities.form_object_coord_for_input(seen, self.env.task_class, ["front_rgb"])[0]
+        told = ", ".join(f"{name}: [{', '.join(str(int(v)) for v in place)}]" for name, place in places.items())
+        return f"Objects at [x, y, z]: {told}." if told else ""
+
+
+BENCHMARKS = {
+    "eb_alfred": _Alfred,
+    "eb_habitat": _Habitat,
+    "eb_navigation": _Navigation,
+    "eb_manipulation": _Manipulation,
+}
 
 
 def _checkout(home: str) -> str:
@@ -146,174 +297,6 @@ def _checkout(home: str) -> str:
     return str(Path(places[0]).resolve().parent)
 
 
-# --- what differs between the four ---
-
-
-class _Benchmark:
-    """EB-ALFRED's and EB-Navigation's way, which the other two change: a task is an entry put into `env.dataset`."""
-
-    module = class_name = ""
-    any_eval_set = "base"
-    one_for_all_sets = True  # the entry carries all; else each split has its simulator, which alone can list it
-
-    def __init__(self, resolution: int) -> None:
-        self.resolution = resolution
-
-    def make(self, eval_set: str) -> Any:
-        module = self.load()
-        return getattr(module, self.class_name)(eval_set=self.any_eval_set, resolution=self.resolution)
-
-    def load(self) -> Any:
-        try:
-            return importlib.import_module(self.module)
-        except ImportError as error:
-            what = f"{sys.executable} cannot import {self.module}: {error}"
-            raise ImportError(f"{what}; `memcompiler doctor` says what is missing") from error
-
-    def select(self, env: Any, task: dict[str, Any]) -> None:
-        """Make `env.reset()` start this task: all four count with `_current_episode_num`."""
-        env.dataset, env.number_of_episodes, env._current_episode_num = [self.entry(task)], 1, 0
-
-    def entry(self, task: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-    def list_tasks(self, env: Any, split: str) -> list[dict[str, Any]]:
-        raise NotImplementedError
-
-    def skills(self, env: Any) -> list[str] | None:
-        return env.language_skill_set
-
-    def skill(self, env: Any, action: str) -> Any:
-        return skill_index(action, env.language_skill_set)
-
-    def why_not(self, action: str) -> str:
-        return f"{action.strip()!r} is not in the list of skills."
-
-    def picture(self, env: Any, pixels: Any) -> Any:
-        return picture(pixels.get("head_rgb"))
-
-    def extra_text(self, env: Any) -> str:
-        return ""
-
-
-class _Alfred(_Benchmark):
-    module, class_name = "embodiedbench.envs.eb_alfred.EBAlfEnv", "EBAlfEnv"
-
-    def load(self) -> Any:
-        module = super().load()
-        if os.environ.get("DISPLAY"):  # the module has display 1 built in
-            module.X_DISPLAY = os.environ["DISPLAY"].rsplit(":", 1)[-1].split(".")[0]
-        return module
-
-    def entry(self, task: dict[str, Any]) -> Any:
-        data = task["data"]
-        return {"task": data["task"], "repeat_idx": int(data["repeat_idx"]), "instruction": data["instruction"]}
-
-
-class _Navigation(_Benchmark):
-    module, class_name = "embodiedbench.envs.eb_navigation.EBNavEnv", "EBNavigationEnv"
-
-    def entry(self, task: dict[str, Any]) -> Any:
-        return json.loads(task["data"]["entry"])
-
-
-class _Habitat(_Benchmark):
-    module, class_name = "embodiedbench.envs.eb_habitat.EBHabEnv", "EBHabEnv"
-    one_for_all_sets = False
-
-    def make(self, eval_set: str) -> Any:
-        module = self.load()
-        file = Path(module.__file__).parent / "datasets" / f"{eval_set}.pickle"
-        if not file.exists():
-            raise FileNotFoundError(f"EB-Habitat has no data set {file}")
-        if eval_set not in module.ValidEvalSets:  # its list holds the test sets only; training sets load the same way
-            module.ValidEvalSets.append(eval_set)
-        return module.EBHabEnv(eval_set=eval_set, resolution=self.resolution)
-
-    def select(self, env: Any, task: dict[str, Any]) -> None:
-        """Habitat shuffles its episodes when it loads them, so an episode is found by what it says."""
-        for index, episode in enumerate(env.dataset.episodes):
-            if task_files.fingerprint(_record(episode)) == task["data"]["fingerprint"]:
-                _habitat_core(env).current_episode = episode  # habitat's own way to choose what reset starts
-                env._current_episode_num = index
-                return
-        raise RuntimeError(f"EB-Habitat's data set holds no episode {task['id']} ({task['goal']!r})")
-
-    def list_tasks(self, env: Any, split: str) -> list[dict[str, Any]]:
-        """In the file's order, which EmbodiedBench keeps as the episodes' numbers."""
-        episodes = sorted(env.dataset.episodes, key=lambda episode: int(episode.episode_id))
-        return [task_files.habitat_task(_record(episode), split) for episode in episodes]
-
-
-class _Manipulation(_Benchmark):
-    """Seven whole numbers instead of a skill: x, y, z (voxels), roll, pitch, yaw (steps of 3 degrees), gripper."""
-
-    module, class_name = "embodiedbench.envs.eb_manipulation.EBManEnv", "EBManEnv"
-    one_for_all_sets = False
-
-    def make(self, eval_set: str) -> Any:
-        size = (self.resolution, self.resolution)
-        # No render mode: the film camera is not used, and its default asks for a window.
-        return self.load().EBManEnv(eval_set=eval_set, img_size=size, render_mode=None)
-
-    def select(self, env: Any, task: dict[str, Any]) -> None:
-        env._current_episode_num = int(task["data"]["index"])
-
-    def list_tasks(self, env: Any, split: str) -> list[dict[str, Any]]:
-        """Only the scene files hold the instructions, so each scene is loaded once."""
-        listed = []
-        for index in range(env.number_of_episodes):
-            env._current_episode_num = index
-            env.reset()
-            kind, files = env.dataset[index][-1], Path(env.dataset[index][3]).parts
-            variation, episode = ([part for part in files if part.startswith(p)][-1] for p in ("variation", "episode"))
-            listed.append(task_files.task(
-                f"{split}-{kind}-{variation}-{episode}", env.episode_language_instruction, "", split, kind,
-                {"eval_set": split, "index": str(index)}, {"episode": [f"{split}/{kind}/{variation}/{episode}"]},
-            ))  # fmt: skip
-        return listed
-
-    def skills(self, env: Any) -> list[str] | None:
-        return None
-
-    def skill(self, env: Any, action: str) -> list[int] | None:
-        """ "[48, 20, 17, 0, 60, 90, 1]" with or without brackets; None for anything else or out of range."""
-        match = re.fullmatch(r"\D*?(-?\d+(?:\s*,\s*-?\d+){6})\D*", action.strip())
-        if not match:
-            return None
-        numbers = [int(number) for number in match.group(1).split(",")]
-        tops = [VOXELS] * 3 + [ANGLES] * 3 + [1]
-        return numbers if all(0 <= numbers[i] <= top for i, top in enumerate(tops)) else None
-
-    def why_not(self, action: str) -> str:
-        return (
-            f"{action.strip()!r} is not seven whole numbers [x, y, z, roll, pitch, yaw, gripper] with places"
-            f" in 0-{VOXELS}, angles in 0-{ANGLES} and gripper 0 or 1."
-        )
-
-    def picture(self, env: Any, pixels: Any) -> Any:
-        return picture(env.last_frame_obs.get("front_rgb"))
-
-    def extra_text(self, env: Any) -> str:
-        """Where the objects are: the benchmark's own prompt states it, and no action could be aimed without."""
-        utilities = importlib.import_module("embodiedbench.envs.eb_manipulation.eb_man_utils")
-        seen = copy.deepcopy(env.last_frame_obs)  # the function below changes what it is given
-        places = utilities.form_object_coord_for_input(seen, env.task_class, ["front_rgb"])[0]
-        told = ", ".join(f"{name}: [{', '.join(str(int(v)) for v in place)}]" for name, place in places.items())
-        return f"Objects at [x, y, z]: {told}." if told else ""
-
-
-BENCHMARKS = {
-    "eb_alfred": _Alfred,
-    "eb_habitat": _Habitat,
-    "eb_navigation": _Navigation,
-    "eb_manipulation": _Manipulation,
-}
-
-
-# --- small parts ---
-
-
 def skill_index(action: str, skills: list[str]) -> int | None:
     """Find the skill that a text means: as it stands, else but for case, articles and punctuation, else by number."""
     text = action.strip()
@@ -333,7 +316,7 @@ def _plain(text: str) -> str:
     return "".join(word for word in words if word not in ("a", "an", "the"))
 
 
-def picture(pixels: Any) -> Any:
+def _picture(pixels: Any) -> Any:
     """Make a PIL image of an array of height x width x 1, 3 or 4 (bytes, or floats in [0, 1]; a torch tensor too)."""
     if pixels is None:
         return None

@@ -104,10 +104,8 @@ def construct(settings: EmbodiedBenchSettings) -> WorkerSpec:
         "benchmark": settings.name, "home": str(Path(home).resolve()) if home else "",
         "data_root": str(Path(data_root).resolve()) if data_root else "", "resolution": settings.resolution,
     }  # fmt: skip
-    python = interpreter(settings.name, settings.python)
-    return WorkerSpec(
-        "envs.embodiedbench.hosted:HostedEmbodiedBench", arguments, python, worker_variables(settings.name)
-    )
+    python, variables = interpreter(settings.name, settings.python), worker_variables(settings.name)
+    return WorkerSpec("envs.embodiedbench.hosted:host", arguments, python, variables)
 
 
 def _home(settings: EmbodiedBenchSettings) -> str:

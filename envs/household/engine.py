@@ -35,9 +35,7 @@ class Engine:
         }
         self._fits = [by_type[receptacle.type] for receptacle in game.receptacles]  # masks of items that may be there
         self._treatable = {verb: _mask(getattr(item, f"{verb}able") for item in game.items) for verb in APPLIANCES}
-        self._of_type: dict[str, int] = {}
-        for index, item in enumerate(game.items):
-            self._of_type[item.type] = self._of_type.get(item.type, 0) | 1 << index
+        self._of_type = {kind: _mask(item.type == kind for item in game.items) for kind in {i.type for i in game.items}}
         # Commands that depend on the place alone, made the first time the agent stands there.
         self._common: dict[int, dict[str, Command]] = {}
 
@@ -51,7 +49,8 @@ class Engine:
         """Tell the room as first seen, in ALFWorld's words: all of it, unless the agent starts facing something."""
         if self.here(self.game.start):
             return self._look(self.game.start)
-        return f"You are in the middle of a room. Looking quickly around you, you see {self._all_receptacles()}."
+        seen = _enumerate([f"a {r.name}" for r in self.game.receptacles if r.location != NOWHERE])
+        return f"You are in the middle of a room. Looking quickly around you, you see {seen}."
 
     def here(self, state: State) -> tuple[int, ...]:
         """Return the receptacles at the agent's place."""
@@ -91,17 +90,15 @@ class Engine:
     def _add_at_receptacle(self, possible: dict[str, Command], state: State, index: int) -> None:
         receptacle, names = self.game.receptacles[index], self._names
         name, held, contents = receptacle.name, state.held, state.contents[index]
-        accessible = True
+        accessible = self.is_open(state, index)
         if receptacle.openable:
-            accessible = bool(state.opened >> index & 1)
             verb = "close" if accessible else "open"
             possible[f"{verb} {name}"] = (verb, NOWHERE, index)
-        if accessible:
-            if held == NOWHERE:
-                for item in bits(contents & self._pickupable):
-                    possible[f"take {names[item]} from {name}"] = ("take", item, index)
-            elif self._fits[index] >> held & 1:
-                possible[self.game.wording.put.format(o=names[held], r=name)] = ("put", held, index)
+        if accessible and held == NOWHERE:
+            for item in bits(contents & self._pickupable):
+                possible[f"take {names[item]} from {name}"] = ("take", item, index)
+        elif accessible and self.fits(held, index):
+            possible[self.game.wording.put.format(o=names[held], r=name)] = ("put", held, index)
         # A lamp can be switched even in a closed receptacle: the domain does not ask.
         for item in bits(contents & self._toggleable):
             possible[f"use {names[item]}"] = ("use", item, index)
@@ -130,23 +127,39 @@ class Engine:
         if command is None:
             return NOTHING_HAPPENS
         verb, item, target = command
+        names, places, wording = self._names, self.game.receptacles, self.game.wording
         match verb:
             case "go to":
-                return self._go_to(state, target)
+                state.location = places[target].location
+                location = self.game.locations[state.location] if self.game.locations else ""
+                return f"{wording.arrive.format(r=places[target].name, l=location)} {self._view(state, target)}"
             case "take":
-                return self._take(state, item, target)
+                state.held = item
+                state.contents[target] &= ~(1 << item)
+                state.taken[target] |= 1 << item
+                state.standing[state.location] &= ~(1 << item)
+                return f"You pick up the {names[item]} from the {places[target].name}."
             case "put":
-                return self._put(state, item, target)
-            case "open" | "close":
-                return self._open_or_close(state, verb, target)
+                state.held = NOWHERE
+                state.contents[target] |= 1 << item
+                state.taken[target] &= ~(1 << item)
+                state.standing[state.location] |= 1 << item
+                return wording.put_feedback.format(o=names[item], r=places[target].name)
+            case "open":
+                state.opened |= 1 << target
+                return f"You open the {places[target].name}. {self._view(state, target)}"
+            case "close":
+                state.opened &= ~(1 << target)
+                return f"You close the {places[target].name}."
             case "heat" | "cool" | "clean":
-                return self._treat(state, verb, item, target)
+                self._treat(state, verb, 1 << item)
+                return f"You {verb} the {names[item]} using the {places[target].name}."
             case "use":
                 state.toggled |= 1 << item
-                return f"You turn on the {self._names[item]}."
+                return f"You turn on the {names[item]}."
             case "slice":
                 state.sliced |= 1 << target
-                return f"You sliced the {self._names[target]} with the {self._names[item]}."
+                return f"You sliced the {names[target]} with the {names[item]}."
             case "look":
                 return self._look(state)
             case "inventory" if state.held == NOWHERE:
@@ -158,46 +171,15 @@ class Engine:
             case "examine item":
                 return self._describe(state, item)
             case _:
-                return self.game.wording.help
+                return wording.help
 
-    def _go_to(self, state: State, target: int) -> str:
-        receptacle = self.game.receptacles[target]
-        state.location = receptacle.location
-        location = self.game.locations[receptacle.location] if self.game.locations else ""
-        return f"{self.game.wording.arrive.format(r=receptacle.name, l=location)} {self._view(state, target)}"
-
-    def _take(self, state: State, item: int, source: int) -> str:
-        bit = 1 << item
-        state.held = item
-        state.contents[source] &= ~bit
-        state.taken[source] |= bit
-        state.standing[state.location] &= ~bit
-        return f"You pick up the {self._names[item]} from the {self.game.receptacles[source].name}."
-
-    def _put(self, state: State, item: int, target: int) -> str:
-        bit = 1 << item
-        state.held = NOWHERE
-        state.contents[target] |= bit
-        state.taken[target] &= ~bit
-        state.standing[state.location] |= bit
-        return self.game.wording.put_feedback.format(o=self._names[item], r=self.game.receptacles[target].name)
-
-    def _open_or_close(self, state: State, verb: str, target: int) -> str:
-        name = self.game.receptacles[target].name
-        state.opened ^= 1 << target
-        return f"You close the {name}." if verb == "close" else f"You open the {name}. {self._view(state, target)}"
-
-    def _treat(self, state: State, verb: str, item: int, target: int) -> str:
-        bit = 1 << item
+    def _treat(self, state: State, verb: str, bit: int) -> None:
         if verb == "clean":
             state.clean |= bit
         elif verb == "heat":
-            state.hot |= bit
-            state.cool &= ~bit
+            state.hot, state.cool = state.hot | bit, state.cool & ~bit
         else:
-            state.cool |= bit
-            state.hot &= ~bit
-        return f"You {verb} the {self._names[item]} using the {self.game.receptacles[target].name}."
+            state.cool, state.hot = state.cool | bit, state.hot & ~bit
 
     # What is said ----------------------------------------------------------------------------------------------
 
@@ -205,7 +187,7 @@ class Engine:
         receptacle = self.game.receptacles[index]
         if receptacle.openable and not state.opened >> index & 1:
             return f"The {receptacle.name} is closed."
-        seen = self._list(state.contents[index])
+        seen = _enumerate([self._listed[item] for item in bits(state.contents[index])])
         if receptacle.openable:
             return f"The {receptacle.name} is open. In it, you see {seen}."
         return f"On the {receptacle.name}, you see {seen}."
@@ -238,13 +220,6 @@ class Engine:
         if item.sliceable and sliced:
             return f"This is a sliced {item.name}."
         return f"There's nothing special about {item.name}."
-
-    def _list(self, mask: int) -> str:
-        listed = self._listed
-        return _enumerate([listed[item] for item in bits(mask)])
-
-    def _all_receptacles(self) -> str:
-        return _enumerate([f"a {r.name}" for r in self.game.receptacles if r.location != NOWHERE])
 
     # What is wanted --------------------------------------------------------------------------------------------
 

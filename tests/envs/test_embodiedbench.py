@@ -41,7 +41,7 @@ def host(monkeypatch) -> Iterator:
     made = []
 
     def make(benchmark: str, home: Path = STANDIN, **arguments) -> HostedEmbodiedBench:
-        made.append(HostedEmbodiedBench(benchmark, str(home), resolution=8, **arguments))
+        made.append(hosted.host(benchmark, home=str(home), resolution=8, **arguments))
         return made[-1]
 
     yield make
