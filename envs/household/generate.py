@@ -27,7 +27,6 @@ _TREATED_AT = {CLEAN: "sinkbasin", HEAT: "microwave", COOL: "fridge"}
 # Fewer item types can be heated than placed: the weights even the kinds out.
 _KIND_WEIGHT = {SIMPLE: 1.0, CLEAN: 1.5, HEAT: 3.0, COOL: 2.0, LOOK: 1.5, TWO: 1.5}
 _FEWEST_PLACES = 4  # receptacles an item may lie in: with fewer, there would be nothing to remember
-_HOMES_KEPT = 4096
 
 Errand = tuple[str, str]  # (task type, receptacle type to bring the item to, "" for look_at_obj_in_light)
 
@@ -42,23 +41,36 @@ class Home:
     lamp: int | None  # receptacle the lamp stands on
 
 
+@dataclass(eq=False)
 class Generator:
-    """Makes the homes, tasks and games of all generated splits. Lazy: nothing is made before it is asked for."""
+    """Makes the homes, tasks and games of all generated splits. Lazy: nothing is made before it is asked for.
 
-    def __init__(
-        self,
-        seed: int,
-        scenes: Mapping[str, int],
-        visual_share: float,
-        fixed_objects: int,
-        wandering_objects: int,
-        kinds: tuple[str, ...] = DEFAULT_KINDS,
-    ) -> None:
-        _check(scenes, visual_share, fixed_objects, wandering_objects, kinds)
-        self._seed, self._scenes, self._visual_share = seed, dict(scenes), visual_share
-        self._fixed, self._wandering, self._kinds = fixed_objects, wandering_objects, tuple(kinds)
-        self._wandering_kinds = tuple(kind for kind in kinds if kind != TWO)  # a mark shows one thing, not two
-        self._homes: dict[tuple[int, str, int], Home] = {}
+    Raises:
+        ValueError: settings that have no meaning.
+    """
+
+    seed: int
+    scenes: Mapping[str, int]  # number of homes by split
+    visual_share: float  # of the tasks
+    fixed_objects: int  # items per home
+    wandering_objects: int
+    kinds: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.kinds) - set(KINDS)):
+            raise ValueError(f"unknown task types {', '.join(unknown)}; known are {', '.join(KINDS)}")
+        if not self.kinds:
+            raise ValueError("kinds is empty: give at least one task type")
+        if not 0 <= self.visual_share <= 1:
+            raise ValueError(f"visual_share is a share, from 0 to 1, not {self.visual_share}")
+        if self.fixed_objects < 1 or self.wandering_objects < 0:
+            raise ValueError("fixed_objects must be at least 1 and wandering_objects at least 0")
+        if self.visual_share > 0 and (self.wandering_objects < 1 or set(self.kinds) == {TWO}):
+            raise ValueError("visual tasks need wandering_objects of at least 1 and a task type other than "
+                             f"{TWO}; or set visual_share to 0")  # fmt: skip
+        if clash := [name for name in self.scenes if name.endswith(EXPERIENCE)]:
+            raise ValueError(f"a scene split may not end in {EXPERIENCE!r}: {', '.join(clash)}")
+        self._home = lru_cache(maxsize=4096)(self._make_home)
 
     # Tasks -----------------------------------------------------------------------------------------------------
 
@@ -68,26 +80,26 @@ class Generator:
         Raises:
             ValueError: for a split that does not exist.
         """
-        layout, splits = split.removesuffix(EXPERIENCE), [n for name in self._scenes for n in (name, name + EXPERIENCE)]
+        layout, splits = split.removesuffix(EXPERIENCE), [n for name in self.scenes for n in (name, name + EXPERIENCE)]
         if split not in splits:
             raise ValueError(f"no split {split!r}; there are {', '.join(splits)}")
-        per_scene = [self.scene_tasks(layout, index) for index in range(self._scenes[layout])]
+        per_scene = [self.scene_tasks(layout, index) for index in range(self.scenes[layout])]
         if split != layout:
             return [task for experience, _ in per_scene for task in experience]
         tasks = [task for _, evaluation in per_scene for task in evaluation]
-        _rng(self._seed, layout, "order").shuffle(tasks)
+        _rng(self.seed, layout, "order").shuffle(tasks)
         return tasks
 
     def scene_tasks(self, layout: str, index: int) -> tuple[list[Task], list[Task]]:
         """Return (tasks that fill the memory, tasks to train or evaluate on) of one home."""
-        home, rng = self._home(self._seed, layout, index), _rng(self._seed, layout, index, "tasks")
+        home, rng = self._home(self.seed, layout, index), _rng(self.seed, layout, index, "tasks")
         experience, evaluation = list[Task](), list[Task]()
         for item, places in home.fixed.items():
             errands = self._errands(home, item, places)
             first = _draw(rng, errands)
             second = _draw(rng, [errand for errand in errands if errand != first] or errands)
             experience.append(self._task(rng, layout + EXPERIENCE, index, len(experience), item, first, "text"))
-            if self._visual_share < 1:
+            if self.visual_share < 1:
                 evaluation.append(self._task(rng, layout, index, len(evaluation), item, second, "text"))
         for turn in range(self._visual_count()):
             item = home.wandering[turn % len(home.wandering)]
@@ -101,34 +113,25 @@ class Generator:
         kind, place = errand
         layout, id_ = split.removesuffix(EXPERIENCE), f"{split}/home-{index + 1}/{number}"
         goal, scene = rng.choice(PHRASES[kind]).format(item=item, place=place), f"home {index % SCENE_LABELS + 1}"
-        data = {"seed": str(self._seed), "layout": layout, "scene": str(index), "item": item, "receptacle": place}
+        data = {"seed": str(self.seed), "layout": layout, "scene": str(index), "item": item, "receptacle": place}
         # A split and its experience are about the same homes, by design; the homes of other splits are others.
-        home, task = f"seed-{self._seed}/{layout}/home-{index + 1}", f"seed-{self._seed}/{id_}"
+        home, task = f"seed-{self.seed}/{layout}/home-{index + 1}", f"seed-{self.seed}/{id_}"
         return Task(id_, goal, scene, split, kind, family, data, {"scene": (home,), "task": (task,)})
 
     def _visual_count(self) -> int:
         """Count the visual tasks per home that make up `visual_share` of its tasks."""
-        share = self._visual_share
-        return self._fixed if share == 1 else round(self._fixed * share / (1 - share))
+        share = self.visual_share
+        return self.fixed_objects if share == 1 else round(self.fixed_objects * share / (1 - share))
 
     def _errands(self, home: Home, item: str, places: tuple[int, ...]) -> tuple[Errand, ...]:
         """Say what can be asked for an item that lies in `places` (() for a wandering one)."""
-        if len(places) == 2:
-            kinds: tuple[str, ...] = (TWO,)
-        else:
-            kinds = tuple(kind for kind in self._wandering_kinds if kind != LOOK or home.lamp is not None)
+        kinds: tuple[str, ...] = (TWO,)
+        if len(places) != 2:  # one thing, which is all that a mark can show
+            kinds = tuple(k for k in self.kinds if k != TWO and (k != LOOK or home.lamp is not None))
         sources = tuple(sorted({home.receptacles[place].type for place in places}))
         return _possible_errands(item, kinds, sources, frozenset(r.type for r in home.receptacles))
 
     # Homes -----------------------------------------------------------------------------------------------------
-
-    def _home(self, seed: int, layout: str, index: int) -> Home:
-        home = self._homes.get((seed, layout, index))
-        if home is None:
-            if len(self._homes) >= _HOMES_KEPT:
-                self._homes.clear()
-            home = self._homes[seed, layout, index] = self._make_home(seed, layout, index)
-        return home
 
     def _make_home(self, seed: int, layout: str, index: int) -> Home:
         # A draw that leaves too few items with enough errands is thrown away; the next attempt has its own seed.
@@ -137,37 +140,37 @@ class Generator:
             if home is not None:
                 return home
         raise ValueError(
-            f"no home has {self._fixed} fixed and {self._wandering} wandering items for the task types "
-            f"{', '.join(self._kinds)}: ask for fewer items or more task types"
+            f"no home has {self.fixed_objects} fixed and {self.wandering_objects} wandering items for the task types "
+            f"{', '.join(self.kinds)}: ask for fewer items or more task types"
         )
 
     def _try_home(self, rng: random.Random) -> Home | None:
         receptacles = _draw_receptacles(rng)
         lamp = None
-        if LOOK in self._kinds:
+        if LOOK in self.kinds:
             lamp = rng.choice([i for i, r in enumerate(receptacles) if r.type in LAMP_PLACES] or [None])
         bare = Home(receptacles, {}, (), lamp)
         items = [item for item in self._shuffled_items(rng) if len(_fitting(receptacles, item)) >= _FEWEST_PLACES]
         fixed = self._place_fixed(rng, bare, items)
         # Where no task asks for a wandering item, any will do.
-        wandering = [item for item in items if item not in fixed
-                     and (self._visual_share == 0 or self._errands(bare, item, ()))][: self._wandering]  # fmt: skip
-        if len(fixed) < self._fixed or len(wandering) < self._wandering:
+        possible = [i for i in items if i not in fixed and (self.visual_share == 0 or self._errands(bare, i, ()))]
+        wandering = possible[: self.wandering_objects]
+        if len(fixed) < self.fixed_objects or len(wandering) < self.wandering_objects:
             return None
         return Home(receptacles, fixed, tuple(wandering), lamp)
 
     def _place_fixed(self, rng: random.Random, home: Home, items: list[str]) -> dict[str, tuple[int, ...]]:
-        """Places for the first of `items` that have enough errands; the very first come in pairs where TWO is asked."""
+        """Place the first of `items` that have enough errands; the very first come in pairs where TWO is asked."""
         pairs = 0
-        if TWO in self._kinds:
-            pairs = self._fixed if self._kinds == (TWO,) else max(1, round(self._fixed / len(self._kinds)))
+        if TWO in self.kinds:
+            pairs = self.fixed_objects if self.kinds == (TWO,) else max(1, round(self.fixed_objects / len(self.kinds)))
         # Where single things can only be looked at, under the one lamp, there is no second errand to ask for.
-        only_looked_at = set(self._kinds) <= {LOOK, TWO}
+        only_looked_at = set(self.kinds) <= {LOOK, TWO}
         # Every home has the appliances and most food fits them: counted as used once, they do not rule the sources.
         used = Counter(_ALWAYS)
         fixed: dict[str, tuple[int, ...]] = {}
         for item in items:
-            if len(fixed) == self._fixed:
+            if len(fixed) == self.fixed_objects:
                 break
             # The least used kind of receptacle first, so that things are not all in cabinets.
             fitting = _fitting(home.receptacles, item)
@@ -180,13 +183,13 @@ class Generator:
         return fixed
 
     def _shuffled_items(self, rng: random.Random) -> list[str]:
-        """Every item type in a random order in which those that suit many task types tend to come first.
+        """Return every item type in a random order in which those that suit many task types tend to come first.
 
         Left to itself the draw would be two thirds things that can only be carried from place to place.
         """
 
         def rank(item: str) -> float:
-            suited = sum(_can_be(ITEM_TYPES[item], kind) for kind in self._kinds)
+            suited = sum(_can_be(ITEM_TYPES[item], kind) for kind in self.kinds)
             return rng.random() ** (1 / max(1, suited) ** 2)
 
         return sorted(ITEM_TYPES, key=rank, reverse=True)
@@ -194,7 +197,7 @@ class Generator:
     # Games -----------------------------------------------------------------------------------------------------
 
     def game(self, task: Task) -> tuple[Game, int | None]:
-        """The game of a task, and (in the visual family) the item whose receptacle the picture marks."""
+        """Make the game of a task, and say (in the visual family) the item whose receptacle the picture marks."""
         try:
             seed, layout, index = int(task.data["seed"]), task.data["layout"], int(task.data["scene"])
             target, destination = task.data["item"], task.data["receptacle"]
@@ -225,36 +228,19 @@ class Generator:
 
 
 def _rng(*name: object) -> random.Random:
-    """Randomness that belongs to a name for good."""
+    """Return the randomness that belongs to a name for good."""
     digest = hashlib.sha256("/".join(map(str, name)).encode()).digest()
     return random.Random(int.from_bytes(digest[:8], "big"))
 
 
-def _check(scenes: Mapping[str, int], visual_share: float, fixed: int, wandering: int, kinds: tuple[str, ...]) -> None:
-    """Refuse settings that have no meaning, saying which."""
-    if unknown := sorted(set(kinds) - set(KINDS)):
-        raise ValueError(f"unknown task types {', '.join(unknown)}; known are {', '.join(KINDS)}")
-    if not kinds:
-        raise ValueError("kinds is empty: give at least one task type")
-    if not 0 <= visual_share <= 1:
-        raise ValueError(f"visual_share is a share, from 0 to 1, not {visual_share}")
-    if fixed < 1 or wandering < 0:
-        raise ValueError("fixed_objects must be at least 1 and wandering_objects at least 0")
-    if visual_share > 0 and (wandering < 1 or set(kinds) == {TWO}):
-        raise ValueError("visual tasks need wandering_objects of at least 1 and a task type other than "
-                         f"{TWO}; or set visual_share to 0")  # fmt: skip
-    if clash := [name for name in scenes if name.endswith(EXPERIENCE)]:
-        raise ValueError(f"a scene split may not end in {EXPERIENCE!r}: {', '.join(clash)}")
-
-
 def _fitting(receptacles: tuple[Receptacle, ...], item: str) -> list[int]:
-    """Receptacles that may hold an item of this type."""
+    """Return the receptacles that may hold an item of this type."""
     places = ITEM_TYPES[item].places
     return [index for index, receptacle in enumerate(receptacles) if receptacle.type in places]
 
 
 def _draw_receptacles(rng: random.Random) -> tuple[Receptacle, ...]:
-    """11 to 14 receptacles, numbered from 1 within their type, in the order in which ALFWorld would list them."""
+    """Draw 11 to 14 receptacles, numbered from 1 within their type, in the order in which ALFWorld would list them."""
     counts = dict.fromkeys(_ALWAYS, 1)
     pool = [kind for kind in Counter(PLACES).elements() if kind not in _ALWAYS]
     for kind in rng.sample(pool, rng.randint(11, 14) - len(_ALWAYS)):
@@ -267,7 +253,7 @@ def _draw_receptacles(rng: random.Random) -> tuple[Receptacle, ...]:
 def _possible_errands(
     item: str, kinds: tuple[str, ...], sources: tuple[str, ...], types: frozenset[str]
 ) -> tuple[Errand, ...]:
-    """Errands for an item type in a home with these receptacle types: never to the kind of place it lies in."""
+    """List errands for an item type in a home with these receptacle types: never to the kind of place it lies in."""
     kind_of_item = ITEM_TYPES[item]
     errands: list[Errand] = []
     for kind in kinds:
@@ -286,7 +272,7 @@ def _can_be(item: ItemType, kind: str) -> bool:
 
 
 def _draw(rng: random.Random, errands: Sequence[Errand]) -> Errand:
-    """One errand: first the task type (by weight), then the destination, so that many destinations do not rule."""
+    """Draw one errand: first the task type (by weight), then the destination, so that many destinations do not rule."""
     kinds = sorted({kind for kind, _ in errands})
     kind = rng.choices(kinds, [_KIND_WEIGHT[kind] for kind in kinds])[0]
     return rng.choice([errand for errand in errands if errand[0] == kind])
@@ -301,7 +287,7 @@ def _item(kind: str, number: int) -> Item:
 
 
 def _start(home: Home, places: list[int]) -> State:
-    """Everything shut, the agent in the middle of the room, item i in receptacle places[i]."""
+    """Start with everything shut, the agent in the middle of the room, item i in receptacle places[i]."""
     count = len(home.receptacles)
     state = State.empty(location=count, receptacles=count, locations=count + 1)
     for item, place in enumerate(places):
