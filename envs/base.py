@@ -61,10 +61,9 @@ class Environment(Protocol):
     def name(self) -> str: ...
 
     def tasks(self, split: str) -> list[Task]:
-        """All tasks of a split, in an order that does not depend on the file system.
+        """List a split, in an order that does not depend on the file system.
 
-        Raises:
-            ValueError: for a split that does not exist (the message names those that do).
+        ValueError for a split that does not exist; the message names those that do.
         """
         ...
 

@@ -32,10 +32,9 @@ LOOPBACK = "127.0.0.1"
 def serve_openenv(
     make_env: Callable[[], Environment], split: str, host: str = LOOPBACK, port: int = 8765, max_sessions: int = 64
 ) -> None:
-    """Serve until interrupted. Clients: `openenv.core.GenericEnvClient(base_url="http://127.0.0.1:8765")`.
+    """Serve until interrupted; ValueError for no such split, or one without tasks.
 
-    Raises:
-        ValueError: no such split, or it has no tasks.
+    Clients: `openenv.core.GenericEnvClient(base_url="http://127.0.0.1:8765")`.
     """
     app = openenv_app(make_env, split, max_sessions)
     import uvicorn
@@ -82,8 +81,7 @@ class EpisodeState(types.State):
 class Session(interfaces.Environment):
     """One client's episodes. The first reset makes the environment: the protocol also makes sessions to look at them.
 
-    Args:
-        turns: numbers the resets that choose no task; shared by all sessions.
+    `turns` numbers the resets that choose no task; all sessions share it.
     """
 
     SUPPORTS_CONCURRENT_SESSIONS = True  # nothing is shared but the list of tasks and the turn
@@ -101,11 +99,7 @@ class Session(interfaces.Environment):
         self, seed: int | None = None, episode_id: str | None = None, task: str | None = None,
         index: int | None = None, split: str | None = None,
     ) -> TextObservation:  # fmt: skip
-        """Start an episode.
-
-        Raises:
-            ValueError: a split or a task that is not served, or more than one way to choose.
-        """
+        """Start an episode; ValueError for a split or task that is not served, or more than one way to choose."""
         chosen = self._choose(seed, task, index, split)
         self._env = self._env or self._make_env()
         self._over = True  # should this reset fail, the old episode must not go on

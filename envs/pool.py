@@ -45,19 +45,9 @@ def _end_all(workers: set[Worker], patience_s: float, owner: int) -> None:
 
 
 class EnvironmentPool:
-    """At most `capacity` live environments, each in a worker. Thread-safe.
-
-    Attributes:
-        capacity: how many leases may be in an episode at once; `run_episodes` never asks for more.
-        counters: what happened so far.
-    """
+    """At most `capacity` live environments, each in a worker that is started when needed. Thread-safe."""
 
     def __init__(self, spec: WorkerSpec, size: int, limits: PoolLimits | None = None) -> None:
-        """No process is started yet.
-
-        Raises:
-            ValueError: a pool of no workers.
-        """
         if size < 1:
             raise ValueError(f"a pool needs at least one worker, not {size}")
         self.spec, self.capacity, self.limits = spec, size, limits or PoolLimits()
@@ -66,9 +56,7 @@ class EnvironmentPool:
         self._changed = threading.Condition()
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
-        self._taken = 0
-        self._last_failure = ""
-        self._closed = False
+        self._taken, self._last_failure, self._closed = 0, "", False
         self._end = weakref.finalize(self, _end_all, self._workers, self.limits.close_s, os.getpid())
 
     def __enter__(self) -> EnvironmentPool:
@@ -103,18 +91,16 @@ class EnvironmentPool:
     def take(self) -> Worker:
         """Return a worker at rest or just started (its `name` is None then: say hello first).
 
-        For `Lease`, which must bring it back by `give_back` or `lose`.
-
-        Raises:
-            EnvironmentFailure: none can be had.
+        For `Lease`, which must bring it back by `give_back` or `lose`. EnvironmentFailure where none can be had.
         """
         while True:
             worker = self._next()
-            # A process that was killed is seen to have exited only once all of its threads are gone: it is asked.
-            failure = None if worker.name is None else worker.unfit()
-            if failure is None:
+            try:
+                if worker.name is not None:  # the exit of one that was killed shows only after all of its threads': ask
+                    worker.call("ping", lambda *_: None)
                 return worker
-            self.lose(worker, failure)
+            except WorkerFailure as failure:
+                self.lose(worker, failure)
 
     def give_back(self, worker: Worker) -> None:
         """End a lease, and a worker in the middle of a call or whose environment keeps failing."""
@@ -205,12 +191,7 @@ class Lease:
         return self._pool.name
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split.
-
-        Raises:
-            ValueError, FileNotFoundError: as the hosted environment raises them.
-            EnvironmentFailure: its worker broke.
-        """
+        """List a split; ValueError and FileNotFoundError as the hosted environment raises them."""
         try:
             return self._call("tasks", lambda value, _: [task_from_json(fields) for fields in value], split=split)
         except HostedError as error:
@@ -220,11 +201,7 @@ class Lease:
             raise
 
     def reset(self, task: Task) -> Observation:
-        """As `Environment.reset`; takes a worker first if this lease has none.
-
-        Raises:
-            EnvironmentFailure: as every call; after one that cost the worker, `reset` starts with a fresh one.
-        """
+        """Start an episode, with a fresh worker if this lease has none (any more)."""
         return self._call("reset", _observation, task=task_to_json(task))
 
     def step(self, action: str) -> Transition:

@@ -40,22 +40,14 @@ class EnvironmentSpecError(ValueError):
 
 
 def register(spec: EnvSpec) -> None:
-    """Add an environment of this program.
-
-    Raises:
-        EnvironmentSpecError: another one has that name.
-    """
+    """Add an environment of this program; EnvironmentSpecError where another one has that name."""
     if spec.name in BUILT_IN or _known.get(spec.name, spec) is not spec:
         raise EnvironmentSpecError(f"there is an environment {spec.name!r} already")
     _known[spec.name] = spec
 
 
 def find(name: str) -> EnvSpec:
-    """Return the environment of that name.
-
-    Raises:
-        EnvironmentSpecError: there is none, or the package that offers it cannot be loaded.
-    """
+    """Return the environment of that name; EnvironmentSpecError where there is none that can be loaded."""
     if name in BUILT_IN:
         return BUILT_IN[name].load()
     if name not in _known:
@@ -101,8 +93,7 @@ def _offered(offered: metadata.EntryPoint) -> EnvSpec:
 def settings_of(value: Any) -> Any:
     """Return an environment's settings from its name or from a mapping that may hold its name.
 
-    Raises:
-        ValueError: no such environment, or a setting that it does not have.
+    ValueError for no such environment, or a setting that it does not have.
     """
     if isinstance(value, str):
         value = {"name": value}
@@ -114,11 +105,7 @@ def settings_of(value: Any) -> Any:
 
 
 def _without_strangers(spec: EnvSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what another environment has and what says nothing here: null, or its default there.
-
-    Raises:
-        ValueError: settings of other environments, or of none.
-    """
+    """Leave out what another environment has and what says nothing here: null, or its default there."""
     fields, kept, strangers = spec.settings.model_fields, dict(given), []
     for key in given:
         if key in fields:
@@ -183,8 +170,7 @@ class Environments:
     def lease(self) -> Environment:
         """Return an environment for one episode.
 
-        Raises:
-            FileNotFoundError, ModuleNotFoundError: what it needs is not installed; the message says what.
+        FileNotFoundError or ModuleNotFoundError where what it needs is not installed; the message says what.
         """
         if self._pool is not None:
             return self._pool.lease()
@@ -195,12 +181,7 @@ class Environments:
         return self._pool.lease()
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split, in an order that does not change.
-
-        Raises:
-            ValueError: no such split.
-            FileNotFoundError: its data is not there.
-        """
+        """List a split, in an order that does not change; ValueError for none, FileNotFoundError without its data."""
         if split not in self._tasks:
             listed = self.spec.list_tasks(self.settings, split)
             self._tasks[split] = self._ask(split) if listed is None else listed

@@ -90,11 +90,7 @@ class Probe:
 
 
 def is_installed(module: str, distribution: str | None = None) -> str:
-    """Return the distribution's version without importing it (deepspeed's import looks for compilers: seconds).
-
-    Raises:
-        Missing: there is no such module.
-    """
+    """Return the distribution's version without importing it (deepspeed's import takes seconds), or raise `Missing`."""
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise Missing("not installed")
     return importlib.metadata.version(distribution or module)

@@ -57,9 +57,7 @@ class Channel:
     def send(self, header: Mapping[str, Any], blobs: Sequence[bytes] = (), until: float | None = None) -> None:
         """Send one frame, before the moment `until` (of `time.monotonic`, seconds).
 
-        Raises:
-            FrameError: over the limit; nothing was sent.
-            OSError: a time-out, or the other end is gone.
+        FrameError where it is over the limit (nothing was sent), OSError for a time-out or where the other end is gone.
         """
         body = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
         _check_size(len(body) + sum(map(len, blobs)))
@@ -69,10 +67,7 @@ class Channel:
     def receive(self, until: float | None = None) -> tuple[dict[str, Any], list[bytes]]:
         """Wait for the next frame, whole before the moment `until`.
 
-        Raises:
-            EOFError: the other end is gone.
-            FrameError: what came is no frame, or is over the limit.
-            OSError: a time-out, or the connection broke.
+        EOFError where the other end is gone, FrameError for what is no frame or over the limit, OSError for a time-out.
         """
         mark, length = HEAD.unpack(self._read(HEAD.size, until))
         if mark != MARK:

@@ -40,11 +40,7 @@ class HostedError(EnvironmentFailure):
 
 
 class Worker:
-    """The parent's side of one worker process. One call at a time.
-
-    Raises:
-        WorkerFailure: there is no such interpreter.
-    """
+    """The parent's side of one worker process, one call at a time; WorkerFailure where there is no such interpreter."""
 
     def __init__(self, spec: WorkerSpec, limits: PoolLimits) -> None:
         self.limits = limits
@@ -81,9 +77,7 @@ class Worker:
     def call(self, name: str, decode: Callable[[Any, list[bytes]], T], **arguments: Any) -> T:
         """Make one call and decode its answer.
 
-        Raises:
-            HostedError: the environment raised; the worker lives on.
-            WorkerFailure: the worker is of no more use and must be ended.
+        HostedError where the environment raised, and lives on; WorkerFailure where the worker is to be ended.
         """
         limit_s = getattr(self.limits, f"{name}_s")
         deadline = time.monotonic() + limit_s
@@ -128,15 +122,6 @@ class Worker:
             raise HostedError(str(header["error"]["type"]), name, str(header["error"]["message"]))
         return header.get("ok"), blobs
 
-    def unfit(self) -> WorkerFailure | None:
-        """Say why a worker at rest is of no more use; None where it answers. One that is stopped costs `silence_s`."""
-        try:
-            return self.call("ping", lambda *_: None)
-        except WorkerFailure as failure:
-            return failure
-        except HostedError as error:
-            return self._failure("faulty", f"fails at rest ({error})", "ping")
-
     def ask_to_close(self) -> None:
         """Let an idle environment clean up and leave, without waiting for it."""
         try:
@@ -147,11 +132,10 @@ class Worker:
             pass
         self.child.terminate()
 
-    def bury(self) -> None:
-        """Kill what is left of the group, reap the leader and free what it held here."""
-        self.child.kill()
+    def hang_up(self) -> None:
+        """Close the channel; a thread that still waits for an answer wakes up."""
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that still waits for an answer
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def _failure(self, name: str, what: str, call: str = "", advice: str = "") -> WorkerFailure:
@@ -177,10 +161,11 @@ def _variables(spec: WorkerSpec) -> dict[str, str]:
 def end_workers(workers: Iterable[Worker], patience_s: float) -> None:
     """End workers together: politely for `patience_s`, then SIGTERM, then SIGKILL; all their groups are gone after."""
     everyone = list(workers)
+    children = [worker.child for worker in everyone]
     if patience_s:
         for worker in everyone:
             worker.ask_to_close()
-        wait_for([worker.child for worker in everyone], patience_s)
-    end_all([worker.child for worker in everyone if worker.child.status is None], GRACE_S)
+        wait_for(children, patience_s)
+    end_all(children, GRACE_S)
     for worker in everyone:
-        worker.bury()
+        worker.hang_up()

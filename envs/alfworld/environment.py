@@ -98,11 +98,7 @@ class Seen:
 
 
 class TextWorldGame:
-    """One game in TextWorld, with alfworld's names for things (`AlfredDemangler` and `AlfredInfos`).
-
-    Raises:
-        EnvironmentFailure: when TextWorld is not installed or cannot load the game.
-    """
+    """One game in TextWorld, with alfworld's names for things; EnvironmentFailure where it cannot be loaded."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -109,11 +109,7 @@ def _task(split: str, folder: Path, relative: str) -> Task | None:
 
 
 def load_game(data: Mapping[str, str]) -> Game:
-    """Build a `Game` from the content of a game file.
-
-    Raises:
-        ValueError: if the problem or its goal is not one of ALFWorld's.
-    """
+    """Build a `Game` from a game file's content; ValueError where the problem or its goal is none of ALFWorld's."""
     # PDDL does not tell upper from lower case, and the planner below alfworld makes everything lower case.
     found, goal = _read_problem(data["pddl_problem"].lower())
     facts = _Facts(found)

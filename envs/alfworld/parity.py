@@ -119,11 +119,7 @@ class Compared:
 
 
 def find_games(root: Path) -> list[Path]:
-    """Find all `game.tw-pddl` below a folder, sorted by path.
-
-    Raises:
-        FileNotFoundError: when there is none.
-    """
+    """Find all `game.tw-pddl` below a folder, sorted by path; FileNotFoundError where there is none."""
     games = sorted(root.rglob("game.tw-pddl"), key=lambda path: path.as_posix())
     if not games:
         raise FileNotFoundError(f"no game.tw-pddl below {root}: give an ALFWORLD_DATA folder, or one that "

@@ -68,11 +68,7 @@ INSTALLATIONS: Mapping[str, Installation] = {
 
 
 def interpreter(benchmark: str, python: str | None = None) -> str:
-    """Return EmbodiedBench's Python for this benchmark.
-
-    Raises:
-        FileNotFoundError: it is not named, or what is named is no program.
-    """
+    """Return EmbodiedBench's Python for this benchmark; FileNotFoundError where none is named that can be run."""
     place = INSTALLATIONS[benchmark]
     named = python or os.environ.get(place.variable)
     if not named:

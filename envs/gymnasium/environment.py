@@ -78,11 +78,7 @@ class GymnasiumTextEnvironment:
         self._live: Transition | None = None
 
     def tasks(self, split: str) -> list[Task]:
-        """List one task per seed, in the order of the seeds.
-
-        Raises:
-            ValueError: for a split that does not exist, or one that names a seed twice.
-        """
+        """List one task per seed, in the order of the seeds; ValueError for no such split, or a seed named twice."""
         if (episodes := self._config.splits.get(split)) is None:
             raise ValueError(f"no split {split!r}; there are {', '.join(self._config.splits)}")
         if len(set(episodes.seeds)) < len(episodes.seeds):

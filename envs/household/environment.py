@@ -54,12 +54,6 @@ class EngineEnvironment:
         self._renderer: Renderer | None = None
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split, always in the same order.
-
-        Raises:
-            ValueError: for a split that does not exist.
-            FileNotFoundError: for real games that are not installed; the message says how to get them.
-        """
         return self._games.tasks(split)
 
     def reset(self, task: Task) -> Observation:

@@ -43,11 +43,7 @@ class Home:
 
 @dataclass(eq=False)
 class Generator:
-    """Makes the homes, tasks and games of all generated splits. Lazy: nothing is made before it is asked for.
-
-    Raises:
-        ValueError: settings that have no meaning.
-    """
+    """Makes the homes, tasks and games of all generated splits, when asked for; ValueError for senseless settings."""
 
     seed: int
     scenes: Mapping[str, int]  # number of homes by split
@@ -75,11 +71,7 @@ class Generator:
     # Tasks -----------------------------------------------------------------------------------------------------
 
     def tasks(self, split: str) -> list[Task]:
-        """List a split; see the module's docstring.
-
-        Raises:
-            ValueError: for a split that does not exist.
-        """
+        """List a split (see the module's docstring); ValueError for one that does not exist."""
         layout, splits = split.removesuffix(EXPERIENCE), [n for name in self.scenes for n in (name, name + EXPERIENCE)]
         if split not in splits:
             raise ValueError(f"no split {split!r}; there are {', '.join(splits)}")

@@ -103,9 +103,7 @@ class ScienceWorldEnvironment:
     def tasks(self, split: str) -> list[Task]:
         """List a split by type and number, or in the file's order. Listed once: train takes seconds.
 
-        Raises:
-            ValueError: for a split that does not exist, or a task file with a bad line.
-            FileNotFoundError: the task file is not there.
+        ValueError for no such split or a bad line of the task file, FileNotFoundError where that is not there.
         """
         if split not in (*OFFICIAL, FILE_SPLIT):
             raise ValueError(f"no split {split!r}: there are {', '.join((*OFFICIAL, FILE_SPLIT))}")

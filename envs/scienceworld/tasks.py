@@ -72,11 +72,7 @@ def _file_task(row: Mapping[str, object]) -> Task:
 
 
 def patterns(subgoals: Sequence[object]) -> list[re.Pattern[str]]:
-    """Compile the subgoals.
-
-    Raises:
-        ValueError: one is no regular expression, or one that may take forever.
-    """
+    """Compile the subgoals; ValueError where one is no regular expression, or one that may take forever."""
     compiled = []
     for text in subgoals:
         if not isinstance(text, str):
