@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -14,7 +14,6 @@ from pydantic import Field
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.scienceworld.simulator import Simulator, java_path, require_package
-from envs.scienceworld.tasks import FILE_SPLIT, OFFICIAL, file_tasks, official_tasks, patterns
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports
 
 Admissible = Literal["none", "templates", "valid"]
@@ -22,6 +21,12 @@ Admissible = Literal["none", "templates", "valid"]
 INSTRUCTIONS = """You are an agent that does school experiments in a house. Each turn you read what your last command \
 did. Answer with exactly one command and nothing else, for example: look around, open door to kitchen, go to kitchen, \
 pick up thermometer, use thermometer on metal pot, move metal pot to stove, activate stove, focus on metal pot, wait."""
+FILE_SPLIT = "agentsquare"
+OFFICIAL = ("train", "dev", "test")  # the simulator's own: 3,592, 1,796 and 1,819 variations
+
+# A repetition without end of something that repeats without end takes a time exponential in the text's length.
+RUNAWAY = re.compile(r"\([^()]*[*+}][^()]*\)\s*(?:[*+]|\{\d*,\})")
+
 NAMES = ("teleportAction", "selfWateringFlowerPots", "openContainers", "openDoors", "noElectricalAction")
 PRESETS = {
     "easy": "teleportAction,selfWateringFlowerPots,openDoors,noElectricalAction",
@@ -196,7 +201,11 @@ class ScienceWorldEnvironment:
             if self._tasks_file is None:
                 raise FileNotFoundError(f"the split {FILE_SPLIT!r} needs tasks_file: an AgentSquare test.jsonl")
             return file_tasks(Path(self._tasks_file))
-        listed = official_tasks(self._simulator(), split)
+        simulator, listed = self._simulator(), list[Task]()
+        for kind in kinds():
+            numbers = simulator.variations(kind, split)
+            goals = simulator.descriptions(kind, numbers)
+            listed += [make_task(kind, i, goal, split) for i, goal in zip(numbers, goals, strict=True)]
         if self._live:
             self._load(self._live)  # listing has torn down its world
         return listed
@@ -207,6 +216,74 @@ class ScienceWorldEnvironment:
         _, simulator = self._playing()
         commands = simulator.valid() if self._admissible == "valid" else simulator.templates()
         return Observation(text, admissible=tuple(sorted(set(commands))))
+
+
+def kinds() -> list[str]:
+    """List the names of the 30 task types, sorted."""
+    require_package()
+    from scienceworld.constants import ID2TASK
+
+    return sorted(ID2TASK.values())
+
+
+def file_tasks(path: Path) -> list[Task]:
+    """Read the tasks of a JSONL file, in its order: goal, subgoals (regular expressions), difficulty and variation.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a line that is no such task, or a task listed twice; the message names the line.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no ScienceWorld task file {path}: give an AgentSquare test.jsonl as tasks_file")
+    tasks: dict[str, Task] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            task = _file_task(json.loads(line))
+            if task.id in tasks:
+                raise ValueError(f"{task.id} is listed twice")
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"no field {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{path}, line {number}: {what}") from None
+        tasks[task.id] = task
+    return list(tasks.values())
+
+
+def _file_task(row: Mapping[str, object]) -> Task:
+    where, subgoals = row["additional_info"], row["subgoals"]
+    if not isinstance(where, Mapping) or not isinstance(subgoals, list) or not subgoals:
+        raise ValueError("additional_info must be an object and subgoals a list that is not empty")
+    kind = str(where["env_name"])
+    if kind not in kinds():
+        raise ValueError(f"unknown task type {kind!r}")
+    patterns(subgoals)
+    data = {"difficulty": str(row.get("difficulty", "")), "subgoals": json.dumps(subgoals)}
+    return make_task(kind, int(where["var"]), str(row["goal"]), FILE_SPLIT, data)
+
+
+def patterns(subgoals: Sequence[object]) -> list[re.Pattern[str]]:
+    """Compile the subgoals; ValueError where one is no regular expression, or one that may take forever."""
+    compiled = []
+    for text in subgoals:
+        if not isinstance(text, str):
+            raise ValueError(f"subgoal {text!r} is not a text")
+        if RUNAWAY.search(text):
+            raise ValueError(f"subgoal {text!r} repeats a repetition, which may take forever: write it without")
+        try:
+            compiled.append(re.compile(text))
+        except re.error as error:
+            raise ValueError(f"subgoal {text!r} is no regular expression: {error}") from None
+    return compiled
+
+
+def make_task(kind: str, variation: int, goal: str, split: str, data: Mapping[str, str] | None = None) -> Task:
+    """Make a task of a variation. No scene: all variations share one house, so its name would tell nothing apart."""
+    return Task(
+        id=f"{kind}/{variation}", goal=goal, scene="", split=split, kind=kind,
+        data={"task": kind, "variation": str(variation), **(data or {})},
+        isolation={"variation": (f"{kind}#{variation}",)},
+    )  # fmt: skip
 
 
 class ScienceWorldSettings(EnvSettings):

@@ -19,9 +19,8 @@ pytest.importorskip("py4j", reason="needs the extra scienceworld")
 
 import envs.scienceworld.simulator as simulator_module
 from envs.base import Environment, EnvironmentFailure, Task
-from envs.scienceworld.environment import NAMES, PRESETS, ScienceWorldEnvironment
+from envs.scienceworld.environment import NAMES, PRESETS, ScienceWorldEnvironment, file_tasks, kinds, make_task
 from envs.scienceworld.simulator import java_path
-from envs.scienceworld.tasks import file_tasks, kinds, make_task
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY.parent / "shared" / "data" / "scienceworld" / "agentsquare_sample.jsonl"
@@ -225,7 +224,7 @@ def test_listing_does_not_disturb_an_episode(env: ScienceWorldEnvironment) -> No
     seen = env.step("look around").observation.text
     env._listed.pop("dev", None)
     with pytest.MonkeyPatch.context() as patch:  # two types instead of thirty
-        patch.setattr("envs.scienceworld.tasks.kinds", lambda: ["boil", "inclined-plane-determine-angle"])
+        patch.setattr("envs.scienceworld.environment.kinds", lambda: ["boil", "inclined-plane-determine-angle"])
         assert len(env.tasks("dev")) == 7 + 42
     env._listed.pop("dev")
     assert env.step("look around").observation.text == seen
@@ -336,8 +335,7 @@ def test_a_dead_or_stopped_java_fails_the_episode_only() -> None:
 def test_java_never_outlives_its_program(end: str) -> None:
     program = """if True:
         import sys, time
-        from envs.scienceworld.environment import ScienceWorldEnvironment
-        from envs.scienceworld.tasks import make_task
+        from envs.scienceworld.environment import ScienceWorldEnvironment, make_task
         env = ScienceWorldEnvironment()
         env.reset(make_task("boil", 0, "", "train"))
         print(env.java_pid, flush=True)
