@@ -208,7 +208,7 @@ class Lease:
         return self._call("step", _transition, action=action)
 
     def expert(self) -> list[str] | None:
-        return self._call("expert", lambda value, _: None if value is None else [str(command) for command in value])
+        return self._call("expert", lambda value, _: value)
 
     def close(self) -> None:
         """Give the worker back. One in the middle of a call (of another thread, or interrupted) is killed."""

@@ -10,6 +10,7 @@ import difflib
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from pkgutil import resolve_name
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, SerializeAsAny
@@ -17,7 +18,6 @@ from pydantic import BeforeValidator, SerializeAsAny
 from envs.base import Environment, Task
 from envs.pool import EnvironmentPool
 from envs.spec import EnvSettings, EnvSpec
-from envs.worker import make
 
 GROUP = "memcompiler.environments"
 DEFAULT = "household"
@@ -176,7 +176,7 @@ class Environments:
             return self._pool.lease()
         how = self.spec.construct(self.settings)
         if not self._workers:
-            return make(how.factory, how.arguments)
+            return resolve_name(how.factory)(**how.arguments)
         self._pool = EnvironmentPool(how, self._workers, self.spec.limits)
         return self._pool.lease()
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import io
 import json
 import os
+import pkgutil
 import signal
 import socket
 import struct
@@ -236,20 +236,12 @@ def die_with_parent() -> None:
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def make(factory: str, arguments: Mapping[str, Any]) -> Any:
-    """Make the hosted object: module:Class called with the arguments."""
-    module, colon, name = factory.partition(":")
-    if not colon:
-        raise ValueError(f"a factory is written module:Class, not {factory!r}")
-    return getattr(importlib.import_module(module), name)(**arguments)
-
-
 def serve(channel: Channel, line: Line, factory: str, arguments: str) -> int:
     """Build the environment, then answer calls until `close`; returns the exit status."""
     calls: dict[str, Callable[..., Value]] = {}
 
     def start() -> Value:
-        hosted = Hosted(make(factory, json.loads(arguments)))
+        hosted = Hosted(pkgutil.resolve_name(factory)(**json.loads(arguments)))
         calls.update({name: getattr(hosted, name) for name in ("tasks", "reset", "step", "expert", "close", "ping")})
         return hosted.ping()
 

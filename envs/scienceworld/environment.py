@@ -64,20 +64,16 @@ class ScienceWorldEnvironment:
     tasks its gold paths always reach 100 and yet match all subgoals on 25 only.
 
     Args:
-        simplifications: "easy", "agentboard", "none", or names of the simulator's own joined by commas. "easy" is the
-            simulator's preset and what most published agents train and test with. "agentboard" is what AgentBoard and
-            AgentSquare set: containers are open there, so that a subgoal such as "The fridge is now open." is only met
-            by closing the fridge first. Electrical commands stay where a task needs them.
+        simplifications: "easy" is the simulator's preset and what most published agents train and test with.
+            "agentboard" is what AgentBoard and AgentSquare set: containers are open there, so that a subgoal such as
+            "The fridge is now open." is only met by closing the fridge first. "none", or names of the simulator's own
+            joined by commas, work too. Electrical commands stay where a task needs them.
         tasks_file: an AgentSquare task file (JSONL) for the split "agentsquare".
         step_limit: commands after which an episode is done (the package's default; AgentBoard sets 30).
         admissible: what `Observation.admissible` lists. "none": nothing, as published agents play; "valid": all that
             would do something, 100 to 1,000 commands and 20 to 40 ms a step; "templates": the 25 forms of commands
             with OBJ where an object goes, for those who show them: no executor can choose among them.
         timeout: seconds that one call into Java may take before it is killed.
-
-    Raises:
-        ModuleNotFoundError: the extra `scienceworld` is not installed.
-        ValueError: an unknown simplification or kind of admissible commands, or a limit below one.
     """
 
     name = "scienceworld"
