@@ -139,8 +139,7 @@ def evaluation_split(settings: EnvSettings) -> str:
 
 def experience_split(settings: EnvSettings, split: str) -> str:
     """Return the split whose episodes fill the bank of `split`: other tasks in the same scenes, never those tasks."""
-    splits = find(settings.name).splits(settings)
-    return splits.experience(split) if splits.experience else splits.training
+    return find(settings.name).splits(settings).experience(split)
 
 
 # The type of a setting `env`: which of the environments' settings it is follows from its name.

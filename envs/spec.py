@@ -41,10 +41,9 @@ class Splits:
 
     evaluation: str  # what is evaluated where nobody says
     held_out: tuple[str, ...] = ()  # nothing may be learnt from these; `leakage.held_out` names others
-    training: str = "train"  # what fills a bank, unless `experience` says otherwise
-    # From the split that is played to the one whose episodes fill its bank: other tasks in the same scenes, never the
-    # tasks themselves.
-    experience: Callable[[str], str] | None = None
+    # From the split that is played to the one whose episodes fill its bank: other tasks in the same scenes where there
+    # are any, never the tasks themselves.
+    experience: Callable[[str], str] = lambda split: "train"
 
 
 @dataclass(frozen=True, slots=True)

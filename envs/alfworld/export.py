@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envs.alfworld.games import FOLDER, load_game
+from envs.alfworld.games import FOLDER, GOALS, load_game
 from envs.base import EnvironmentFailure, Task
 from envs.household import world
 from envs.household.world import NOWHERE, Game, Goal, Item, Receptacle, bits
@@ -31,23 +31,6 @@ uv sync --extra alfworld"
 # The domain mentions these types whether or not a home has them.
 _ITEM_TYPES = ("knife", "butterknife")
 _PLACE_TYPES = ("fridge", "microwave", "sink", "sinkbasin")
-
-_PLACED = (
-    "(exists (?o - object ?r - receptacle) (and {treated}(objecttype ?o {item}type) "
-    "(receptacletype ?r {place}type) (inreceptacle ?o ?r)))"
-)
-_GOALS = {
-    world.SIMPLE: _PLACED.replace("{treated}", ""),
-    world.CLEAN: _PLACED.replace("{treated}", "(cleanable ?o) (isclean ?o) "),
-    world.HEAT: _PLACED.replace("{treated}", "(heatable ?o) (ishot ?o) "),
-    world.COOL: _PLACED.replace("{treated}", "(coolable ?o) (iscool ?o) "),
-    world.TWO: "(exists (?one - object ?other - object ?r - receptacle) (and (not (= ?one ?other)) "
-         "(objecttype ?one {item}type) (objecttype ?other {item}type) (receptacletype ?r {place}type) "
-         "(inreceptacle ?one ?r) (inreceptacle ?other ?r)))",
-    world.LOOK: "(exists (?a - agent ?l - location ?r - receptacle ?lamp - object ?o - object) (and "
-          "(objecttype ?o {item}type) (holds ?a ?o) (objecttype ?lamp {lamp}type) (toggleable ?lamp) "
-          "(istoggled ?lamp) (inreceptacle ?lamp ?r) (receptacleatlocation ?r ?l) (atlocation ?a ?l)))",
-}  # fmt: skip
 
 
 def export_split(
@@ -136,7 +119,7 @@ def _problem(game: Game) -> str:
     declared = "\n".join(f"  {' '.join(names)} - {kind}" for kind, names in kinds.items() if names)
     facts = "\n".join(f"  ({fact})" for fact in _facts(game, items, places, locations))
     goal = game.goal
-    wanted = _GOALS[goal.kind].format(item=goal.item_type, place=goal.receptacle_type, lamp=goal.lamp_type)
+    wanted = GOALS[goal.kind].format(item=goal.item_type, place=goal.receptacle_type, lamp=goal.lamp_type)
     return (
         f"(define (problem household)\n(:domain alfred)\n(:objects\n{declared}\n)\n(:init\n{facts}\n)\n"
         f"(:goal (and {wanted}))\n)\n"

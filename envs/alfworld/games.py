@@ -132,20 +132,27 @@ def _read_problem(problem: str) -> tuple[dict[str, list[tuple[str, ...]]], str]:
     return facts, problem[middle:]
 
 
-_GOAL_PREDICATES = {
-    world.SIMPLE: {"inreceptacle", "objecttype", "receptacletype"},
-    world.CLEAN: {"cleanable", "objecttype", "receptacletype", "isclean", "inreceptacle"},
-    world.HEAT: {"heatable", "objecttype", "receptacletype", "ishot", "inreceptacle"},
-    world.COOL: {"coolable", "objecttype", "receptacletype", "iscool", "inreceptacle"},
-    world.TWO: {"objecttype", "receptacletype", "inreceptacle", "not", "="},
-    LOOK: {"objecttype", "toggleable", "istoggled", "receptacleatlocation", "atlocation", "inreceptacle", "holds"},
-}
+_PLACED = (  # the goal of four kinds
+    "(exists (?o - object ?r - receptacle) (and {treated}(objecttype ?o {item}type) "
+    "(receptacletype ?r {place}type) (inreceptacle ?o ?r)))"
+)
+GOALS = {  # as PDDL
+    world.SIMPLE: _PLACED.replace("{treated}", ""),
+    world.CLEAN: _PLACED.replace("{treated}", "(cleanable ?o) (isclean ?o) "),
+    world.HEAT: _PLACED.replace("{treated}", "(heatable ?o) (ishot ?o) "),
+    world.COOL: _PLACED.replace("{treated}", "(coolable ?o) (iscool ?o) "),
+    world.TWO: "(exists (?one - object ?other - object ?r - receptacle) (and (not (= ?one ?other)) "
+         "(objecttype ?one {item}type) (objecttype ?other {item}type) (receptacletype ?r {place}type) "
+         "(inreceptacle ?one ?r) (inreceptacle ?other ?r)))",
+    LOOK: "(exists (?a - agent ?l - location ?r - receptacle ?lamp - object ?o - object) (and "
+          "(objecttype ?o {item}type) (holds ?a ?o) (objecttype ?lamp {lamp}type) (toggleable ?lamp) "
+          "(istoggled ?lamp) (inreceptacle ?lamp ?r) (receptacleatlocation ?r ?l) (atlocation ?a ?l)))",
+}  # fmt: skip
 
 
 def _read_goal(goal: str) -> Goal:
     """Recognise the goal by the predicates it is made of."""
-    used = set(re.findall(r"\((=|[\w-]+)", goal)) - {"and", "exists"}
-    kind = next((kind for kind, predicates in _GOAL_PREDICATES.items() if predicates == used), None)
+    kind = next((kind for kind, formula in GOALS.items() if _predicates(formula) == _predicates(goal)), None)
     types = {variable: name.removesuffix("type")
              for variable, name in re.findall(r"\(objecttype\s+(\?\w+)\s+(\w+)\)", goal)}  # fmt: skip
     if kind is None or not types:
@@ -160,6 +167,10 @@ def _read_goal(goal: str) -> Goal:
     if len(places) != 1 or len(set(types.values())) != 1:
         raise ValueError(f"goal names more than one kind of object or place: {' '.join(goal.split())}")
     return Goal(kind, next(iter(types.values())), places.pop().removesuffix("type"))
+
+
+def _predicates(formula: str) -> set[str]:
+    return set(re.findall(r"\((=|[\w-]+)", formula)) - {"and", "exists"}
 
 
 class _Facts:

@@ -26,6 +26,7 @@ _ALWAYS: tuple[str, ...] = ("microwave", "fridge", "sinkbasin")
 _TREATED_AT = {CLEAN: "sinkbasin", HEAT: "microwave", COOL: "fridge"}
 # Fewer item types can be heated than placed: the weights even the kinds out.
 _KIND_WEIGHT = {SIMPLE: 1.0, CLEAN: 1.5, HEAT: 3.0, COOL: 2.0, LOOK: 1.5, TWO: 1.5}
+_HOMES_KEPT = 4096
 _FEWEST_PLACES = 4  # receptacles an item may lie in: with fewer, there would be nothing to remember
 
 Errand = tuple[str, str]  # (task type, receptacle type to bring the item to, "" for look_at_obj_in_light)
@@ -66,7 +67,7 @@ class Generator:
                              f"{TWO}; or set visual_share to 0")  # fmt: skip
         if clash := [name for name in self.scenes if name.endswith(EXPERIENCE)]:
             raise ValueError(f"a scene split may not end in {EXPERIENCE!r}: {', '.join(clash)}")
-        self._home = lru_cache(maxsize=4096)(self._make_home)
+        self._homes: dict[tuple[int, str, int], Home] = {}
 
     # Tasks -----------------------------------------------------------------------------------------------------
 
@@ -125,16 +126,21 @@ class Generator:
 
     # Homes -----------------------------------------------------------------------------------------------------
 
-    def _make_home(self, seed: int, layout: str, index: int) -> Home:
-        # A draw that leaves too few items with enough errands is thrown away; the next attempt has its own seed.
-        for attempt in range(200):
-            home = self._try_home(_rng(seed, layout, index, "home", attempt))
-            if home is not None:
-                return home
-        raise ValueError(
-            f"no home has {self.fixed_objects} fixed and {self.wandering_objects} wandering items for the task types "
-            f"{', '.join(self.kinds)}: ask for fewer items or more task types"
-        )
+    def _home(self, seed: int, layout: str, index: int) -> Home:
+        key = (seed, layout, index)
+        if key not in self._homes:
+            # A draw that leaves too few items with enough errands is thrown away; the next attempt has its own seed.
+            draws = (self._try_home(_rng(*key, "home", attempt)) for attempt in range(200))
+            home = next(filter(None, draws), None)
+            if home is None:
+                raise ValueError(
+                    f"no home has {self.fixed_objects} fixed and {self.wandering_objects} wandering items for the task "
+                    f"types {', '.join(self.kinds)}: ask for fewer items or more task types"
+                )
+            if len(self._homes) >= _HOMES_KEPT:
+                self._homes.clear()
+            self._homes[key] = home
+        return self._homes[key]
 
     def _try_home(self, rng: random.Random) -> Home | None:
         receptacles = _draw_receptacles(rng)
