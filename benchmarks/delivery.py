@@ -104,9 +104,6 @@ def run_bench_delivery(
     console.print(f"ratio: {ratios[config.engines[-1], config.concurrency[0]]:.2f}", highlight=False)
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Players:
     """The two models in one engine."""
@@ -192,9 +189,6 @@ def _cache_gib(config: DeliveryBench, needed: int) -> int:
     return max(1, -(-values * (4 if config.dtype == "float32" else 2) // 2**30))
 
 
-# -- measuring --------------------------------------------------------------------------------------------------------
-
-
 def _measure(players: Players, delivery: str, episodes: int, script: Script, steps: int) -> dict[str, Any]:
     """Play all steps of `episodes` episodes side by side, after a warm-up at this batch size (one step of others).
 
@@ -233,9 +227,6 @@ def _measure(players: Players, delivery: str, episodes: int, script: Script, ste
         },
         "tokens": {name: {"mean": statistics.fmean(of), "values": of} for name, of in tokens.items()},
     }
-
-
-# -- reporting --------------------------------------------------------------------------------------------------------
 
 
 def _ratios(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], float]:

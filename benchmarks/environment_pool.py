@@ -7,10 +7,11 @@ Times are medians of single calls on this machine, one worker, nothing else at t
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
+
+import typer
 
 from envs.base import Environment
 from envs.household.environment import HouseholdEnvironment
@@ -18,12 +19,8 @@ from envs.pool import EnvironmentPool
 from envs.spec import WorkerSpec
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--images", action="store_true")
-    given = parser.parse_args()
-    arguments = {"scenes": {"train": 2, "test": 2}, "images": given.images}
+def main(steps: int = 2000, images: bool = False) -> None:
+    arguments = {"scenes": {"train": 2, "test": 2}, "images": images}
     spec = WorkerSpec("envs.household.environment:HouseholdEnvironment", arguments)
     direct = HouseholdEnvironment(**arguments)  # type: ignore[arg-type]
     task = direct.tasks("test")[0]
@@ -34,17 +31,17 @@ def main() -> None:
     print(f"start of a worker, with its first reset: {statistics.median(starts):.2f} s")
     with EnvironmentPool(spec, 1) as pool:
         remote = pool.lease()
-        for name, measure in (("reset", resets), ("step", steps)):
-            here, there = measure(direct, task, given.steps), measure(remote, task, given.steps)
+        for name, measure in (("reset", resets_of), ("step", steps_of)):
+            here, there = measure(direct, task, steps), measure(remote, task, steps)
             more = f"+{(there - here) * 1e6:.0f} us"
             print(f"{name}: {here * 1e6:.0f} us direct, {there * 1e6:.0f} us in a worker: {more}")
 
 
-def resets(env: Environment, task, n: int) -> float:
+def resets_of(env: Environment, task, n: int) -> float:
     return statistics.median(seconds(lambda: env.reset(task)) for _ in range(max(1, n // 10)))
 
 
-def steps(env: Environment, task, n: int) -> float:
+def steps_of(env: Environment, task, n: int) -> float:
     commands = env.reset(task).admissible or ("look",)
     return statistics.median(seconds(lambda i=i: env.step(commands[i % len(commands)])) for i in range(n))
 
@@ -56,4 +53,4 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -22,24 +22,20 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 import torch
 
 from agent.deliveries import Delivery
-from agent.episode import Limits, run_episodes
 from agent.expert import ExpertExecutor
 from agent.records import Episode
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
 from configs.evaluation import EvalConfig
 from configs.load import load_config
-from data_gen.tasks import chosen_tasks, filled_bank, specs_for
-from envs.registry import evaluation_split
-from eval.evaluate import Evaluation, ModelCache
+from eval.evaluate import ModelCache, prepare
 from eval.metrics import Interval, bootstrap_mean
 from eval.table import interval, markdown_table
 from executor.hf import FrozenExecutor
@@ -124,17 +120,11 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     made: dict[str, ByTask] = {}
     with ModelCache() as loaded:
-        envs = loaded.environments(config)
-        tasks, experience = chosen_tasks(config, envs, config.split or evaluation_split(config.env))
-        bank = filled_bank(config, envs, experience, a.out)
-        specs, top = specs_for(tasks, bank, config.memory.k), specs_for(tasks, bank, min(1, config.memory.k))
-        executor, compiler = Led(loaded.executor(config)), loaded.compiler(config)
-        limits = Limits(config.max_steps, config.seed)
-        evaluation = Evaluation(envs.lease, specs, executor, compiler, limits, config.concurrency, top)
-        plays = {name: partial(evaluation.run, name) for name in config.deliveries}
-        plays[TOLD.name] = partial(run_episodes, envs.lease, specs, TOLD, executor, limits, config.concurrency)
-        for name, play in plays.items():
-            made[name] = measured(play())
+        evaluation, _ = prepare(config, loaded, a.out)
+        evaluation = replace(evaluation, executor=Led(evaluation.executor))
+        for delivery in (*config.deliveries, TOLD):
+            name = delivery if isinstance(delivery, str) else delivery.name
+            made[name] = measured(evaluation.run(delivery))
             write_atomically(a.out / "next_action.json", to_json(made, indent=1))
     print(table(made))
 

@@ -8,11 +8,13 @@ unique by seed), so intervals are over episodes; the success of each seed is pri
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from agent.deliveries import AFTER_GRPO
 from agent.records import read_episodes
@@ -21,17 +23,13 @@ from eval.table import print_results, to_markdown
 from runtime.store import to_json, write_atomically
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("rest", nargs="+", help="seeds, then overrides for `memcompiler quickstart`")
-    arguments = parser.parse_args()
-    seeds = [int(x) for x in arguments.rest if "=" not in x]
-    overrides = [x for x in arguments.rest if "=" in x]
+def main(out: Annotated[Path, typer.Option()], rest: list[str]) -> None:
+    """Take seeds, then overrides for `memcompiler quickstart`."""
+    seeds, overrides = [int(x) for x in rest if "=" not in x], [x for x in rest if "=" in x]
     pooled: dict[str, list] = {}
     by_seed: dict[str, dict[int, float]] = {}
     for seed in seeds:
-        run = arguments.out / str(seed)
+        run = out / str(seed)
         if not (run / "results.json").exists():
             command = [sys.executable, "-m", "memcompiler", "quickstart", f"seed={seed}", *overrides, "--out", str(run)]
             subprocess.run(command, check=True)
@@ -43,11 +41,11 @@ def main() -> None:
         for name, row in json.loads((run / "results.json").read_text())["results"].items():
             by_seed.setdefault(name, {})[seed] = row["success"]["mean"]
     summary = results(pooled, {"environment": "household", "split": "test", "seed": seeds, "success_by_seed": by_seed})
-    write_atomically(arguments.out / "results.json", to_json(summary, indent=1))
+    write_atomically(out / "results.json", to_json(summary, indent=1))
     print_results(summary)
     print(to_markdown(summary))
     print(json.dumps(by_seed, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -7,11 +7,12 @@ Steps of the two trainers alternate, so that whatever else the machine does fall
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
 from pathlib import Path
+
+import typer
 
 from compiler.build import load_compiler
 from configs.load import load_config
@@ -22,23 +23,19 @@ from executor.build import load_frozen
 from training.sft import SftTrainer
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--steps", type=int, default=20)
-    arguments = parser.parse_args()
-    rows, rates = load_rows(arguments.rows), {True: [], False: []}
+def main(rows: Path, steps: int = 20) -> None:
+    played, rates = load_rows(rows), {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
         running = {}
         for soft in (True, False):
             config = load_config(SftConfig, "sft/quickstart", [f"soft={soft}", "save_every=100000", "max_steps=100000"])
             executor = load_frozen(config.executor, INSTRUCTIONS)
             compiler = load_compiler(config.compiler, executor)
-            running[soft] = SftTrainer(config, compiler, executor, rows, Path(folder) / str(soft)).steps()
-        for step in range(arguments.steps + 2):
-            for soft, steps in running.items():
+            running[soft] = SftTrainer(config, compiler, executor, played, Path(folder) / str(soft)).steps()
+        for step in range(steps + 2):
+            for soft, trainer in running.items():
                 started = time.perf_counter()
-                metrics = next(steps)
+                metrics = next(trainer)
                 if step >= 2:  # the first steps warm up caches and allocators
                     rates[soft].append(metrics["tokens"] / (time.perf_counter() - started))
     with_soft, without = statistics.median(rates[True]), statistics.median(rates[False])
@@ -48,4 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

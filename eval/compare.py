@@ -16,7 +16,7 @@ from typing import Any
 
 from agent.records import Episode
 from configs.load import read_yaml
-from configs.run_folder import CONFIG
+from configs.run_folder import CONFIG, flatten
 from eval.matrix import varying
 from eval.metrics import difference, grouped, groups_of, joined, ordered, split_name
 from eval.replays import REPLAYS, Replays, compared
@@ -46,7 +46,6 @@ class Run:
     source: EpisodeSource
 
     def column(self, delivery: str) -> str:
-        """Name one of its deliveries among those of all runs."""
         return joined(self.name, delivery)
 
     def names_of(self, delivery: str) -> list[str]:
@@ -126,13 +125,7 @@ def _across_scenes(source: EpisodeSource, scene_seed: int, pictures: bool) -> It
 
 def dotted(tree: Mapping[str, Any]) -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}. Lists become JSON: they are compared as wholes."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= {f"{key}.{inner}": leaf for inner, leaf in dotted(value).items()}
-        else:
-            flat[str(key)] = json.dumps(value) if isinstance(value, Mapping | list) else value
-    return flat
+    return {k: json.dumps(v) if isinstance(v, Mapping | list) else v for k, v in flatten(tree).items()}
 
 
 # What can be compared -------------------------------------------------------------------------------------------------
@@ -243,7 +236,6 @@ def _page(runs: Sequence[Run], pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def _in_columns(runs: Sequence[Run], common: Mapping[str, Sequence[Episode]], pictures: bool) -> Iterator[Episode]:
-    """Read the episodes of shared tasks under their column's name."""
     for run in runs:
         tasks = {episode.task_id for episode in common[run.name]}
         for episode in run.source(pictures):

@@ -121,7 +121,6 @@ def analyse(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def _repeats(steps: Sequence[StepRecord]) -> Counter[tuple[str, str]]:
-    """Count how often each action was taken in the face of each observation."""
     return Counter((step.observation, step.action) for step in steps if step.action)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agent.deliveries import find
+from agent.deliveries import Delivery, find
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode
 from compiler import checkpoint
@@ -34,7 +34,7 @@ from configs.load import ConfigError
 from configs.run_folder import ENVIRONMENT, RunFolder, RunFolderError
 from data_gen.leakage import record_evaluation
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
-from envs.base import Environment, Task
+from envs.base import Environment
 from envs.registry import Environments, evaluation_split, executor_instructions
 from eval.errors import chance, lookup
 from eval.matrix import SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
@@ -63,7 +63,6 @@ class ModelCache:
 
     @classmethod
     def holding(cls, config: EvalConfig, executor: Any, compiler: Compiler | None) -> ModelCache:
-        """Begin with models that are there already."""
         loaded = cls()
         loaded._held = {"executor": (_executor_key(config), executor), "compiler": (_compiler_key(config), compiler)}
         return loaded
@@ -138,20 +137,22 @@ class Evaluation:
     title: str = ""
 
     def run(
-        self, name: str, record: Callable[[Episode], None] = lambda episode: None, played: Collection[str] = ()
+        self, delivery: str | Delivery, record: Callable[[Episode], None] = lambda _: None, played: Collection[str] = ()
     ) -> list[Episode]:
-        """Play all specs under delivery `name`, but for the tasks that were played already.
+        """Play all specs under a delivery, or the one of that name, but for the tasks that were played already.
 
         Raises:
             ValueError: no tasks, no such delivery, or one without the compiler that it needs.
         """
         if not self.specs:
             raise ValueError("there are no tasks to evaluate: check split, limit and the environment's data")
-        wanted = find(name)
-        specs = self.top_specs if wanted.top_entry else self.specs
+        specs = self.specs
+        if isinstance(delivery, str):
+            wanted = find(delivery)
+            specs = self.top_specs if wanted.top_entry else specs
+            delivery = wanted.make(self.compiler, self.limits.seed)
         left = [spec for spec in specs if spec.task.id not in set(played)]
-        delivery = wanted.make(self.compiler, self.limits.seed)
-        with progress(f"{self.title} {name}".strip(), len(specs), len(played)) as advance:
+        with progress(f"{self.title} {delivery.name}".strip(), len(specs), len(played)) as advance:
 
             def on_episode(episode: Episode) -> None:
                 record(episode)
@@ -197,18 +198,29 @@ def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, banks: P
     return made
 
 
-def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) -> dict[str, Any]:
-    config, split = cell.config, cell.config.split or evaluation_split(cell.config.env)
-    envs = loaded.environments(config)
-    tasks, experience = chosen_tasks(config, envs, split)
-    bank = _filled_bank(config, envs, experience, run.path if banks is None else banks / bank_key(config, split))
+def prepare(config: EvalConfig, loaded: ModelCache, folder: Path, title: str = "") -> tuple[Evaluation, MemoryBank]:
+    """Choose the tasks, open the bank that the settings name or fill the one in FOLDER, and make the models ready."""
+    envs, whole = loaded.environments(config), folder / "bank.json"  # which says that the bank is filled
+    tasks, experience = chosen_tasks(config, envs, config.split or evaluation_split(config.env))
+    bank = filled_bank(config, envs, [] if whole.exists() else experience, folder)
+    if experience and not whole.exists():
+        write_atomically(whole, to_json({"entries": len(bank), "version": bank.snapshot()}))
     specs = specs_for(tasks, bank, config.memory.k)
     wants_top = any(find(name).top_entry for name in config.deliveries)
     top = specs_for(tasks, bank, min(1, config.memory.k)) if wants_top else []
     executor, compiler = loaded.executor(config), loaded.compiler(config)
-    depends_on = identity(config, specs, executor, compiler)
+    limits = Limits(config.max_steps, config.seed)
+    return Evaluation(envs.lease, specs, executor, compiler, limits, config.concurrency, top, title), bank
+
+
+def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) -> dict[str, Any]:
+    config, split = cell.config, cell.config.split or evaluation_split(cell.config.env)
+    folder = run.path if banks is None else banks / bank_key(config, split)
+    evaluation, bank = prepare(config, loaded, folder, cell.name)
+    specs = evaluation.specs
+    depends_on = identity(config, specs, evaluation.executor, evaluation.compiler)
     changed = run.record(
-        environment=config.env.model_dump(), split=split, bank_version=bank.snapshot(), tasks=len(tasks), **depends_on
+        environment=config.env.model_dump(), split=split, bank_version=bank.snapshot(), tasks=len(specs), **depends_on
     )
     if different := sorted(set(changed) & depends_on.keys()):
         raise RunFolderError(
@@ -216,14 +228,12 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) ->
             "Evaluate into another folder (--out), or start anew (--on-exists overwrite)"
         )
     record_evaluation(run, config, specs, bank)
-    limits = Limits(config.max_steps, config.seed)
-    evaluation = Evaluation(envs.lease, specs, executor, compiler, limits, config.concurrency, top, cell.name)
     record = EpisodeRecord(run.path, cell.levels)
-    _drop_unfinished(record, len(tasks))
+    _drop_unfinished(record, len(specs))
     played = record.played()
     for name in config.deliveries:
         evaluation.run(name, record.append, played.get(name, ()))
-    episodes = record.episodes(config.deliveries, [task.id for task in tasks])
+    episodes = record.episodes(config.deliveries, [spec.task.id for spec in specs])
     facts = {
         "environment": config.env.name,
         "split": split,
@@ -267,15 +277,6 @@ def _drop_unfinished(record: EpisodeRecord, tasks: int) -> None:
     """Drop a torn line, and what was played of deliveries whose episodes depend on each other."""
     partial = {name for name, done in record.played().items() if find(name).interdependent and len(done) < tasks}
     record.lines.keep(lambda row: row["delivery"] not in partial)
-
-
-def _filled_bank(config: EvalConfig, envs: Environments, experience: Sequence[Task], folder: Path) -> MemoryBank:
-    """Open the bank that the settings name, or FOLDER/bank, filled once: bank.json says that it is whole."""
-    whole = folder / "bank.json"
-    bank = filled_bank(config, envs, [] if whole.exists() else experience, folder)
-    if experience and not whole.exists():
-        write_atomically(whole, to_json({"entries": len(bank), "version": bank.snapshot()}))
-    return bank
 
 
 def bank_key(config: EvalConfig, split: str) -> str:
@@ -330,7 +331,6 @@ def _run_matrix(
 def _pooled(
     config: EvalConfig, made: Sequence[Cell], done: Mapping[str, Any], episodes: Iterable[Episode], meta: dict[str, Any]
 ) -> dict[str, Any]:
-    """Make one table: each delivery of each group, its episodes of all seeds together."""
     played = [(cell, name, joined(cell.group, name)) for cell in made for name in cell.config.deliveries]
     pairs = [(column, base) for cell, name, column in played if (base := baseline_of(config, cell, name))]
     pooled = results(grouped(episodes, lambda episode: episode.delivery), meta, pairs)

@@ -133,7 +133,6 @@ def varying(values: Iterable[object]) -> Any:
 
 
 def _override(config: EvalConfig, levels: Sequence[Mapping[str, Any]]) -> EvalConfig:
-    """Load the settings as if the levels stood on the command line, behind the file's own."""
     settings = config.model_dump(mode="json", exclude_unset=True, exclude={"matrix", "baseline"})
     # JSON is YAML; what the file's own references stood for is there already, a `${` is none.
     own = [f"{key}={json.dumps(value)}".replace("${", "\\\\${") for key, value in settings.items()]

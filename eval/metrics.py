@@ -226,7 +226,6 @@ def _shares(names: Iterable[str], expected: Sequence[str]) -> dict[str, float]:
 
 
 def _groups(episodes: Sequence[Episode], label: Callable[[Episode], str]) -> dict[str, list[Episode]]:
-    """Sort episodes by label, in alphabetical order; those without one ("") belong to no group."""
     return dict(sorted(grouped(filter(label, episodes), label).items()))
 
 
@@ -289,7 +288,6 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def joined(group: str, delivery: str) -> str:
-    """Name a delivery in the tables of a matrix."""
     return f"{group}/{delivery}" if group else delivery
 
 
@@ -299,7 +297,6 @@ def is_control(name: str) -> bool:
 
 
 def compared_pairs(results: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """List (a, b, difference) for every pair that was compared."""
     return [(*key.split(" - ", 1), pair) for key, pair in results.get("paired_difference", {}).items()]  # type: ignore[misc]
 
 

@@ -79,7 +79,6 @@ def sha256(value: object) -> str:
 
 
 def _files(module: str) -> list[Path]:
-    """List a module's file, or those of a package, sorted."""
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:
         raise ModuleNotFoundError(f"no module {module!r}, whose source is part of an environment's version")

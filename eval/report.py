@@ -113,7 +113,6 @@ def _fitting(environment: Environment, tasks: Sequence[Sequence[Episode]], budge
 
 
 def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
-    """Gather everything that the page shows beside the replays."""
     deliveries = ordered(results["results"])
     meta = {k: v for k, v in results.items() if k not in ("results", "paired_difference")}
     return {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.records import Episode, read_episodes
-from eval.metrics import joined
+from eval.metrics import grouped, joined
 from runtime.store import JsonLines, RecordError
 
 EPISODES = "episodes.jsonl"
@@ -18,12 +18,8 @@ EpisodeSource = Callable[[bool], Iterable[Episode]]  # called with whether pictu
 
 
 class EpisodeRecord:
-    """What one evaluation has played, in `lines`. An episode whose line a kill has torn is played again.
-
-    Args:
-        folder: the run folder.
-        cell: what distinguishes this evaluation from the others of its matrix; every line says it.
-    """
+    """What one evaluation has played, in `lines`. Every line says its `cell` of a matrix. An episode whose line a kill
+    has torn is played again."""
 
     def __init__(self, folder: Path, cell: Mapping[str, str] | None = None) -> None:
         self.lines, self.cell = JsonLines(folder / EPISODES, needs=("delivery", "task_id")), dict(cell or {})
@@ -45,9 +41,9 @@ class EpisodeRecord:
         Raises:
             RecordError: one is missing, there twice, or of another task: there is no result then.
         """
-        path, found = self.lines.path, dict[tuple[str, str], list[Episode]]()
-        for episode in read_episodes(path, images=False) if path.exists() else ():
-            found.setdefault((episode.delivery, episode.task_id), []).append(episode)
+        path = self.lines.path
+        there = read_episodes(path, images=False) if path.exists() else ()
+        found = grouped(there, lambda episode: (episode.delivery, episode.task_id))
         expected = Counter((name, task) for name in deliveries for task in tasks)
         wrong = [key for key in (*expected, *(found.keys() - expected)) if len(found.get(key, ())) != expected[key]]
         if wrong:

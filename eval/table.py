@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -84,20 +84,16 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
     console = console or Console()
     if not console.is_terminal and console.width < WIDTH:
         console.width = WIDTH
-    console.print(_results_table(results, console.width))
-
-
-def _results_table(results: Mapping[str, Any], width: int) -> RenderableType:
     heads, rows = _headings(results), [_row(results, delivery) for delivery in ordered(results["results"])]
     tables = [_table(results, heads, rows)]
-    if width < Console(width=10 * WIDTH).measure(tables[0]).maximum:
+    if console.width < Console(width=10 * WIDTH).measure(tables[0]).maximum:
         cut = heads.index(COST_FROM)
         parts = (range(cut), [0, *range(cut, len(heads))])
         tables = [
             _table(results, [heads[i] for i in part], [[cells[i] for i in part] for cells in rows]) for part in parts
         ]
     title = Text(f"{results['environment']}, split {results['split']}, seed {results['seed']}", style="bold")
-    return Group(title, *tables, *(Padding(Text(line), (0, 0, 0, 1)) for line in _notes(results)))
+    console.print(Group(title, *tables, *(Padding(Text(line), (0, 0, 0, 1)) for line in _notes(results))))
 
 
 def to_markdown(results: Mapping[str, Any]) -> str:
@@ -111,14 +107,12 @@ def to_markdown(results: Mapping[str, Any]) -> str:
 
 
 def _headings(results: Mapping[str, Any]) -> list[str]:
-    """Column heads; one per task family where the tasks have families."""
     families = groups_of(results["results"], "by_family")
     reached = ["success %\n[95 % interval]", *(f"{family}\n%" for family in families), "progress"]
     return ["delivery", *reached, COST_FROM, "emission mix\n%", "parse\nerr. %", "ms/step\nc/e/env"]
 
 
 def _row(results: Mapping[str, Any], delivery: str) -> list[str]:
-    """One delivery's cells, in the order of the headings."""
     summary = results["results"][delivery]
     of_family = [summary["by_family"].get(family) for family in groups_of(results["results"], "by_family")]
     return [

@@ -118,7 +118,6 @@ def _work(connection: Connection, probes: Sequence[Probe]) -> None:
 
 
 def run_probe(probe: Probe) -> Check:
-    """Run one probe in this process, with no time limit."""
     try:
         return Check(probe.name, "ok", probe.run(), "", probe.core)
     except Missing as error:

@@ -179,7 +179,6 @@ def curves(of_episodes: Sequence[Sequence[Attention]]) -> dict[str, Any]:
 
 
 def _quantity(of_episodes: Sequence[Sequence[Attention]], quantity: str) -> dict[str, Any]:
-    """Give points by step and mean slope of each channel that there is."""
     found: dict[str, Any] = {}
     for channel in CHANNELS:
         lines = [

@@ -33,7 +33,6 @@ def run_table(number: int, runs: Sequence[Path], out: Path | None) -> None:
 
 
 def write(out: Path, name: str, text: str, record: Mapping[str, Any]) -> None:
-    """Write OUT/NAME.json and OUT/NAME.md, and print the text."""
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / f"{name}.json", to_json(record))
     write_atomically(out / f"{name}.md", text)
@@ -42,7 +41,6 @@ def write(out: Path, name: str, text: str, record: Mapping[str, Any]) -> None:
 
 
 def to_markdown(table: Table) -> str:
-    """Write the table for GitHub and the terminal."""
     heads = ["executor", "method", "source", *table.columns, "n"]
     about = [
         f"Run {escape(of['run'])}: " + "; ".join(f"{key} {escape(', '.join(map(str, of[key])))}" for key in _ABOUT)

@@ -53,13 +53,12 @@ class Table:
     number: int
     title: str
     columns: tuple[str, ...]
-    plotted: tuple[str, ...]  # the columns that a figure shows: averages, not each subset
-    rows: tuple[Row, ...]
-    runs: tuple[Mapping[str, Any], ...]
-    notes: tuple[str, ...]
+    plotted: Sequence[str]  # the columns that a figure shows: averages, not each subset
+    rows: Sequence[Row]
+    runs: Sequence[Mapping[str, Any]]
+    notes: Sequence[str]
 
     def measured(self, row: Row) -> bool:
-        """Tell whether a run has the same executor and method."""
         return any(r.source == MEASURED and (r.executor, r.method) == (row.executor, row.method) for r in self.rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -89,7 +88,6 @@ class Measured:
     efficiency: Mapping[str, TableCell] = field(default_factory=dict)
 
     def cell(self, metric: str, family: str) -> TableCell | None:
-        """Give a number in percent, or in the unit of Table 5's column."""
         if metric in EFFICIENCY:
             return self.efficiency.get(metric)
         summary = self.summary["by_family"].get(family) if family else self.summary
@@ -115,13 +113,11 @@ def paper_table(number: int, runs: Sequence[Path]) -> Table:
     found = [m for run, of_run in zip(runs, results, strict=True) for m in measurements(of_run, run, number == 5)]
     further = _further_columns(spec, found)
     rows = [*_paper_rows(printed), *_measured_rows(spec, (*spec.columns, *further), found, printed)]
-    plotted = [c for c in printed.get("relative_of", printed["columns"])] + [c.name for c in further if not c.family]
-    return Table(
-        number, f"Table {number}. {printed['title']}", tuple(printed["columns"]) + tuple(c.name for c in further),
-        tuple(plotted), tuple(_ordered(rows, spec, printed)),
-        tuple(_about(run, of_run) for run, of_run in zip(runs, results, strict=True)),
-        tuple(_notes(number, found, results)),
-    )  # fmt: skip
+    columns = (*printed["columns"], *(c.name for c in further))
+    plotted = [*printed.get("relative_of", printed["columns"]), *(c.name for c in further if not c.family)]
+    about = [_about(run, of_run) for run, of_run in zip(runs, results, strict=True)]
+    title, notes = f"Table {number}. {printed['title']}", _notes(number, found, results)
+    return Table(number, title, columns, plotted, _ordered(rows, spec, printed), about, notes)
 
 
 # what a run measured --------------------------------------------------------------------------------------------------
@@ -144,7 +140,6 @@ def measurements(results: Mapping[str, Any], run: Path, efficiency: bool = False
 
 
 def _cells(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """List what the cells of a matrix say, or the run itself."""
     return list(results.get("cells", {}).values()) or [results]
 
 
@@ -298,7 +293,6 @@ def _ordered(rows: Sequence[Row], spec: Spec, printed: Mapping[str, Any]) -> lis
 
 
 def _about(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
-    """Say what a run's numbers are of."""
     cells = _cells(results)
     keys = ("environment", "split", "seed", "scene_seed", "n_tasks", "tasks_sha256", "executor_hash", "compiler_hash")
     return {
@@ -311,18 +305,16 @@ def _about(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
 def _notes(number: int, found: Sequence[Measured], results: Sequence[Mapping[str, Any]]) -> list[str]:
     notes = [
         "Rows marked paper: as printed in arXiv 2605.07594v2. Rows marked measured: this project's runs, with 95 % "
-        "intervals in brackets (Wilson for success, bootstrap for progress) and n, the episodes behind a number.",
-        "In round brackets: the change against the same executor without memory.",
+        "intervals in brackets (Wilson for success, bootstrap for progress) and n, the episodes behind a number."
     ]
-    if number not in (1, 2, 6):
-        notes.pop()
+    if number in (1, 2, 6):
+        notes.append("In round brackets: the change against the same executor without memory.")
     if number in (1, 6):
         notes.append("A measured average stands only where all six subsets were measured: all their episodes together.")
+    if any(cell.get("config", {}).get("concurrency", 1) != 1 for of_run in results for cell in _cells(of_run)):
+        batched = "Some episodes were batched: their latencies are shares of a batch's, not what one agent waits."
+        notes += [batched] if number == 5 else []
     if number == 5:
-        if any(cell.get("config", {}).get("concurrency", 1) != 1 for of_run in results for cell in _cells(of_run)):
-            notes.append(
-                "Some episodes were batched: their latencies are shares of a batch's, not what one agent waits."
-            )
         notes.append("Means per call; intervals by bootstrap over episodes.")
     if not found:
         notes.append("No run was given.")
