@@ -151,7 +151,7 @@ class Evaluation:
             wanted = find(delivery)
             specs = self.top_specs if wanted.top_entry else specs
             delivery = wanted.make(self.compiler, self.limits.seed)
-        left = [spec for spec in specs if spec.task.id not in set(played)]
+        left = [spec for spec in specs if spec.task.id not in played]
         with progress(f"{self.title} {delivery.name}".strip(), len(specs), len(played)) as advance:
 
             def on_episode(episode: Episode) -> None:
@@ -181,11 +181,8 @@ def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dic
 
 
 def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, banks: Path | None = None) -> dict[str, Any]:
-    """Play what a cell has not played yet, then write results.json and report.html.
-
-    Args:
-        banks: where cells share the banks that are filled for them (default: OUT has its own).
-    """
+    """Play what a cell has not played yet, then write results.json and report.html. `banks` is where cells share the
+    banks that are filled for them (default: OUT has its own)."""
     run = RunFolder.create(out, cell.config, on_exists=on_exists)
     if (out / RESULTS).exists():
         made = json.loads((out / RESULTS).read_text(encoding="utf-8"))
@@ -232,7 +229,7 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) ->
     _drop_unfinished(record, len(specs))
     played = record.played()
     for name in config.deliveries:
-        evaluation.run(name, record.append, played.get(name, ()))
+        evaluation.run(name, record.append, set(played.get(name, ())))
     episodes = record.episodes(config.deliveries, [spec.task.id for spec in specs])
     facts = {
         "environment": config.env.name,
