@@ -121,7 +121,13 @@ def _players(engine: Literal["hf", "vllm"], config: DeliveryBench, script: Scrip
     window = AutoConfig.from_pretrained(model_path(config.model)).get_text_config().max_position_embeddings
     if needed > window:
         raise ValueError(f"prompts of {needed} tokens, but {config.model} reads {window}: lower --memory-tokens")
-    players = (_hf_players if engine == "hf" else _vllm_players)(*_settings(config, engine, needed), config, needed)
+    eager = not torch.cuda.is_available()  # compiling for a CPU takes minutes and gains little
+    vllm = VllmEngine(max_model_len=needed, max_num_seqs=max(config.concurrency), enforce_eager=eager)
+    common: dict[str, Any] = {"model": config.model, "dtype": config.dtype, "vllm": vllm}
+    executor = ExecutorConfig(**common, engine=engine, mode="generate", max_new_tokens=ACTION_TOKENS)
+    soft = Soft(n_tokens=config.n_soft, emb_std="auto")
+    compiler = CompilerConfig(**common, max_new_tokens=EMISSION_TOKENS, soft=soft)
+    players = (_hf_players if engine == "hf" else _vllm_players)(executor, compiler, config, needed)
     encoder = players.compiler.model.encoder  # type: ignore[attr-defined]
     encoder.suppressed = sorted({*encoder.suppressed, encoder.end_id})  # emissions run into their limit
     yield players
@@ -129,17 +135,6 @@ def _players(engine: Literal["hf", "vllm"], config: DeliveryBench, script: Scrip
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _settings(
-    config: DeliveryBench, engine: Literal["hf", "vllm"], needed: int
-) -> tuple[ExecutorConfig, CompilerConfig]:
-    eager = not torch.cuda.is_available()  # compiling for a CPU takes minutes and gains little
-    vllm = VllmEngine(max_model_len=needed, max_num_seqs=max(config.concurrency), enforce_eager=eager)
-    common: dict[str, Any] = {"model": config.model, "dtype": config.dtype, "vllm": vllm}
-    executor = ExecutorConfig(**common, engine=engine, mode="generate", max_new_tokens=ACTION_TOKENS)
-    soft = Soft(n_tokens=config.n_soft, emb_std="auto")
-    return executor, CompilerConfig(**common, max_new_tokens=EMISSION_TOKENS, soft=soft)
 
 
 def _hf_players(executor: ExecutorConfig, compiler: CompilerConfig, config: DeliveryBench, needed: int) -> Players:

@@ -63,9 +63,6 @@ def write_run_report(run_dir: Path, out_path: Path | None = None, replays: Repla
     return write_page("report.html.j2", _page(results, plots), source(False), source, out_path, replays)
 
 
-# the page -------------------------------------------------------------------------------------------------------------
-
-
 def write_page(
     template: str, page: Mapping[str, Any], episodes: Iterable[Episode], source: EpisodeSource, out_path: Path,
     replays: Replays,

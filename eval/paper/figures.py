@@ -19,8 +19,8 @@ from configs.load import ConfigError, load_config
 from configs.run_folder import CONFIG
 from envs.registry import evaluation_split, executor_instructions
 from eval.evaluate import bank_key
+from eval.paper import latents
 from eval.paper.attention import CHANNELS, Attention, attention_at, attention_plot, curves
-from eval.paper.latents import SPACES, Gathered, Recompiled, latents_plot, plane, played, recompiled, separability
 from eval.paper.render import write
 from eval.paper.tables import paper_numbers
 from eval.runs import EPISODES
@@ -104,11 +104,11 @@ class Replay:
         shared = self.run.parent.parent / "banks" / key
         return shared / "bank" if shared.is_dir() else self.run / "bank"
 
-    def recompiled(self, episode: Episode, t: int) -> Recompiled | None:
+    def recompiled(self, episode: Episode, t: int) -> latents.Recompiled | None:
         """Make step t's soft tokens again; None where the executor read none."""
         if not find(episode.delivery).shows_own_soft or episode.steps[t].soft is None:
             return None
-        return recompiled(self.compiler, episode, t, self.memory(episode))
+        return latents.recompiled(self.compiler, episode, t, self.memory(episode))
 
     def about(self) -> dict[str, Any]:
         config = self.config
@@ -123,7 +123,7 @@ def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: 
     by_delivery: dict[str, list[list[Attention]]] = {name: [] for name in deliveries}
     without = dict.fromkeys(deliveries, 0)
     drawn = 0
-    for episode in played(replay.run / EPISODES, deliveries, limit):
+    for episode in latents.played(replay.run / EPISODES, deliveries, limit):
         attentions = []
         for t, step in enumerate(episode.steps):
             if not step.executor_prompt_ids:  # it broke before the executor was asked
@@ -159,13 +159,14 @@ def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: 
 def _figure4(
     replay: Replay, deliveries: Sequence[str], limit: int | None, seed: int, png: Path, most: int = 500
 ) -> tuple[dict[str, Any], str]:
-    gathered = Gathered()
-    for number, episode in enumerate(played(replay.run / EPISODES, deliveries, limit)):
-        for t, step in enumerate(episode.steps):
-            if (again := replay.recompiled(episode, t)) is not None:
-                gathered.add(replay.executor, again, f"{step.reason} {step.guidance}".strip(), number)
-    shown, left_out = _spaces(gathered, most, seed)
-    latents_plot(shown, png)
+    steps = (
+        (again, f"{step.reason} {step.guidance}".strip(), number)
+        for number, episode in enumerate(latents.played(replay.run / EPISODES, deliveries, limit))
+        for t, step in enumerate(episode.steps)
+        if (again := replay.recompiled(episode, t)) is not None
+    )
+    shown, left_out = _spaces(latents.gathered(replay.executor, steps), most, seed)
+    latents.latents_plot(shown, png)
     rows = [
         [
             space, str(apart["n"]), str(apart["episodes"]), f"{apart['silhouette']:.3f}", percent(apart["probe"]),
@@ -178,7 +179,7 @@ def _figure4(
         "shuffled labels, mean (highest), %", "p",
     )  # fmt: skip
     text = _page(4, "soft memory tokens and text memory tokens", heads, rows, [
-        *(f"{space}: {meaning}." for space, meaning in SPACES.items()),
+        *(f"{space}: {meaning}." for space, meaning in latents.SPACES.items()),
         *(f"{space}: not measured, {why}." for space, why in left_out.items()),
         "Probe: logistic regression, tested on episodes that it was not trained on; distinct vectors, as many of each "
         "kind. p: share of label shuffles that do as well.",
@@ -192,13 +193,13 @@ def _figure4(
     return {"seed_of_figure": seed, "separability": apart, "not_measured": left_out, "points": points}, text
 
 
-def _spaces(gathered: Gathered, most: int, seed: int) -> tuple[dict[str, Any], dict[str, str]]:
+def _spaces(found: Mapping[str, latents.Tokens], most: int, seed: int) -> tuple[dict[str, Any], dict[str, str]]:
     """Return (tokens, plane, separability) by space, and why a space is left out; raise ValueError where both are."""
     shown, left_out = {}, {}
-    for space in SPACES:
+    for space, tokens in found.items():
         try:
-            tokens = gathered.tokens(space).balanced(most, seed)
-            shown[space] = (tokens, plane(tokens, seed), separability(tokens, seed))
+            tokens = tokens.balanced(most, seed)
+            shown[space] = (tokens, latents.plane(tokens, seed), latents.separability(tokens, seed))
         except ValueError as error:
             left_out[space] = str(error)
     if not shown:

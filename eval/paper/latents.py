@@ -8,7 +8,7 @@ checkpoint, bank or prompt layout is an error, not another figure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,26 +130,27 @@ class Tokens:
         return Tokens(self.vectors[chosen], self.kinds[chosen], self.episodes[chosen])
 
 
-class Gathered:
-    """Tokens of both kinds in both spaces, step by step."""
+def gathered(executor: FrozenExecutor, steps: Iterable[tuple[Recompiled, str, int]]) -> dict[str, Tokens]:
+    """Collect the tokens of both kinds by space, from steps: their soft tokens, the text channel of the same step
+    (reason and guidance, "" where there is none), and the number of the episode.
 
-    def __init__(self) -> None:
-        self._rows: dict[str, list[tuple[np.ndarray, str, int]]] = {space: [] for space in SPACES}
-
-    def add(self, executor: FrozenExecutor, again: Recompiled, guidance: str, episode: int) -> None:
-        """`guidance`: the text channel of the same step, reason and guidance ("" where there is none)."""
+    Raises:
+        ValueError: no step has soft tokens.
+    """
+    rows: dict[str, list[tuple[np.ndarray, str, int]]] = {space: [] for space in SPACES}
+    for again, guidance, episode in steps:
         ids = executor.tokenizer(guidance, add_special_tokens=False)["input_ids"]
         embedded = executor.embedding_table[ids].detach().float().cpu()
         for space, soft, text in (("executor", again.soft, embedded), ("compiler", again.h_soft, again.h_text)):
-            self._rows[space] += [(soft.numpy(), SOFT, episode), (text.numpy(), TEXT, episode)]
-
-    def tokens(self, space: str) -> Tokens:
-        rows = [row for row in self._rows[space] if len(row[0])]
-        if not rows:
-            raise ValueError("no step has soft tokens: name a run that played the delivery `compiled`")
-        vectors, kinds, episodes = zip(*rows, strict=True)
+            rows[space] += [(of.numpy(), kind, episode) for of, kind in ((soft, SOFT), (text, TEXT)) if len(of)]
+    if not all(rows.values()):
+        raise ValueError("no step has soft tokens: name a run that played the delivery `compiled`")
+    found = {}
+    for space, of_space in rows.items():
+        vectors, kinds, episodes = zip(*of_space, strict=True)
         repeats = [len(of_step) for of_step in vectors]
-        return Tokens(np.concatenate(vectors), np.repeat(kinds, repeats), np.repeat(episodes, repeats))
+        found[space] = Tokens(np.concatenate(vectors), np.repeat(kinds, repeats), np.repeat(episodes, repeats))
+    return found
 
 
 # how far apart they are -----------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from compiler.records import CompileRequest
 from eval.paper.latents import (
     SOFT,
     TEXT,
-    Gathered,
     Recompiled,
     Tokens,
+    gathered,
     plane,
     played,
     recompiled,
@@ -158,12 +158,9 @@ def test_a_probe_needs_other_episodes() -> None:
 
 def test_text_is_what_the_executor_reads_and_soft_what_it_is_given() -> None:
     backbone = tiny_models.lm_backbone()
-    reader, gathered = FrozenExecutor(backbone), Gathered()
-    gathered.add(
-        reader, Recompiled(torch.ones(4, 64), torch.zeros(4, 32), torch.full((3, 32), 2.0), False), "go to shelf 1", 7
-    )
-    gathered.add(reader, Recompiled(torch.ones(4, 64), torch.zeros(4, 32), torch.full((1, 32), 2.0), False), "", 8)
-    executor, hidden = gathered.tokens("executor"), gathered.tokens("compiler")
+    made = [Recompiled(torch.ones(4, 64), torch.zeros(4, 32), torch.full((n, 32), 2.0), False) for n in (3, 1)]
+    found = gathered(FrozenExecutor(backbone), [(made[0], "go to shelf 1", 7), (made[1], "", 8)])
+    executor, hidden = found["executor"], found["compiler"]
     ids = backbone.tokenizer("go to shelf 1", add_special_tokens=False)["input_ids"]
     table = backbone.model.get_input_embeddings().weight.detach().numpy()
     assert np.array_equal(executor.vectors[executor.kinds == TEXT], table[ids])
