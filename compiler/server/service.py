@@ -247,8 +247,8 @@ class CompilerService:
         jobs = [job for job in jobs if not job.result.cancelled()]
         if not jobs:
             return
-        started, default, compiler.decoding = time.perf_counter(), compiler.decoding, jobs[0].decoding
-        seeds = [job.seed for job in jobs if job.seed is not None]
+        started, seeds = time.perf_counter(), [job.seed for job in jobs if job.seed is not None]
+        default, compiler.decoding = compiler.decoding, jobs[0].decoding
         try:
             made = compiler.compile(
                 [job.request for job in jobs], seeds or None, lambda i: not jobs[i].result.cancelled()
