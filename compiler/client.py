@@ -1,21 +1,227 @@
-"""The Memory Compiler behind HTTP: a client of `memcompiler serve compiler`, which the agent loop takes for a
-compiler."""
+"""The Memory Compiler behind HTTP: a client of `memcompiler serve compiler`, which the agent loop takes for a compiler,
+and what the two say to each other.
+
+Bodies are JSON with every field typed. A tensor is `{"shape": [N, d], "data": BASE64}`, where data are its fp32 values,
+little-endian, row by row. Pictures are PNG files in base64. Nothing here is executed or unpickled.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
+import numpy as np
 import torch
-from pydantic import ValidationError
+from PIL import Image
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
+from compiler.brief_state import parse_brief_state, render_brief_state
+from compiler.language import Emission, Kind, ParseError, ParseResult, parse
 from compiler.records import Compilation, CompileRequest, Decoding
-from compiler.server.wire import TENSORS, AdapterBody, CompileBody, CompileReply, SamplingBody
 from configs.models import COMPILER_KEY
+from memory.entry import MemoryEntry, Provenance
+from memory.trajectory import png_bytes
 from runtime.http import RemoteError, RemoteServer
 from soft_mem.projector import Projector
+
+MAX_PIXELS = 1 << 24  # of one picture: a small file may unfold to gigabytes
+_NOWHERE = Provenance("", "", "", "", False)  # where an entry comes from is not the compiler's business
+
+
+def _brief_state(text: str) -> str:
+    """Raises: ValueError, unless it is a Brief State exactly as `render_brief_state` writes it."""
+    try:
+        same = render_brief_state(parse_brief_state(text)) == text
+    except (ValueError, KeyError, IndexError):
+        same = False
+    if not same:
+        raise ValueError("not a Brief State as it is rendered (goal: ..., done:, now:, next:, know:, note:)")
+    return text
+
+
+def _png(text: str) -> str:
+    """Raises: ValueError, unless it is a PNG of at most MAX_PIXELS, in base64."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except binascii.Error:
+        raise ValueError("not base64") from None
+    try:
+        image = _image(data)  # reads the head alone
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError
+        image.load()
+    except Exception:  # whatever a decoder makes of a broken file
+        raise ValueError(f"not a PNG of 1 to {MAX_PIXELS:,} pixels that can be decoded") from None
+    return text
+
+
+Picture = Annotated[str, AfterValidator(_png)]
+StateText = Annotated[str, AfterValidator(_brief_state)]
+TensorName = Literal["mu", "log_sigma", "z", "noise"]
+TENSORS: tuple[TensorName, ...] = get_args(TensorName)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+
+
+class TensorBody(Body):
+    shape: tuple[int, ...]
+    data: str  # base64
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorBody:
+        values = tensor.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4", copy=False)
+        return cls(shape=tuple(tensor.shape), data=base64.b64encode(values.tobytes()).decode("ascii"))
+
+    def tensor(self) -> Tensor:
+        """Read it, fp32 on the CPU. Raises: ValueError, where data and shape do not fit."""
+        values = np.frombuffer(base64.b64decode(self.data, validate=True), dtype="<f4")
+        if values.size != math.prod(self.shape):
+            raise ValueError(f"a tensor of shape {list(self.shape)} cannot have {values.size} values")
+        return torch.from_numpy(values.astype(np.float32)).reshape(self.shape)
+
+
+class EntryBody(Body):
+    id: str
+    text: str
+    images: tuple[Picture, ...] = ()
+
+
+class SamplingBody(Body):
+    """How to draw; what is left out is as the service was configured."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)  # 0: greedy text
+    latent_temperature: float | None = Field(default=None, ge=0, le=2)  # of z; default: as the text
+    seed: int | None = Field(default=None, ge=0, lt=1 << 63)  # default: one of the service's own, which the reply names
+
+
+class AdapterBody(Body):
+    """POST /adapter: weights for a service that rolls out."""
+
+    folder: str  # with a checkpoint's `adapter/` and projector, in a file system that both sides see
+    version: int  # that compilations will bear
+
+
+class CompileBody(Body):
+    """POST /compile."""
+
+    goal: str
+    memory: tuple[EntryBody, ...] = ()
+    state: StateText | None = None  # the Brief State, rendered; null in the ablation without it
+    observation: str
+    image: Picture | None = None
+    history: tuple[str, ...] = ()
+    sampling: SamplingBody = SamplingBody()
+    tensors: tuple[TensorName, ...] = ("mu", "log_sigma")  # which ones to send back
+
+    @classmethod
+    def of(cls, request: CompileRequest, sampling: SamplingBody, tensors: tuple[TensorName, ...]) -> dict[str, Any]:
+        """Write a request as JSON. Not checked here: the service does, and says what is wrong."""
+        return {
+            "goal": request.goal,
+            "memory": [
+                {"id": entry.id, "text": entry.text, "images": [_base64(png) for png in entry.images]}
+                for entry in request.memory
+            ],
+            "state": None if request.state is None else render_brief_state(request.state),
+            "observation": request.observation,
+            "image": None if request.image is None else _base64(png_bytes(request.image)),
+            "history": list(request.history), "sampling": sampling.model_dump(), "tensors": list(tensors),
+        }  # fmt: skip
+
+    def request(self) -> CompileRequest:
+        memory = tuple(
+            MemoryEntry(entry.id, entry.text, _NOWHERE, tuple(base64.b64decode(png) for png in entry.images))
+            for entry in self.memory
+        )
+        state = None if self.state is None else parse_brief_state(self.state)
+        image = None if self.image is None else _image(base64.b64decode(self.image))
+        return CompileRequest(self.goal, memory, state, self.observation, image, self.history)
+
+
+class Seconds(Body):
+    queue: float
+    compile: float  # of the batch that it was compiled in
+
+
+class CompileReply(Body):
+    """What /compile answers. mu, log_sigma, z, noise: null unless asked for (and where there are no soft tokens)."""
+
+    text: str
+    kind: Kind
+    parse_error: ParseError | None
+    prompt_ids: tuple[int, ...]
+    emission_ids: tuple[int, ...]  # ends with the end-of-turn token, sampled or (if truncated) forced
+    text_logprobs: tuple[float, ...] | None
+    latent_logprobs: tuple[float, ...] | None  # of z, which may not have been asked for
+    emb_std: float | None  # soft tokens at the executor's scale are z * emb_std
+    mu: TensorBody | None
+    log_sigma: TensorBody | None
+    z: TensorBody | None
+    noise: TensorBody | None  # z is mu + T sigma noise; null where z is the mean
+    seed: int | None  # null where nothing was drawn at random
+    tokens_in: int
+    tokens_out: int
+    cached_tokens: int | None  # of tokens_in, from the prefix cache; null where there is none
+    weight_version: int
+    seconds: Seconds
+
+    @classmethod
+    def of(
+        cls, made: Compilation, tensors: tuple[TensorName, ...], emb_std: float | None, seed: int | None,
+        seconds: Seconds,
+    ) -> CompileReply:  # fmt: skip
+        sent: dict[str, Tensor | None] = {name: getattr(made, name) if name in tensors else None for name in TENSORS}
+        bodies = {name: None if tensor is None else TensorBody.of(tensor) for name, tensor in sent.items()}
+        return cls(
+            text=made.text, kind=made.emission.kind, parse_error=made.parse_error, prompt_ids=made.prompt_ids,
+            emission_ids=made.emission_ids, text_logprobs=_floats(made.text_logprobs),
+            latent_logprobs=_floats(made.latent_logprobs), emb_std=emb_std, seed=seed, tokens_in=made.tokens_in,
+            tokens_out=made.tokens_out, cached_tokens=made.tokens_cached, weight_version=made.weight_version,
+            seconds=seconds, **bodies,
+        )  # fmt: skip
+
+    def compilation(self, request: CompileRequest) -> Compilation:
+        """Make the record that the agent loop reads; where z was not sent, it is the mean. Raises: ValueError, where
+        the service reads emissions differently, or a tensor is damaged."""
+        error = self.parse_error
+        parsed = ParseResult(Emission(), error) if error is ParseError.TRUNCATED else parse(self.text)
+        if (parsed.emission.kind, parsed.error) != (self.kind, error):
+            raise ValueError(f"the service reads its emission as {self.kind}, this client as {parsed.emission.kind}")
+        sent: list[TensorBody | None] = [getattr(self, name) for name in TENSORS]
+        mu, log_sigma, z, noise = (None if body is None else body.tensor() for body in sent)
+        z = mu if z is None else z
+        return Compilation(
+            text=self.text, emission=parsed.emission, parse_error=error, prompt_ids=self.prompt_ids,
+            emission_ids=self.emission_ids, text_logprobs=_tensor(self.text_logprobs), z=z, noise=noise, mu=mu,
+            log_sigma=log_sigma, soft=None if z is None or self.emb_std is None else z * self.emb_std,
+            latent_logprobs=_tensor(self.latent_logprobs), request=request, tokens_in=self.tokens_in,
+            tokens_out=self.tokens_out, tokens_cached=self.cached_tokens, weight_version=self.weight_version,
+        )  # fmt: skip
+
+
+def _image(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data), formats=["PNG"])
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _floats(tensor: Tensor | None) -> tuple[float, ...] | None:
+    return None if tensor is None else tuple(tensor.float().tolist())
+
+
+def _tensor(values: tuple[float, ...] | None) -> Tensor | None:
+    return None if values is None else torch.tensor(values, dtype=torch.float32)
 
 
 class RemoteCompiler:
@@ -41,8 +247,8 @@ class RemoteCompiler:
         self.generator = torch.Generator().manual_seed(seed)
 
     def load_adapter(self, folder: Path, version: int, projector: Projector) -> None:
-        """Have every service compile with the weights in `folder` from now on (see `compiler.server.wire.AdapterBody`).
-        Raises: RemoteError, where one of them cannot load them."""
+        """Have every service compile with the weights in `folder` from now on (see `AdapterBody`). Raises: RemoteError,
+        where one of them cannot load them."""
         order = AdapterBody(folder=str(folder.resolve()), version=version).model_dump()
         self._each("/adapter", [[order] for _ in self.servers])
 

@@ -1,7 +1,7 @@
 """The compiler service's HTTP side, and the process that binds, loads, answers, and leaves when it is told to.
 
     POST /adapter   weights of a folder, for a service that rolls out for training (403 elsewhere)
-    POST /compile   a state in (`compiler.server.wire.CompileBody`), emission and soft tokens out (`CompileReply`)
+    POST /compile   a state in (`compiler.client.CompileBody`), emission and soft tokens out (`CompileReply`)
     GET /health     the process lives
     GET /ready      503 until the compiler stands, and from when it has died or the service is leaving
     GET /metrics    for Prometheus, in its text format
@@ -33,8 +33,8 @@ from starlette.requests import ClientDisconnect
 from compiler import checkpoint
 from compiler.base import TokenCompiler
 from compiler.build import load_compiler, load_served_compiler
+from compiler.client import AdapterBody, Body, CompileBody, CompileReply, Seconds
 from compiler.server.service import CompileJob, CompilerService, Refusal, WeightsJob
-from compiler.server.wire import AdapterBody, Body, CompileBody, CompileReply, Seconds
 from configs.load import ConfigError
 from configs.models import COMPILER_KEY, ServeConfig
 from runtime.http import bound_socket, http_url

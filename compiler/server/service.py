@@ -25,8 +25,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from compiler.base import TokenCompiler
+from compiler.client import SamplingBody
 from compiler.records import Compilation, CompileRequest, Decoding
-from compiler.server.wire import SamplingBody
 from configs.models import ServeConfig
 
 log = logging.getLogger("memcompiler.service")

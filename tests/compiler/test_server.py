@@ -24,11 +24,10 @@ import torch
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from compiler.brief_state import Belief, BriefState
-from compiler.client import RemoteCompiler
+from compiler.client import CompileBody, CompileReply, RemoteCompiler, SamplingBody, Seconds, TensorBody
 from compiler.hf import MemoryCompiler
 from compiler.language import Emission, ParseError, render
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
-from compiler.server.wire import CompileBody, CompileReply, SamplingBody, Seconds, TensorBody
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from configs.models import COMPILER_KEY, CompilerConfig, ServeConfig, Soft
