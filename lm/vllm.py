@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -222,13 +222,17 @@ class HiddenTails:
                 self._tails_wanted[new.req_id] = _Tail(asked[_KEY], asked[_ROWS], len(new.prompt_token_ids))
 
     def _read(self, scheduled: Any, order: Sequence[str], hidden: Tensor) -> None:
-        for request, first, at, count in _spans(scheduled, order):
-            tail = self._tails_wanted.get(request)
-            if tail is None:
-                continue
-            tail.read(first, hidden[at : at + count])
-            if first + count >= tail.end:
-                self._tails_done.append(self._tails_wanted.pop(request))
+        """Read the wanted rows of a step's hidden states: `order` has its requests as their rows follow each other."""
+        running, at = scheduled.scheduled_cached_reqs, 0
+        first_of = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
+        first_of |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        for request in order:
+            count = scheduled.num_scheduled_tokens.get(request, 0)
+            if count and (tail := self._tails_wanted.get(request)):
+                tail.read(first_of[request], hidden[at : at + count])
+                if first_of[request] + count >= tail.end:
+                    self._tails_done.append(self._tails_wanted.pop(request))
+            at += count
 
 
 class _Tail:
@@ -254,16 +258,3 @@ class _Tail:
         # A copy: under CUDA graphs the runner's buffer is written again by the next step.
         self.hidden[low - start : high - start] = hidden[low - first : high - first]
         self.seen.update(range(low, high))
-
-
-def _spans(scheduled: Any, order: Sequence[str]) -> Iterator[tuple[str, int, int, int]]:
-    """Give (request id, first position, first row of the batch, number of rows) of each request in this step."""
-    computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-    running = scheduled.scheduled_cached_reqs
-    computed |= dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
-    at = 0
-    for request in order:
-        count = scheduled.num_scheduled_tokens.get(request, 0)
-        if count:
-            yield request, computed[request], at, count
-        at += count
