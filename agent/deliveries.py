@@ -19,8 +19,11 @@ from typing import TYPE_CHECKING, Literal
 from agent.disclosure import RuleDisclosure
 from agent.expert import ExpertTeacher
 from agent.records import Episode, StepInput
+from compiler.brief_state import parse_brief_state
+from compiler.language import Emission
 from compiler.records import Compilation, Compiler, CompileRequest
 from memory.entry import MemoryEntry
+from memory.trajectory import stated_goal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,32 +48,21 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class DeliverySpec:
-    """A delivery as settings, records and results name it.
-
-    Attributes:
-        label: its name in tables and plots.
-        kind, soft, brief_state: as of the `Delivery` that it makes.
-        compiler: makes what compiles, from the trained compiler (None where none is loaded) and the run's seed.
-        needs_checkpoint: the trained compiler has to be there.
-        top_entry: M is the best entry alone, instead of all that was retrieved.
-        control: it shows what the others owe to what they are told; tables have it below a rule.
-        interdependent: its episodes depend on those that run beside them: a killed run plays them again as a whole.
-        compared_with: deliveries that results always compare it with.
-        played: False for a name that only results have.
-    """
+    """A delivery as settings, records and results name it."""
 
     name: str
-    label: str
+    label: str  # in tables and plots
     kind: Kind = "compiled"
+    # Makes what compiles, from the trained compiler (None where none is loaded) and the run's seed.
     compiler: Callable[[Compiler | None, int], Compiler | None] = lambda trained, seed: None
     soft: bool = True
     brief_state: bool = True
-    needs_checkpoint: bool = False
-    top_entry: bool = False
-    control: bool = False
-    interdependent: bool = False
-    compared_with: tuple[str, ...] = ()
-    played: bool = True
+    needs_checkpoint: bool = False  # the trained compiler has to be there
+    top_entry: bool = False  # M is the best entry alone, instead of all that was retrieved
+    control: bool = False  # it shows what the others owe to what they are told; tables have it below a rule
+    interdependent: bool = False  # episodes depend on those beside them: a killed run plays them again as a whole
+    compared_with: tuple[str, ...] = ()  # deliveries that results always compare it with
+    played: bool = True  # False for a name that only results have
 
     @property
     def shows_own_soft(self) -> bool:
@@ -78,11 +70,7 @@ class DeliverySpec:
         return self.needs_checkpoint and self.soft and not self.interdependent
 
     def make(self, trained: Compiler | None, seed: int) -> Delivery:
-        """Make the delivery that the loop plays.
-
-        Raises:
-            ValueError: it needs the trained compiler and there is none.
-        """
+        """Make the delivery that the loop plays. Raises: ValueError, where it needs a compiler that is not there."""
         if self.needs_checkpoint and trained is None:
             raise ValueError(f"delivery {self.name} needs a trained compiler: set compiler.checkpoint")
         return Delivery(self.name, self.kind, self.compiler(trained, seed), self.soft, self.brief_state)
@@ -104,10 +92,6 @@ class ShuffledSoft:
         donors = [*soft[1:], soft[0]] if len(made) > 1 else [self._spare if self._spare is not None else soft[0]]
         self._spare = soft[0]
         return [replace(c, soft=other) for c, other in zip(made, donors, strict=True)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The list
 
 
 def _trained(trained: Compiler | None, seed: int) -> Compiler | None:
@@ -150,11 +134,7 @@ DELIVERIES = {  # in the order of every table and plot
 
 
 def find(name: str) -> DeliverySpec:
-    """Look a delivery up by its name.
-
-    Raises:
-        ValueError: there is none of that name; the message names those that there are.
-    """
+    """Look a delivery up by its name. Raises: ValueError, which names those that there are."""
     if name in DELIVERIES:
         return DELIVERIES[name]
     close = difflib.get_close_matches(name, DELIVERIES, n=1)
@@ -165,12 +145,18 @@ def find(name: str) -> DeliverySpec:
 
 def recorded_step(
     episode: Episode, t: int, memory: Sequence[MemoryEntry] = (), soft: Tensor | None = None
-) -> StepInput:  # fmt: skip
+) -> StepInput:
     """Return what both roles read at step t of a recorded episode, as its delivery showed it.
 
     Args:
         memory: the entries that the episode names; only the compiler needs them.
         soft: the soft tokens, which no record keeps, made again.
     """
-    spec = find(episode.delivery)
-    return episode.step_input(t, memory, brief_state=spec.brief_state, pasted=spec.kind == "static", soft=soft)
+    spec, step = find(episode.delivery), episode.steps[t]
+    return StepInput(
+        stated_goal(episode.goal, episode.scene), step.observation, step.image, step.admissible,
+        tuple(earlier.action for earlier in episode.steps[:t]), tuple(memory),
+        parse_brief_state(step.brief_before) if spec.brief_state else None,
+        episode.memory_text if spec.kind == "static" else "",
+        Emission(step.guidance, step.reason) if step.emission_kind else None, soft,
+    )  # fmt: skip

@@ -1,15 +1,16 @@
-"""THE loop (paper Eq. 3 to 5): observe, compile, act, apply, step. data_gen, training and eval share it."""
+"""THE loop (paper Eq. 3 to 5): observe, compile, act, apply, step. data_gen, training and eval share it.
+
+Many episodes run at once, and what they wait for goes to each backend in batches, reproducibly (`StepBatcher`)."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from agent.batching import Batch, StepBatcher
 from agent.deliveries import Delivery
 from agent.records import Episode, StepInput, StepRecord, compile_request, executor_request
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
@@ -22,6 +23,7 @@ from memory.trajectory import stated_goal
 from runtime.errors import CompilerFailure, EnvironmentFailure, EpisodeFailure, ExecutorFailure, StopReason
 
 T = TypeVar("T")
+Batch = Callable[[Sequence[Any]], list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,9 @@ class EpisodeSpec:
 
 
 async def ask(env: Environment, call: Callable[..., T], *arguments: object) -> T:
-    """Call the environment. One that waits for another process (`in_process = False`) leaves the event loop to the
-    other episodes; for the others a change of thread would cost more than the call.
-
-    A call that has been given to a thread is made, whatever becomes of the episode: asyncio cancels a task a second
-    time after Ctrl-C, and a `close` that was still in the queue would leave its worker to end a long step.
-    """
+    """Call the environment, in a thread if it waits for another process (`in_process = False`): the event loop is left
+    to the other episodes. A call given to a thread is made, whatever becomes of the episode: asyncio cancels a task a
+    second time after Ctrl-C, and a `close` still in the queue would leave its worker to end a long step."""
     if getattr(env, "in_process", True):
         return call(*arguments)
     return await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, call, *arguments))
@@ -81,12 +80,8 @@ async def run_episode(
     env: Environment, spec: EpisodeSpec, delivery: Delivery, executor: Executor, limits: Limits, batcher: StepBatcher,
     index: int,
 ) -> Episode:  # fmt: skip
-    """Play one episode. A failure of environment, compiler or executor ends it with a named reason; it never raises
-    them.
-
-    Raises:
-        EndpointStop: no endpoint may be asked any more, for any episode.
-    """
+    """Play one episode. A failure of environment, compiler or executor ends it with a named reason. Raises:
+    EndpointStop, where no endpoint may be asked any more, for any episode."""
     episode, expert = _begin(spec, delivery, limits), EpisodeExpert(env)
     pasted = episode.memory_text if delivery.kind == "static" else ""
     roles = _Roles(delivery, executor, expert, batcher, index)
@@ -173,11 +168,10 @@ def run_episodes(
     make_env: Callable[[], Environment], specs: Sequence[EpisodeSpec], delivery: Delivery, executor: Executor,
     limits: Limits, concurrency: int = 64, on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:  # fmt: skip
-    """Play all specs, at most `concurrency` at a time, each with an environment of its own; results in the order of
-    specs.
+    """Play all specs, at most `concurrency` at a time, each with an environment of its own; results in their order.
 
     Where `make_env` is a pool's `lease` (or anything whose owner has a `capacity`), no more than that run at a time: an
-    episode that waits for a worker would wait for those that wait for it in the cohort.
+    episode that waits for a worker would wait for those that wait for it in the batch.
     """
     concurrency = min(concurrency, getattr(getattr(make_env, "__self__", make_env), "capacity", concurrency))
     batcher = StepBatcher()
@@ -219,9 +213,89 @@ async def _stay_awake() -> None:
 
 
 async def _close(env: Environment) -> str:
-    """What went wrong, if anything: the episode is over and stays as it is."""
+    """Close the environment of an episode that is over; returns what went wrong, if anything."""
     try:
         await ask(env, env.close)
     except Exception as error:
         return f"closing the environment failed: {type(error).__name__}: {error}"
     return ""
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+class StepBatcher:
+    """Runs episodes side by side on one event loop. When every live one waits for a backend, the waiting requests of
+    each backend (a callable from a list of requests to a list of results) are handed over as one batch, in episode
+    order: which requests share a batch depends on the episodes only, never on timing."""
+
+    def __init__(self) -> None:
+        self._live = 0
+        self._waiting: list[tuple[int, Batch, Any, asyncio.Future]] = []
+
+    async def run(self, episodes: Sequence[Callable[[int], Awaitable[T]]], concurrency: int) -> list[T]:
+        """Run all coroutines `episodes[i](i)`, at most `concurrency` at once; results in order."""
+        results: dict[int, T] = {}
+        queue = iter(enumerate(episodes))
+        self._live = min(concurrency, len(episodes))
+        await asyncio.gather(*(self._worker(queue, results) for _ in range(self._live)))
+        return [results[i] for i in range(len(episodes))]
+
+    async def call(self, index: int, backend: Batch, request: Any) -> tuple[Any, float]:
+        """Return what `backend` answers to `request`, and this request's share of the batch's seconds.
+
+        An exception in a batch reaches every episode that waits for it; a ValueError (its request cannot be served), or
+        an exception that a backend returns in the place of a result, strikes one episode only.
+        """
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((index, backend, request, future))
+        self._flush_if_all_wait()
+        return await future
+
+    async def _worker(self, queue: Iterator[tuple[int, Callable[[int], Awaitable[T]]]], results: dict[int, T]) -> None:
+        try:
+            for index, episode in queue:
+                results[index] = await episode(index)
+        finally:
+            self._live -= 1
+            self._flush_if_all_wait()
+
+    def _flush_if_all_wait(self) -> None:
+        self._forget_the_cancelled()
+        if self._live and len(self._waiting) == self._live:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _forget_the_cancelled(self) -> None:
+        """After Ctrl-C nobody waits for these any more."""
+        self._waiting = [waiting for waiting in self._waiting if not waiting[3].done()]
+
+    def _flush(self) -> None:
+        self._forget_the_cancelled()
+        if len(self._waiting) != self._live:
+            return
+        waiting, self._waiting = sorted(self._waiting, key=lambda w: w[0]), []
+        for backend in dict.fromkeys(w[1] for w in waiting):
+            mine = [w for w in waiting if w[1] == backend]
+            started = time.perf_counter()
+            try:
+                results = _answers(backend, [request for _, _, request, _ in mine])
+            except Exception as error:  # the episodes decide what a failed backend means to them
+                for _, _, _, future in mine:
+                    future.set_exception(error)
+                continue
+            seconds = (time.perf_counter() - started) / len(mine)
+            for (_, _, _, future), result in zip(mine, results, strict=True):
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result((result, seconds))
+
+
+def _answers(backend: Batch, requests: Sequence[Any]) -> list[Any]:
+    """One result for each request. Where one of them is bad (ValueError), each is asked alone: which one is it?"""
+    try:
+        return backend(requests)
+    except ValueError as error:
+        if len(requests) == 1:
+            return [error]
+        return [_answers(backend, [request])[0] for request in requests]

@@ -15,7 +15,7 @@ import base64
 import binascii
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image as Images
 from PIL import UnidentifiedImageError
 
-from compiler.brief_state import BriefState, parse_brief_state, render_brief_state
+from compiler.brief_state import BriefState, render_brief_state
 from compiler.language import Emission
 from compiler.records import Compilation, CompileRequest
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from memory.entry import MemoryEntry
-from memory.trajectory import png_bytes, stated_goal
+from memory.trajectory import png_bytes
 from runtime.errors import StopReason
 
 if TYPE_CHECKING:
@@ -48,29 +48,19 @@ SOFT_MARK = "▪"  # how records show a soft token's place
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What both roles may read at a step: goal, M, b_t, o_t, the actions so far, and what was compiled from them.
+    """What both roles may read at a step: goal, M, b_t, o_t, the actions so far, and what was compiled from them."""
 
-    Attributes:
-        goal: as memory, compiler and executor state it.
-        history: the actions before this step.
-        state: b_t; None under a delivery without Brief State.
-        pasted: the text of all of M, where it is delivered so.
-        emission: what the compiler said; None without a compiler, and before it is asked.
-        soft: its soft tokens (N, d) at the executor's scale, where they are delivered.
-        expert: the environment's expert from here. Teachers may ask it, learned models never do.
-    """
-
-    goal: str
+    goal: str  # as memory, compiler and executor state it
     observation: str
     image: Image | None = None
     admissible: tuple[str, ...] | None = None
-    history: tuple[str, ...] = ()
+    history: tuple[str, ...] = ()  # the actions before this step
     memory: tuple[MemoryEntry, ...] = ()
-    state: BriefState | None = None
-    pasted: str = ""
-    emission: Emission | None = None
-    soft: Tensor | None = None
-    expert: Callable[[], list[str] | None] | None = None
+    state: BriefState | None = None  # b_t; None under a delivery without Brief State
+    pasted: str = ""  # the text of all of M, where it is delivered so
+    emission: Emission | None = None  # what the compiler said; None without a compiler, and before it is asked
+    soft: Tensor | None = None  # its soft tokens (N, d) at the executor's scale, where they are delivered
+    expert: Callable[[], list[str] | None] | None = None  # from here. Teachers may ask it, learned models never do
 
 
 def compile_request(step: StepInput) -> CompileRequest:
@@ -128,9 +118,7 @@ class StepRecord:
     feedback: str = ""
     progress: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)  # {"compiler", "executor", "environment"}
-    tokens: dict[str, int] = field(
-        default_factory=dict
-    )  # {"compiler_in", "compiler_out", "executor_in", "executor_out"}
+    tokens: dict[str, int] = field(default_factory=dict)  # {"compiler_in", "compiler_out", and of the executor}
     # Tensors and token ids for training; not serialised.
     compilation: Compilation | None = None
     decision: Action | None = None
@@ -185,38 +173,16 @@ class Episode:
     error: str = ""
     rationale: str = ""  # why it went so, where a teacher has said it
 
-    def step_input(
-        self, t: int, memory: Sequence[MemoryEntry] = (), *, brief_state: bool = True, pasted: bool = False,
-        soft: Tensor | None = None,
-    ) -> StepInput:  # fmt: skip
-        """Return what both roles read at step t, from the record.
-
-        Args:
-            memory: the entries that `memory_ids` names; only the compiler needs them.
-            brief_state, pasted: how the episode's delivery showed state and memory.
-            soft: the soft tokens, which no record keeps, made again.
-        """
-        step = self.steps[t]
-        return StepInput(
-            stated_goal(self.goal, self.scene), step.observation, step.image, step.admissible,
-            tuple(earlier.action for earlier in self.steps[:t]), tuple(memory),
-            parse_brief_state(step.brief_before) if brief_state else None, self.memory_text if pasted else "",
-            Emission(step.guidance, step.reason) if step.emission_kind else None, soft,
-        )  # fmt: skip
-
     def to_json(self, images: bool = False) -> dict[str, Any]:
         """Return a JSON-ready dict: tensors left out, images as base64 PNG only when asked for."""
         head = {k: getattr(self, k) for k in self.__slots__ if k != "steps"}  # type: ignore[attr-defined]
         return {**head, "stop_reason": str(self.stop_reason), "steps": [_step_json(s, images) for s in self.steps]}
 
 
-_LIVE = ("compilation", "decision", "image")
-
-
 def _step_json(step: StepRecord, images: bool) -> dict[str, Any]:
-    row = {k: getattr(step, k) for k in step.__slots__ if k not in _LIVE}  # type: ignore[attr-defined]
-    row["image"] = png_base64(step.image) if images and step.image is not None else None
-    return row
+    live = ("compilation", "decision", "image")
+    row = {k: getattr(step, k) for k in step.__slots__ if k not in live}  # type: ignore[attr-defined]
+    return {**row, "image": png_base64(step.image) if images and step.image is not None else None}
 
 
 def png_base64(image: Image) -> str:
@@ -232,14 +198,11 @@ _EPISODE_FIELDS = frozenset(field.name for field in fields(Episode)) - {"steps"}
 
 
 def episode_from_json(row: Mapping[str, Any], images: bool = True) -> Episode:
-    """Rebuild the episode that `to_json` wrote, pictures included if they were; tensors are gone. Unknown keys are
-    ignored.
-
-    Args:
-        images: False leaves the pictures undecoded and out: numbers need none.
+    """Rebuild the episode that `to_json` wrote, without its tensors and (unless `images`) its pictures. Unknown keys
+    are ignored.
 
     Raises:
-        ValueError: when a needed key is missing or a value cannot be what it should be.
+        ValueError: a needed key is missing, or a value cannot be what it should be.
     """
     try:
         head = {key: value for key, value in row.items() if key in _EPISODE_FIELDS}
@@ -251,11 +214,7 @@ def episode_from_json(row: Mapping[str, Any], images: bool = True) -> Episode:
 
 
 def read_episodes(path: Path, images: bool = True) -> Iterator[Episode]:
-    """Read the episodes of a JSONL file, one at a time: a long run's file does not fit into memory as objects.
-
-    Raises:
-        ValueError: naming the line that holds no episode.
-    """
+    """Read the episodes of a JSONL file, one at a time. Raises: ValueError, naming the line that holds none."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

@@ -68,11 +68,7 @@ def load_config(schema: type[Schema], path: str | Path | None, overrides: Sequen
 
 
 def find_config(name: str | Path) -> Path:
-    """Find the file that `name` means: a path, or a name relative to `configs/`; `.yaml` may be left off.
-
-    Raises:
-        ConfigError: when there is none, with the names there are.
-    """
+    """Find the file that `name` means: a path, or a name relative to `configs/`; `.yaml` may be left off."""
     for folder in (Path(), CONFIGS):
         for candidate in (folder / name, folder / f"{name}.yaml"):
             if candidate.is_file():
@@ -89,11 +85,7 @@ def to_yaml(config: BaseModel) -> str:
 
 
 def read_yaml(path: Path) -> Tree:
-    """Read one YAML file as plain data, its references left as they stand.
-
-    Raises:
-        ConfigError: for a file that cannot be read, with the line where YAML breaks off.
-    """
+    """Read one YAML file as plain data, its references as they stand. Raises: ConfigError, which names the line."""
     try:
         loaded = OmegaConf.load(path)
         data = OmegaConf.to_container(loaded, resolve=False)
@@ -137,11 +129,7 @@ def _merge(below: Tree, above: Mapping[Any, Any]) -> Tree:
 
 
 def parse_override(text: str) -> tuple[list[str], object]:
-    """Split `a.b=c` into its key's parts and its value, the value read as YAML.
-
-    Raises:
-        ConfigError: for text that is not of that form.
-    """
+    """Split `a.b=c` into its key's parts and its value, the value read as YAML. Raises: ConfigError."""
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError("expected key=value, for example train.seed=1")

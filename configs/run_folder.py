@@ -115,11 +115,7 @@ class RunFolder:
         return JsonLines(self.path / name)
 
     def write_json(self, name: str, value: object) -> Path:
-        """Write `name` inside the folder, whole or not at all.
-
-        Raises:
-            ValueError: for a name that leads out of the folder.
-        """
+        """Write `name` inside the folder, whole or not at all. Raises: ValueError, for a name that leads out of it."""
         path = self.path / name
         if not path.resolve().is_relative_to(self.path.resolve()):
             raise ValueError(f"{name!r} is not inside the run folder")

@@ -47,24 +47,16 @@ console = Console(width=120)
 @dataclass(frozen=True, slots=True)
 class Collection:
     """What is to be played. The bank stays as it is within a round, and grows between rounds if at all, so that the
-    result does not depend on which episode ends first.
-
-    Attributes:
-        record: file of the episodes, in the order of `tasks`, whole rounds at a time.
-        size: tasks of a round, which are played side by side.
-        k: entries retrieved for a task.
-        grows: every round's episodes go to the bank, each with why it went so.
-        seeded: entries that a bank which grows held before the first round.
-    """
+    result does not depend on which episode ends first."""
 
     tasks: Sequence[Task]
     bank: MemoryBank
-    record: Path
-    size: int
-    k: int
+    record: Path  # file of the episodes, in the order of `tasks`, whole rounds at a time
+    size: int  # tasks of a round, which are played side by side
+    k: int  # entries retrieved for a task
     limits: Limits
-    seeded: int
-    grows: bool
+    seeded: int  # entries that a bank which grows held before the first round
+    grows: bool  # every round's episodes go to the bank, each with why it went so
 
 
 # -- what is played ---------------------------------------------------------------------------------------------------

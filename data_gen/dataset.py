@@ -298,12 +298,7 @@ def of_collection(rows: Path) -> dict[str, Any]:
 
 
 def dataset_card(made: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Write README.md of the dataset.
-
-    Args:
-        made: from `provenance`.
-        found: from `statistics`, with what `of_collection` adds.
-    """
+    """Write README.md of the dataset, from `provenance` and from `statistics` with what `of_collection` adds."""
     licence = LICENCES.get(made["environment"])
     table = lambda facts: "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     return _TEMPLATE.format(

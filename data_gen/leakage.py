@@ -254,11 +254,8 @@ def audit_training(
 
 
 def held_out_tasks(config: CollectConfig | GrpoConfig, envs: Environments) -> tuple[list[Task], dict[str, str]]:
-    """List all tasks of the held-out splits, and for default splits that are not there why not.
-
-    Raises:
-        ConfigError: a split that was asked for by name does not exist, or its data is not there.
-    """
+    """List all tasks of the held-out splits, and for default splits that are not there why not. Raises: ConfigError,
+    where a split that was asked for by name is not there."""
     named = config.leakage.held_out
     default = find(config.env.name).splits(config.env).held_out
     tasks: list[Task] = []
@@ -290,11 +287,8 @@ def _without_shared(benchmark: str, tasks: Iterable[Task], held_out: Iterable[Ta
 
 
 def guard_rows(rows: Path, task_ids: Iterable[str], allow: bool) -> list[str]:
-    """Say what speaks against learning from these rows; nothing, where their collection was checked and is clean.
-
-    Raises:
-        ConfigError: anything does, and `allow` is not set.
-    """
+    """Say what speaks against learning from these rows: nothing, where their collection was checked and is clean.
+    Raises: ConfigError, where anything does and `allow` is not set."""
     problems = _problems(rows.parent, set(task_ids))
     if problems and not allow:
         raise ConfigError(
@@ -326,11 +320,8 @@ def _problems(folder: Path, task_ids: set[str]) -> list[str]:
 
 
 def record_rows(run: RunFolder, rows: Sequence[Path], problems: Sequence[str]) -> None:
-    """Put manifest and verdict of the rows beside what is learnt from them; those of several folders together.
-
-    Raises:
-        ConfigError: rows of several benchmarks, which no evaluation could be compared with.
-    """
+    """Put manifest and verdict of the rows beside what is learnt from them; those of several folders together. Raises:
+    ConfigError, for rows of several benchmarks, which no evaluation could be compared with."""
     runs = [folder.parent for folder in rows]
     if len(runs) > 1:
         _record_together(run, runs)

@@ -68,13 +68,8 @@ class SftRow:
 
 
 def rows_of(episode: Episode, memory: Sequence[MemoryEntry]) -> list[SftRow]:
-    """Make one row per step of a teacher's episode. The label is what the expert would do, also where it strayed.
-
-    A step at which environment, compiler or executor failed teaches nothing and gives no row.
-
-    Args:
-        memory: what was retrieved for the episode.
-    """
+    """Make one row per step of a teacher's episode, for which `memory` was retrieved. The label is what the expert
+    would do, also where it strayed. A step at which environment, compiler or executor failed gives no row."""
     goal, history, rows = stated_goal(episode.goal, episode.scene), (), []
     for step in episode.steps:
         if not step.emission_kind or not step.action:
@@ -115,10 +110,7 @@ def save_rows(rows: Sequence[SftRow], folder: Path) -> None:
 
 def row_folders(rows: str | Path | Sequence[str | Path]) -> list[Path]:
     """Find the folders that are meant: one, several, or patterns such as `runs/shard-*/rows` (in alphabetical order).
-
-    Raises:
-        FileNotFoundError: one of them holds no rows, or a pattern fits nothing (the message says what makes them).
-    """
+    Raises: FileNotFoundError, where one of them holds no rows, or a pattern fits nothing."""
     named = [rows] if isinstance(rows, str | Path) else list(rows)
     found: list[Path] = []
     for name in map(str, named):

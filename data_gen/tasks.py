@@ -32,10 +32,7 @@ def chosen_tasks(
     config: CollectConfig | EvalConfig | GrpoConfig, envs: Environments, split: str
 ) -> tuple[list[Task], list[Task]]:
     """Choose the tasks that a command plays, and those whose episodes fill its bank (none where a bank is given).
-
-    Raises:
-        ValueError: the split has no tasks.
-    """
+    Raises: ValueError, where the split has no tasks."""
     tasks = envs.tasks(split)[: config.limit]
     if not tasks:
         raise ValueError(f"there are no tasks in {split} of {config.env.name}: check split, limit and the data")
@@ -78,12 +75,8 @@ def filled_bank(
 def guarded_tasks(
     config: CollectConfig | GrpoConfig, envs: Environments, run: RunFolder, experienced: bool = True
 ) -> tuple[list[Task], list[Task]]:
-    """Choose tasks as `chosen_tasks` does, after the check that they share nothing with evaluation. `experienced`:
-    experience fills a bank.
-
-    Raises:
-        ConfigError: they do.
-    """
+    """Choose tasks as `chosen_tasks` does, checked to share nothing with evaluation (ConfigError). `experienced`: there
+    is a bank to be filled."""
     tasks, experience = chosen_tasks(config, envs, config.split)
     tasks, experience, audit = guard_training(config, tasks, experience if experienced else [], envs, run)
     console.print(f"  {audit.summary}")

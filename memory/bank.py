@@ -80,11 +80,7 @@ class MemoryBank:
 
     def write(self, entries: MemoryEntry | Iterable[MemoryEntry]) -> Written:
         """Append in one commit: all or nothing. An id that is there already is ignored and counted, never overwritten.
-
-        Raises:
-            BankError: for a read-only view, or a folder that is not a bank.
-            ValueError: for an entry without an id, or an `embed` that returns another shape than it should.
-        """
+        Raises: BankError for a read-only view or another kind of folder, ValueError for an entry without an id."""
         if self._view is not None:
             raise BankError(
                 f"{self.path} at version {self._view} is a read-only view: write to MemoryBank({str(self.path)!r})"
@@ -160,11 +156,8 @@ class MemoryBank:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def retrieve(self, tasks: Sequence[Task], k: int = 4) -> list[list[MemoryEntry]]:
-        """Retrieve M = Retrieve(bank, goal) for each task: at most `k` entries, best first, none that an episode of
-        this very task wrote; `memory.retrieval` says how they are scored.
-
-        All come from one version of the bank. Entries (and pictures) are read once and shared.
-        """
+        """Retrieve M = Retrieve(bank, goal) for each task from one version: at most `k` entries, best first, none that
+        an episode of this very task wrote (`memory.retrieval`). Entries (and pictures) are read once and shared."""
         if k < 0:
             raise ValueError(f"k must not be negative, got {k}")
         pinned = self._pin()
@@ -245,11 +238,8 @@ class MemoryBank:
         return n
 
     def import_jsonl(self, path: str | Path) -> Written:
-        """Append what `export_jsonl` wrote. Entries that are there already are ignored, so that it may be repeated.
-
-        Raises:
-            BankError: for a line that is not an entry, by its number; the batches of lines before it are in the bank.
-        """
+        """Append what `export_jsonl` wrote; it may be repeated. Raises: BankError, naming the line that is no entry;
+        the batches of lines before it are in the bank."""
         path, written = Path(path), Written(0)
         with path.open(encoding="utf-8") as file:
             entries = (_imported(line, f"{path}:{n}") for n, line in enumerate(file, 1) if line.strip())

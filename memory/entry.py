@@ -40,11 +40,7 @@ class MemoryEntry:
 
 
 def entry_from_json(row: Mapping[str, Any]) -> MemoryEntry:
-    """Rebuild the entry that `to_json` wrote.
-
-    Raises:
-        ValueError: a field is missing or of the wrong type.
-    """
+    """Rebuild the entry that `to_json` wrote. Raises: ValueError, where a field is missing or of the wrong type."""
     try:
         origin = row["provenance"]
         provenance = Provenance(**{**origin, "actions": tuple(origin.get("actions", ()))})

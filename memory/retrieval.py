@@ -61,12 +61,8 @@ class Found:
 
 
 class Retriever:
-    """Ranks the entries of one fixed version of a table.
-
-    Without embeddings its full-text indexes (`words`, `scene`) must cover every row: LanceDB finds rows beyond an
-    index, but scores them on another scale. `row_column` holds the bank's row id: LanceDB's own, unless the table is
-    a copy.
-    """
+    """Ranks the entries of one fixed version of a table, whose full-text indexes (`words`, `scene`) cover every row
+    where there are no embeddings. `row_column` holds the bank's row id: LanceDB's own, unless the table is a copy."""
 
     def __init__(self, table: Table, row_column: str = "_rowid") -> None:
         self._table, self._row_column = table, row_column
@@ -181,25 +177,19 @@ class SentenceEmbedder:
         self._model: Any = None
 
     def __call__(self, texts: list[str]) -> np.ndarray:
-        """(n, d) float32. Raises ImportError, naming the step to take, where sentence-transformers is missing."""
+        """Embed n texts as (n, d) float32. Raises: ImportError, where sentence-transformers is missing."""
         if self._model is None:
-            self._model = self._load()
+            try:
+                from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]  # optional
+            except ImportError as e:
+                raise ImportError("embeddings need sentence-transformers: uv sync --inexact --extra embed") from e
+            self._model = SentenceTransformer(self._source, device=self._device)
         return self._model.encode(texts, batch_size=self._batch_size, convert_to_numpy=True, show_progress_bar=False)
-
-    def _load(self) -> Any:
-        try:
-            from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]  # optional
-        except ImportError as e:
-            raise ImportError("embeddings need sentence-transformers: uv sync --inexact --extra embed") from e
-        return SentenceTransformer(self._source, device=self._device)
 
 
 def unit_rows(embed: Embed, texts: list[str]) -> np.ndarray:
     """Return `embed(texts)` as (n, d) float32 of unit length, so that a dot product is the cosine. Zero rows stay zero.
-
-    Raises:
-        ValueError: when `embed` returns another shape or values that are not finite.
-    """
+    Raises: ValueError, for another shape or values that are not finite."""
     import numpy as np
 
     vectors = np.asarray(embed(texts), dtype=np.float32)

@@ -32,9 +32,6 @@ class BankError(RuntimeError):
     """A bank that is missing, damaged, of another kind or read-only. The message names the next step."""
 
 
-# -- connections ------------------------------------------------------------------------------------------------------
-
-
 def connect(path: Path) -> Any:
     import lancedb
 
@@ -91,10 +88,7 @@ def unindexed(table: Table) -> dict[str, int]:
 
 
 def build_indexes(table: Table) -> None:
-    """Cover every row by the indexes.
-
-    They are built afresh (7 to 20 us per row): LanceDB's way of extending them would also rewrite all the pictures.
-    """
+    """Cover every row by indexes that are built afresh: LanceDB's way of extending them would rewrite all pictures."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             for column in unindexed(table):
@@ -114,10 +108,8 @@ def _crowded(table: Table) -> bool:
 
 
 def indexed_copy(table: Table) -> Table:
-    """Copy what ranking reads, in memory and indexed: for versions that were not indexed when they were written.
-
-    LanceDB would find their rows, but score indexed and other rows on different scales.
-    """
+    """Copy what ranking reads, in memory and indexed: for versions that were not indexed when they were written, and
+    whose rows LanceDB would score on another scale."""
     import lancedb
 
     rows = table.search().select(list(COLUMNS)).with_row_id(True).to_arrow()
@@ -150,11 +142,7 @@ def make_schema(dimension: int | None, embed_name: str) -> pa.Schema:
 
 
 def check_schema(schema: pa.Schema, embed: Embed | None, path: Path) -> None:
-    """Refuse a table of another kind, and embeddings that do not go with the bank's.
-
-    Raises:
-        BankError: it is.
-    """
+    """Raise BankError for a table of another kind, and for embeddings that do not go with the bank's."""
     if missing := {*ENTRY_COLUMNS, "words"} - set(schema.names):
         raise BankError(f"{path} is not a memory bank of this version of MemCompiler: no column {min(missing)!r} in it")
     if embed is None:
@@ -179,8 +167,8 @@ def row_of(entry: MemoryEntry) -> dict[str, Any]:
     if not entry.id:
         raise ValueError(f"an entry needs an id (text: {entry.text[:80]!r})")
     origin = entry.provenance
-    row = {"id": entry.id, "text": entry.text, "task_id": origin.task_id, "scene": origin.scene, "goal": origin.goal}
-    row |= {"split": origin.split, "source": origin.source}
+    row = {"id": entry.id, "text": entry.text}
+    row |= {column: getattr(origin, column) for column in ("task_id", "scene", "goal", "split", "source")}
     row = {column: encodable(value) for column, value in row.items()}
     words = row["text"] if row["goal"] in row["text"] else f"{row['text']}\n{row['goal']}"
     actions = [encodable(action) for action in origin.actions]

@@ -22,15 +22,10 @@ def entry_from_trajectory(
     task: Task, actions: Sequence[str], observations: Sequence[str], success: bool, rationale: str = "",
     images: Iterable[bytes | Image] = (), id: str | None = None,
 ) -> MemoryEntry:  # fmt: skip
-    """Make the memory entry of one episode.
+    """Make the memory entry of one episode: the commands as executed, why it succeeded or how it failed, and pictures
+    in the order in which they were seen. What the commands answered is for memory systems that summarise it.
 
-    Args:
-        actions: the commands as executed.
-        observations: what they answered. Not part of the minimal text; memory systems that summarise them share this
-            signature.
-        rationale: why the episode succeeded, or how it failed.
-        images: PNG bytes or PIL pictures, in the order in which they were seen.
-        id: default `trajectory_id`, so that the same episode collected twice is one entry.
+    By default the id is `trajectory_id`, so that the same episode collected twice is one entry.
     """
     return MemoryEntry(
         trajectory_id(task.id, actions, success) if id is None else id,
@@ -41,8 +36,7 @@ def entry_from_trajectory(
 
 
 def trajectory_text(scene: str, goal: str, actions: Sequence[str], success: bool, rationale: str = "") -> str:
-    """Write `in <scene>: <goal>`, the actions joined by ` ; `, and (with a rationale) `because ...` or `failed:
-    ...`."""
+    """Write scene and goal, the actions joined by ` ; `, and (with a rationale) `because ...` or `failed: ...`."""
     lines = [stated_goal(goal, scene), " ; ".join(actions)]
     if rationale.strip():
         lines.append(f"because {rationale}" if success else f"failed: {rationale}")
@@ -55,8 +49,7 @@ def stated_goal(goal: str, scene: str) -> str:
 
 
 def goal_without_scene(goal: str, scene: str) -> str:
-    """Return a goal as retrieval searches for it: the scene's label is matched on its own, and its number would match
-    other numbers."""
+    """Return a goal as retrieval searches for it: without the scene's label, whose number would match other numbers."""
     return re.sub(rf"(?<!\w){re.escape(scene)}(?!\w)", " ", goal) if scene else goal
 
 

@@ -77,10 +77,15 @@ class ChildProcess:
     # -- watching -----------------------------------------------------------------------------------------------------
 
     @property
+    def reaped(self) -> bool:
+        """Whether `kill` is done with it: its number may belong to somebody else by now."""
+        return self._process.returncode is not None
+
+    @property
     def status(self) -> int | None:
         """Exit status, -n where signal n ended it, None while it runs. Reading it does not reap the child."""
         with self._lock:
-            if self._process.returncode is not None:
+            if self.reaped:
                 return self._process.returncode
             try:
                 result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -93,27 +98,20 @@ class ChildProcess:
     @property
     def ending(self) -> str:
         """How it ended, in words; empty while it runs."""
-        status = self.status
-        if status is None:
+        if (status := self.status) is None:
             return ""
         return f"exit {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
     def wait(self, timeout_s: float = float("inf")) -> int | None:
-        """The status once it has ended, None if it has not by then."""
+        """Return the status once it has ended, None if it has not by then."""
         wait_for([self], timeout_s)
         return self.status
 
     def wait_until_ready(
         self, ready: Callable[[], bool], timeout_s: float, others: Sequence[ChildProcess] = (), every_s: float = 0.2
     ) -> None:
-        """Return once `ready()` is true.
-
-        Args:
-            others: children without which there is no point in waiting.
-
-        Raises:
-            ProcessError: this one or one of `others` ended, or the time is over.
-        """
+        """Return once `ready()` is true. Raises: ProcessError, where this one or one of `others` has ended, or the time
+        is over."""
         deadline = time.monotonic() + timeout_s
         while not ready():
             check_alive([self, *others])
@@ -122,7 +120,7 @@ class ChildProcess:
             time.sleep(every_s)
 
     def tail(self) -> str:
-        """The last words that it has written; empty where they went to the terminal."""
+        """Return its last words; nothing where they went to the terminal."""
         if self._log is not None:
             with self._log.open("rb") as file:
                 file.seek(max(0, self._log.stat().st_size - _TAIL))
@@ -152,15 +150,9 @@ class ChildProcess:
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
-    @property
-    def reaped(self) -> bool:
-        """Whether `kill` is done with it: its number may belong to somebody else by now."""
-        return self._process.returncode is not None
-
     def last_words(self) -> str:
-        """The end of a message: its tail, if there is one."""
-        words = self.tail()
-        return f"; its last words:\n{words}" if words else ""
+        """Return the end of a message: its tail, if there is one."""
+        return f"; its last words:\n{words}" if (words := self.tail()) else ""
 
     def _read_output(self) -> None:
         stream = self._process.stdout
@@ -189,7 +181,8 @@ def end_all(children: Sequence[ChildProcess], grace_s: float = GRACE_S) -> None:
 
 @contextlib.contextmanager
 def ended_together() -> Iterator[list[ChildProcess]]:
-    """A list of children that end when the block does, whatever ends it; SIGTERM is as Ctrl-C. For the main thread."""
+    """Yield a list of children that end when the block does, whatever ends it; SIGTERM is as Ctrl-C. For the main
+    thread."""
     children: list[ChildProcess] = []
 
     def stop(number: int, frame: object) -> None:

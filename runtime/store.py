@@ -35,11 +35,8 @@ class JsonLines:
         self.path, self.needs = path, needs
 
     def __iter__(self) -> Iterator[Row]:
-        """Read the rows one at a time, in the order in which they were appended; none where there is no file.
-
-        Raises:
-            RecordError: a whole line is no such row: the file was damaged, not cut short.
-        """
+        """Read the rows one at a time; none where there is no file. Raises: RecordError, where a whole line is no such
+        row: the file was damaged, not cut short."""
         return (row for _, row in self._lines())
 
     def append(self, *rows: Mapping[str, object]) -> None:
@@ -58,8 +55,7 @@ class JsonLines:
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             torn = file.read() not in (b"", b"\n")
         if torn:
             self.truncate()
@@ -70,8 +66,7 @@ class JsonLines:
             return
         with self.path.open("rb+") as file:
             whole = (len(line) for line in file if line.endswith(b"\n"))
-            end = sum(itertools.islice(whole, n))
-            file.truncate(end)
+            file.truncate(sum(itertools.islice(whole, n)))
             _flush(file)
 
     def keep(self, wanted: Callable[[Row], bool]) -> None:

@@ -6,9 +6,9 @@
     zero3        DeepSpeed ZeRO-3: all in slices
 
 A loss is a share of the global one (weighted by global counts), so gradients are SUMS over processes, never means.
-What a checkpoint holds is whole and named by parameter: written under one backend, it loads in any other, with any
-number of processes. A vision tower is frozen, and idle for rows without a picture: it stays whole on every process,
-because slices of it would have to be gathered by all processes or by none.
+What a checkpoint holds is whole and named by parameter: it loads in any backend, with any number of processes. A vision
+tower is frozen, and idle for rows without a picture: it stays whole, for slices of it would have to be gathered by all
+processes or by none.
 """
 
 from __future__ import annotations
@@ -95,11 +95,7 @@ class Replicated:
         loss.backward()
 
     def step(self) -> float:
-        """Sum the gradients, clip, update, clear; returns the global norm before clipping.
-
-        Raises:
-            RuntimeError: the norm is not finite.
-        """
+        """Sum the gradients, clip, update, clear; returns the norm before clipping. Raises: RuntimeError (infinite)."""
         parameters = [p for p in self.compiler.parameters() if p.requires_grad]
         self._sum_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip)

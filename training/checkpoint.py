@@ -72,11 +72,7 @@ def save_checkpoint(
 
 
 def read_checkpoint(folder: Path, compiler: MemoryCompiler) -> tuple[Tensors, dict[str, Any]]:
-    """Read all that training goes on from, for a backend to take in.
-
-    Raises:
-        CheckpointError: missing or corrupt files, or weights that do not fit the compiler.
-    """
+    """Read all that training goes on from, for a backend to take in. Raises: CheckpointError."""
     weights, state = read_weights(folder, compiler)
     try:
         moments = load_file(folder / "optimizer.safetensors")
@@ -105,11 +101,7 @@ def model_card(checkpoint: Path) -> str:
 
 
 def push(run: Path, repo: str, private: bool = True) -> str:
-    """Upload the newest checkpoint of a run (or a checkpoint folder); returns its address.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-    """
+    """Upload the newest checkpoint of a run (or a checkpoint folder); returns its address. Raises: CheckpointError."""
     from huggingface_hub import HfApi
 
     checkpoint = find(run)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 T = TypeVar("T")
 
@@ -26,13 +25,9 @@ SETTLE = 0.3  # seconds in which threads of the group let go of what they hold: 
 def group() -> Iterator[None]:
     """Join the process group that torchrun describes, and leave it at the end; nothing to do for a single process.
 
-    A process that ends at once may abort on its way out, and torchrun then takes a finished run for a failed one: a
-    thread of gloo's lets go of a collective's tensors a moment after everybody has the result, which Python's end turns
-    into SIGABRT (pytorch#179291). Destroying the group waits for no thread while FSDP or DeepSpeed hold on to it. After
-    an error nobody waits for the others: torchrun ends them.
-
-    Raises:
-        ValueError: the time-out in the environment is not a positive number of minutes.
+    A process that ends at once may abort on its way out, and torchrun takes a finished run for a failed one: a thread
+    of gloo's lets go of a collective's tensors a moment after everybody has the result (pytorch#179291), and destroying
+    the group waits for no thread while FSDP or DeepSpeed hold on to it. After an error torchrun ends the others.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
@@ -78,13 +73,8 @@ def gather(value: T) -> list[T]:
     return shares
 
 
-def sum_values(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sum scalars over ranks. A rank without rows has no names of its own: names come from rank 0."""
-    if not dist.is_initialized():
-        return values
-    names: list[list[str]] = [sorted(values)]
-    dist.broadcast_object_list(names)
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    total = torch.stack([values.get(name, torch.zeros(())).float() for name in names[0]]).to(device)
-    dist.all_reduce(total)
-    return dict(zip(names[0], total.cpu(), strict=True))
+def total(values: Mapping[str, float]) -> dict[str, float]:
+    """Sum numbers by name over all ranks. A rank without rows may lack names."""
+    shares = gather(dict(values))
+    names = dict.fromkeys(name for share in shares for name in share)
+    return {name: sum(share.get(name, 0.0) for share in shares) for name in names}

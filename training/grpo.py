@@ -4,16 +4,15 @@
     torchrun --nproc_per_node 8 -m memcompiler train grpo -c grpo/paper --out runs/grpo      (data parallel)
 
 One update: `tasks` tasks, a group of `group_size` sampled episodes for each, the advantage of every episode in its
-group, and a clipped policy-gradient step on all of its samples. Ranks share out the episodes, not the tasks: a group
-may be played by several, which then tell each other its rewards. The policy is the emission's text AND the N Gaussian
-soft tokens, which count as N more tokens (`latent_gradient: score`, Eq. 8): the executor has no part in the gradient,
-the actor needs none. `pathwise` takes another unbiased estimate of the same gradient: the noise of the soft tokens is
-what is given, they are mu + sigma noise, and the action that the executor draws after reading them is the policy's last
-token; reward then reaches mu and sigma through the frozen executor, in the one direction that matters, where the score
-function has to find it among N d random ones.
+group, and a clipped policy-gradient step on all of its samples. Ranks share out the episodes: a group may be played by
+several, which tell each other its rewards. The policy is the emission's text AND the N Gaussian soft tokens, which
+count as N more tokens (`latent_gradient: score`, Eq. 8): the executor has no part in the gradient. `pathwise` takes
+another unbiased estimate of the same gradient: the noise of the soft tokens is given, they are mu + sigma noise, and
+the action that the executor draws after reading them is the policy's last token. Reward then reaches mu and sigma
+through the frozen executor, in the one direction that matters; the score function has to find it among N d random ones.
 
-Which share of the global batch a rank or a micro-batch holds changes nothing: token weights are computed from global
-counts. All randomness is a function of (seed, update): resuming needs no generator state.
+How the global batch is split changes nothing: token weights are computed from global counts. All randomness is a
+function of (seed, update): resuming needs no generator state.
 """
 
 from __future__ import annotations
@@ -49,6 +48,8 @@ from training.losses import PolicyTokens, policy_loss
 from training.metrics import Scores, rollout_means, token_means, token_sums
 from training.rollout import Draw, Group, RolloutEngine, Sample, gather_groups, samples_of
 from training.trainer import Trainer, permuted
+
+Row = tuple[Sample, Tensor, Tensor | None, Tensor | None]  # its weights, old and reference log-probabilities: (T + L,)
 
 
 class ModelExecutor(Executor, Protocol):
@@ -91,7 +92,9 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         self.latents = 1 if self.pathwise else compiler.n_tokens  # how many tokens of the policy follow the text
         backend = BACKENDS[config.backend]
         # What rolls out: the policy itself, unless it is about to be cut into slices or to change meanwhile.
-        self.sampler = _whole_copy(compiler) if backend.is_sharded or config.overlap else compiler
+        generator = torch.Generator(device=compiler.generator.device)  # a copy has one of its own
+        copied = lambda: copy.deepcopy(compiler, {id(compiler.generator): generator})
+        self.sampler = copied() if backend.is_sharded or config.overlap else compiler
         self.backend = backend(compiler, None, config.optimizer, config.loss.latent_weight > 0)
         self.reference = self.backend.weights() if config.loss.kl else {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="rollout")
@@ -150,9 +153,7 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
 
     def learn(self, samples: Sequence[Sample], update: int = 0) -> dict[str, float]:
         """Make `iterations` passes over this rank's samples in `minibatches` optimiser steps each; gives global means.
-
-        Every rank has to call it, with samples or without.
-        """
+        Every rank has to call it, with samples or without."""
         config = self.config
         self.compiler.eval()  # LoRA dropout off: the ratio compares like with like
         weights, first, total = token_weights(samples, config.loss)
@@ -161,12 +162,12 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         rate = self.schedule(config.optimizer, update)
         old = self._score_all(samples) if self._looks_back() else [None] * len(samples)
         reference = self._reference_scores(samples) if config.loss.kl else [None] * len(samples)
+        rows = list(zip(samples, weights, old, reference, strict=True))
         totals: Counter[str] = Counter()
         norms = []
         for iteration in range(config.iterations):
             for chosen in _minibatches(total, config.minibatches, config.seed, update * config.iterations + iteration):
-                local = [i - first for i in chosen if first <= i < first + len(samples)]
-                norms.append(self._step(samples, weights, old, reference, local, totals))
+                norms.append(self._step([rows[i - first] for i in chosen if first <= i < first + len(rows)], totals))
         counts = {"samples": float(total), "skipped": 0.0, "grad_norm": max(norms), "lr": rate}
         return token_means(totals) | counts
 
@@ -174,49 +175,36 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         """Say whether the policy moves between sampling and a gradient: then old log-probabilities are scored first."""
         return self.config.minibatches * self.config.iterations > 1
 
-    def _step(
-        self, samples: Sequence[Sample], weights: Sequence[Tensor], old: Sequence[Tensor | None],
-        reference: Sequence[Tensor | None], local: Sequence[int], totals: Counter[str],
-    ) -> float:  # fmt: skip
-        """Take one optimiser step on the samples `local` of this rank; returns the gradient norm before clipping."""
-        config = self.config
-        for at in self.backend.micro_batches(local, config.micro_batch_size):
-            rows = [[values[j] for j in at] for values in (samples, weights, old, reference)] if at else self._idle()
-            loss, stats = self.backend.forward(partial(self._loss, *rows))
-            self.backend.backward(loss * config.minibatches)
-            if at:
+    def _step(self, rows: Sequence[Row], totals: Counter[str]) -> float:
+        """Take one optimiser step on rows of this rank; returns the gradient norm before clipping."""
+        for part in self.backend.micro_batches(rows, self.config.micro_batch_size):
+            loss, stats = self.backend.forward(partial(self._loss, part or [self._idle()]))
+            self.backend.backward(loss * self.config.minibatches)
+            if part:
                 totals.update(stats)
         return self.backend.step()
 
-    def _idle(self) -> list[list[Any]]:
-        """Make a row (samples, weights, old, reference) that counts nothing: a rank without rows keeps step by it."""
+    def _idle(self) -> Row:
+        """Make a row that counts nothing: a rank without rows keeps step by it."""
         end, n = self.compiler.backbone.end_id, self.compiler.n_tokens
         z, zeros = torch.zeros(n, self.compiler.projector.config.d_executor), torch.zeros(1 + self.latents)
         draw = None
         if self.pathwise:
             assert isinstance(self.executor, FrozenExecutor)  # its settings say so
-            prompt = Prompt((self.executor.placeholder,) * n, None)
-            draw = Draw(prompt, ("",), 0, z, 0.0)
+            draw = Draw(Prompt((self.executor.placeholder,) * n, None), ("",), 0, z, 0.0)
         sample = Sample(Prompt((end,)), (end,), z, zeros, 1, 0.0, 0, self.step, draw)
-        old = zeros if self._looks_back() else None
-        return [[sample], [zeros], [old], [zeros if self.config.loss.kl else None]]
+        return sample, zeros, zeros if self._looks_back() else None, zeros if self.config.loss.kl else None
 
-    def _loss(
-        self, samples: Sequence[Sample], weights: Sequence[Tensor], old: Sequence[Tensor | None],
-        reference: Sequence[Tensor | None],
-    ) -> tuple[Tensor, Counter[str]]:  # fmt: skip
+    def _loss(self, rows: Sequence[Row]) -> tuple[Tensor, Counter[str]]:
         """Compute the loss of some samples, and sums for the record."""
-        scores, n = self.score(samples), self.latents
-        width, like = scores.logprobs.shape[1], scores.logprobs
-
-        def padded(rows: Sequence[Tensor | None]) -> Tensor | None:
-            return None if rows[0] is None else _pad([r for r in rows if r is not None], width, n).to(like)
-
-        rollout, weight = padded([s.rollout_logprobs for s in samples]), padded(weights)
-        before = padded(old)
+        samples, weights, old, reference = zip(*rows, strict=True)
+        scores = self.score(samples)
+        like, n = scores.logprobs, self.latents
+        rollout, weight = _padded([s.rollout_logprobs for s in samples], like, n), _padded(weights, like, n)
+        before = _padded(old, like, n)
         assert rollout is not None and weight is not None
         tokens = PolicyTokens(
-            like, like.detach() if before is None else before, rollout, padded(reference),
+            like, like.detach() if before is None else before, rollout, _padded(reference, like, n),
             torch.tensor([s.advantage for s in samples], device=like.device), weight, scores.mask,
         )  # fmt: skip
         loss, surrogate = policy_loss(tokens, self.config.loss)
@@ -227,7 +215,11 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         scored = self.compiler.score([s.prompt for s in samples], [s.emission for s in samples])
         full = self.compiler.logprobs(scored.logits, scored.targets)
         text = full.gather(2, scored.targets.unsqueeze(-1)).squeeze(-1)
-        latent = self._drawn(scored.gaussian, samples) if self.pathwise else self._latent(scored.gaussian, samples)
+        if self.pathwise:
+            latent = self._drawn(scored.gaussian, samples)
+        else:
+            z = torch.stack([s.z for s in samples]).to(scored.gaussian.mu.device)
+            latent = scored.gaussian.log_prob(z, self.compiler.decoding.soft_temperature or 1.0)
         sampled = torch.tensor([s.sampled for s in samples], device=text.device)
         text_mask = torch.arange(text.shape[1], device=text.device) < sampled[:, None]
         entropy = -(full.exp() * full.masked_fill(full.isinf(), 0)).sum(-1).detach()
@@ -238,11 +230,6 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
             (sigma + 0.5 * math.log(2 * math.pi * math.e)).mean((1, 2)), sigma.exp().mean((1, 2)),
             scored.gaussian.mu.detach().float().abs().mean((1, 2)),
         )  # fmt: skip
-
-    def _latent(self, gaussian: Gaussian, samples: Sequence[Sample]) -> Tensor:
-        """Score the soft tokens that were sampled: (B, N)."""
-        z = torch.stack([s.z for s in samples]).to(gaussian.mu.device)
-        return gaussian.log_prob(z, self.compiler.decoding.soft_temperature or 1.0)
 
     def _drawn(self, gaussian: Gaussian, samples: Sequence[Sample]) -> Tensor:
         """Score the actions that the executor drew, with the gradient of its soft tokens: (B, 1)."""
@@ -255,15 +242,13 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         chosen = [self.executor.action_logprobs(s)[draw.chosen] for s, draw in zip(scores, draws, strict=True)]
         return torch.stack(chosen)[:, None].to(gaussian.mu.device)
 
-    def _logprobs(self, samples: Sequence[Sample]) -> Tensor:
-        return self.score(samples).logprobs
-
     @torch.no_grad()
     def _score_all(self, samples: Sequence[Sample]) -> list[Tensor | None]:
         """Score every sample under the weights as they are: (T + L,) each."""
         rows: list[Tensor | None] = []
         for part in self.backend.micro_batches(samples, self.config.micro_batch_size):
-            scores = self.backend.forward(partial(self._logprobs, part or self._idle()[0]))[: len(part)]
+            score = partial(self.score, part or [self._idle()[0]])
+            scores = self.backend.forward(lambda score=score: score().logprobs)[: len(part)]
             cut, n = scores.shape[1] - self.latents, self.latents
             rows += [torch.cat([row[: s.sampled], row[cut : cut + n]]) for row, s in zip(scores, part, strict=True)]
         return rows
@@ -288,11 +273,8 @@ def sampling(config: GrpoConfig) -> Decoding:
 
 def token_weights(samples: Sequence[Sample], settings: PolicyLoss) -> tuple[list[Tensor], int, int]:
     """Compute the weight of every token (T + L,) of every local sample, the index of the first local sample in the
-    global order, and the global number of samples. Weights sum to 1 over all samples of all ranks.
-
-    aggregation: `token` weighs all tokens alike, `step` all samples, `episode` all episodes (each spread over its
-    samples, and those over their tokens). A text token counts `text_weight`, a soft token `latent_weight`.
-    """
+    global order, and the global number of samples. Weights sum to 1 over all samples of all ranks: `token` weighs all
+    tokens alike, `step` all samples, `episode` all episodes (each spread over its samples, those over their tokens)."""
     relative = [
         torch.cat([
             torch.full((s.sampled,), settings.text_weight),
@@ -326,16 +308,13 @@ def _minibatches(total: int, number: int, seed: int, turn: int) -> list[list[int
     return [order[i::number] for i in range(number)]
 
 
-def _pad(rows: Sequence[Tensor], width: int, n: int) -> Tensor:
-    """Pad rows (T_i + n,) to (B, width): text from the left, what follows it in the last n columns, 0 between."""
-    padded = torch.zeros(len(rows), width)
+def _padded(rows: Sequence[Tensor | None], like: Tensor, n: int) -> Tensor | None:
+    """Pad rows (T_i + n,) as `like` (B, T + n): text from the left, what follows it in the last n columns, 0 between.
+    None for rows of None."""
+    padded = torch.zeros(like.shape)
     for i, row in enumerate(rows):
+        if row is None:
+            return None
         padded[i, : len(row) - n] = row[: len(row) - n]
-        padded[i, width - n :] = row[len(row) - n :]
-    return padded
-
-
-def _whole_copy(compiler: MemoryCompiler) -> MemoryCompiler:
-    """Copy a compiler, base and all, for a rank whose first one is about to be cut into slices."""
-    generator = torch.Generator(device=compiler.generator.device)
-    return copy.deepcopy(compiler, {id(compiler.generator): generator})
+        padded[i, like.shape[1] - n :] = row[len(row) - n :]
+    return padded.to(like)

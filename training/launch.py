@@ -12,7 +12,6 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,24 +28,8 @@ START_S = 1800.0  # that a service may take to load its model
 _OURS = (sys.executable, "-m", "memcompiler")
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
-    """A process that the actors find at its URL.
-
-    Attributes:
-        ready: the path that answers 200 once its model is loaded.
-    """
-
-    process: ChildProcess
-    url: str
-    ready: str
-
-
 def launch_grpo(config: GrpoConfig, out: Path, torchrun: str = "", on_exists: str = "resume") -> None:
-    """Start all, wait for the actors, end all.
-
-    Args:
-        torchrun: further arguments of torchrun, such as those that make several nodes meet.
+    """Start all, wait for the actors, end all. `torchrun`: further arguments of it, which make several nodes meet.
 
     Raises:
         ConfigError: more GPUs are asked for than there are, rollouts on GPUs without vLLM, or a checkpoint is missing.
@@ -66,21 +49,22 @@ def launch_grpo(config: GrpoConfig, out: Path, torchrun: str = "", on_exists: st
     (folder / "serve.yaml").write_text(to_yaml(compiler_service(config, folder.parent, any(rollout_gpus))))
     with ended_together() as children:
 
-        def start(name: str, ready: str, command: Callable[[int], list[str]], gpu: str) -> Service:
+        def start(name: str, command: Callable[[int], list[str]], gpu: str) -> str:
             port = free_port()
             children.append(_start(name, command(port), gpu, folder / f"{name}.log"))
-            return Service(children[-1], http_url(LOOPBACK, port), ready)
+            return http_url(LOOPBACK, port)
 
         compiler, executor = partial(compiler_command, folder), partial(executor_command, config, any(executor_gpus))
-        compilers = [start(f"rollout-{i}", "/ready", compiler, gpu) for i, gpu in enumerate(rollout_gpus)]
-        executors = [start(f"executor-{i}", "/health", executor, gpu) for i, gpu in enumerate(executor_gpus)]
-        for service in (*compilers, *executors):
-            service.process.wait_until_ready(partial(answers, service.url + service.ready), START_S, children)
-        settings = config.model_copy(update={
-            "rollout_urls": tuple(s.url for s in compilers), "executor_urls": tuple(s.url for s in executors)
-        })  # fmt: skip
+        rollout_urls = tuple(start(f"rollout-{i}", compiler, gpu) for i, gpu in enumerate(rollout_gpus))
+        executor_urls = tuple(start(f"executor-{i}", executor, gpu) for i, gpu in enumerate(executor_gpus))
+        ready = [*(f"{url}/ready" for url in rollout_urls), *(f"{url}/health" for url in executor_urls)]
+        for child, url in zip(tuple(children), ready, strict=True):  # answers 200 once its model is loaded
+            child.wait_until_ready(partial(answers, url), START_S, children)
+        settings = config.model_copy(update={"rollout_urls": rollout_urls, "executor_urls": executor_urls})
         (folder / "grpo.yaml").write_text(to_yaml(settings))
-        actors = _start("actors", actors_command(place.actors, torchrun, folder, out, on_exists), actor_gpus[0])
+        command = [*torchrun_command(place.actors, torchrun), "-m", "memcompiler", "train", "grpo"]
+        command += ["--config", str(folder / "grpo.yaml"), "--out", str(out), "--on-exists", on_exists]
+        actors = _start("actors", command, actor_gpus[0])
         children.append(actors)
         while actors.wait(0.5) is None:
             check_alive(children[:-1])
@@ -94,7 +78,7 @@ def scratch_of(out: Path) -> Path:
 
 
 def shared_out(actors: int, rollouts: int, executors: int) -> tuple[list[str], list[str], list[str]]:
-    """Values of CUDA_VISIBLE_DEVICES: one for all actors, one for each engine; empty strings on machines without GPUs.
+    """Share CUDA_VISIBLE_DEVICES out: one value for all actors, one for each engine; empty strings without GPUs.
 
     Raises:
         ConfigError: there are GPUs, but too few.
@@ -118,8 +102,8 @@ def compiler_service(config: GrpoConfig, adapters: Path, own_gpu: bool) -> Serve
     """Settings of a service that rolls out, with weights from under `adapters`. A request has the time that its
     client, the actor, gives it."""
     compiler = config.compiler.model_copy(update={"vllm": _engine(config.compiler.vllm, own_gpu)})
-    timeout = config.compiler.timeout_s
-    return ServeConfig(compiler=compiler, adapters=str(adapters.resolve()), seed=config.seed, timeout_s=timeout)
+    folder, timeout = str(adapters.resolve()), config.compiler.timeout_s
+    return ServeConfig(compiler=compiler, adapters=folder, seed=config.seed, timeout_s=timeout)
 
 
 def compiler_command(folder: Path, port: int) -> list[str]:
@@ -133,12 +117,6 @@ def executor_command(config: GrpoConfig, own_gpu: bool, port: int) -> list[str]:
     theirs = ["--dtype", config.executor.dtype, "--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
     theirs += ["--max-model-len", str(vllm.max_model_len)] if vllm.max_model_len else []
     return [*_OURS, "serve", "executor", "--model", config.executor.model, "--port", str(port), "--", *theirs]
-
-
-def actors_command(actors: int, torchrun: str, folder: Path, out: Path, on_exists: str) -> list[str]:
-    """Write torchrun's command, for the settings in `folder`."""
-    ours = ["-m", "memcompiler", "train", "grpo", "--config", str(folder / "grpo.yaml")]
-    return [*torchrun_command(actors, torchrun), *ours, "--out", str(out), "--on-exists", on_exists]
 
 
 def torchrun_command(processes: int, meeting: str = "") -> list[str]:

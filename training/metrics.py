@@ -50,8 +50,7 @@ def token_sums(scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, n: in
 
 def token_means(local: Counter[str]) -> dict[str, float]:
     """Divide the sums of all ranks by their counts; every rank has to call it."""
-    shares = distributed.gather(dict(local))
-    total = {name: sum(share.get(name, 0.0) for share in shares) for name in {n for s in shares for n in s}}
+    total = distributed.total(local)
     text, latent, rows = (max(1.0, total[name]) for name in ("text_tokens", "latent_tokens", "rows"))
     means = {name: total[name] / rows for name in ("entropy_latent", "sigma", "mu_abs")}
     means |= {"loss": total["loss"], "entropy_text": total["entropy_text"] / text, "text_tokens": text / rows}
@@ -84,8 +83,7 @@ def rollout_means(groups: Sequence[Group]) -> dict[str, float]:
         **{f"seconds_{short}": sum(s.seconds.get(name, 0.0) for e in episodes for s in e.steps)
            for short, name in (("env", "environment"), ("compiler", "compiler"), ("executor", "executor"))},
     }  # fmt: skip
-    shares = distributed.gather({name: float(value) for name, value in local.items()})
-    total = {name: sum(share[name] for share in shares) for name in local}
+    total = distributed.total({name: float(value) for name, value in local.items()})
     per = {"reward": "counted", "group_variance": "groups", "zero_variance_fraction": "groups"}
     per |= {name: "steps" for name in total if name.endswith("_rate") or name.startswith("emission_")}
     means = {name: value / max(1.0, total[per[name]]) if name in per else value for name, value in total.items()}

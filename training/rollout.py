@@ -52,7 +52,7 @@ class Sample:
     rollout_logprobs: Tensor  # (T + N,), or (T + 1,) with a draw, as the engine that sampled says
     sampled: int  # T
     advantage: float
-    episode: int  # index of its episode in the update
+    episode: int  # its number among the episodes that give samples
     weight_version: int
     draw: Draw | None = None
 
@@ -91,14 +91,8 @@ class Group:
 
 
 def gather_groups(places: Sequence[int], episodes: Sequence[Episode]) -> list[Group]:
-    """Put this rank's episodes into groups that know all their rewards. Every rank has to call it.
-
-    Args:
-        places: Which group of the update each episode belongs to.
-
-    Raises:
-        RuntimeError: every episode of every rank failed; the message holds the first failure.
-    """
+    """Put this rank's episodes, each in its place among the update's groups, into groups that know all their rewards.
+    Every rank has to call it. Raises: RuntimeError, where every episode of every rank failed."""
     mine: dict[int, list[Episode]] = {}
     for place, episode in zip(places, episodes, strict=True):
         mine.setdefault(place, []).append(episode)
@@ -160,15 +154,15 @@ class RolloutEngine:
 
 def samples_of(groups: Sequence[Group], compiler: MemoryCompiler, pathwise: bool = False) -> list[Sample]:
     """Make the samples of all groups that can teach something; zero-variance groups are left out here."""
-    samples: list[Sample] = []
-    episode_index = 0
-    for group in groups:
-        for episode, advantage in zip(group.counted, group.advantages, strict=True):
-            if group.informative:
-                steps = [step for step in episode.steps if step.compilation is not None]
-                samples += [_sample(step, compiler, advantage, episode_index, pathwise) for step in steps]
-            episode_index += 1
-    return samples
+    played = [
+        pair for group in groups if group.informative for pair in zip(group.counted, group.advantages, strict=True)
+    ]
+    return [
+        _sample(step, compiler, advantage, index, pathwise)
+        for index, (episode, advantage) in enumerate(played)
+        for step in episode.steps
+        if step.compilation is not None
+    ]
 
 
 def _sample(step: StepRecord, compiler: MemoryCompiler, advantage: float, episode: int, pathwise: bool) -> Sample:

@@ -45,21 +45,15 @@ Metrics = dict[str, float]
 
 
 def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
-    """Run stage 1, or go on with it.
-
-    Raises:
-        ConfigError: the executor is not here, for a gradient to pass through it; or a tracker is not installed.
-    """
+    """Run stage 1, or go on with it. Raises: ConfigError, where no gradient could pass through the executor."""
     if config.executor.engine != "hf":
         raise ConfigError("SFT's gradient passes through the executor: it needs executor.engine=hf")
     require(config.trackers)
     with distributed.group():
         parts = {folder: load_rows(folder) for folder in row_folders(config.rows)}
-        problems = [
-            problem
-            for folder, part in parts.items()
-            for problem in guard_rows(folder, (row.task_id for row in part), config.allow_leakage)
-        ]
+        problems: list[str] = []
+        for folder, part in parts.items():
+            problems += guard_rows(folder, (row.task_id for row in part), config.allow_leakage)
         run = _run_folder(config, out, on_exists)
         if run is not None:
             record_rows(run, list(parts), problems)
@@ -72,11 +66,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
 
 
 def train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
-    """Run stage 2, or go on with it.
-
-    Raises:
-        ConfigError: tasks share what they must not with evaluation's; or a tracker is not installed.
-    """
+    """Run stage 2, or go on with it. Raises: ConfigError, where tasks share what they must not with evaluation's."""
     require(config.trackers)
     with distributed.group():
         run = _run_folder(config, out, on_exists)
@@ -101,12 +91,8 @@ def train(
     trainer: Trainer[Made], run: RunFolder | None, config: SftConfig | GrpoConfig,
     record: Callable[[Made], tuple[Metrics, str]],
 ) -> None:  # fmt: skip
-    """Take all steps that remain, and tell run folder, trackers and terminal of each.
-
-    Args:
-        run: Of rank 0; the others have none.
-        record: From what a step gives to its metrics, and its line for the terminal.
-    """
+    """Take all steps that remain, and tell run folder (rank 0 has it), trackers and terminal of each: `record` makes
+    metrics and a line for the terminal of what a step gives."""
     if trainer.resume():
         console.print(f"  resumed at {trainer.unit} {trainer.step} of {trainer.total}")
     if run is not None:  # also where it starts over, having been killed before its first checkpoint

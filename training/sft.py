@@ -90,12 +90,9 @@ class SftTrainer(Trainer[dict[str, float]]):
 
     def _learn(self, step: int) -> dict[str, float]:
         config = self.config
-        indices = self.batch_indices(step)
-        examples = [self.example(i) for i in indices]
-        counts = {
-            "text": sum(len(e.emission) for e in examples), "action": sum(len(e.action) for e in examples),
-            "rows": len(examples),
-        }  # fmt: skip
+        examples = [self.example(i) for i in self.batch_indices(step)]
+        tokens = {"text": sum(len(e.emission) for e in examples), "action": sum(len(e.action) for e in examples)}
+        counts = {"rows": len(examples), **tokens}
         rate = self.schedule(config.optimizer, step)
         totals: dict[str, Tensor] = {}
         torch.manual_seed((config.seed * 1_000_003 + step) * 64 + distributed.rank())
@@ -106,9 +103,9 @@ class SftTrainer(Trainer[dict[str, float]]):
             for name, value in shares.items():
                 totals[name] = totals.get(name, torch.zeros(())) + value.detach().cpu()
         norm = self.backend.step()
-        totals = distributed.sum_values(totals)
-        weighted = {f"loss_{name}": value.item() for name, value in totals.items()}
-        loss = sum(getattr(config.weights, name) * value.item() for name, value in totals.items())
+        losses = distributed.total({name: value.item() for name, value in totals.items()})
+        weighted = {f"loss_{name}": value for name, value in losses.items()}
+        loss = sum(getattr(config.weights, name) * value for name, value in losses.items())
         return {"loss": loss, **weighted, "lr": rate, "grad_norm": norm, "tokens": self._size(examples)}
 
     def _backward(self, micro: Sequence[Example], counts: dict[str, int], weight: float) -> dict[str, Tensor]:
@@ -116,7 +113,7 @@ class SftTrainer(Trainer[dict[str, float]]):
 
         def shares_and_loss() -> tuple[dict[str, Tensor], Tensor]:
             losses = sft_losses(self.compiler, self.executor, micro, self.config)
-            shares = {name: weight * value.sum() / counts[_DENOMINATOR[name]] for name, value in losses.items()}
+            shares = {name: weight * value.sum() / counts.get(name, counts["rows"]) for name, value in losses.items()}
             return shares, sum((getattr(self.config.weights, n) * v for n, v in shares.items()), torch.tensor(0.0))
 
         shares, loss = self.backend.forward(shares_and_loss)
@@ -134,9 +131,6 @@ class SftTrainer(Trainer[dict[str, float]]):
         compiler = sum(len(e.prompt.ids) + len(e.emission) + self.compiler.n_tokens for e in examples)
         executor = sum(len(e.executor_prompt.ids) + len(e.action) for e in examples)
         return compiler + (executor if self.config.soft else 0)
-
-
-_DENOMINATOR = {"text": "text", "action": "action", "entropy": "rows", "latent": "rows", "orth": "rows"}
 
 
 def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, soft: bool) -> Example:

@@ -29,11 +29,7 @@ IDENTITY = "trackers.json"  # of the run, among a project's
 
 
 def require(names: Sequence[TrackerName]) -> None:
-    """Check that the trackers are installed.
-
-    Raises:
-        ConfigError: one is not; names the extra.
-    """
+    """Check that the trackers are installed. Raises: ConfigError, which names the extra."""
     if missing := [name for name in names if find_spec(name) is None]:
         raise ConfigError(
             f"trackers: {', '.join(missing)} is not installed: uv sync --extra trackers (or pip install {missing[0]})"
@@ -44,18 +40,15 @@ def require(names: Sequence[TrackerName]) -> None:
 def open_trackers(
     names: Sequence[TrackerName], run: Path, settings: BaseModel, step: int
 ) -> Iterator[Callable[[Mapping[str, float], int], None]]:
-    """Yield a function that tells all trackers the metrics of a step.
-
-    Args:
-        run: The run's folder.
-        settings: What the trackers show as the run's configuration.
-        step: Where the run goes on: what a tracker was told of later steps is void.
-    """
+    """Yield a function that tells all trackers the metrics of a step, in the folder of a run of these settings. What a
+    tracker was told of steps after `step`, where the run goes on, is void."""
+    flat = flatten(settings.model_dump(mode="json"))  # one level of plain values is what all trackers take
+    plain = {key: v if isinstance(v, (bool, int, float, str)) else json.dumps(v) for key, v in flat.items()}
     with ExitStack() as stack:
         trackers = [_open(name, run, step) for name in names]
         for tracker in trackers:
             stack.callback(tracker.finish)
-            tracker.store_init_configuration(_plain(settings))
+            tracker.store_init_configuration(plain)
 
         def track(metrics: Mapping[str, float], step: int) -> None:
             for tracker in trackers:
@@ -86,9 +79,3 @@ def _identity(run: Path) -> str:
     if not path.exists():
         write_atomically(path, json.dumps({"id": uuid.uuid4().hex[:12]}))
     return json.loads(path.read_text(encoding="utf-8"))["id"]
-
-
-def _plain(settings: BaseModel) -> dict[str, bool | int | float | str]:
-    """Write settings as one level of dotted keys and plain values, which is what all trackers take."""
-    flat = flatten(settings.model_dump(mode="json"))
-    return {key: v if isinstance(v, (bool, int, float, str)) else json.dumps(v) for key, v in flat.items()}

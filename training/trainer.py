@@ -53,11 +53,7 @@ class Trainer(ABC, Generic[Made]):
         """Hash what this process holds of the executor."""
 
     def steps(self) -> Iterator[Made]:
-        """Take all remaining steps.
-
-        Raises:
-            RuntimeError: the executor's parameters changed meanwhile.
-        """
+        """Take all remaining steps. Raises: RuntimeError, where the executor's parameters changed meanwhile."""
         while self.step < self.total:
             yield self.take_step()
         if self.executor_fingerprint() != self.frozen:
@@ -79,11 +75,8 @@ class Trainer(ABC, Generic[Made]):
         return self.backend.scale_rates(cosine_with_warmup(step, self.total, settings.warmup, floor))
 
     def resume(self) -> bool:
-        """Continue from the newest whole checkpoint of the run, if there is one.
-
-        Raises:
-            CheckpointError: it cannot be read, or was made from other rows or tasks.
-        """
+        """Continue from the newest whole checkpoint of the run, if there is one. Raises: CheckpointError, where it
+        cannot be read, or was made from other rows or tasks."""
         found = checkpoint.latest(self.folder)
         if found is None:
             return False

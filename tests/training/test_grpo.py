@@ -90,7 +90,7 @@ def test_text_loss_and_gradients_are_trls(tmp_path, ours, theirs, off_policy):
     weights, _, _ = token_weights(samples, t.config.loss)
     old = [s.rollout_logprobs for s in samples]
     t.compiler.eval()
-    loss, stats = t._loss(samples, weights, old, [None] * len(samples))
+    loss, stats = t._loss(list(zip(samples, weights, old, [None] * len(samples), strict=True)))
     mine = gradients(loss)
     if off_policy:
         assert stats["clip_low_text"] > 0 and stats["clip_high_text"] > 0
@@ -185,7 +185,7 @@ def test_pathwise_gradient_is_the_finite_difference(tmp_path):
     old, nothing = [s.rollout_logprobs for s in samples], [None] * len(samples)
 
     def loss() -> torch.Tensor:
-        return t._loss(samples, weights, old, nothing)[0]
+        return t._loss(list(zip(samples, weights, old, nothing, strict=True)))[0]
 
     loss().backward()
     along = bias.grad / bias.grad.norm()
@@ -385,7 +385,7 @@ def test_importance_weights_by_hand(tmp_path, gap, weight):
         samples = [_moved(s, torch.full_like(s.rollout_logprobs, -gap)) for s in lucky]
         weights, _, _ = token_weights(samples, t.config.loss)
         nothing = [None] * len(samples)
-        losses.append(float(t._loss(samples, weights, nothing, nothing)[0].detach()))
+        losses.append(float(t._loss(list(zip(samples, weights, nothing, nothing, strict=True)))[0].detach()))
     assert losses[0] < -0.1 and losses[1] == pytest.approx(losses[0] * weight, rel=1e-3)
 
 
