@@ -116,7 +116,7 @@ async def run_episode(
 
 
 def _begin(spec: EpisodeSpec, delivery: Delivery, limits: Limits) -> Episode:
-    """What is known of an episode before its first step."""
+    """Say what is known of an episode before its first step."""
     task = spec.task
     return Episode(
         task.id, task.goal, task.scene, task.split, task.kind, task.family, delivery.name, limits.seed,
@@ -292,7 +292,7 @@ class StepBatcher:
 
 
 def _answers(backend: Batch, requests: Sequence[Any]) -> list[Any]:
-    """One result for each request. Where one of them is bad (ValueError), each is asked alone: which one is it?"""
+    """Give one result for each request. Where one of them is bad (ValueError), each is asked alone: which one is it?"""
     try:
         return backend(requests)
     except ValueError as error:

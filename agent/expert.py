@@ -106,7 +106,7 @@ class ExpertTeacher:
         return Emission(*(guidance or ("", "")), tuple(ops))
 
     def _guidance(self, request: CompileRequest, thing: str) -> tuple[str, str] | None:
-        """(guidance, reason) while the object is still to be found and the cited place is not ruled out."""
+        """Give (guidance, reason) while the object is still to be found and the cited place is not ruled out."""
         entry = right_entry(request.goal, request.memory, thing)
         if self.entry == "random":
             others = [e for e in request.memory if e is not entry and taken(e.provenance.actions)]
@@ -138,7 +138,7 @@ def _progress(state: BriefState, plan: Sequence[str], history: Sequence[str]) ->
 
 
 def _ruled_out(request: CompileRequest, thing: str) -> list[Op]:
-    """The place in view does not hold the thing: note it, so that it is not searched again."""
+    """Note that the place in view does not hold the thing, so that it is not searched again."""
     seen = _SEEN_AT.search(request.observation)
     if seen is None or re.search(rf"\b{thing} \d", request.observation) or _excluded(request.state, seen["place"]):
         return []

@@ -121,7 +121,7 @@ def read_emission(answer: Answer) -> ParseResult:
 
 
 def _problem(parsed: ParseResult, request: CompileRequest) -> str:
-    """What is wrong with an emission, in words; "" for nothing."""
+    """Say what is wrong with an emission; "" for nothing."""
     if parsed.error:
         return str(parsed.error).replace("_", " ")
     if request.state is None:
@@ -130,7 +130,7 @@ def _problem(parsed: ParseResult, request: CompileRequest) -> str:
 
 
 def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[Executor, dict[str, Endpoint]]:
-    """The actor, and all endpoints by role."""
+    """Load the actor, and list all endpoints by role."""
     endpoints, instructions = {"teacher": teacher}, find(config.env.name).instructions
     if config.actor == "expert":
         return ExpertExecutor(config.noise, config.seed), endpoints

@@ -123,7 +123,7 @@ class MemoryBank:
         return pa.Table.from_pylist(rows, schema=schema)
 
     def _vectors(self, texts: list[str], schema: pa.Schema) -> np.ndarray:
-        """(n, d), unit rows. Raises ValueError where d is not the table's."""
+        """Embed texts as unit rows (n, d). Raises: ValueError, where d is not the table's."""
         assert self.embed is not None
         vectors, d = unit_rows(self.embed, texts), schema.field("vector").type.list_size
         if vectors.shape[1] != d:
@@ -182,7 +182,7 @@ class MemoryBank:
             return pinned.table.count_rows()
 
     def __iter__(self) -> Iterator[MemoryEntry]:
-        """Every entry in the order of writing, a batch at a time; what is written meanwhile is not seen."""
+        """Yield every entry in the order of writing, a batch at a time; what is written meanwhile is not seen."""
         table = self._pin().table
         with clear_errors(self.path):
             for batch in table.search().select(ENTRY_COLUMNS).to_batches(batch_size=BATCH):
@@ -252,7 +252,7 @@ class MemoryBank:
     # -- the table ----------------------------------------------------------------------------------------------------
 
     def _open(self, create: bool = False) -> Table:
-        """The table at its newest version, opened once."""
+        """Open the table at its newest version, once."""
         if self._table is not None:
             return self._table
         table = self._find()
@@ -268,7 +268,7 @@ class MemoryBank:
         return table
 
     def _find(self) -> Table | None:
-        """The bank's table; None where nothing has been committed yet (a process may die while it makes one)."""
+        """Find the bank's table; None where nothing has been committed yet (a process may die while it makes one)."""
         if self.path.exists() and not self.path.is_dir():
             raise BankError(f"{self.path} is a file, not a memory bank (a folder): to read an export, import it first")
         if not self.path.exists() or not any(self.path.iterdir()):

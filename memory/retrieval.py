@@ -93,7 +93,7 @@ class Retriever:
         return merge(repeats_last(here), repeats_last(elsewhere), k)
 
     def _weighted(self, words: Sequence[str]) -> list[tuple[Any, Any]]:
-        """A clause for every word that any entry says."""
+        """Make a clause for every word that any entry says."""
         from lancedb.query import Occur
 
         for word in words:
@@ -105,7 +105,7 @@ class Retriever:
     def _best(
         self, query: Any, k: int, keep: Callable[[Found], bool], where: Expr | None = None
     ) -> list[Found]:  # fmt: skip
-        """At least the k best rows that `keep` keeps (if there are as many), by (score, id).
+        """Find at least the k best rows that `keep` keeps (if there are as many), by (score, id).
 
         LanceDB breaks ties by row. So rows that tie with the last one found do not count: which of their kind were
         found depends on the order of writing.
@@ -120,7 +120,7 @@ class Retriever:
             limit *= 16
 
     def _search(self, query: Any, limit: int, where: Expr | None = None) -> list[Found]:
-        """The best `limit` rows. `query`: a unit vector, or a structured query, never a query string."""
+        """Find the best `limit` rows. `query`: a unit vector, or a structured query, never a query string."""
         table: Any = self._table  # the kind of query builder depends on the query
         if by_vector := hasattr(query, "shape"):
             search = table.search(query, query_type="vector").distance_type("dot")  # 1 - cosine
@@ -162,7 +162,7 @@ def encodable(text: str) -> str:
 
 
 def _match(text: str, column: str, boost: float = 1.0) -> Any:
-    """Any word of `text`, which is data: nothing in it is an operator."""
+    """Match any word of `text`, which is data: nothing in it is an operator."""
     from lancedb.query import MatchQuery
 
     return MatchQuery(text, column, boost=boost)  # type: ignore[call-arg]  # pydantic's defaults escape the checker

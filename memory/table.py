@@ -102,7 +102,7 @@ def build_indexes(table: Table) -> None:
 
 
 def _crowded(table: Table) -> bool:
-    """Many small writes, and twice as many rows as the last merge left: all merges together write a row only twice."""
+    """Find many small writes, and twice the rows that the last merge left: merges together write a row only twice."""
     stats: Any = table.stats()["fragment_stats"]  # type: ignore[index]  # a dict, whatever its annotation says
     return stats["num_fragments"] >= CROWDED and 2 * stats["lengths"]["max"] <= table.count_rows()
 

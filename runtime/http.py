@@ -171,7 +171,7 @@ def as_asked(
 
 
 def _said(response: httpx.Response) -> str:
-    """A server's own words on an error, ours or vLLM's."""
+    """Give a server's own words on an error, ours or vLLM's."""
     try:
         error = response.json()["error"]
         said = error["message"] if isinstance(error, dict) else error
@@ -184,7 +184,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def check_loopback(host: str) -> None:
-    """Raises: ValueError, unless `host` is an address of this machine that no other can reach."""
+    """Raise ValueError, unless `host` is an address of this machine that no other can reach."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -164,7 +164,7 @@ class ChildProcess:
 
 
 def check_alive(children: Sequence[ChildProcess]) -> None:
-    """Raises: ProcessError, if one of them has ended."""
+    """Raise ProcessError, if one of them has ended."""
     for child in children:
         if child.status is not None:
             raise ProcessError(f"{child.name} ended ({child.status}){child.last_words()}")

@@ -78,7 +78,7 @@ class JsonLines:
             file.writelines(line for line, row in self._lines() if wanted(row))
 
     def _lines(self) -> Iterator[tuple[bytes, Row]]:
-        """Whole lines with what they hold."""
+        """Yield whole lines with what they hold."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:

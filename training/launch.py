@@ -129,7 +129,7 @@ def torchrun_command(processes: int, meeting: str = "") -> list[str]:
 
 
 def _engine(engine: VllmEngine, own_gpu: bool) -> VllmEngine:
-    """A service has its GPU to itself; by default, an engine leaves room there for another and for training."""
+    """Give a service its GPU to itself: by default, an engine leaves room there for another and for training."""
     shared = VllmEngine().gpu_memory_utilization
     if not own_gpu or engine.gpu_memory_utilization != shared:
         return engine
