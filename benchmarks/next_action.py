@@ -121,7 +121,7 @@ def main() -> None:
     made: dict[str, ByTask] = {}
     with ModelCache() as loaded:
         evaluation, _ = prepare(config, loaded, a.out)
-        evaluation = replace(evaluation, executor=Led(evaluation.executor))
+        evaluation = replace(evaluation, executor=Led(loaded.executor(config)))
         for delivery in (*config.deliveries, TOLD):
             name = delivery if isinstance(delivery, str) else delivery.name
             made[name] = measured(evaluation.run(delivery))

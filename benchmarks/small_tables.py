@@ -37,7 +37,7 @@ def one_table(out: Path, number: int, seeds: list[int], variants: list[str], lim
     checkpoint = f"{out}/${{seed}}/sft-"  # of the cell's own seed
     axes: dict[str, Any] = {"seed": {str(seed): {"seed": seed, "env.seed": seed} for seed in seeds}}
     if number == 4:
-        levels = load_config(EvalConfig, "eval/table4-small").matrix["variant"]
+        levels: Any = load_config(EvalConfig, "eval/table4-small").matrix["variant"]
         trained = {level: Path(settings["compiler.checkpoint"]).name for level, settings in levels.items()}
         axes["variant"] = {
             level: {**settings, "compiler.checkpoint": checkpoint + trained[level]}
