@@ -4,8 +4,6 @@ An environment is text first (`Observation.text`), may show a picture (`Observat
 commands that are possible now (`Observation.admissible`). Nothing here knows about models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -41,7 +39,7 @@ def task_from_json(fields: Mapping[str, Any]) -> Task:
 @dataclass(frozen=True, slots=True)
 class Observation:
     text: str
-    image: Image | None = None
+    image: "Image | None" = None
     admissible: tuple[str, ...] | None = None  # None where the benchmark does not enumerate commands
 
 

@@ -3,15 +3,13 @@
 A manifest holds no text of a benchmark: goals and contents go in as digests.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from envs.base import Task
 from runtime.store import write_atomically
@@ -41,7 +39,7 @@ class Manifest:
     tasks: tuple[Listed, ...]
 
     @classmethod
-    def of(cls, benchmark: str, tasks: Iterable[Task]) -> Manifest:
+    def of(cls, benchmark: str, tasks: Iterable[Task]) -> Self:
         """Raises: ManifestError, for no tasks, or an id that stands for two different ones of one split."""
         listed: dict[tuple[str, str], Listed] = {}
         for task in tasks:
@@ -76,7 +74,7 @@ class Manifest:
         write_atomically(path, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "tasks": [\n{lines}\n]}}\n')
 
     @classmethod
-    def read(cls, path: Path) -> Manifest:
+    def read(cls, path: Path) -> Self:
         """Raises: ManifestError, for a file that is missing, no manifest, or not as it was written."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))

@@ -8,8 +8,6 @@ along in every observation. Only the split that was named is served: nobody trai
 Needs the extra `openenv`. There is no authentication: bind to anything but loopback only behind something that has it.
 """
 
-from __future__ import annotations
-
 import base64
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +41,7 @@ def serve_openenv(
     uvicorn.run(app, host=host, port=port, log_level="warning", ws_ping_interval=20, ws_ping_timeout=20)
 
 
-def openenv_app(make_env: Callable[[], Environment], split: str, max_sessions: int = 64) -> FastAPI:
+def openenv_app(make_env: Callable[[], Environment], split: str, max_sessions: int = 64) -> "FastAPI":
     """Make the ASGI application behind `serve_openenv`; errors are the same."""
     env = make_env()
     tasks = tuple(env.tasks(split))

@@ -10,8 +10,6 @@ the next lease gets a fresh worker, until the restart budget is spent. However t
 by `close`, by garbage collection, at exit, and for every violent end by the kernel (see `worker.die_with_parent`).
 """
 
-from __future__ import annotations
-
 import io
 import os
 import threading
@@ -19,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition, task_from_json
 from envs.spec import PoolLimits, WorkerSpec
@@ -59,13 +57,13 @@ class EnvironmentPool:
         self._taken, self._last_failure, self._closed = 0, "", False
         self._end = weakref.finalize(self, _end_all, self._workers, self.limits.close_s, os.getpid())
 
-    def __enter__(self) -> EnvironmentPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def lease(self) -> Lease:
+    def lease(self) -> "Lease":
         """Return an `Environment` that holds a worker from its first `reset` to `close`."""
         return Lease(self)
 
@@ -180,7 +178,7 @@ class Lease:
         self._closed = False
         self._lock = threading.Lock()  # `close` may come from another thread than the call it cuts short
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,8 +4,6 @@ Another package offers its `EnvSpec` as an entry point of the group `memcompiler
 environment. It is loaded when it is asked for by name, and by `memcompiler doctor`.
 """
 
-from __future__ import annotations
-
 import difflib
 import sys
 from collections.abc import Mapping

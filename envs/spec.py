@@ -3,8 +3,6 @@
 Importing a spec must be quick: whatever needs torch, numpy or a simulator is imported by the factory that it names.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """One worker process as its parent sees it: start, call, tell how it failed, end. `envs.pool` is what to use."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """ALFWorld's games, played by the household engine or, to check what it answers, by TextWorld; settings and spec."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
@@ -53,7 +51,7 @@ class TextWorldEnvironment(AlfworldEnvironment):
     never drift apart unseen: where they disagree on a win, the episode fails.
     """
 
-    _theirs: TextWorldGame | None = None
+    _theirs: "TextWorldGame | None" = None
 
     def reset(self, task: Task) -> Observation:
         """Start the task's episode. The text is the room as first seen, as the native engine gives it."""

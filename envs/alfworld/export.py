@@ -5,25 +5,20 @@ from the installed alfworld package when a game is exported: they are its author
 TextWorld cannot show is lost: the picture, and with it the mark that a visual task is about.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from envs.alfworld.games import FOLDER, GOALS, load_game
 from envs.base import EnvironmentFailure, Task
 from envs.household import world
+from envs.household.environment import HouseholdEnvironment
 from envs.household.world import NOWHERE, Game, Goal, Item, Receptacle, bits
-
-if TYPE_CHECKING:
-    import os
-
-    from envs.household.environment import HouseholdEnvironment
 
 NO_ALFWORLD = "export takes the game's rules and sentences from the alfworld package, which is not installed: \
 uv sync --extra alfworld"

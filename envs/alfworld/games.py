@@ -5,8 +5,6 @@ in every release and live in `engine.py`. Names are given out as alfworld's dema
 "cabinet 3" there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

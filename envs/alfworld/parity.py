@@ -5,8 +5,6 @@ ones, with the verb drawn first so that heating or slicing are not drowned by th
 nonsensical ones. After every command text, admissible commands, `won` and all changing facts must be equal.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -110,7 +108,7 @@ class Compared:
     games: Counter[str] = field(default_factory=Counter)  # by "split/task type"
     verbs: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Compared) -> None:
+    def add(self, other: "Compared") -> None:
         self.steps += other.steps
         self.different += other.different
         self.differences += other.differences

@@ -4,8 +4,6 @@ Tasks that are files are listed without EmbodiedBench; only EB-Manipulation, and
 worker. Pickles are opened by EmbodiedBench in its own process and never here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ are strings (a Text space) or a Discrete space whose actions have names. A task 
 are the same episode, so that is what training and evaluation must not share.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -68,7 +66,7 @@ class GymnasiumTextEnvironment:
     """
 
     def __init__(
-        self, config: GymnasiumConfig | Mapping[str, Any], make: Callable[[], gymnasium.Env] | None = None
+        self, config: GymnasiumConfig | Mapping[str, Any], make: "Callable[[], gymnasium.Env] | None" = None
     ) -> None:
         self._config, self._make = GymnasiumConfig.model_validate(config), make
         self.name, self._keys, self._actions = self._config.id, self._config.keys, self._config.actions
@@ -124,7 +122,7 @@ class GymnasiumTextEnvironment:
             with _failures(self.name):
                 env.close()
 
-    def _opened(self) -> gymnasium.Env:
+    def _opened(self) -> "gymnasium.Env":
         """Make the environment at first use, and check that its actions are text or a Discrete space with names."""
         if self._env is None:
             try:
@@ -191,7 +189,7 @@ def _failures(name: str) -> Iterator[None]:
         raise EnvironmentFailure(f"{name}: {type(error).__name__}: {error}") from error
 
 
-def _picture(pixels: Any) -> Image:
+def _picture(pixels: Any) -> "Image":
     import numpy as np
     from PIL import Image
 

@@ -5,8 +5,6 @@ instead of being planned and derived: a step takes tens of microseconds. Where t
 never says it is off, "Next to it, you see ..." for things whose record of place is out of step), they are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from envs.household.world import APPLIANCES, CLEAN, COOL, HEAT, LOOK, NOWHERE, TREATMENTS, TWO, Game, State, bits

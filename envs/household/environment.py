@@ -1,7 +1,5 @@
 """The household as an `Environment`: one live episode of the engine, in homes of its own; its settings and spec."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -96,7 +94,7 @@ class EngineEnvironment:
         marked = self._marked_index()
         return None if marked is None else self.game.receptacles[marked].name
 
-    def image(self) -> Image:
+    def image(self) -> "Image":
         """Draw the current view."""
         from envs.household.render import Renderer
 

@@ -4,8 +4,6 @@ It knows the whole state, so nothing is searched for: it tries every item that c
 can be taken from and every destination, writes each plan down on a copy of the state, and keeps the shortest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 

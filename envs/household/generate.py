@@ -5,8 +5,6 @@ that a memory of earlier episodes says where to look. Its *wandering* items lie 
 of those (family "visual") can only be shortened by the picture, which marks the receptacle that holds the item.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections import Counter

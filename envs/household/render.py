@@ -5,8 +5,6 @@ receptacle's type (colour), whether it is open (a dark inside) or shut, the agen
 the agent's place (small coloured dots) and, in tasks of the visual family, a mark that nothing else resembles.
 """
 
-from __future__ import annotations
-
 import colorsys
 import hashlib
 from typing import TYPE_CHECKING
@@ -43,7 +41,7 @@ class Renderer:
             top, left = _corner(cell)
             self._plan[top + 1 : top + 7, left + 1 : left + 7] = _receptacle_colour(game.receptacles[index].type)
 
-    def draw(self, state: State, marked: int | None = None) -> Image:
+    def draw(self, state: State, marked: int | None = None) -> "Image":
         """The view in `state`; `marked` is the receptacle that wears the mark, if any."""
         from PIL import Image
 

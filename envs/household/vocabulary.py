@@ -3,8 +3,6 @@
 The flags and places are those of ALFWorld's own rooms, restricted to the receptacle types that generated scenes use.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 OPENABLE = frozenset({"cabinet", "drawer", "fridge", "microwave", "safe"})

@@ -6,10 +6,9 @@ ALFWorld lists them, and sets of items are Python integers used as bit masks (bi
 in about a microsecond and a list "in order" is simply the bits from low to high.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 # Task types, as ALFWorld names them.
 SIMPLE = "pick_and_place_simple"
@@ -116,10 +115,10 @@ class State:
     toggled: int = 0
 
     @classmethod
-    def empty(cls, location: int, receptacles: int, locations: int) -> State:
+    def empty(cls, location: int, receptacles: int, locations: int) -> Self:
         return cls(location, [0] * receptacles, [0] * receptacles, [0] * locations)
 
-    def copy(self) -> State:
+    def copy(self) -> Self:
         return replace(self, contents=self.contents[:], taken=self.taken[:], standing=self.standing[:])
 
 

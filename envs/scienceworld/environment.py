@@ -1,7 +1,5 @@
 """ScienceWorld as an `Environment`: 30 kinds of school experiments in one simulated house; its settings and spec."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -5,8 +5,6 @@ and enumerates all valid commands on every step. What is called here is the inte
 that the wrapper calls; tests compare the two.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import re
