@@ -33,8 +33,7 @@ def export_split(
 ) -> list[Path]:
     """Write the first `limit` games of a split (default: all) into OUT, which is then an ALFWORLD_DATA folder.
 
-    Returns:
-        Their folders, OUT/json_2.1.1/SPLIT/TASK/TRIAL, with game.tw-pddl and traj_data.json in each.
+    Returns their folders, OUT/json_2.1.1/SPLIT/TASK/TRIAL, with game.tw-pddl and traj_data.json in each.
 
     Raises:
         ValueError: for a split that does not exist, or a game that alfworld's rules and sentences do not fit.

@@ -241,7 +241,9 @@ class Engine:
         """Return the share of the goal's conditions that hold, for the item (or receptacle) that is furthest along."""
         kind = self.game.goal.kind
         if kind == LOOK:
-            return (self._lamp_is_on_here(state) + self._holds_wanted(state)) / 2
+            lit, wanted = self.lamps() & state.toggled, self._of_type.get(self.game.goal.item_type, 0)
+            held = state.held != NOWHERE and bool(wanted >> state.held & 1)
+            return (any(state.contents[r] & lit for r in self.here(state)) + held) / 2
         if kind == TWO:
             wanted = self.candidates()
             return max((min(2, (mask & wanted).bit_count()) for mask in self._destinations(state)), default=0) / 2
@@ -260,13 +262,6 @@ class Engine:
     def _destinations(self, state: State) -> list[int]:
         wanted = self.game.goal.receptacle_type
         return [mask for mask, r in zip(state.contents, self.game.receptacles, strict=True) if r.type == wanted]
-
-    def _lamp_is_on_here(self, state: State) -> bool:
-        lit = self.lamps() & state.toggled
-        return any(state.contents[r] & lit for r in self.here(state))
-
-    def _holds_wanted(self, state: State) -> bool:
-        return state.held != NOWHERE and bool(self._of_type.get(self.game.goal.item_type, 0) >> state.held & 1)
 
 
 def _mask(flags: Iterable[bool]) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from envs.base import EnvironmentFailure, Task
+from envs.household import world
 from envs.household.vocabulary import CAN_CONTAIN, ITEM_TYPES, LAMP, LAMP_PLACES, OPENABLE, PHRASES, PLACES, ItemType
 from envs.household.world import CLEAN, COOL, HEAT, KINDS, LOOK, SIMPLE, TWO, Game, Goal, Item, Receptacle, State
 
@@ -92,7 +93,8 @@ class Generator:
             experience.append(self._task(rng, layout + EXPERIENCE, index, len(experience), item, first, "text"))
             if self.visual_share < 1:
                 evaluation.append(self._task(rng, layout, index, len(evaluation), item, second, "text"))
-        for turn in range(self._visual_count()):
+        share = self.visual_share  # of visual tasks
+        for turn in range(self.fixed_objects if share == 1 else round(self.fixed_objects * share / (1 - share))):
             item = home.wandering[turn % len(home.wandering)]
             errand = _draw(rng, self._errands(home, item, ()))
             evaluation.append(self._task(rng, layout, index, len(evaluation), item, errand, "visual"))
@@ -108,11 +110,6 @@ class Generator:
         # A split and its experience are about the same homes, by design; the homes of other splits are others.
         home, task = f"seed-{self.seed}/{layout}/home-{index + 1}", f"seed-{self.seed}/{id_}"
         return Task(id_, goal, scene, split, kind, family, data, {"scene": (home,), "task": (task,)})
-
-    def _visual_count(self) -> int:
-        """Count the visual tasks per home that make up `visual_share` of its tasks."""
-        share = self.visual_share
-        return self.fixed_objects if share == 1 else round(self.fixed_objects * share / (1 - share))
 
     def _errands(self, home: Home, item: str, places: tuple[int, ...]) -> tuple[Errand, ...]:
         """Say what can be asked for an item that lies in `places` (() for a wandering one)."""
@@ -264,7 +261,7 @@ def _possible_errands(
 
 
 def _can_be(item: ItemType, kind: str) -> bool:
-    return {CLEAN: item.cleanable, HEAT: item.heatable, COOL: item.coolable}.get(kind, True)
+    return kind not in world.TREATMENTS or item.flags[f"{world.TREATMENTS[kind]}able"]
 
 
 def _draw(rng: random.Random, errands: Sequence[Errand]) -> Errand:
@@ -275,11 +272,9 @@ def _draw(rng: random.Random, errands: Sequence[Errand]) -> Errand:
 
 
 def _item(kind: str, number: int) -> Item:
-    name = f"{kind} {number}"
     if kind == LAMP:
-        return Item(name, kind, pickupable=False, toggleable=True)
-    of = ITEM_TYPES[kind]
-    return Item(name, kind, True, of.cleanable, of.heatable, of.coolable, of.sliceable)
+        return Item(f"{kind} {number}", kind, pickupable=False, toggleable=True)
+    return Item(f"{kind} {number}", kind, **ITEM_TYPES[kind].flags)
 
 
 def _start(home: Home, places: list[int]) -> State:

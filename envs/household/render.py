@@ -42,7 +42,7 @@ class Renderer:
             self._plan[top + 1 : top + 7, left + 1 : left + 7] = _receptacle_colour(game.receptacles[index].type)
 
     def draw(self, state: State, marked: int | None = None) -> "Image":
-        """The view in `state`; `marked` is the receptacle that wears the mark, if any."""
+        """Draw the view in `state`; `marked` is the receptacle that wears the mark, if any."""
         from PIL import Image
 
         pixels = self._plan.copy()
@@ -52,7 +52,13 @@ class Renderer:
                 pixels[top + 2 : top + 6, left + 2 : left + 6] = _INSIDE
         for index in self._engine.here(state):
             if index in self.cells:
-                self._draw_agents_place(pixels, state, index)
+                top, left = _corner(self.cells[index])
+                # Up to six things along the upper two rows; more would not be told apart at this size.
+                shown = bits(state.contents[index]) if self._engine.is_open(state, index) else ()
+                for slot, item in zip(range(6), shown, strict=False):
+                    row, column = top + 2 + slot // 3, left + 1 + 2 * (slot % 3)
+                    pixels[row, column : column + 2] = self._item_colours[item]
+                pixels[top + 4 : top + 7, left + 3 : left + 5] = AGENT
         if marked is not None and marked in self.cells:
             top, left = _corner(self.cells[marked])
             pixels[top, left : left + CELL] = pixels[top + CELL - 1, left : left + CELL] = MARK
@@ -62,18 +68,9 @@ class Renderer:
             image = image.resize((self._size, self._size), Image.Resampling.NEAREST)
         return image
 
-    def _draw_agents_place(self, pixels: np.ndarray, state: State, index: int) -> None:
-        top, left = _corner(self.cells[index])
-        if self._engine.is_open(state, index):
-            # Up to six things along the upper two rows; more would not be told apart at this size.
-            for slot, item in zip(range(6), bits(state.contents[index]), strict=False):
-                row, column = top + 2 + slot // 3, left + 1 + 2 * (slot % 3)
-                pixels[row, column : column + 2] = self._item_colours[item]
-        pixels[top + 4 : top + 7, left + 3 : left + 5] = AGENT
-
 
 def cells_of(names: list[str]) -> dict[int, int]:
-    """Cell of each receptacle (by its position in `names`); those for which the plan has no room are left out."""
+    """Give each receptacle its cell (by its position in `names`); those for which the plan has no room are left out."""
     canonical = {name: cell for cell, name in enumerate(RECEPTACLE_NAMES)}
     cells = {index: canonical[name] for index, name in enumerate(names) if name in canonical}
     free = iter(sorted(set(range(GRID * GRID)) - set(canonical.values())))
@@ -96,11 +93,11 @@ def _receptacle_colour(kind: str) -> tuple[int, int, int]:
 
 
 def _share(name: str) -> float:
-    """A number in [0, 1) that belongs to a name for good."""
+    """Return the number in [0, 1) that belongs to a name for good."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32
 
 
 def _colour(share: float, saturation: float, value: float) -> tuple[int, int, int]:
-    """A colour on the scale from red over green to blue. The hues around the mark's magenta are left out."""
+    """Return a colour on the scale from red over green to blue. The hues around the mark's magenta are left out."""
     red, green, blue = colorsys.hsv_to_rgb(share * 0.7, saturation, value)
     return round(red * 255), round(green * 255), round(blue * 255)

@@ -3,6 +3,7 @@
 The flags and places are those of ALFWorld's own rooms, restricted to the receptacle types that generated scenes use.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 OPENABLE = frozenset({"cabinet", "drawer", "fridge", "microwave", "safe"})
@@ -18,10 +19,7 @@ class ItemType:
     """A pickupable kind of thing."""
 
     name: str
-    cleanable: bool
-    heatable: bool
-    coolable: bool
-    sliceable: bool
+    flags: Mapping[str, bool]  # of an `Item`
     places: frozenset[str]  # receptacle types that can contain it
 
 
@@ -36,7 +34,8 @@ _ORNAMENT = "coffeetable countertop desk diningtable dresser safe shelf sidetabl
 _LOUNGE = "armchair coffeetable diningtable drawer dresser ottoman shelf sidetable sofa"
 _SEAT = "armchair bed coffeetable countertop desk diningtable dresser ottoman sidetable sofa"
 
-# name: (flags, places); flags are c(leanable), h(eatable), f (coolable: it may go into the fridge), s(liceable)
+_FLAGS = {"c": "cleanable", "h": "heatable", "f": "coolable", "s": "sliceable"}  # f: it may go into the fridge
+# name: (flags, places)
 _TABLE = {
     "alarmclock": ("", "countertop desk diningtable dresser shelf sidetable"),
     "apple": ("chfs", _FOOD),
@@ -87,7 +86,7 @@ _TABLE = {
 }
 
 ITEM_TYPES: dict[str, ItemType] = {
-    name: ItemType(name, "c" in flags, "h" in flags, "f" in flags, "s" in flags, frozenset(places.split()))
+    name: ItemType(name, {flag: mark in flags for mark, flag in _FLAGS.items()}, frozenset(places.split()))
     for name, (flags, places) in _TABLE.items()
 }
 

@@ -57,13 +57,19 @@ class Simulator:
 
     def __init__(self, timeout: float) -> None:
         require_package()
-        from py4j.java_gateway import GatewayParameters, JavaGateway
+        from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
+        from scienceworld.constants import JAR_PATH
 
         _quieten()
         self._timeout = timeout
         # The simulator writes a table of its object types into the folder that it runs in.
         folder = tempfile.mkdtemp(prefix="scienceworld-")
-        self._child = _launch(folder)
+        # It waits for calls at a port of 127.0.0.1 that asks for a token, and ends when its standard input does.
+        server = ("py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0")
+        command = [java_path(), *JAVA_OPTIONS, "-classpath", f"{find_jar_path()}:{JAR_PATH}", *server]
+        self._child = ChildProcess(
+            command, name="ScienceWorld's Java", cwd=Path(folder), output="kept", dies_with="lifeline"
+        )
         self._end = weakref.finalize(self, _end, self._child, folder)  # also at the interpreter's exit
         port, token = self._greeting()
         parameters = GatewayParameters(port=port, auth_token=token, read_timeout=timeout)
@@ -175,19 +181,6 @@ class Simulator:
             reason = f"its process is gone ({self._child.ending})"
         self.close()
         raise EnvironmentFailure(f"ScienceWorld's Java failed: {reason}; the next reset starts another")
-
-
-def _launch(folder: str) -> ChildProcess:
-    """Start Java with the simulator in `folder`, waiting for calls at a port of 127.0.0.1 that asks for a token.
-
-    It ends when its standard input does, and so never outlives this process, however that ends.
-    """
-    from py4j.java_gateway import find_jar_path
-    from scienceworld.constants import JAR_PATH
-
-    server = ("py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0")
-    command = [java_path(), *JAVA_OPTIONS, "-classpath", f"{find_jar_path()}:{JAR_PATH}", *server]
-    return ChildProcess(command, name="ScienceWorld's Java", cwd=Path(folder), output="kept", dies_with="lifeline")
 
 
 def _quieten() -> None:
