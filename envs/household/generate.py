@@ -274,7 +274,7 @@ def _draw(rng: random.Random, errands: Sequence[Errand]) -> Errand:
 def _item(kind: str, number: int) -> Item:
     if kind == LAMP:
         return Item(f"{kind} {number}", kind, pickupable=False, toggleable=True)
-    return Item(f"{kind} {number}", kind, **ITEM_TYPES[kind].flags)
+    return Item(f"{kind} {number}", kind, inside=None, **ITEM_TYPES[kind].flags)
 
 
 def _start(home: Home, places: list[int]) -> State:
