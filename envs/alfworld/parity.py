@@ -80,31 +80,13 @@ class NativeGame:
         return frozenset(facts)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One answer in which the engines differ."""
-
-    game: str
-    step: int
-    command: str
-    what: str  # text, admissible, won or facts
-    textworld: str
-    native: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.game}, step {self.step}, {self.command!r}: {self.what}\n"
-            f"  textworld: {self.textworld}\n  native:    {self.native}"
-        )
-
-
 @dataclass
 class Compared:
     """What was compared, over one game or many. `different` counts steps, of which one may show several differences."""
 
     steps: int = 0
     different: int = 0
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)  # ready to print
     games: Counter[str] = field(default_factory=Counter)  # by "split/task type"
     verbs: Counter[str] = field(default_factory=Counter)
 
@@ -194,14 +176,14 @@ def compare_game(path: Path, seed: int, steps: int) -> Compared:
     theirs, ours = TextWorldGame(path), NativeGame(load_game(content))
     name, draw = "/".join(path.parts[-4:-1]), random.Random(f"{seed} {path.name}")
     compared = Compared(games=Counter([kind_of(path)]))
-    compared.differences += _differences(name, 0, "(reset)", theirs.reset(), seen := ours.reset())
+    compared.differences += _differences(f"{name}, step 0, '(reset)'", theirs.reset(), seen := ours.reset())
     compared.different += bool(compared.differences)
     commands = _walk(ours.game, content.get("walkthrough") or ours.plan() or [], draw)
     command = next(commands)
     for step in range(1, steps + 1):
         possible = command.strip() in seen.admissible
         expected, seen = theirs.step(command), ours.step(command)
-        found = _differences(name, step, command, expected, seen)
+        found = _differences(f"{name}, step {step}, {command!r}", expected, seen)
         compared.different += bool(found)
         compared.differences += found
         compared.verbs[command.split()[0] if possible else "(refused)"] += 1
@@ -246,15 +228,15 @@ def _impossible(game: Game, draw: random.Random) -> str:
     return draw.choice(GARBAGE) if draw.random() < 0.2 else draw.choice(formed)
 
 
-def _differences(game: str, step: int, command: str, theirs: Seen, ours: Seen) -> list[Difference]:
+def _differences(where: str, theirs: Seen, ours: Seen) -> list[str]:
+    """Describe the answers in which the engines differ: text, admissible, won or facts."""
     found = []
     for what in ("text", "admissible", "won", "facts"):
         expected, got = getattr(theirs, what), getattr(ours, what)
         if expected != got:
             if what in ("admissible", "facts"):  # only what one of them lacks
-                only = (set(expected) - set(got), set(got) - set(expected))
-                expected, got = (sorted(some) for some in only)
-            found.append(Difference(game, step, command, what, repr(expected), repr(got)))
+                expected, got = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
+            found.append(f"{where}: {what}\n  textworld: {expected!r}\n  native:    {got!r}")
     return found
 
 
