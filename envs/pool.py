@@ -67,11 +67,6 @@ class EnvironmentPool:
         """Return an `Environment` that holds a worker from its first `reset` to `close`."""
         return Lease(self)
 
-    def tasks(self, split: str) -> list[Task]:
-        """List a split; as `Lease.tasks`."""
-        with self.lease() as lease:
-            return lease.tasks(split)
-
     def close(self) -> None:
         """End all workers: idle ones close their environment first, those in the middle of a call are killed."""
         with self._changed:
@@ -177,12 +172,6 @@ class Lease:
         self._worker: Worker | None = None
         self._closed = False
         self._lock = threading.Lock()  # `close` may come from another thread than the call it cuts short
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def name(self) -> str:

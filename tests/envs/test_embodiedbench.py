@@ -235,7 +235,7 @@ def test_an_episode_in_a_worker(standin, benchmark):
     assert all(isinstance(task, Task) for task in tasks)
     task = next(task for task in tasks if task.goal.startswith(("Something round", "Put the mug", "navigate", "Pick")))
     with EnvironmentPool(spec.construct(bench.settings), 1, spec.LIMITS) as pool:
-        with pool.lease() as env:
+        with closing(pool.lease()) as env:
             assert isinstance(env, Environment) and env.tasks("base") == tasks
             seen = env.reset(task)
             assert seen.image is not None and seen.image.size == (64, 64)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,11 @@ def task(n: int, kind: str = "") -> Task:
     return Task(str(n), "wait", "", "test", kind)
 
 
+def tasks_of(pool: EnvironmentPool, split: str) -> list[Task]:
+    with closing(pool.lease()) as env:
+        return env.tasks(split)
+
+
 def wait_until(condition) -> None:
     end = time.monotonic() + 20
     while not condition():
@@ -41,10 +47,10 @@ def wait_until(condition) -> None:
 def test_a_lease_is_an_environment() -> None:
     with EnvironmentPool(COUNTDOWN, 1, QUICK) as pool:
         assert pool.pids == []
-        made = pool.tasks("test")
+        made = tasks_of(pool, "test")
         assert made[1] == Task("2", "wait", "", "test", "", data={"n": "2"}, isolation={"scene": ("a", "b")})
         with pytest.raises(ValueError, match="no split 'x'"):
-            pool.tasks("x")
+            tasks_of(pool, "x")
         env = pool.lease()
         assert isinstance(env, Environment) and env.name == "countdown" and env.in_process is False
         seen = env.reset(made[1])
@@ -64,7 +70,7 @@ def test_the_household_is_the_same_in_a_worker() -> None:
     arguments = {"scenes": {"train": 2, "test": 2}, "seed": 3}
     direct = HouseholdEnvironment(**arguments)  # type: ignore[arg-type]
     with EnvironmentPool(WorkerSpec("envs.household.environment:HouseholdEnvironment", arguments), 1) as pool:
-        assert pool.tasks("test") == direct.tasks("test")
+        assert tasks_of(pool, "test") == direct.tasks("test")
         remote = pool.lease()
         for one in direct.tasks("test")[:4]:
             pairs = [(direct.reset(one), remote.reset(one))]
@@ -158,7 +164,7 @@ def test_a_broken_worker_is_killed_with_its_children_and_replaced(
 
 def test_a_worker_that_dies_at_rest_costs_no_episode() -> None:
     with EnvironmentPool(COUNTDOWN, 1, QUICK) as pool:
-        pool.tasks("test")
+        tasks_of(pool, "test")
         [pid] = pool.pids
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not alive(pid))
@@ -186,7 +192,7 @@ def test_a_start_that_fails_says_why() -> None:
     ):
         with EnvironmentPool(spec, 1, PoolLimits(start_s=1 if spec.arguments else 60)) as pool:
             with pytest.raises(WorkerFailure, match=says) as caught:
-                pool.tasks("test")
+                tasks_of(pool, "test")
             assert caught.value.name == ("timeout" if spec.arguments else "start") and pool.pids == []
 
 
@@ -200,7 +206,7 @@ def test_a_foreign_python_sees_nothing_of_ours(tmp_path: Path, monkeypatch) -> N
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     spec = WorkerSpec("foreign:Path", python=sys.executable, env={"PYTHONPATH": str(tmp_path)})
     with EnvironmentPool(spec, 1) as pool:
-        seen = {Path(one.id).resolve() for one in pool.tasks("x")}
+        seen = {Path(one.id).resolve() for one in tasks_of(pool, "x")}
     assert tmp_path.resolve() in seen and not seen & {ROOT, ROOT / "envs"}
 
 

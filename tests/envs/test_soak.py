@@ -79,7 +79,8 @@ def resident_mib() -> float:
 def test_two_thousand_episodes_survive_a_saboteur(capsys) -> None:
     reasons: Counter[str] = Counter()
     with EnvironmentPool(HOMES, 4, LIMITS) as pool:
-        tasks = pool.tasks("test")
+        with contextlib.closing(pool.lease()) as env:
+            tasks = env.tasks("test")
         saboteur = Saboteur(pool)
         saboteur.start()
         resident = []
