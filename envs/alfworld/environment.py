@@ -120,11 +120,6 @@ class TextWorldGame:
     def step(self, command: str) -> Seen:
         return self._seen(self._env.step(command)[0])
 
-    def plan(self) -> list[str] | None:
-        """Return the commands that TextWorld's planner finds from here to the goal; None when it finds none."""
-        inner: Any = self._env.unwrapped
-        return inner._pddl_state.replan(inner._entity_infos) or None
-
     def close(self) -> None:
         self._env.close()
 
