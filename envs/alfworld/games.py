@@ -31,7 +31,7 @@ class AlfworldGames:
 
     def __init__(self, data_root: str | os.PathLike[str] | None = None) -> None:
         root = data_root or os.environ.get("ALFWORLD_DATA")
-        self._root = Path(root).expanduser() if root else None
+        self._root = Path(root).expanduser() / FOLDER if root else None
         self._tasks: dict[str, list[Task]] = {}
 
     def tasks(self, split: str) -> list[Task]:
@@ -42,8 +42,7 @@ class AlfworldGames:
             ValueError: for a split that is neither ALFWorld's nor a folder of games (as an export makes).
             FileNotFoundError: for one of ALFWorld's that is not installed.
         """
-        root = self._root / FOLDER if self._root else None
-        found = sorted(path.name for path in root.iterdir() if path.is_dir()) if root and root.is_dir() else []
+        found = sorted(path.name for path in self._root.glob("*") if path.is_dir()) if self._root else []
         if split not in (names := dict.fromkeys([*SPLITS, *found])):
             raise ValueError(f"no split {split!r}; there are {', '.join(names)}")
         if split not in self._tasks:
@@ -67,7 +66,7 @@ class AlfworldGames:
     def _folder(self) -> Path:
         if self._root is None:
             raise FileNotFoundError(f"no folder with ALFWorld games was given. {_HOW_TO_GET}")
-        return self._root / FOLDER
+        return self._root
 
     def _collect(self, split: str) -> list[Task]:
         folder = self._folder()
@@ -283,9 +282,7 @@ def _read_wording(grammar: str) -> Wording:
 def _read_help(grammar: str) -> str:
     """Read the answer to "help"; "" where the game has no such command (before 0.4)."""
     action = re.search(r'action\s+help\s*\{.*?feedback\s*::\s*"([^"]*)"', grammar, re.DOTALL)
-    if action is None:
-        return ""
-    text = action[1]
+    text = action[1] if action else ""
     if re.fullmatch(r"#[\w.]+#", text):
         text = _rule(grammar, text.strip("#"), default="")
     return text.lstrip()  # the grammar's parser skips white space in front

@@ -76,9 +76,6 @@ def task(
     }  # fmt: skip
 
 
-# --- EB-ALFRED ---
-
-
 def alfred_task(name: str, repeat: int, instruction: str, split: str) -> dict[str, Any]:
     """Make a task of ALFRED's folder `name`, `<type>-<object>-<movable>-<receptacle>-<floor plan>/<trial>`."""
     episode = f"{name}#{repeat}"
@@ -104,9 +101,6 @@ def _alfred_tasks(root: Path, split: str) -> list[dict[str, Any]]:
     if not tasks:
         raise NoTaskFile(f"no <task>/<trial>/pp/ann_<n>.json below {folder}: download the EB-ALFRED data set there")
     return tasks
-
-
-# --- EB-Habitat ---
 
 
 def habitat_task(episode: dict[str, Any], split: str) -> dict[str, Any]:
@@ -147,9 +141,6 @@ def instruction_template(instruction: str, objects: list[str]) -> str:
     return re.sub(r"\ban <object>", "a <object>", PLACES.sub("<place>", text))
 
 
-# --- EB-Navigation ---
-
-
 def _navigation_task(entry: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     start, target = entry["agentPose"]["position"], entry["targetObjectType"]
     return task(
@@ -157,9 +148,6 @@ def _navigation_task(entry: dict[str, Any], split: str, index: int) -> dict[str,
         {"entry": json.dumps(entry, sort_keys=True)},
         {"episode": [f"{entry['scene']}#{entry['targetObjectIds']}#{start['x']:.2f},{start['z']:.2f}"]},
     )  # fmt: skip
-
-
-# --- files ---
 
 
 def _first(root: Path, *candidates: str) -> Path:
