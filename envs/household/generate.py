@@ -72,7 +72,8 @@ class Generator:
 
     def tasks(self, split: str) -> list[Task]:
         """List a split (see the module's docstring); ValueError for one that does not exist."""
-        layout, splits = split.removesuffix(EXPERIENCE), [n for name in self.scenes for n in (name, name + EXPERIENCE)]
+        layout = split.removesuffix(EXPERIENCE)
+        splits = [name + suffix for name in self.scenes for suffix in ("", EXPERIENCE)]
         if split not in splits:
             raise ValueError(f"no split {split!r}; there are {', '.join(splits)}")
         per_scene = [self.scene_tasks(layout, index) for index in range(self.scenes[layout])]
