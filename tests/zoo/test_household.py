@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -43,14 +44,24 @@ def test_curriculum_labels_only_what_can_be_known():
         assert all(known[k] == v for k, v in zip(row[10::2], row[11::2], strict=True))
 
 
-def test_memory_documents_need_scene_and_object():
+@pytest.mark.parametrize("difficulty", range(4))
+@pytest.mark.parametrize("document", [curriculum.fact_list, curriculum.memory_document])
+def test_documents_need_scene_and_object(document, difficulty):
     vocabulary = curriculum.Vocabulary.of(tokenizer())
-    text, facts = curriculum.memory_document(vocabulary, random.Random(3), 4, 2)
-    assert len(facts) == 4 and len({prefix for prefix, _ in facts}) == 4
-    scenes = [prefix.split(" the ")[0] for prefix, _ in facts]
-    things = [prefix.split(" the ")[1] for prefix, _ in facts]
-    assert len(set(scenes)) < 4 or len(set(things)) < 4  # twins: neither key alone decides
-    assert all(f"because{prefix} {place}" in text for prefix, place in facts)
+    text, facts = document(vocabulary, random.Random(3), 4, difficulty)
+    keys = [re.search(rf"(home \d+) (?:the )?({'|'.join(vocabulary.objects)})", query) for query, _ in facts]
+    pairs = [key.groups() for key in keys if key]
+    assert len(set(pairs)) == 4
+    assert len({scene for scene, _ in pairs}) < 4 or len({thing for _, thing in pairs}) < 4  # neither alone decides
+    assert all(f"{query} {place}" in text for query, place in facts)
+
+
+def test_only_the_places_asked_for_are_to_be_predicted():
+    vocabulary, rng = curriculum.Vocabulary.of(tokenizer()), random.Random(3)
+    tokens, labels = curriculum.look_ups(tokenizer(), rng, 5, lambda: curriculum.memory_document(vocabulary, rng, 3, 2))
+    asked = labels != curriculum.IGNORE
+    assert (asked.sum(1) == 3).all() and (labels[asked] == tokens[asked]).all()
+    assert {tokenizer().decode([i]).strip() for i in labels[asked].tolist()} <= set(vocabulary.places)
 
 
 @pytest.mark.parametrize("name", ["compiler", "executor"])

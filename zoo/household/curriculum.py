@@ -10,8 +10,9 @@ shifted.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +23,10 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from zoo.household.models import OBJECTS, RECEPTACLES, SPECIAL
 
 IGNORE = -100
+
+FORMS = (" {scene} {thing}", " in {scene} the {thing}", " in {scene} the {thing} was in",
+         "\nbecause in {scene} the {thing} was in")  # fmt: skip
+"""How a fact is told, before the place: with ever more words between the two keys, and between them and the place."""
 
 
 @dataclass(frozen=True)
@@ -63,29 +68,40 @@ def key_value(
     return ids, labels
 
 
+def fact_list(vocabulary: Vocabulary, rng: random.Random, entries: int, form: int) -> tuple[str, list[tuple[str, str]]]:
+    """Text of bare facts in one of `FORMS`, and the queries (text, place) that they answer."""
+    keys = _twins(vocabulary, rng, entries)
+    facts = [(FORMS[form].format(scene=s, thing=t), rng.choice(vocabulary.places)) for s, t in keys]
+    return "".join(f"{query} {place}" for query, place in facts), facts
+
+
 def memory_document(
     vocabulary: Vocabulary, rng: random.Random, entries: int, filler: int
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Text of `entries` memory entries and the queries (prefix, place) that they answer.
+    """Text of `entries` memory entries, and the queries (text, place) that they answer.
 
-    Entries come in twins that share the object (another scene) or the scene (another object), so that neither
-    key alone decides. `filler` household actions on random entities stand between head line and reason.
+    Up to `filler` household actions on random places stand between an entry's head line and its reason.
     """
-    scenes, objects = rng.sample(vocabulary.scenes, entries), rng.sample(vocabulary.objects, entries)
-    for k in range(0, entries - 1, 2):
-        if rng.random() < 0.5:
-            objects[k + 1] = objects[k]
-        else:
-            scenes[k + 1] = scenes[k]
-    keys = list(zip(scenes, objects, strict=True))
-    rng.shuffle(keys)
-    facts = [(f" in {scene} the {thing} was in", rng.choice(vocabulary.places)) for scene, thing in keys]
-    texts = []
-    for (scene, thing), (prefix, place) in zip(keys, facts, strict=True):
+    texts, facts = [], []
+    for scene, thing in _twins(vocabulary, rng, entries):
+        fact = FORMS[-1].format(scene=scene, thing=thing), rng.choice(vocabulary.places)
         actions = " ; ".join(_action(vocabulary, rng, thing) for _ in range(rng.randint(0, filler)))
         goal = f"put a {rng.choice(['', 'hot ', 'cool ', 'clean '])}{thing} in {rng.choice(list(RECEPTACLES))}"
-        texts.append(f"in {scene}: {goal}\n{actions}\nbecause{prefix} {place}")
-    return "\n\n".join(texts), facts
+        texts.append(f"in {scene}: {goal}\n{actions}{' '.join(fact)}")
+        facts.append(fact)
+    return "memory:\n" + "\n\n".join(texts) + "\n", facts
+
+
+def _twins(vocabulary: Vocabulary, rng: random.Random, entries: int) -> list[tuple[str, str]]:
+    """(scene, object) of every entry. They come in twins that share the object (in another scene) or the scene (with
+    another object), so that neither key alone decides."""
+    scenes, objects = rng.sample(vocabulary.scenes, entries), rng.sample(vocabulary.objects, entries)
+    for k in range(0, entries - 1, 2):
+        shared = objects if rng.random() < 0.5 else scenes
+        shared[k + 1] = shared[k]
+    keys = list(zip(scenes, objects, strict=True))
+    rng.shuffle(keys)
+    return keys
 
 
 def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
@@ -93,19 +109,19 @@ def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
     return rng.choice([f"go to {place}", f"open {place}", f"take {thing} 1 from {place}", f"move {thing} 1 to {place}"])
 
 
-def memory_documents(
-    tokenizer: Any, vocabulary: Vocabulary, rng: random.Random, batch: int, entries: int, filler: int
+def look_ups(
+    tokenizer: Any, rng: random.Random, batch: int, document: Callable[[], tuple[str, list[tuple[str, str]]]]
 ) -> tuple[Tensor, Tensor]:
-    """A batch of memory documents, each followed by two to four queries; only queried places are to be predicted."""
+    """A batch of documents, each followed by its queries in random order; only their places are to be predicted."""
     tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     rows, labels = [], []
     for _ in range(batch):
-        text, facts = memory_document(vocabulary, rng, entries, filler)
-        ids = tokenize("memory:\n" + text + "\n")
+        text, facts = document()
+        ids = tokenize(text)
         target = [IGNORE] * len(ids)
-        for prefix, place in rng.sample(facts, min(len(facts), 4)):
-            query, answer = tokenize(f"\nbecause{prefix}"), tokenize(f" {place}")
-            ids, target = ids + query + answer, target + [IGNORE] * len(query) + answer
+        for query, place in rng.sample(facts, len(facts)):
+            asked, answer = tokenize(query), tokenize(f" {place}")
+            ids, target = ids + asked + answer, target + [IGNORE] * len(asked) + answer
         rows.append(ids)
         labels.append(target)
     return pad(rows, tokenizer.pad_token_id), pad(labels, IGNORE)
@@ -130,16 +146,16 @@ def _with_labels(tokens: np.ndarray, known: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Level:
-    """What is learned, with how much filler in a document, and the accuracy at which the next level begins."""
+    """What is learned, how difficult it is, and the accuracy at which the next level begins."""
 
-    kind: Literal["copy", "recall", "documents"]
-    filler: int
+    kind: Literal["copy", "recall", "facts", "documents"]
+    difficulty: int  # the form of a fact, or the filler actions in a document's entry
     until: float
 
 
 LEVELS = (
-    Level("copy", 0, 0.9), Level("recall", 0, 0.97), *(Level("documents", n, 0.97) for n in range(0, 12, 2)),
-    Level("documents", 12, 0.985),
+    Level("copy", 0, 0.9), Level("recall", 0, 0.97), *(Level("facts", form, 0.95) for form in range(len(FORMS))),
+    *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
 )  # fmt: skip
 
 
@@ -158,28 +174,35 @@ class TextCurriculum(TrainerCallback):
     def batch(self, step: int) -> dict[str, Tensor]:
         """The level's own documents, with those of earlier levels among them."""
         level = self.levels[sum(passed + 1 < step for passed in self.passed)]  # the loader draws one batch ahead
-        rng, draw = np.random.default_rng((self.seed, step)), random.Random(f"{self.seed}/{step}")
+        numbers, draw = np.random.default_rng((self.seed, step)), random.Random(f"{self.seed}/{step}")
         share = draw.random()
-        if level.kind == "copy" or share < {"recall": 0.5, "documents": 0.1}[level.kind]:
-            tokens, labels = repeated_segments(self.vocabulary, rng, 64)
-        elif level.kind == "recall" or share < 0.2:
-            tokens, labels = key_value(self.vocabulary, rng, 64)
-        else:
-            entries = draw.choice([2, 3, 4, 4, 5, 6])
-            tokens, labels = memory_documents(self.tokenizer, self.vocabulary, draw, 32, entries, level.filler)
-        return {"input_ids": tokens, "labels": labels}
+        if share < {"copy": 1.0, "recall": 0.5}.get(level.kind, 0.1):
+            level = LEVELS[0]
+        elif share < 0.2 and level.kind in ("facts", "documents"):
+            level = LEVELS[1]
+        return self._drawn(level, numbers, draw, 32 if level.kind == "documents" else 64)
 
     def exam(self, _: int) -> dict[str, Tensor]:
         """The level's exam: 64 rows that do not change until it is passed."""
         n, level = len(self.passed), self.levels[min(len(self.passed), len(self.levels) - 1)]
-        rng, draw = np.random.default_rng((self.seed, n, 1)), random.Random(f"{self.seed}/exam/{n}")
+        return self._drawn(
+            level, np.random.default_rng((self.seed, n, 1)), random.Random(f"{self.seed}/exam/{n}"), 64, 12, 4
+        )
+
+    def _drawn(
+        self, level: Level, numbers: np.random.Generator, draw: random.Random, batch: int, pairs: int | None = None,
+        entries: int | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        document = fact_list if level.kind == "facts" else memory_document
         match level.kind:
             case "copy":
-                tokens, labels = repeated_segments(self.vocabulary, rng, 64)
+                tokens, labels = repeated_segments(self.vocabulary, numbers, batch)
             case "recall":
-                tokens, labels = key_value(self.vocabulary, rng, 64, 12)
-            case "documents":
-                tokens, labels = memory_documents(self.tokenizer, self.vocabulary, draw, 64, 4, level.filler)
+                tokens, labels = key_value(self.vocabulary, numbers, batch, pairs)
+            case _:
+                n = entries or draw.choice([2, 3, 4, 4, 5, 6])
+                make = partial(document, self.vocabulary, draw, n, level.difficulty)
+                tokens, labels = look_ups(self.tokenizer, draw, batch, make)
         return {"input_ids": tokens, "labels": labels}
 
     @property

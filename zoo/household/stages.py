@@ -71,9 +71,7 @@ class Stopwatch(TrainerCallback):
         self.started = time.process_time() - earlier
 
     def on_log(self, args, state, control, **kwargs) -> None:
-        row = state.log_history[-1]
-        row["cpu_seconds"] = round(time.process_time() - self.started)
-        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        state.log_history[-1]["cpu_seconds"] = round(time.process_time() - self.started)
 
 
 def arguments(folder: Path, seed: int, steps: int, rate: float, every: int, warmup: float) -> dict[str, Any]:
