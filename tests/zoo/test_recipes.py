@@ -78,15 +78,16 @@ def test_situations_ask_for_the_mark_only_while_it_is_of_use():
 
 @pytest.mark.slow
 def test_both_recipes_leave_a_model_that_loads_and_its_record(tmp_path):
-    levels = (Level("copy", 0, -1.0),)
+    levels = (Level("copy", 0, -1.0), Level("facts", 0, -1.0))
+    text = ["copying", "look_up"]
     recipes.train_compiler(
         tmp_path / "compiler", tmp_path / "work", 0, scenes=4, steps=(2, 2, 2), batch=6, levels=levels
     )
     recipes.train_executor(tmp_path / "executor", tmp_path / "work", 0, scenes=2, steps=2, batch=4, levels=levels)
-    for name, made in (("compiler", ["text", "questions", "emissions", "gathering"]), ("executor", ["text", "clone"])):
+    for name, made in (("compiler", [*text, "questions", "emissions", "gathering"]), ("executor", [*text, "clone"])):
         folder = tmp_path / name
         record = json.loads((folder / "RECORD.json").read_text())
         digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
         assert record["sha256"] == {"model.safetensors": digest}
-        assert list(record["log"]) == made and record["steps"] == dict.fromkeys(made, 2) | {"text": 25}
+        assert list(record["log"]) == made and record["steps"] == dict.fromkeys(made, 2) | dict.fromkeys(text, 25)
         assert load_backbone(folder, torch.float32, "cpu").is_vlm == (name == "compiler")

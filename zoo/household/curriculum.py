@@ -1,10 +1,10 @@
 """Synthetic documents that make a tiny model's look-up circuit form (paper: none; design notes: quickstart).
 
 A model of a million parameters does not learn to look things up from household text alone: the signal is too sparse.
-Three kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
-recall, and memory documents in which only scene AND object together decide the place.
-Every document function returns `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not
-shifted.
+Four kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
+recall, then facts and memory documents in which only scene AND object together decide the place. (Straight from recall
+to memory documents the model stayed at chance; facts told with ever more words lead there.)
+Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
 """
 
 from __future__ import annotations

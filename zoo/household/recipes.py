@@ -3,13 +3,13 @@
     memcompiler zoo compiler --out zoo/household/compiler
     memcompiler zoo executor --out zoo/household/executor
 
-Both start with the same text curriculum (`curriculum.py`): copying, key-value recall, memory documents of growing
-length, until look-up works. The compiler base then learns to answer questions about task memory and picture in the
-compiler's own prompt format, as an instruction-tuned VLM would, and to gather at the reserved memory tokens what a
-picture marks (`lessons.py`); to write emissions unasked, and to speak to an executor in soft tokens, is left to SFT.
-The executor clones a scripted executor (`episodes.py`) under `trl.SFTTrainer`, on prompts without memory, with all of M
-pasted, with right guidance and with wrong guidance. All scenes are of the split `pretrain`; no other split shares a
-layout.
+Both start with the same text curriculum (`curriculum.py`): copying, key-value recall, facts told with ever more words,
+memory documents of growing length, until look-up works. The compiler base then learns to answer questions about task
+memory and picture in the compiler's own prompt format, as an instruction-tuned VLM would, and to gather at the reserved
+memory tokens what a picture marks (`lessons.py`); to write emissions unasked, and to speak to an executor in soft
+tokens, is left to SFT. The executor clones a scripted executor (`episodes.py`) under `trl.SFTTrainer`, on prompts
+without memory, with all of M pasted, with right guidance and with wrong guidance. All scenes are of the split
+`pretrain`; no other split shares a layout.
 
 Stages lie in a work folder, which both recipes may share: what is finished there is not made again.
 """
@@ -38,27 +38,29 @@ from zoo.household.curriculum import LEVELS, Level, TextCurriculum
 from zoo.household.models import as_llama, make_compiler, make_executor, make_processor, make_tokenizer, save
 
 RATE = 2e-3
+TEXT = ("copying", "look_up")  # the stages that both recipes share
 
 
 def train_text(
-    tokenizer: PreTrainedTokenizerFast, work: Path, seed: int, levels: Sequence[Level] = LEVELS, steps: int = 12_000
+    tokenizer: PreTrainedTokenizerFast, work: Path, seed: int, levels: Sequence[Level] = LEVELS, steps: int = 6_000
 ) -> Qwen2ForCausalLM:
-    """Make a Qwen2 that has been through the text curriculum.
+    """Make a Qwen2 that has been through the text curriculum: it copies, then at half the rate it looks up.
 
     The embedding table starts wide (std 0.15): with 1,600 tokens and tied embeddings the usual 0.02 to 0.04 leaves
     tokens so alike that copying takes three times as long to form (measured).
 
     Raises:
-        RuntimeError: the curriculum did not get through in `steps`.
+        RuntimeError: a stage did not get through in `steps`.
     """
     set_seed(seed)
-    model = make_executor(tokenizer)
+    model: PreTrainedModel = make_executor(tokenizer)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.15)  # type: ignore[arg-type]
-    curriculum = TextCurriculum(tokenizer, seed, levels)
-    model = stages.train_on_answers(
-        model, work / "text", seed, steps, curriculum.batch, curriculum.exam, RATE, 25, warmup=50,
-        callbacks=[curriculum],
-    )  # fmt: skip
+    for name, kinds, rate in ((TEXT[0], ("copy", "recall"), RATE), (TEXT[1], ("facts", "documents"), RATE / 2)):
+        curriculum = TextCurriculum(tokenizer, seed, [level for level in levels if level.kind in kinds])
+        model = stages.train_on_answers(
+            model, work / name, seed, steps, curriculum.batch, curriculum.exam, rate, 25, warmup=50,
+            callbacks=[curriculum],
+        )  # fmt: skip
     return model  # type: ignore[return-value]
 
 
@@ -82,7 +84,7 @@ def train_compiler(
     model = stage(model, "questions", lessons.question_batch, steps=steps[0])
     model = stage(model, "emissions", partial(lessons.question_batch, emissions=True), steps=steps[1])
     model = stage(model, "gathering", lessons.gathering_batch, steps=steps[2])
-    finish("compiler", out, model, processor, work, ("text", "questions", "emissions", "gathering"), settings)
+    finish("compiler", out, model, processor, work, (*TEXT, "questions", "emissions", "gathering"), settings)
 
 
 def _compiler_stage(
@@ -117,7 +119,7 @@ def train_executor(
     )  # fmt: skip
     model = stages.run(trainer, work / "clone")
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
-    finish("executor", out, as_llama(model), tokenizer, work, ("text", "clone"), settings)  # type: ignore[arg-type]
+    finish("executor", out, as_llama(model), tokenizer, work, (*TEXT, "clone"), settings)  # type: ignore[arg-type]
 
 
 def _prompt_and_completion(tokenizer: PreTrainedTokenizerFast, example: episodes.ExecutorExample) -> dict[str, str]:
