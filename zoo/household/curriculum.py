@@ -112,7 +112,7 @@ def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
 def look_ups(
     tokenizer: Any, rng: random.Random, batch: int, document: Callable[[], tuple[str, list[tuple[str, str]]]]
 ) -> tuple[Tensor, Tensor]:
-    """A batch of documents, each followed by its queries in random order; only their places are to be predicted."""
+    """Make a batch of documents, each followed by its queries in random order; only their places are to be predicted."""
     tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     rows, labels = [], []
     for _ in range(batch):
@@ -172,7 +172,7 @@ class TextCurriculum(TrainerCallback):
         self.passed: list[int] = []  # the steps after which exams were passed
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """The level's own documents, with those of earlier levels among them."""
+        """Draw the level's own documents, or (in one of five to ten) those of copying and recall."""
         level = self.levels[sum(passed + 1 < step for passed in self.passed)]  # the loader draws one batch ahead
         numbers, draw = np.random.default_rng((self.seed, step)), random.Random(f"{self.seed}/{step}")
         share = draw.random()
@@ -183,7 +183,7 @@ class TextCurriculum(TrainerCallback):
         return self._drawn(level, numbers, draw, 32 if level.kind == "documents" else 64)
 
     def exam(self, _: int) -> dict[str, Tensor]:
-        """The level's exam: 64 rows that do not change until it is passed."""
+        """Draw the level's exam: 64 rows that do not change until it is passed."""
         n, level = len(self.passed), self.levels[min(len(self.passed), len(self.levels) - 1)]
         return self._drawn(
             level, np.random.default_rng((self.seed, n, 1)), random.Random(f"{self.seed}/exam/{n}"), 64, 12, 4
@@ -219,7 +219,7 @@ class TextCurriculum(TrainerCallback):
         control.should_training_stop = control.should_training_stop or self.done
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        """Raises: RuntimeError, for a curriculum that did not get through must not pass for finished."""
+        """Raise RuntimeError where a level is left: such a curriculum must not pass for finished."""
         if not self.done:
             raise RuntimeError("the curriculum did not get through: look at the log, try another seed")
 

@@ -64,7 +64,7 @@ def conversation(situation: Situation, rng: random.Random, emissions: bool) -> l
 
 
 def questions(backbone: Backbone, situation: Situation, rng: random.Random, emissions: bool) -> Lesson:
-    """The compile prompt followed by questions; their answers are to be predicted."""
+    """Put questions behind the compile prompt; their answers are to be predicted."""
     talk = conversation(situation, rng, emissions)
     encoded = backbone.encode([*compiler_parts(situation.request), Part(text=f"\nask: {talk[0][0]}")])
     ids, labels = [], [IGNORE] * len(encoded.ids)
@@ -76,7 +76,7 @@ def questions(backbone: Backbone, situation: Situation, rng: random.Random, emis
 
 
 def gathering(backbone: Backbone, situation: Situation, rng: random.Random) -> Lesson:
-    """What the reserved tokens are for: behind an emission they gather what the text does not say, the marked place.
+    """Put memory tokens behind an emission: they gather what the text does not say, the marked place.
 
     Each of 4 to 8 memory tokens has to predict the place that the picture marks, or " nothing". The emission itself is
     not learned here. SFT then has a direction to read; without this stage LoRA on q and v alone did not find the mark
@@ -91,7 +91,7 @@ def gathering(backbone: Backbone, situation: Situation, rng: random.Random) -> L
 
 
 def collate(backbone: Backbone, lessons: Sequence[Lesson]) -> Batch:
-    """A right-padded batch of lessons, with the arguments of the model's forward as names."""
+    """Pad lessons on the right to a batch, with the arguments of the model's forward as names."""
     batch = backbone.pad([lesson.prompt for lesson in lessons], "right")
     labels = pad([list(lesson.labels) for lesson in lessons], IGNORE)
     return {"input_ids": batch.tokens, "position_ids": batch.positions, "labels": labels, **batch.vision}

@@ -103,7 +103,7 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
 def make_compiler(
     tokenizer: PreTrainedTokenizerFast, hidden: int = 128, layers: int = 4
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """An untrained Qwen2.5-VL. head_dim is 32, the smallest that vLLM accepts."""
+    """Make an untrained Qwen2.5-VL. head_dim is 32, the smallest that vLLM accepts."""
     ids = {name: tokenizer.get_vocab()[name] for name in SPECIAL}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}
     config = Qwen2_5_VLConfig(
@@ -126,7 +126,7 @@ def make_executor(tokenizer: PreTrainedTokenizerFast, hidden: int = 128, layers:
 
 
 def as_llama(model: Qwen2ForCausalLM) -> LlamaForCausalLM:
-    """The same function under another name: a Llama with attention biases (that of o_proj zero).
+    """Give the same function another name: a Llama with attention biases (that of o_proj zero).
 
     AutoTokenizer replaces whatever tokenizer lies in a `qwen2` folder by Qwen's own pre-tokenizer (transformers 5.17),
     which would cut every entity into bytes; a `llama` folder keeps its tokenizer.

@@ -75,7 +75,7 @@ class Stopwatch(TrainerCallback):
 
 
 def arguments(folder: Path, seed: int, steps: int, rate: float, every: int, warmup: float) -> dict[str, Any]:
-    """What all stages have in common; a share of `warmup` under 1 brings a cosine down to a fiftieth with it."""
+    """Say what all stages have in common; a share of `warmup` under 1 brings a cosine down to a fiftieth with it."""
     cosine = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.02}}
     return {
         "output_dir": str(folder), "seed": seed, "max_steps": steps, "learning_rate": rate, "warmup_steps": warmup,
@@ -118,5 +118,5 @@ def run(trainer: Trainer, folder: Path) -> PreTrainedModel:
 
 
 def log_of(folder: Path) -> list[dict[str, float]]:
-    """The log of a stage, row by row."""
+    """Read the log of a stage, row by row."""
     return json.loads((folder / "trainer_state.json").read_text())["log_history"]
