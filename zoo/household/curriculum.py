@@ -112,7 +112,7 @@ def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
 def look_ups(
     tokenizer: Any, rng: random.Random, batch: int, document: Callable[[], tuple[str, list[tuple[str, str]]]]
 ) -> tuple[Tensor, Tensor]:
-    """Make a batch of documents, each followed by its queries in random order; only their places are to be predicted."""
+    """Make a batch of documents, each followed by its queries in random order; only places are to be predicted."""
     tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     rows, labels = [], []
     for _ in range(batch):
