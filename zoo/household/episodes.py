@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agent.deliveries import Delivery
+from agent.deliveries import Delivery, recorded_step
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher, subgoals, taken
 from agent.records import StepInput, compile_request
@@ -99,10 +99,10 @@ def situations(scenes: int, seed: int, max_steps: int = 20) -> list[Situation]:
     """Collect what a compiler meets in `scenes` pretraining scenes, in the teacher's own episodes with detours."""
     env, specs = material(scenes, seed)
     marks = {s.task.id: _object_of(env, s.task)[1] if s.task.family == "visual" else "" for s in specs}
-    delivery = Delivery("teacher", "compiled", ExpertTeacher(), soft=False)
+    delivery = Delivery("expert_compiler", "compiled", ExpertTeacher(), soft=False)
     episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.2, seed), Limits(max_steps), concurrency=1)
     return [
-        _situation(episode.step_input(t, spec.memory), step.emission_text, marks[spec.task.id])
+        _situation(recorded_step(episode, t, spec.memory), step.emission_text, marks[spec.task.id])
         for episode, spec in zip(episodes, specs, strict=True)
         for t, step in enumerate(episode.steps)
         if step.emission_kind and step.action
