@@ -24,14 +24,14 @@ def run(out: Path, log: str, *command: str) -> float:
 
 
 def collect(root: Path, seed: int) -> float:
-    """The expert's rows on the homes of a seed, in ROOT/SEED/collect."""
+    """Collect the expert's rows on the homes of a seed, in ROOT/SEED/collect."""
     out = root / str(seed)
     world = [f"env.seed={seed}", f"seed={seed}"]
     return run(out, "collect", "collect", "-c", "collect/quickstart", *world, "--out", f"{out}/collect")
 
 
 def sft(root: Path, seed: int, name: str, *settings: str) -> float:
-    """An SFT run on those rows, in ROOT/SEED/sft-NAME."""
+    """Train on those rows, in ROOT/SEED/sft-NAME."""
     out = root / str(seed)
     own = [f"rows={out}/collect/rows", f"seed={seed}", *settings]
     return run(out, f"sft-{name}", "train", "sft", "-c", "sft/quickstart", *own, "--out", f"{out}/sft-{name}")

@@ -79,7 +79,7 @@ def save_projector(folder: Path, config: ProjectorConfig, weights: Mapping[str, 
 
 
 def load_projector(folder: Path) -> Projector:
-    """Raises: CheckpointError."""
+    """Load a checkpoint's projector. Raises: CheckpointError."""
     try:
         projector = Projector(ProjectorConfig(**json.loads((folder / "projector.json").read_text())))
         projector.load_state_dict(load_file(folder / "projector.safetensors"))

@@ -36,7 +36,7 @@ _NOWHERE = Provenance("", "", "", "", False)  # where an entry comes from is not
 
 
 def _brief_state(text: str) -> str:
-    """Raises: ValueError, unless it is a Brief State exactly as `render_brief_state` writes it."""
+    """Raise ValueError unless it is a Brief State exactly as `render_brief_state` writes it."""
     try:
         same = render_brief_state(parse_brief_state(text)) == text
     except (ValueError, KeyError, IndexError):
@@ -47,7 +47,7 @@ def _brief_state(text: str) -> str:
 
 
 def _png(text: str) -> str:
-    """Raises: ValueError, unless it is a PNG of at most MAX_PIXELS, in base64."""
+    """Raise ValueError unless it is a PNG of at most MAX_PIXELS, in base64."""
     try:
         data = base64.b64decode(text, validate=True)
     except binascii.Error:

@@ -40,7 +40,7 @@ class Manifest:
 
     @classmethod
     def of(cls, benchmark: str, tasks: Iterable[Task]) -> Self:
-        """Raises: ManifestError, for no tasks, or an id that stands for two different ones of one split."""
+        """Raise ManifestError for no tasks, or an id that stands for two different ones of one split."""
         listed: dict[tuple[str, str], Listed] = {}
         for task in tasks:
             isolation = {name: tuple(sorted(set(values))) for name, values in sorted(task.isolation.items())}
@@ -68,14 +68,14 @@ class Manifest:
         return frozenset(task.id for task in self.tasks)
 
     def write(self, path: Path) -> None:
-        """The same bytes for the same tasks, one task per line; the file appears when it is whole."""
+        """Write the same bytes for the same tasks, one task per line; the file appears when it is whole."""
         head = {"format": FORMAT, "benchmark": self.benchmark, "split": self.split, "sha256": self.sha256}
         lines = ",\n".join(json.dumps(asdict(task), ensure_ascii=False, sort_keys=True) for task in self.tasks)
         write_atomically(path, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "tasks": [\n{lines}\n]}}\n')
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises: ManifestError, for a file that is missing, no manifest, or not as it was written."""
+        """Read a manifest. Raises: ManifestError, for a file that is missing, no manifest, or not as it was written."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT:

@@ -82,7 +82,7 @@ def write_comparison(folders: Sequence[Path], out_path: Path | None = None, repl
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Raises: FileNotFoundError, ValueError as `write_comparison`."""
+    """Read each run. Raises: FileNotFoundError, ValueError as `write_comparison`."""
     paths = [folder.resolve() for folder in folders]
     if len(set(paths)) < max(2, len(paths)):
         raise ValueError("a comparison needs two runs or more, each named once")
@@ -124,7 +124,7 @@ def _across_scenes(source: EpisodeSource, scene_seed: int, pictures: bool) -> It
 
 
 def dotted(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}. Lists become JSON: they are compared as wholes."""
+    """Flatten: {"a": {"b": 1}} -> {"a.b": 1}. Lists become JSON: they are compared as wholes."""
     return {k: json.dumps(v) if isinstance(v, Mapping | list) else v for k, v in flatten(tree).items()}
 
 

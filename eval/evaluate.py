@@ -283,7 +283,7 @@ def bank_key(config: EvalConfig, split: str) -> str:
 
 
 def _check_checkpoints(made: Sequence[Cell]) -> None:
-    """Raises: ConfigError or CheckpointError, before anything is played, where a checkpoint is missing."""
+    """Raise ConfigError or CheckpointError, before anything is played, where a checkpoint is missing."""
     for cell in made:
         if not (names := _needs_checkpoint(cell.config)) or cell.config.compiler.engine == "http":
             continue

@@ -90,7 +90,7 @@ def cells(config: EvalConfig) -> list[Cell]:
 
 
 def check_deliveries(config: EvalConfig) -> None:
-    """Raises: ConfigError, for a delivery that is none or that only results have."""
+    """Raise ConfigError for a delivery that is none or that only results have."""
     for name in config.deliveries:
         try:
             spec = find(name)
@@ -107,7 +107,7 @@ def baseline_of(config: EvalConfig, cell: Cell, delivery: str) -> str | None:
 
 
 def check_baseline(config: EvalConfig, made: Sequence[Cell]) -> None:
-    """Raises: ConfigError, for a baseline that nothing in the evaluation is."""
+    """Raise ConfigError for a baseline that nothing in the evaluation is."""
     if config.baseline is None:
         return
     there = {joined(cell.group, delivery) for cell in made for delivery in cell.config.deliveries}

@@ -91,7 +91,7 @@ class TokenExecutor:
         return (candidate_logprobs / (self.temperature or 1.0)).log_softmax(0)
 
     def _check_context(self, prompt: Prompt, candidates: Sequence[str]) -> None:
-        """Raises: ContextLengthError, where an answer or a candidate does not fit behind the prompt."""
+        """Raise ContextLengthError where an answer or a candidate does not fit behind the prompt."""
         room = max((len(name.encode()) + 3 for name in candidates), default=self.max_new_tokens)
         if candidates and self.context is not None and len(prompt.ids) + room > self.context:
             # Bytes were a bound that is cheap. Behind a candidate vLLM has to be asked for one more token.

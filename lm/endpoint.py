@@ -118,7 +118,7 @@ class Endpoint:
             raise
 
     def check(self) -> None:
-        """Raises: EndpointStop, where the client has stopped."""
+        """Raise EndpointStop where the client has stopped."""
         if self.stopped is not None:
             raise self.stopped
 

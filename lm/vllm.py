@@ -93,7 +93,7 @@ def run(
 
 
 def check_read(outputs: Sequence[RequestOutput | None], ids: Sequence[Sequence[int]]) -> None:
-    """Raises: ValueError, where vLLM (its image processor) read a prompt as other tokens than the model's own does."""
+    """Raise ValueError where vLLM (its image processor) read a prompt as other tokens than the model's own does."""
     pairs = [(output, tuple(read)) for output, read in zip(outputs, ids, strict=True) if output is not None]
     if any(tuple(output.prompt_token_ids or ()) != read for output, read in pairs):
         raise ValueError("vLLM read a prompt as other tokens: compare its image processor with the model's own")

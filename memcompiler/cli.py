@@ -56,7 +56,7 @@ for name, group in {
 
 
 def _check_cells(settings: "EvalConfig | QuickstartConfig") -> None:
-    """Raises: ConfigError, for a matrix or deliveries that cannot be."""
+    """Raise ConfigError for a matrix or deliveries that cannot be."""
     from configs.evaluation import EvalConfig
     from eval.matrix import cells
 
@@ -79,7 +79,7 @@ def doctor() -> None:
 def quickstart(
     settings: "QuickstartConfig", out: Out = Path("out/quickstart"), on_exists: OnExists = "overwrite"
 ) -> None:
-    """The whole system once, on two CPU cores: collect, train, roll out, evaluate, report."""
+    """Run the whole system once, on two CPU cores: collect, train, roll out, evaluate, report."""
     from memcompiler.quickstart import run_quickstart
 
     run_quickstart(settings, out, on_exists)
@@ -221,7 +221,7 @@ def serve_compiler(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8100,
     print_config: PrintConfig = False,
 ) -> None:  # fmt: skip
-    """A trained compiler, with its projector, behind POST /compile (docs/serving.md). In vLLM, unless
+    """Put a trained compiler, with its projector, behind POST /compile (docs/serving.md). In vLLM, unless
     compiler.engine=hf."""
     named = [f"compiler.checkpoint={checkpoint}"] if checkpoint else []
     settings = load_settings("configs.models:ServeConfig", config, [*(overrides or []), *named], print_config)
@@ -244,7 +244,7 @@ def serve_executor(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = 8000,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
 ) -> None:
-    """A frozen executor behind vLLM's own server, started so that it takes soft tokens."""
+    """Put a frozen executor behind vLLM's own server, started so that it takes soft tokens."""
     from executor.client import serve, server_command
     from lm.backbone import model_path
     from runtime.http import check_loopback, http_url
@@ -288,8 +288,8 @@ def bench_delivery(
     n_soft: Annotated[int, typer.Option(min=1, help="Soft tokens.")] = 16,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder, for results.json.")] = None,
 ) -> None:
-    """What a step costs, static against compiled delivery of the same memory: tokens, latency and where it goes,
-    throughput, in the Hugging Face and vLLM engines."""
+    """Measure what a step costs, static against compiled delivery of the same memory: tokens, latency and where it
+    goes, throughput, in the Hugging Face and vLLM engines."""
     from benchmarks.delivery import run_bench_delivery
 
     run_bench_delivery(model, memory_tokens, steps, concurrency, engine, dtype, n_soft, out)

@@ -19,7 +19,7 @@ data_app = command_group("Look at SFT rows, push them to the Hugging Face hub.")
 
 @bank_app.command("inspect")
 def bank_inspect(bank: Path) -> None:
-    """What a bank holds: entries by split, scene and source, versions."""
+    """Say what a bank holds: entries by split, scene and source, versions."""
     from memory.bank import MemoryBank
 
     typer.echo(json.dumps(MemoryBank(bank).inspect(), indent=1))
@@ -46,7 +46,7 @@ def data_inspect(
     rows: Annotated[list[str], typer.Argument(help="Folders of rows, or patterns such as 'runs/shard-*/rows'.")],
     tokenizer: Annotated[str | None, typer.Option(help="Count tokens, too: a Hugging Face name or folder.")] = None,
 ) -> None:
-    """What rows hold: episodes, emission kinds, lengths, actions; all folders together."""
+    """Say what rows hold: episodes, emission kinds, lengths, actions; all folders together."""
     from data_gen.dataset import of_collection, print_statistics, statistics
     from data_gen.rows import load_rows, row_folders
     from lm.backbone import model_path, quiet
@@ -83,7 +83,7 @@ def leakage(
     evaluation: Annotated[Path | None, typer.Option("--eval", help="Manifest of the evaluation side.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for manifest.json, leakage.json.")] = None,
 ) -> None:
-    """What training and evaluation share; exits 1 on a leak, or when nothing could be checked. Settings as for
+    """Say what training and evaluation share; exit 1 on a leak, or when nothing could be checked. Settings as for
     collect: env, split, leakage.held_out."""
     run_leakage(train, evaluation, settings, out)
 

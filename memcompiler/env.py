@@ -87,7 +87,7 @@ def bench_env(
     steps: Annotated[int, typer.Option(min=1, help="Steps in each game.")] = 40,
     seed: Annotated[int, typer.Option(help="Seed of the games and of the walks.")] = 0,
 ) -> None:
-    """Resets and steps per second of TextWorld and of the native engine, on the same games and commands."""
+    """Measure resets and steps per second of TextWorld and of the native engine, on the same games and commands."""
     from rich.console import Console
     from rich.table import Table
 

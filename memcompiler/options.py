@@ -97,7 +97,7 @@ class RunsByDefault(TyperGroup):
 
 
 def _known_failures() -> tuple[type[Exception], ...]:
-    """Imported when something has failed: a command that only starts another program is spared what they import."""
+    """Import them when something has failed: a command that only starts another program is spared what they import."""
     from configs.load import ConfigError
     from envs.base import EnvironmentFailure
     from lm.ledger import EndpointStop

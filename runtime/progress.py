@@ -14,7 +14,7 @@ EVERY = 20.0  # seconds between plain lines
 
 @contextmanager
 def progress(name: str, total: int, done: int = 0) -> Iterator[Callable[[object], None]]:
-    """Yields `advance(note)`: one unit is done. A note that is a string is shown."""
+    """Yield `advance(note)`: one unit is done. A note that is a string is shown."""
     if sys.stdout.isatty():
         columns = (TextColumn("  {task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, TextColumn("{task.fields[note]}")) as bar:

@@ -99,7 +99,7 @@ def shared_out(actors: int, rollouts: int, executors: int) -> tuple[list[str], l
 
 
 def compiler_service(config: GrpoConfig, adapters: Path, own_gpu: bool) -> ServeConfig:
-    """Settings of a service that rolls out, with weights from under `adapters`. A request has the time that its
+    """Make settings of a service that rolls out, with weights from under `adapters`. A request has the time that its
     client, the actor, gives it."""
     compiler = config.compiler.model_copy(update={"vllm": _engine(config.compiler.vllm, own_gpu)})
     folder, timeout = str(adapters.resolve()), config.compiler.timeout_s

@@ -85,7 +85,7 @@ def _corner(cell: int) -> tuple[int, int]:
 
 
 def _receptacle_colour(kind: str) -> tuple[int, int, int]:
-    """The types of generated homes are spread evenly over the hues and two brightnesses; others fall between."""
+    """Spread the types of generated homes evenly over the hues and two brightnesses; others fall between."""
     if kind not in _TYPES:
         return _colour(_share(kind), 0.3, 0.5)
     position = _TYPES.index(kind)

@@ -92,7 +92,7 @@ class Replay:
         return load_compiler(settings, self.executor, self.config.seed)
 
     def memory(self, episode: Episode) -> list[MemoryEntry]:
-        """Raises: BankError, where the bank has not what the episode read."""
+        """Fetch what the episode read. Raises: BankError, where the bank has it not."""
         if self._bank is None:
             version = self.config.memory.version or episode.bank_version
             self._bank = open_bank(self.config.memory.model_copy(update={"version": version}), self.own_bank())

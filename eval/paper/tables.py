@@ -214,7 +214,7 @@ def _in(column: Column, m: Measured) -> bool:
 def _measured_rows(
     spec: Spec, columns: Sequence[Column], found: Sequence[Measured], printed: Mapping[str, Any]
 ) -> list[Row]:
-    """Raises: ValueError, where two measurements fall into one cell."""
+    """Group what was measured by row. Raises: ValueError, where two measurements fall into one cell."""
     rows = []
     for (executor, method), of_row in grouped(found, lambda m: (m.executor, _method(spec, m))).items():
         cells = {column.name: _cell(column, of_row, f"{executor}, {method}") for column in columns}
