@@ -172,7 +172,7 @@ class TextCurriculum(TrainerCallback):
         self.passed: list[int] = []  # the steps after which exams were passed
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """Draw the level's own documents, or (in one of five to ten) those of copying and recall."""
+        """Draw the level's own documents, or those of earlier kinds: half of recall's, a fifth from facts on."""
         level = self.levels[sum(passed + 1 < step for passed in self.passed)]  # the loader draws one batch ahead
         numbers, draw = np.random.default_rng((self.seed, step)), random.Random(f"{self.seed}/{step}")
         share = draw.random()
