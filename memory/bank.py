@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from memory.retrieval import Embed
 
 BATCH = 64  # entries in memory at once while a bank is iterated (each may hold an episode's pictures)
+UNFINISHED = ".making-"  # how the folder of a table that is being made begins; a kill may leave one behind
 IMPORT_BATCH, IMPORT_BYTES = 4096, 2**26  # entries, or picture bytes, per commit of an import
 
 
@@ -271,7 +274,7 @@ class MemoryBank:
         """Find the bank's table; None where nothing has been committed yet (a process may die while it makes one)."""
         if self.path.exists() and not self.path.is_dir():
             raise BankError(f"{self.path} is a file, not a memory bank (a folder): to read an export, import it first")
-        if not self.path.exists() or not any(self.path.iterdir()):
+        if not self.path.exists() or all(path.name.startswith(UNFINISHED) for path in self.path.iterdir()):
             return None
         if not (self.path / f"{TABLE}.lance").is_dir():
             raise BankError(f"{self.path} is not a memory bank and not empty: name another folder")
@@ -285,9 +288,15 @@ class MemoryBank:
 
     def _make(self) -> Table:
         dimension = unit_rows(self.embed, ["goal"]).shape[1] if self.embed is not None else None
-        self.path.mkdir(parents=True, exist_ok=True)
+        schema = make_schema(dimension, getattr(self.embed, "name", ""))
         with clear_errors(self.path):
-            schema = make_schema(dimension, getattr(self.embed, "name", ""))
+            self.path.mkdir(parents=True, exist_ok=True)
+            # LanceDB's own making is a write like any other: of two processes at the same moment one may fail. Moving a
+            # table that is whole into its place can be done once.
+            with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=self.path) as folder:
+                connect(Path(folder)).create_table(TABLE, schema=schema)
+                with suppress(OSError):  # another process was first
+                    (Path(folder) / f"{TABLE}.lance").rename(self.path / f"{TABLE}.lance")
             return connect(self.path).create_table(TABLE, schema=schema, exist_ok=True)
 
     def _pin(self) -> _Pinned:

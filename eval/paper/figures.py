@@ -159,12 +159,12 @@ def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: 
 def _figure4(
     replay: Replay, deliveries: Sequence[str], limit: int | None, seed: int, png: Path, most: int = 500
 ) -> tuple[dict[str, Any], str]:
-    steps = (
+    steps = [  # a list: a record that cannot be read is found before a model is loaded
         (again, f"{step.reason} {step.guidance}".strip(), number)
         for number, episode in enumerate(latents.played(replay.run / EPISODES, deliveries, limit))
         for t, step in enumerate(episode.steps)
         if (again := replay.recompiled(episode, t)) is not None
-    )
+    ]
     shown, left_out = _spaces(latents.gathered(replay.executor, steps), most, seed)
     latents.latents_plot(shown, png)
     rows = [
