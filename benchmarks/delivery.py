@@ -31,7 +31,7 @@ from transformers import AutoConfig
 from benchmarks.scripted import ACTION_TOKENS, EMISSION_TOKENS, Script, ScriptedCompiler, ScriptedExecutor, play
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
-from configs.models import CompilerConfig, ExecutorConfig, Soft, VllmEngine
+from configs.models import CompilerConfig, Dtype, ExecutorConfig, Soft, VllmEngine
 from configs.run_folder import RunFolder
 from envs.household.environment import INSTRUCTIONS
 from executor.build import load_executor
@@ -52,7 +52,7 @@ class DeliveryBench(Settings):
     steps: int
     concurrency: tuple[int, ...]
     engines: tuple[Literal["hf", "vllm"], ...]
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Dtype
     n_soft: int
     seed: int = 0
     emission_tokens: int = EMISSION_TOKENS

@@ -31,7 +31,7 @@ class ModelSettings(Settings):
 
     start: ClassVar[str]  # the command that starts a server of it
     model: str
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     device: str = "auto"
     engine: str
     url: str | None = None  # of engine http, the server that is up already (docs/serving.md): http://127.0.0.1:8100

@@ -193,13 +193,13 @@ class TextCurriculum(TrainerCallback):
         self, level: Level, numbers: np.random.Generator, draw: random.Random, batch: int, pairs: int | None = None,
         entries: int | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
-        document = fact_list if level.kind == "facts" else memory_document
         match level.kind:
             case "copy":
                 tokens, labels = repeated_segments(self.vocabulary, numbers, batch)
             case "recall":
                 tokens, labels = key_value(self.vocabulary, numbers, batch, pairs)
             case _:
+                document = fact_list if level.kind == "facts" else memory_document
                 n = entries or draw.choice([2, 3, 4, 4, 5, 6])
                 make = partial(document, self.vocabulary, draw, n, level.difficulty)
                 tokens, labels = look_ups(self.tokenizer, draw, batch, make)
