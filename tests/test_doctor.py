@@ -279,6 +279,7 @@ def test_shipped_models_are_restored_from_git_where_they_are_committed(monkeypat
 # --- this machine ---
 
 
+@pytest.mark.slow
 def test_the_core_works_here(repository: Path):
     done = subprocess.run(
         [sys.executable, "-m", "memcompiler", "doctor"], cwd=repository, capture_output=True, text=True

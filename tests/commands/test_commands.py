@@ -68,6 +68,7 @@ def test_the_checkpoint_is_complete_and_small(quickstart):
     assert sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file()) < 4 * 2**20  # no frozen model in it
 
 
+@pytest.mark.slow
 def test_eval_of_a_checkpoint_on_the_generated_scenes(quickstart, tmp_path):
     done = memcompiler(
         "eval", "-c", "eval/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", "limit=4", "max_steps=3",
@@ -112,6 +113,7 @@ def assert_same_weights(folder: Path, step: int) -> None:
         assert a.keys() == b.keys() and all((a[k] == b[k]).all() for k in a)
 
 
+@pytest.mark.slow
 def test_kill_and_resume_give_the_same_weights(quickstart, tmp_path):
     """kill -9 before SFT's first checkpoint and again in its middle, then the same command: weights and metrics equal
     those of a run that was never stopped."""

@@ -22,6 +22,8 @@ from envs.base import Environment, EnvironmentFailure, Task
 from envs.scienceworld.environment import NAMES, PRESETS, ScienceWorldEnvironment, file_tasks, kinds, make_task
 from envs.scienceworld.simulator import java_path
 
+pytestmark = pytest.mark.scienceworld
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY.parent / "shared" / "data" / "scienceworld" / "agentsquare_sample.jsonl"
 SIZES = {"train": 3592, "dev": 1796, "test": 1819}

@@ -217,6 +217,7 @@ def serve(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "memcompiler", "serve", *arguments]
 
 
+@pytest.mark.slow
 def test_the_command_is_printed() -> None:
     done = subprocess.run(
         serve("executor", "--model", "some/model", "--port", "8011", "--dry-run", "--", "--max-model-len", "64"),

@@ -150,6 +150,7 @@ for i in range(int(sys.argv[2]), 10**6):
 """
 
 
+@pytest.mark.slow
 def test_kill_9_between_and_within_appends(tmp_path: Path):
     path, start = tmp_path / "bank", 0
     root = Path(__file__).resolve().parents[2]
@@ -183,6 +184,7 @@ def open_and_write(folder: Path, number: int, rounds: int, together: Any, said: 
             said.put(f"round {round}, process {number}: {error!r}")
 
 
+@pytest.mark.slow
 def test_processes_that_begin_one_bank_at_the_same_moment_all_get_it(tmp_path: Path):
     processes, rounds = 3, 8
     context = multiprocessing.get_context("spawn")

@@ -83,10 +83,12 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
         assert_same(steps(alone, 3), steps(out / backend, 3))
 
 
+@pytest.mark.slow
 def test_two_replicated_or_sharded_ranks_equal_one(alone, tmp_path):
     two_ranks_equal_one(alone, tmp_path, ("replicated", "fsdp"))
 
 
+@pytest.mark.slow
 def test_ranks_share_out_the_episodes_of_a_task_and_its_group_is_whole(tmp_path):
     done = torchrun(tmp_path, "replicated", "shared")
     assert done.returncode == 0, done.stderr[-4000:]
