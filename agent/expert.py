@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agent.records import Episode
-from compiler.brief_state import PLAN, BriefState, Create, Fold, Op, Update
+from compiler.brief_state import PLAN, BriefState, Create, Delete, Fold, Op, Update
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
 from executor.prompt import ExecutorRequest
@@ -22,7 +22,7 @@ from executor.records import Action, Grounding
 from memory.entry import MemoryEntry
 
 _TAKE = re.compile(r"take (?P<thing>[a-z]+) \d+ from (?P<place>[a-z]+ \d+)")
-_PUT = re.compile(r"(?:move|put) (?P<thing>[a-z]+) \d+ (?:to|in/on|in|on) (?P<place>[a-z]+) \d+")
+_PUT = re.compile(r"(?:move|put) (?P<thing>[a-z]+) \d+ (?:to|in/on|in|on) (?P<place>(?P<kind>[a-z]+) \d+)")
 _TREAT = re.compile(r"(?P<verb>heat|cool|clean|slice) (?P<thing>[a-z]+) \d+ with")
 _USE = re.compile(r"use (?P<thing>[a-z]+) \d+")
 _SEEN_AT = re.compile(r"(?:On the|The) (?P<place>[a-z]+ \d+)(?:, you see| is open)")
@@ -52,7 +52,7 @@ def subgoals(plan: Sequence[str]) -> list[str]:
         if m := _TAKE.fullmatch(command):
             goals.append(f"find {m['thing']}")
         elif m := _PUT.fullmatch(command):
-            goals.append(f"put {m['thing']} in {m['place']}")
+            goals.append(f"put {m['thing']} in {m['kind']}")
         elif m := _TREAT.match(command):
             goals.append(f"{m['verb']} {m['thing']}")
         elif m := _USE.fullmatch(command):
@@ -100,8 +100,8 @@ class ExpertTeacher:
         fact = taken(plan)
         thing = fact[0] if fact and subgoals(plan)[:1] == [f"find {fact[0]}"] else None  # still to be found
         ops = _progress(request.state, plan, request.history) if request.state is not None else []
-        if thing is not None and request.state is not None:
-            ops += _ruled_out(request, thing)
+        if request.state is not None:
+            ops += [*_filled(request.state, request.history), *(_ruled_out(request, thing) if thing else ())]
         guidance = self._guidance(request, thing) if thing is not None else None
         return Emission(*(guidance or ("", "")), tuple(ops))
 
@@ -117,7 +117,7 @@ class ExpertTeacher:
         place = fact[1]
         here = {m["place"] for m in (*_SEEN_AT.finditer(request.observation), *_ARRIVED.finditer(request.observation))}
         visited = f"go to {place}" in request.history
-        if place in here or (visited and f"open {place}" in request.history) or _excluded(request.state, place):
+        if place in here or (visited and f"open {place}" in request.history) or _lacks(request.state, place, thing):
             return None
         scene = request.goal.split(":")[0].removeprefix("in ") if request.goal.startswith("in ") else ""
         return f"go to {place}", location(scene, thing, place)
@@ -140,13 +140,24 @@ def _progress(state: BriefState, plan: Sequence[str], history: Sequence[str]) ->
 def _ruled_out(request: CompileRequest, thing: str) -> list[Op]:
     """Note that the place in view does not hold the thing, so that it is not searched again."""
     seen = _SEEN_AT.search(request.observation)
-    if seen is None or re.search(rf"\b{thing} \d", request.observation) or _excluded(request.state, seen["place"]):
+    if seen is None or re.search(rf"\b{thing} \d", request.observation) or _lacks(request.state, seen["place"], thing):
         return []
-    return [Create(seen["place"], f"no {thing}")]
+    known = request.state.belief(seen["place"]) if request.state is not None else None
+    if known is None:
+        return [Create(seen["place"], f"no {thing}")]
+    return [Update(seen["place"], f"{known}, no {thing}")]
 
 
-def _excluded(state: BriefState | None, place: str) -> bool:
-    return state is not None and state.belief(place) is not None
+def _filled(state: BriefState, history: Sequence[str]) -> list[Op]:
+    """Drop what the last action made false: a place lacks no longer what was put there."""
+    put = _PUT.fullmatch(history[-1]) if history else None
+    return [Delete(put["place"])] if put and _lacks(state, put["place"], put["thing"]) else []
+
+
+def _lacks(state: BriefState | None, place: str, thing: str) -> bool:
+    """Tell whether the state says that the place does not hold the thing."""
+    known = state.belief(place) if state is not None else None
+    return known is not None and f"no {thing}" in known.split(", ")
 
 
 @dataclass(slots=True)

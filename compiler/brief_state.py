@@ -5,7 +5,9 @@ Pure data with value semantics; four operations change it (Create, Update, Delet
 addresses task progress with the same operations: creating it sets current and pending subgoals from a
 `; `-separated list, updating replaces them, deleting clears them. Every other key is a belief.
 
-A belief that is created while a subgoal is current belongs to that subgoal: Fold drops it together with the subgoal.
+What is believed lasts until it is updated or deleted; Fold moves the current subgoal on and leaves beliefs alone. A
+state is bounded all the same: it keeps the `MOST` beliefs that were written last, and the `MOST` subgoals that were
+completed last; a plan of more subgoals, and a text of more than `LONGEST` characters, are operations that fail.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 PLAN = "plan"
+MOST, LONGEST = 32, 200
 
 
 class BriefStateError(ValueError):
@@ -50,7 +53,6 @@ Op = Create | Update | Delete | Fold
 class Belief:
     key: str
     value: str
-    local: bool = False  # belongs to the current subgoal and goes when it is folded
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class BriefState:
     completed: tuple[str, ...] = ()
     current: str = ""
     pending: tuple[str, ...] = ()
-    beliefs: tuple[Belief, ...] = ()
+    beliefs: tuple[Belief, ...] = ()  # the last written stands last
 
     def apply(self, op: Op) -> BriefState:
         """Give the state after one operation. Raises: BriefStateError, where it does not apply."""
@@ -67,30 +69,34 @@ class BriefState:
         match op:
             case Fold(summary):
                 _require(bool(self.current), "fold: no current subgoal")
-                lasting = tuple(b for b in self.beliefs if not b.local)
-                return replace(self, completed=(*self.completed, summary), beliefs=lasting)._with_plan(self.pending)
+                _require_short("fold", summary)
+                return replace(self, completed=(*self.completed, summary)[-MOST:])._with_plan(self.pending)
             case Create(key, value) if key == PLAN:
                 _require(not planned, "create: there is a plan already")
-                return self._with_plan(_texts(value))
+                return self._with_plan(_subgoals("create", value))
             case Update(key, value) if key == PLAN:
                 _require(planned, "update: there is no plan")
-                return self._with_plan(_texts(value))
+                return self._with_plan(_subgoals("update", value))
             case Delete(key) if key == PLAN:
                 _require(planned, "delete: there is no plan")
                 return self._with_plan(())
             case Create(key, value):
                 _require(key not in known, f"create: key exists: {key}")
-                return replace(self, beliefs=(*self.beliefs, Belief(key, value, local=bool(self.current))))
+                _require_short("create", key, value)
+                return replace(self, beliefs=(*self.beliefs, Belief(key, value))[-MOST:])
             case Update(key, value):
                 _require(key in known, f"update: no such key: {key}")
-                new = tuple(replace(b, value=value) if b.key == key else b for b in self.beliefs)
-                return replace(self, beliefs=new)
+                _require_short("update", value)
+                return replace(self, beliefs=(*self._beliefs_without(key), Belief(key, value)))
             case Delete(key):
                 _require(key in known, f"delete: no such key: {key}")
-                return replace(self, beliefs=tuple(b for b in self.beliefs if b.key != key))
+                return replace(self, beliefs=self._beliefs_without(key))
 
     def belief(self, key: str) -> str | None:
         return next((b.value for b in self.beliefs if b.key == key), None)
+
+    def _beliefs_without(self, key: str) -> tuple[Belief, ...]:
+        return tuple(belief for belief in self.beliefs if belief.key != key)
 
     def _with_plan(self, subgoals: Sequence[str]) -> BriefState:
         current, *pending = subgoals or ("",)
@@ -100,6 +106,17 @@ class BriefState:
 def _require(holds: bool, error: str) -> None:
     if not holds:
         raise BriefStateError(error)
+
+
+def _require_short(operation: str, *texts: str) -> None:
+    _require(max(map(len, texts), default=0) <= LONGEST, f"{operation}: a text of more than {LONGEST} characters")
+
+
+def _subgoals(operation: str, value: str) -> list[str]:
+    subgoals = _texts(value)
+    _require(len(subgoals) <= MOST, f"{operation}: a plan of more than {MOST} subgoals")
+    _require_short(operation, *subgoals)
+    return subgoals
 
 
 def apply_ops(ops: Sequence[Op], state: BriefState) -> tuple[BriefState, tuple[str, ...]]:
@@ -118,14 +135,13 @@ def apply_ops(ops: Sequence[Op], state: BriefState) -> tuple[BriefState, tuple[s
 
 
 def render_brief_state(state: BriefState) -> str:
-    """Write one line per non-empty field. `know` holds lasting beliefs, `note` those of the current subgoal."""
+    """Write one line per non-empty field."""
     fields = {
         "goal": [escape(state.goal, ";")],
         "done": [escape(subgoal, ";") for subgoal in state.completed],
         "now": [escape(state.current, ";")],
         "next": [escape(subgoal, ";") for subgoal in state.pending],
-        "know": [_belief(b) for b in state.beliefs if not b.local],
-        "note": [_belief(b) for b in state.beliefs if b.local],
+        "note": [_belief(belief) for belief in state.beliefs],
     }
     lines = {name: " ; ".join(items) for name, items in fields.items()}
     return "\n".join(f"{name}: {value}" for name, value in lines.items() if value or name == "goal")
@@ -135,16 +151,15 @@ def parse_brief_state(text: str) -> BriefState:
     """Read what `render_brief_state` writes. Raises: ValueError, for text that no Brief State renders to."""
     parts = (line.partition(": ") for line in text.split("\n"))
     lines = {name if separator else name.rstrip(":"): value for name, separator, value in parts}
-    if unknown := set(lines) - {"goal", "done", "now", "next", "know", "note"}:
+    if unknown := set(lines) - {"goal", "done", "now", "next", "note"}:
         raise ValueError(f"not a Brief State: unknown lines {sorted(unknown)}")
-    done, now, ahead, know, note = (lines.get(name, "") for name in ("done", "now", "next", "know", "note"))
-    beliefs = [_parse_belief(item, local) for line, local in ((know, False), (note, True)) for item in _items(line)]
+    done, now, ahead, note = (lines.get(name, "") for name in ("done", "now", "next", "note"))
     return BriefState(
         goal=unescape(lines["goal"]),
         completed=tuple(_texts(done)),
         current=unescape(now),
         pending=tuple(_texts(ahead)),
-        beliefs=tuple(beliefs),
+        beliefs=tuple(_parse_belief(item) for item in _items(note)),
     )
 
 
@@ -171,9 +186,9 @@ def _belief(belief: Belief) -> str:
     return f"{escape(belief.key, ';=')} = {escape(belief.value, ';=')}"
 
 
-def _parse_belief(item: str, local: bool) -> Belief:
+def _parse_belief(item: str) -> Belief:
     key, value = split_unescaped(item, "=")[:2]
-    return Belief(unescape(key.strip()), unescape(value.strip()), local)
+    return Belief(unescape(key.strip()), unescape(value.strip()))
 
 
 def _items(text: str) -> list[str]:

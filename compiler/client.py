@@ -42,7 +42,7 @@ def _brief_state(text: str) -> str:
     except (ValueError, KeyError, IndexError):
         same = False
     if not same:
-        raise ValueError("not a Brief State as it is rendered (goal: ..., done:, now:, next:, know:, note:)")
+        raise ValueError("not a Brief State as it is rendered (goal: ..., done:, now:, next:, note:)")
     return text
 
 

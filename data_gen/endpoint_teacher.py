@@ -31,10 +31,10 @@ COMPILE, AGAIN, RATIONALE = "teacher", "teacher, again", "rationale"  # roles, i
 
 TEACHING = f"""{INSTRUCTIONS}
 
-The state's lines: goal; done, now, next (the plan); know and note (facts). It is the agent's only record of the \
-episode besides its latest actions, and you keep it: create `plan` at the first step; create a fact that will matter \
-later (what a searched place holds, that something is stuck); update or delete what turned out wrong; fold when a \
-subgoal is done. Create only keys that are not there, update and delete only keys that are.
+The state's lines: goal; done, now, next (the plan); note (facts, until updated or deleted). It is the agent's only \
+record of the episode besides its latest actions, and you keep it: create `plan` at the first step; create a fact that \
+will matter later (what a searched place holds, that something is stuck); update or delete what turned out wrong; fold \
+when a subgoal is done. Create only keys that are not there, update and delete only keys that are.
 The guidance is one line, at most a command or two, for the next steps only; its reason cites the memory or the fact \
 that makes it apply now. Where the agent does the right thing already, stay silent.
 

@@ -170,7 +170,7 @@ def diff_state(before: str, after: str) -> list[StateLine]:
 
 
 def _split_line(line: str) -> tuple[str, list[str]]:
-    """`know: a = 1 ; b = 2` -> ("know", ["a = 1", "b = 2"])"""
+    """`note: a = 1 ; b = 2` -> ("note", ["a = 1", "b = 2"])"""
     label, mark, body = line.partition(": ")
     return (label, body.split(" ; ")) if mark else ("", [line])
 

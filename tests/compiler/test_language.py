@@ -1,11 +1,14 @@
 """The emission language and the Brief State: round trips, totality, the four operations as the paper has them."""
 
 import re
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compiler.brief_state import (
+    LONGEST,
+    MOST,
     Belief,
     BriefState,
     Create,
@@ -31,11 +34,7 @@ states = st.builds(
     st.lists(words, max_size=3).map(tuple),
     text,
     st.lists(words, max_size=3).map(tuple),
-    st.lists(st.tuples(words, words), max_size=4, unique_by=lambda kv: kv[0]).flatmap(
-        lambda kvs: st.integers(0, len(kvs)).map(
-            lambda n: tuple(Belief(k, v, local=i >= n) for i, (k, v) in enumerate(kvs))
-        )
-    ),
+    st.lists(st.builds(Belief, words, words), max_size=4, unique_by=lambda belief: belief.key).map(tuple),
 )
 
 
@@ -101,14 +100,53 @@ def test_operations_follow_the_paper():
     b2, errors = apply_ops([Create("shelf 1", "no mug"), Create("shelf 1", "again"), Update("shelf 9", "x")], b1)
     assert len(errors) == 2 and b2.belief("shelf 1") == "no mug"
     b3 = b2.apply(Fold("took mug 1"))
-    assert (b3.completed, b3.current, b3.beliefs) == (("took mug 1",), "heat mug", ())  # the subgoal's belief went too
+    assert (b3.completed, b3.current, b3.beliefs) == (("took mug 1",), "heat mug", b2.beliefs)  # they last
     b4, errors = apply_ops([Fold("a"), Fold("b"), Fold("c")], b3)
     assert b4.current == "" and errors == ("fold: no current subgoal",)
 
 
-def test_lasting_beliefs_survive_a_fold():
-    state = BriefState("g").apply(Create("door", "locked")).apply(Create("plan", "a; b")).apply(Fold("did a"))
-    assert state.belief("door") == "locked"
+@given(states, words)
+def test_a_fold_leaves_every_belief_until_it_is_updated_or_deleted(state, summary):
+    after, _ = apply_ops([Fold(summary)], state)
+    assert after.beliefs == state.beliefs
+
+
+@given(states, ops)
+def test_operations_make_new_states_and_one_that_fails_changes_nothing(state, operation):
+    before, text = replace(state), render_brief_state(state)
+    after, errors = apply_ops([operation], state)
+    assert state == before and render_brief_state(state) == text
+    assert after == state if errors else after == state.apply(operation)
+
+
+@given(st.lists(st.one_of(ops, st.builds(Create, words, st.just("y" * 300))), min_size=60, max_size=90))
+def test_a_state_is_bounded_whatever_is_written(operations):
+    state, _ = apply_ops([Create("plan", "; ".join("abc")), *operations], BriefState("g"))
+    many = [Create(f"key {i}", str(i)) for i in range(2 * MOST)]
+    for operation in [*many, *(op for i in range(MOST) for op in (Update("plan", f"{i}; x"), Fold(f"did {i}")))]:
+        state, _ = apply_ops([operation], state)
+    texts = (*state.completed, state.current, *state.pending, *(t for b in state.beliefs for t in (b.key, b.value)))
+    assert max(map(len, texts)) <= LONGEST
+    assert len(state.beliefs) == MOST and len(state.completed) <= MOST and len(state.pending) < MOST
+    assert parse_brief_state(render_brief_state(state)) == state
+
+
+def test_the_belief_that_was_written_longest_ago_makes_room():
+    full, errors = apply_ops([Create(f"k{i}", "v") for i in range(MOST)], BriefState("g"))
+    assert not errors and len(full.beliefs) == MOST
+    after, errors = apply_ops([Update("k0", "again"), Create("new", "v")], full)
+    assert not errors and len(after.beliefs) == MOST
+    assert after.belief("k1") is None and after.belief("k0") == "again" and after.beliefs[-1] == Belief("new", "v")
+
+
+def test_a_plan_or_a_text_that_is_too_long_is_an_operation_that_fails():
+    state = BriefState("g")
+    plan = "; ".join(f"step {i}" for i in range(MOST + 1))
+    long = "x" * (LONGEST + 1)
+    after, errors = apply_ops([Create("plan", plan), Create("k", long), Create(long, "v"), Create("plan", long)], state)
+    assert after == state and errors == (
+        "create: a plan of more than 32 subgoals", *("create: a text of more than 200 characters",) * 3,
+    )  # fmt: skip
 
 
 def test_grammar_defines_every_rule_that_it_uses():

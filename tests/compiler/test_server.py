@@ -308,7 +308,7 @@ def test_what_waits_is_compiled_together_and_a_bad_one_fails_alone(caplog: pytes
 
 
 def test_every_request_arrives_as_it_was_sent() -> None:
-    state = BriefState("a; b", ("x = 1",), "now; then", ("p",), (Belief("k=1", "v;2"), Belief("n", "m", local=True)))
+    state = BriefState("a; b", ("x = 1",), "now; then", ("p",), (Belief("k=1", "v;2"), Belief("n", "m")))
     png = base64.b64decode(CompileBody.of(tiny_models.request(0), SamplingBody(), ())["image"])
     entry = MemoryEntry("e1", "text\nof two lines", Provenance("t", "s", "g", "train", True), (png,))
     for request in (

@@ -185,12 +185,12 @@ def pieces(before: str, after: str) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def test_state_changes_are_found_item_by_item() -> None:
-    before = "goal: put mug\nknow: a = 1 ; b = 2 ; c = 3"
-    after = "goal: put mug\nnow: find mug\nknow: a = 1 ; c = 4"
+    before = "goal: put mug\nnote: a = 1 ; b = 2 ; c = 3"
+    after = "goal: put mug\nnow: find mug\nnote: a = 1 ; c = 4"
     assert pieces(before, after) == [
         ("goal", [("same", "put mug")]),
         ("now", [("added", "find mug")]),
-        ("know", [("same", "a = 1"), ("removed", "b = 2 ; c = 3"), ("added", "c = 4")]),
+        ("note", [("same", "a = 1"), ("removed", "b = 2 ; c = 3"), ("added", "c = 4")]),
     ]
 
 
