@@ -39,9 +39,14 @@ def compiler_parts(request: CompileRequest, images: bool = True) -> list[Part]:
 def _memory(entries: Sequence[MemoryEntry], images: bool) -> list[Part]:
     parts = [Part(text="memory:\n")]
     for entry in entries:
-        pictures = [Part(image=Image.open(io.BytesIO(png)).convert("RGB")) for png in entry.images] if images else []
+        pictures = [Part(image=image) for image in pictures_of([entry])] if images else []
         parts += [*pictures, Part(text=f"{entry.text}\n\n")]
     return parts
+
+
+def pictures_of(entries: Sequence[MemoryEntry]) -> list[Image.Image]:
+    """Return the pictures of M in the order in which the compiler sees them."""
+    return [Image.open(io.BytesIO(png)).convert("RGB") for entry in entries for png in entry.images]
 
 
 def _state(request: CompileRequest) -> str:

@@ -17,6 +17,7 @@ class MemoryConfig(Settings):
     bank: str | None = None
     version: int | None = None  # bank version to read (default: the newest)
     k: int = Field(default=4, ge=0)  # entries retrieved per task
+    pictures: int = Field(default=1, ge=0)  # views of its episode that an entry keeps at most (`EnvSpec.views`)
     embed: str | None = None  # a sentence-transformers model: rank by embeddings instead of words (extra `embed`)
     experience_split: str | None = None  # split played by the expert to fill the bank (default: by environment)
     experience_limit: int | None = None

@@ -27,7 +27,7 @@ from configs.run_folder import RunFolder
 from data_gen.dataset import describe_rows, filtered
 from data_gen.endpoint_teacher import EndpointTeacher
 from data_gen.rows import SftRow, rows_of, save_rows
-from data_gen.tasks import ROUND, entries_of, explain, filled_bank, guarded_tasks, specs_for
+from data_gen.tasks import ROUND, Views, entries_of, explain, filled_bank, guarded_tasks, kept_views, specs_for
 from envs.base import Environment, Task
 from executor.records import Executor, Grounding
 from memory.bank import BankError, MemoryBank, growing_bank
@@ -57,6 +57,7 @@ class Collection:
     limits: Limits
     seeded: int  # entries that a bank which grows held before the first round
     grows: bool  # every round's episodes go to the bank, each with why it went so
+    views: Views  # that their entries keep
 
 
 # -- what is played ---------------------------------------------------------------------------------------------------
@@ -80,7 +81,8 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
         bank, seeded = filled_bank(config, envs, experience, run.path), 0
     size = config.concurrency or (ENDPOINT_ROUND if grows else ROUND)
     limits = Limits(config.max_steps, config.seed)
-    return Collection(mine, bank, run.path / EPISODES, size, config.memory.k, limits, seeded, grows)
+    views = kept_views(config)
+    return Collection(mine, bank, run.path / EPISODES, size, config.memory.k, limits, seeded, grows, views)
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
@@ -104,7 +106,7 @@ def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, 
             explain(episodes, teacher)
             JsonLines(of.record).append(*(episode.to_json(images=True) for episode in episodes))
             if of.grows:
-                of.bank.write(entries_of(episodes))
+                of.bank.write(entries_of(episodes, of.views))
 
 
 def restore(of: Collection) -> int:
@@ -114,18 +116,20 @@ def restore(of: Collection) -> int:
         RecordError, BankError: they are of another collection.
     """
     store = JsonLines(of.record, ("task_id", "steps"))
-    episodes = [episode_from_json(row, images=False) for row in store]
-    for number, episode in enumerate(episodes):
+    left: list[list[MemoryEntry]] = []  # what each episode left in a bank that grows
+    for number, row in enumerate(store):
+        episode = episode_from_json(row, images=of.grows)
         if number == len(of.tasks) or episode.task_id != of.tasks[number].id:
             raise RecordError(
                 f"{of.record}, line {number + 1}: the episode of {episode.task_id!r} is not the one that this "
                 "collection would have played; collect into another folder (--out)"
             )
-    done = len(episodes) if len(episodes) == len(of.tasks) else len(episodes) // of.size * of.size
+        left.append(entries_of([episode], of.views))
+    done = len(left) if len(left) == len(of.tasks) else len(left) // of.size * of.size
     store.truncate(done)
     if not of.grows:
         return done
-    entries = entries_of(episodes[:done])
+    entries = [entry for entries in left[:done] for entry in entries]
     of.bank.write(entries)
     if len(of.bank) > of.seeded + len(entries):
         raise BankError(

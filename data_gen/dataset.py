@@ -36,7 +36,7 @@ def distinct(rows: Sequence[SftRow]) -> list[SftRow]:
     """Keep the first of all rows with the same compiler input and emission."""
     seen: dict[tuple, SftRow] = {}
     for row in rows:
-        read = (row.goal, row.memory_texts, row.state, row.observation, row.image, row.history)
+        read = (row.goal, row.memory_texts, row.memory_images, row.state, row.observation, row.image, row.history)
         seen.setdefault((*read, row.emission), row)
     return list(seen.values())
 
@@ -123,6 +123,7 @@ def statistics(rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase | None
         "verbs": _counts(verb(row.action) for row in rows),
         "steps_per_episode": spread([episode[0].steps for episode in episodes if episode[0].steps]),
         "memory_entries": spread([len(row.memory_ids) for row in rows]),
+        "memory_pictures": spread([sum(map(len, row.memory_images)) for row in rows]),
         "characters": {name: spread([len(text) for text in some]) for name, some in texts.items()},
     }
     if tokenizer is not None:
@@ -166,7 +167,8 @@ def print_statistics(found: Mapping[str, Any]) -> None:
     table = Table("", "mean", "min", "median", "95 %", "max")
     for column in table.columns[1:]:
         column.justify = "right"
-    spreads = {"steps per episode": found["steps_per_episode"], "memory entries per row": found["memory_entries"]}
+    spreads = {"steps per episode": found["steps_per_episode"]}
+    spreads |= {f"memory {name} per row": found[f"memory_{name}"] for name in ("entries", "pictures")}
     for unit in ("characters", "tokens"):
         spreads |= {f"{name}, {unit}": values for name, values in found.get(unit, {}).items()}
     for name, values in spreads.items():
@@ -222,6 +224,7 @@ FIELDS: Mapping[str, str] = {
     "success": "whether the episode reached its goal",
     "goal": "the goal, as agent and memory state it",
     "memory_ids, memory_texts": "the entries that were retrieved for the episode, in the order of the prompt",
+    "memory_images": "the views (PNG) that each of these entries keeps of its episode; empty where none does",
     "state": "the Brief State before the step",
     "observation, image": "what the environment showed: text, and the view (PNG) where it draws one",
     "history": "the actions before the step",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 TUPLES = ("memory_ids", "memory_texts", "history")
+Pictures = tuple[tuple[bytes, ...], ...]  # PNG, by entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class SftRow:
     action: str  # target of L_action
     success: bool = True  # of the row's episode
     steps: int = 0  # of the row's episode; 0: unknown (rows of an older version)
+    memory_images: Pictures = ()  # of each entry; () where no entry has any
 
     @property
     def kind(self) -> Kind:
@@ -59,7 +61,9 @@ class SftRow:
     def step_input(self, n_tokens: int = 0) -> StepInput:
         """Return what both roles read at this step: the teacher's emission, and room for N soft tokens."""
         nowhere = Provenance("", "", "", self.split, True)
-        memory = [MemoryEntry(i, text, nowhere) for i, text in zip(self.memory_ids, self.memory_texts, strict=True)]
+        images = self.memory_images or ((),) * len(self.memory_ids)
+        entries = zip(self.memory_ids, self.memory_texts, images, strict=True)
+        memory = [MemoryEntry(id, text, nowhere, pictures) for id, text, pictures in entries]
         image = Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
         return StepInput(
             self.goal, self.observation, image, None, self.history, tuple(memory), parse_brief_state(self.state),
@@ -71,6 +75,7 @@ def rows_of(episode: Episode, memory: Sequence[MemoryEntry]) -> list[SftRow]:
     """Make one row per step of a teacher's episode, for which `memory` was retrieved. The label is what the expert
     would do, also where it strayed. A step at which environment, compiler or executor failed gives no row."""
     goal, history, rows = stated_goal(episode.goal, episode.scene), (), []
+    pictures = tuple(entry.images for entry in memory)
     for step in episode.steps:
         if not step.emission_kind or not step.action:
             continue
@@ -81,7 +86,7 @@ def rows_of(episode: Episode, memory: Sequence[MemoryEntry]) -> list[SftRow]:
                 memory_ids=tuple(e.id for e in memory), memory_texts=tuple(e.text for e in memory),
                 state=step.brief_before, observation=step.observation, image=image, history=history,
                 emission=step.emission_text, action=step.executor_text, success=episode.success,
-                steps=len(episode.steps),
+                steps=len(episode.steps), memory_images=pictures if any(pictures) else (),
             )
         )  # fmt: skip
         history = (*history, step.action)
@@ -96,7 +101,7 @@ def as_dataset(rows: Sequence[SftRow]) -> Dataset:
     from datasets import Dataset, Features, Image, List, Value
 
     kinds = {"str": Value("string"), "int": Value("int64"), "bool": Value("bool"), "bytes | None": Image()}
-    kinds["tuple[str, ...]"] = List(kinds["str"])
+    kinds |= {"tuple[str, ...]": List(kinds["str"]), "Pictures": List(List(Image()))}
     features = Features({field.name: kinds[str(field.type)] for field in fields(SftRow)})
     return Dataset.from_list([asdict(row) for row in rows], features=features)
 
@@ -131,7 +136,7 @@ def load_rows(rows: str | Path | Sequence[str | Path]) -> list[SftRow]:
 
 
 def _read(folder: Path) -> list[SftRow]:
-    from datasets import Dataset, Image
+    from datasets import Dataset, Image, List
 
     dataset = Dataset.load_from_disk(str(folder))
     needed = {field.name for field in fields(SftRow) if field.default is MISSING}
@@ -140,10 +145,15 @@ def _read(folder: Path) -> list[SftRow]:
     dataset = dataset.select_columns([field.name for field in fields(SftRow) if field.name in dataset.column_names])
     if isinstance(dataset.features["image"], Image):  # rows of an older version hold plain bytes
         dataset = dataset.cast_column("image", Image(decode=False))
+    if "memory_images" in dataset.column_names:
+        dataset = dataset.cast_column("memory_images", List(List(Image(decode=False))))
     rows: list[SftRow] = []
+    once: dict[bytes, bytes] = {}  # an entry's pictures are in every row that it serves
     for values in map(dict, dataset):
         image = values.pop("image")
         lists = {name: tuple(values.pop(name)) for name in TUPLES}
         png = image["bytes"] if isinstance(image, dict) else image
-        rows.append(SftRow(**{**values, **lists, "image": png}))
+        entries = [[picture["bytes"] for picture in entry] for entry in values.pop("memory_images", ())]
+        pictures = tuple(tuple(once.setdefault(png, png) for png in entry) for entry in entries)
+        rows.append(SftRow(**{**values, **lists, "image": png, "memory_images": pictures}))
     return rows

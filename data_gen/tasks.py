@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
@@ -18,12 +18,15 @@ from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from data_gen.leakage import guard_training
 from envs.base import Environment, Task
-from envs.registry import Environments, experience_split
+from envs.registry import Environments, experience_split, find
 from memory.bank import MemoryBank, open_bank
 from memory.entry import Memory, MemoryEntry
 from memory.trajectory import entry_from_trajectory
 from runtime.errors import is_failure
 from runtime.progress import progress
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 console = Console(width=120)
 
@@ -68,7 +71,7 @@ def filled_bank(
         bank.write([])  # there is one, if an empty one
         left = not_experienced(experience, bank)
         with progress("experience", len(experience), len(experience) - len(left)) as advance:
-            collect_experience(envs.lease, left, bank, on_episode=advance)
+            collect_experience(envs.lease, left, bank, kept_views(config), on_episode=advance)
     return bank
 
 
@@ -86,6 +89,26 @@ def guarded_tasks(
 ROUND = 64  # episodes that are played side by side where settings do not say, and that a kill may cost
 
 
+Views = Callable[[Episode], "Sequence[Image]"]  # which views of its episode an entry keeps
+
+
+def no_views(episode: Episode) -> Sequence[Image]:
+    return ()
+
+
+def kept_views(config: CollectConfig | EvalConfig | GrpoConfig) -> Views:
+    """Make the rule for the views that entries keep: of those steps that the environment names as telling
+    (`EnvSpec.views`), the first `memory.pictures` that have a view, in the order in which they were seen."""
+    telling, most = find(config.env.name).views, config.memory.pictures
+
+    def views(episode: Episode) -> Sequence[Image]:
+        seen = {t: image for t, step in enumerate(episode.steps) if (image := step.image) is not None}
+        steps = [t for t in telling([step.action for step in episode.steps]) if t in seen]
+        return [seen[t] for t in sorted(steps[:most])]
+
+    return views
+
+
 class Explainer(Protocol):
     """Who says of finished episodes, one line each, why they went as they did."""
 
@@ -93,8 +116,8 @@ class Explainer(Protocol):
 
 
 def collect_experience(
-    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: Memory, max_steps: int = 50,
-    on_episode: Callable[[Episode], None] | None = None, round_size: int = ROUND,
+    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: Memory, views: Views = no_views,
+    max_steps: int = 50, on_episode: Callable[[Episode], None] | None = None, round_size: int = ROUND,
 ) -> None:  # fmt: skip
     """Have the expert play `tasks`; every episode becomes an entry, written when the `round_size` episodes of its round
     are over."""
@@ -103,7 +126,7 @@ def collect_experience(
         specs = [EpisodeSpec(task) for task in tasks[start : start + round_size]]
         episodes = run_episodes(make_env, specs, delivery, ExpertExecutor(), limits, round_size, on_episode)
         explain(episodes, ExpertTeacher())
-        bank.write(entries_of(episodes))
+        bank.write(entries_of(episodes, views))
 
 
 def not_experienced(tasks: Sequence[Task], bank: Memory) -> list[Task]:
@@ -119,13 +142,13 @@ def explain(episodes: Sequence[Episode], explainer: Explainer) -> None:
         episode.rationale = why
 
 
-def entries_of(episodes: Iterable[Episode]) -> list[MemoryEntry]:
-    """Return what episodes leave in memory: failures, too, but not those of endpoint or environment, which teach
-    nothing."""
+def entries_of(episodes: Iterable[Episode], views: Views = no_views) -> list[MemoryEntry]:
+    """Return what episodes leave in memory, with their telling views: failures, too, but not those of endpoint or
+    environment, which teach nothing."""
     return [
         entry_from_trajectory(
             Task(e.task_id, e.goal, e.scene, e.split, e.kind), [step.action for step in e.steps],
-            [step.feedback for step in e.steps], e.success, e.rationale,
+            [step.feedback for step in e.steps], e.success, e.rationale, views(e),
         )
         for e in episodes
         if not is_failure(e.stop_reason)

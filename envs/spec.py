@@ -106,6 +106,11 @@ def sync(extra: str = "") -> str:
     return f"{uv} sync --inexact" + (f" --extra {extra}" if extra else "")
 
 
+def last_view(actions: Sequence[str]) -> Sequence[int]:
+    """Name the last step: what was seen when the episode's last command was given."""
+    return range(len(actions))[-1:]
+
+
 @dataclass(frozen=True)
 class EnvSpec:
     """One environment. The functions are given its settings."""
@@ -125,3 +130,5 @@ class EnvSpec:
     probes: Callable[[], Sequence[Probe]] = tuple  # the fix of one that names none is to install the extra
     refusals: tuple[str, ...] = ()  # how an answer begins that refuses the action
     instructions: str = INSTRUCTIONS  # what executors are told (`executor.instructions: full`)
+    # From an episode's commands to the steps whose views its memory entry keeps, the most telling first.
+    views: Callable[[Sequence[str]], Sequence[int]] = last_view

@@ -46,7 +46,7 @@ def identity(
         compiler_hash = checkpoint.sha256(checkpoint.find(Path(str(config.compiler.checkpoint))))
     return {
         "tasks_sha256": Manifest.of(config.env.name, (spec.task for spec in specs)).sha256,
-        "memory_sha256": sha256([[spec.task.id, [[entry.id, entry.text] for entry in spec.memory]] for spec in specs]),
+        "memory_sha256": sha256([[spec.task.id, [_told(entry) for entry in spec.memory]] for spec in specs]),
         "executor_hash": executor.hash(),
         "compiler_hash": compiler_hash,
         "prompts": prompt_hashes(executor, compiler),
@@ -71,6 +71,11 @@ def environment_version(name: str, packages: Mapping[str, str]) -> dict[str, Any
     sources = [path for module in spec.sources for path in _files(module)]
     engine = sha256([[path.name, path.read_text(encoding="utf-8")] for path in sources]) if sources else None
     return {"packages": {package: packages.get(package) for package in spec.packages}, "engine_sha256": engine}
+
+
+def _told(entry: MemoryEntry) -> list[str]:
+    """List what an entry tells: id, text and its pictures' hashes."""
+    return [entry.id, entry.text, *(hashlib.sha256(png).hexdigest() for png in entry.images)]
 
 
 def sha256(value: object) -> str:

@@ -125,6 +125,14 @@ class Backbone(PromptEncoder):
         """Embed tokens: (B, T, d)."""
         return self.model.get_input_embeddings()(tokens)
 
+    def picture_embeddings(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """Embed the pictures of prompts that have some, as the model itself reads them: (patches, d) of each."""
+        pixels = torch.cat([prompt.pixels for prompt in prompts if prompt.pixels is not None])
+        grids = [prompt.grid for prompt in prompts if prompt.grid is not None]
+        found = self.body.get_image_features(pixels.to(self.device), torch.cat(grids).to(self.device)).pooler_output
+        images = iter(found)
+        return [torch.cat([next(images) for _ in grid]) for grid in grids]
+
     def hidden(
         self, batch: Batch, cache: Any = None, embeddings: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:

@@ -109,6 +109,13 @@ class PromptEncoder:
         ids = tuple(inputs["input_ids"][0].tolist())
         return Prompt(ids, pixels=inputs["pixel_values"], grid=inputs["image_grid_thw"], images=images)
 
+    def pictures(self, images: Sequence[Image]) -> Prompt:
+        """Make a prompt of nothing but pictures, one after another, for a model that sees."""
+        inputs = self.processor.image_processor(images=list(images), return_tensors="pt")
+        grid = inputs["image_grid_thw"]
+        patches = int(grid.prod(-1).sum()) // self.processor.image_processor.merge_size**2
+        return Prompt((self.image_id,) * patches, pixels=inputs["pixel_values"], grid=grid, images=tuple(images))
+
     def ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 

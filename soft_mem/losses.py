@@ -16,13 +16,14 @@ from torch.nn.functional import cosine_similarity
 from soft_mem.projector import Gaussian
 
 
-def memory_targets(embedding_table: Tensor, token_ids: list[int], n_tokens: int, emb_std: float) -> Tensor:
-    """Make targets of L_latent (N, d), normalised: the memory's executor embeddings in N chunks, sum / sqrt(count).
+def memory_targets(memory_Td: Tensor, n_tokens: int, emb_std: float) -> Tensor:
+    """Make targets of L_latent (N, d), normalised: the memory's executor embeddings (of its pictures or of its text) in
+    N chunks, sum / sqrt(count).
 
     A chunk's sum over sqrt(count) keeps the variance of a single embedding, so targets have about unit scale whatever
-    the memory's length. Fewer tokens than chunks leave the last chunks zero.
+    the memory's length. Fewer embeddings than chunks leave the last chunks zero.
     """
-    embeddings = embedding_table[torch.tensor(token_ids, device=embedding_table.device)].float() / emb_std
+    embeddings = memory_Td.float() / emb_std
     chunks = torch.tensor_split(embeddings, n_tokens)
     zero = embeddings.new_zeros(embeddings.shape[1])
     return torch.stack([chunk.sum(0) / len(chunk) ** 0.5 if len(chunk) else zero for chunk in chunks])

@@ -183,13 +183,13 @@ class Fsdp(Replicated):
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.compiler.backbone.device.type, (distributed.world_size(),))
-        vision = _vision(self.compiler)
+        towers = [body.visual for body in _seeing(joint)]
         for model in (self.compiler.backbone.model, joint.executor):
-            for layer in _layers(model, vision) if model is not None else ():
+            for layer in _layers(model, towers) if model is not None else ():
                 fully_shard(layer, mesh=mesh)
         # The root too gives its weights back after forward (embeddings, heads, projector): whoever reads or writes
         # parameters between steps finds slices everywhere.
-        ignored = set(vision.parameters()) if vision is not None else set()
+        ignored = {parameter for tower in towers for parameter in tower.parameters()}
         fully_shard(joint, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
         return super()._wrap(joint)  # after slicing, which makes parameters anew
 
@@ -314,8 +314,8 @@ class Zero3(Zero2):
 
     @contextmanager
     def _prepared(self, joint: Joint) -> Iterator[None]:
-        compiler, body = self.compiler, self.compiler.backbone.body
-        if _vision(compiler) is not None:  # for good: DeepSpeed slices, and later walks, all that is registered
+        compiler = self.compiler
+        for body in _seeing(joint):  # for good: DeepSpeed slices, and later walks, all that is registered
             body.__dict__["visual"] = body._modules.pop("visual")
         # DeepSpeed's hooks cannot read what the projector returns; its linear map is all that has parameters.
         joint.linear = compiler.projector.linear
@@ -370,13 +370,17 @@ def _finite(norm: float) -> float:
     return norm
 
 
-def _vision(compiler: MemoryCompiler) -> Any:
-    return getattr(compiler.backbone.body, "visual", None)
+def _seeing(joint: Joint) -> list[Any]:
+    """Find those models (without their heads) of compiler and executor that have a vision tower, `visual`."""
+    executor: Any = joint.executor
+    bodies = [joint.compiler.backbone.body]
+    bodies += [] if executor is None else [getattr(executor, executor.base_model_prefix)]
+    return [body for body in bodies if hasattr(body, "visual")]
 
 
-def _layers(model: nn.Module, vision: nn.Module | None) -> list[nn.Module]:
-    """Find the blocks that are gathered one at a time."""
-    skipped = set(vision.modules()) if vision is not None else set()
+def _layers(model: nn.Module, towers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Find the blocks that are gathered one at a time: not those of vision towers."""
+    skipped = {module for tower in towers for module in tower.modules()}
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if type(m).__name__ in names and m not in skipped]
     if not layers:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from agent.records import compile_request, executor_request
 from compiler.hf import MemoryCompiler
+from compiler.prompt import pictures_of
 from configs.training import SftConfig
 from data_gen.rows import SftRow
 from executor.hf import FrozenExecutor
@@ -44,6 +45,7 @@ class Example:
     executor_prompt: Prompt
     action: tuple[int, ...]
     memory_ids: tuple[int, ...]  # the memory's text, in the executor's tokens
+    memory_seen: Prompt | None = None  # the memory's pictures, as an executor that sees reads them
 
 
 class SftTrainer(Trainer[dict[str, float]]):
@@ -138,9 +140,10 @@ def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, 
     step = row.step_input(compiler.n_tokens if soft else 0)
     prompt = executor.encode(executor_request(step, executor))
     memory = executor.tokenizer(row.memory_text, add_special_tokens=False)["input_ids"]
+    pictures = pictures_of(step.memory) if executor.sees_images else []
     return Example(
         compiler.encode(compile_request(step)), compiler.emission_ids(row.emission), replace(prompt, soft=None),
-        executor.action_ids(row.action), tuple(memory),
+        executor.action_ids(row.action), tuple(memory), executor.encoder.pictures(pictures) if pictures else None,
     )  # fmt: skip
 
 
@@ -179,11 +182,20 @@ def _latent(
         prompts = [Prompt((executor.placeholder,) * settings.n_tokens, None)] * len(examples)
         nll, count = executor.action_nll(prompts, soft, [e.memory_ids for e in examples])
         return nll / count.clamp(min=1)
-    # The embedding layer is called, for its table may be in slices, and once: ranks hold unequal numbers of rows.
-    ids = torch.tensor([i for e in examples for i in e.memory_ids], device=z.device)
-    tables = executor.model.get_input_embeddings()(ids).split([len(e.memory_ids) for e in examples])
-    targets = [memory_targets(t, list(range(len(t))), settings.n_tokens, settings.emb_std) for t in tables]
-    target = torch.stack(targets).to(z.device)
+    memories = embedded_memories(executor, examples)
+    target = torch.stack([memory_targets(m, settings.n_tokens, settings.emb_std) for m in memories]).to(z.device)
     if config.latent == "soft_mse" or settings.kind == "linear":
         return soft_mse(z, target)
     return gauss_nll(gaussian, target)
+
+
+def embedded_memories(executor: FrozenExecutor, examples: Sequence[Example]) -> list[Tensor]:
+    """Embed each row's M (T, d) as the executor does: its pictures, where it sees and M has some, else its text."""
+    # The embedding layer is called, for its table may be in slices, and once: ranks hold unequal numbers of rows.
+    ids = torch.tensor([i for e in examples for i in e.memory_ids], device=executor.backbone.device)
+    read = list(executor.backbone.embeddings(ids).split([len(e.memory_ids) for e in examples]))
+    shown = {i: e.memory_seen for i, e in enumerate(examples) if e.memory_seen is not None}
+    if shown:
+        for i, seen in zip(shown, executor.backbone.picture_embeddings(list(shown.values())), strict=True):
+            read[i] = seen
+    return read

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from envs.alfworld.games import FOLDER, AlfworldGames
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from envs.household.environment import INSTRUCTIONS, REFUSED, EngineEnvironment
+from envs.household.environment import INSTRUCTIONS, REFUSED, EngineEnvironment, telling_views
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports, sync
 
 NO_TEXTWORLD = "TextWorld is not installed: uv sync --extra alfworld"
@@ -147,6 +147,7 @@ class AlfworldSettings(EnvSettings):
     name: Literal["alfworld"] = "alfworld"  # pyright: ignore[reportIncompatibleVariableOverride]
     data_root: str | None = None  # folder of json_2.1.1 (default: $ALFWORLD_DATA)
     engine: Literal["native", "textworld"] = "native"  # who plays the games
+    images: bool = False  # the games have no view: the household's floor plans are our own, for who asks for them
 
 
 def _construct(settings: AlfworldSettings) -> WorkerSpec:
@@ -197,4 +198,5 @@ ALFWORLD = EnvSpec(
     ],
     refusals=(REFUSED,),
     instructions=INSTRUCTIONS,
+    views=telling_views,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from envs.household.engine import Command, Engine
 from envs.household.expert import plan
 from envs.household.generate import DEFAULT_KINDS, Generator
 from envs.household.world import Game, State
-from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec
+from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec, last_view
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -137,6 +137,11 @@ class HouseholdEnvironment(EngineEnvironment):
         super().__init__(games, images, image_size)
 
 
+def telling_views(actions: Sequence[str]) -> Sequence[int]:
+    """Name the steps at which something was taken (their views show where it lay), else the last step."""
+    return [t for t, action in enumerate(actions) if action.startswith("take ")] or last_view(actions)
+
+
 class HouseholdSettings(EnvSettings):
     name: Literal["household"] = "household"  # pyright: ignore[reportIncompatibleVariableOverride]
     scenes: dict[str, int] = Field(default={"train": 64, "valid": 48, "test": 48})  # number of scenes by split
@@ -168,4 +173,5 @@ HOUSEHOLD = EnvSpec(
     probes=lambda: [Probe("built-in engine", play_a_step, "make test ARGS=tests/envs")],
     refusals=(REFUSED,),
     instructions=INSTRUCTIONS,
+    views=telling_views,
 )  # fmt: skip

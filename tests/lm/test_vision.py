@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.prompt import Prompt
 from memory.trajectory import png_bytes
 from tests import tiny_models, vllm_engines
-from training.sft import encode_row, sft_losses
+from training.sft import embedded_memories, encode_row, sft_losses
 
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 from shelf 1", "look", "go to shelf 2")
 
@@ -157,6 +158,71 @@ def test_sft_rows_with_pictures_train_through_a_seeing_executor() -> None:
     losses["action"].sum().backward()
     assert compiler.projector.linear.weight.grad is not None and compiler.projector.linear.weight.grad.abs().sum() > 0
     assert all(p.grad is None for p in model.model.parameters())
+
+
+def memory_row(pictures: int) -> SftRow:
+    """A row with two entries, of which the first has the first picture and the second the rest."""
+    images = [png_bytes(view(i)) for i in range(pictures)]
+    return SftRow(
+        task_id="t", split="train", family="f", t=0, goal="in home 1: put a mug in cabinet", memory_ids=("a", "b"),
+        memory_texts=("in home 1: put a mug in shelf", "in home 2"), state="goal: in home 1: put a mug in cabinet",
+        observation="You see a shelf 1.", image=None, history=(), emission=".", action="go to shelf 1",
+        memory_images=(tuple(images[:1]), tuple(images[1:])) if images else (),
+    )  # fmt: skip
+
+
+def latent_target(model: FrozenExecutor, row: SftRow) -> torch.Tensor:
+    """(N, d), read off the loss: the gradient of |z - target|^2 / (N d) at z = 0 is -2 target / (N d)."""
+    compiler: MemoryCompiler = tiny_models.memory_compiler(projector={"emb_std": 0.5})
+    z = torch.zeros(1, 4, 64, requires_grad=True)
+    compiler.projector.draw = lambda *_: z  # type: ignore[method-assign]
+    sft_losses(compiler, model, [encode_row(row, compiler, model, soft=True)], SftConfig(latent="soft_mse"))[
+        "latent"
+    ].sum().backward()
+    assert z.grad is not None
+    return -z.grad[0] * z.numel() / 2
+
+
+def test_the_latent_target_is_what_the_executor_sees_of_m_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = executor()
+
+    def patches(pixels: torch.Tensor, grid: torch.Tensor) -> SimpleNamespace:
+        """Make the j-th patch of i pictures, 16 of each, the vector (j, j, ...)."""
+        numbers = torch.arange(16.0 * len(grid))[:, None].expand(-1, 64)
+        return SimpleNamespace(pooler_output=numbers.split(16))
+
+    monkeypatch.setattr(model.backbone.body, "get_image_features", patches)
+    # One picture: chunks of 4 patches, (0 + 1 + 2 + 3) / sqrt 4 = 3, then 11, 19, 27; all over emb_std 0.5.
+    one = torch.tensor([6.0, 22.0, 38.0, 54.0])
+    torch.testing.assert_close(latent_target(model, memory_row(1)), one[:, None].expand(4, 64))
+    # Three: chunks of 12, (0 + ... + 11) / sqrt 12 = 66 / sqrt 12, each further chunk 144 / sqrt 12 more.
+    three = torch.tensor([66.0, 210.0, 354.0, 498.0]) / 12**0.5 / 0.5
+    torch.testing.assert_close(latent_target(model, memory_row(3)), three[:, None].expand(4, 64))
+
+
+def test_the_latent_target_is_the_vision_towers_own_output_or_else_the_text() -> None:
+    model = executor()
+    pixels = [model.encoder.pictures([view(i)]) for i in range(2)]
+    seen = torch.cat([model.model.model.visual(p.pixels, grid_thw=p.grid).pooler_output for p in pixels])
+    expected = torch.stack([chunk.sum(0) / 8**0.5 / 0.5 for chunk in seen.split(8)])
+    torch.testing.assert_close(latent_target(model, memory_row(2)), expected, atol=1e-4, rtol=1e-4)
+    ids = model.encoder.ids(memory_row(0).memory_text)
+    words = torch.tensor_split(model.embedding_table[list(ids)].detach(), 4)
+    told = torch.stack([chunk.sum(0) / len(chunk) ** 0.5 / 0.5 for chunk in words])
+    text_only = FrozenExecutor(tiny_models.lm_backbone())
+    for of, row in ((model, memory_row(0)), (executor(images=False), memory_row(2))):
+        torch.testing.assert_close(latent_target(of, row), told, atol=1e-4, rtol=1e-4)
+    assert encode_row(memory_row(2), tiny_models.memory_compiler(), text_only, True).memory_seen is None
+
+
+def test_rows_with_and_without_pictures_in_m_are_aligned_each_with_its_own() -> None:
+    model, compiler = executor(), tiny_models.memory_compiler()
+    rows = [memory_row(1), memory_row(0), memory_row(3)]
+    examples = [encode_row(row, compiler, model, soft=True) for row in rows]
+    together = embedded_memories(model, examples)
+    for example, memory in zip(examples, together, strict=True):
+        torch.testing.assert_close(memory, embedded_memories(model, [example])[0], atol=1e-5, rtol=1e-4)
+    assert [len(memory) for memory in together] == [16, len(examples[1].memory_ids), 48]
 
 
 def test_a_prompt_whose_picture_was_lost_is_refused() -> None:

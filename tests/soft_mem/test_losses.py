@@ -57,10 +57,10 @@ def test_injection_hits_the_placeholders_only_and_is_differentiable():
 
 def test_memory_targets_by_hand():
     table = torch.tensor([[1.0, 0.0], [0.0, 2.0], [4.0, 4.0]])
-    # ids 0,1,2 in two chunks: (0,1) -> (1,2)/sqrt 2, (2) -> (4,4); all over emb_std 0.5
-    target = memory_targets(table, [0, 1, 2], 2, 0.5)
+    # rows 0,1,2 in two chunks: (0,1) -> (1,2)/sqrt 2, (2) -> (4,4); all over emb_std 0.5
+    target = memory_targets(table, 2, 0.5)
     torch.testing.assert_close(target, torch.tensor([[2 / 2**0.5, 4 / 2**0.5], [8.0, 8.0]]))
-    assert torch.equal(memory_targets(table, [0], 2, 0.5)[1], torch.zeros(2))
+    assert torch.equal(memory_targets(table[:1], 2, 0.5)[1], torch.zeros(2))
 
 
 def test_projector_shapes_bounds_and_linear_ablation():
