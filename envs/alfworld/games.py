@@ -10,20 +10,28 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from envs.base import EnvironmentFailure, Task
 from envs.household import world
+from envs.household.engine import Engine
 from envs.household.world import KINDS, LOOK, NOWHERE, Game, Goal, Item, Receptacle, State, Wording
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 FOLDER = "json_2.1.1"
+GAME_FILE = "game.tw-pddl"
+BANNER = "-= Welcome to TextWorld, ALFRED! =-"
+
+Shuffle = Callable[[list[str]], None]  # of identifiers, in place
 
 _HOW_TO_GET = (
     f"Get them with `pip install alfworld && alfworld-download`, then give the folder that holds {FOLDER}/ "
     "as data_root or in the environment variable ALFWORLD_DATA."
 )
+
+_MEND = "move its folder away, or get the games anew (`alfworld-download --force`)"
 
 
 class AlfworldGames:
@@ -51,11 +59,7 @@ class AlfworldGames:
 
     def game(self, task: Task) -> tuple[Game, None]:
         """Read the game of a task (nothing is marked in real games)."""
-        path = self.path(task)
-        try:
-            return load_game(json.loads(path.read_text(encoding="utf-8"))), None
-        except (OSError, ValueError, KeyError) as error:
-            raise EnvironmentFailure(f"cannot play {path}: {error}") from error
+        return read_game(self.path(task)), None
 
     def path(self, task: Task) -> Path:
         """Return the game file of a task."""
@@ -83,13 +87,10 @@ class AlfworldGames:
 def _task(split: str, folder: Path, relative: str) -> Task | None:
     """Return the task of one game file; None for the games alfworld leaves out."""
     path = folder / relative
-    about_path = path.with_name("traj_data.json")
-    if "movable" in relative or "Sliced" in relative or not about_path.is_file():
+    if (trial := read_trial(path.parent)) is None:
         return None
-    about, content = json.loads(about_path.read_text(encoding="utf-8")), path.read_bytes()
-    data, about_scene = json.loads(content), about.get("scene") or {}
-    if about.get("task_type") not in KINDS or not data.get("solvable"):
-        return None
+    about, content, data = trial
+    about_scene = about.get("scene") or {}
     id_, number = relative.removesuffix("/game.tw-pddl"), about_scene.get("scene_num")
     if number is None:
         number = path.parent.parent.name.rsplit("-", 1)[-1]
@@ -102,14 +103,59 @@ def _task(split: str, folder: Path, relative: str) -> Task | None:
     )  # fmt: skip
 
 
+def read_trial(folder: Path, kinds: Collection[str] = KINDS) -> tuple[dict[str, Any], bytes, dict[str, Any]] | None:
+    """Read a folder with one game: traj_data.json, and game.tw-pddl as bytes and as what they hold.
+
+    None for what alfworld leaves out: movable receptacles and slices, other task types, no game, none that is solvable.
+
+    Raises:
+        ValueError: for a file that is broken, or a game that is not ALFWorld's.
+    """
+    game, about_file = folder / GAME_FILE, folder / "traj_data.json"
+    named = "/".join(folder.parts[-2:])  # task and trial
+    if "movable" in named or "Sliced" in named or not (game.is_file() and about_file.is_file()):
+        return None
+    about = _read_object(about_file, about_file.read_bytes())
+    if about.get("task_type") not in kinds:
+        return None
+    data = _read_object(game, content := game.read_bytes())
+    if not data.get("solvable"):
+        return None
+    if missing := {"pddl_problem", "grammar"} - data.keys():
+        raise ValueError(f"{game} is no game of ALFWorld (it has no {', '.join(sorted(missing))}): {_MEND}")
+    return about, content, data
+
+
+def _read_object(path: Path, content: bytes) -> dict[str, Any]:
+    """Read a JSON object; ValueError, with what to do, where it is none."""
+    try:
+        found = json.loads(content)
+    except ValueError as error:  # neither UTF-8 nor JSON
+        raise ValueError(f"{path} is broken ({error}): {_MEND}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__} where ALFWorld has an object: {_MEND}")
+    return found
+
+
 # One game ------------------------------------------------------------------------------------------------------
 
 
-def load_game(data: Mapping[str, str]) -> Game:
-    """Build a `Game` from a game file's content; ValueError where the problem or its goal is none of ALFWorld's."""
+def read_game(path: Path, shuffle: Shuffle | None = None) -> Game:
+    """Read a game file as `load_game` does; EnvironmentFailure where it cannot be played."""
+    try:
+        return load_game(json.loads(path.read_text(encoding="utf-8")), shuffle)
+    except (OSError, ValueError, KeyError) as error:
+        raise EnvironmentFailure(f"cannot play {path}: {error}") from error
+
+
+def load_game(data: Mapping[str, str], shuffle: Shuffle | None = None) -> Game:
+    """Build a `Game` from a game file's content; ValueError where the problem or its goal is none of ALFWorld's.
+
+    `shuffle` deals the numbers in things' names out anew, as alfworld's domain randomization does.
+    """
     # PDDL does not tell upper from lower case, and the planner below alfworld makes everything lower case.
     found, goal = _read_problem(data["pddl_problem"].lower())
-    facts = _Facts(found)
+    facts = _Facts(found, shuffle)
     fitting = facts.of("cancontain")
     return Game(
         _receptacles(facts), _items(facts), _start(facts), _read_goal(goal), task_sentence(data["grammar"]),
@@ -173,9 +219,9 @@ def _predicates(formula: str) -> set[str]:
 class _Facts:
     """The facts of a problem, by predicate, and its entities with their numbers."""
 
-    def __init__(self, facts: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
+    def __init__(self, facts: Mapping[str, Sequence[tuple[str, ...]]], shuffle: Shuffle | None) -> None:
         self._facts = facts
-        self.names = demangled(argument for group in facts.values() for fact in group for argument in fact)
+        self.names = demangled((argument for group in facts.values() for fact in group for argument in fact), shuffle)
         # TextWorld lists facts sorted by raw identifier: so are our numbers.
         self.items = self._numbered(("objecttype", 0), ("inreceptacle", 0), ("objectatlocation", 0))
         self.places = self._numbered(("receptacletype", 0), ("inreceptacle", 1))
@@ -242,19 +288,27 @@ def _start(facts: _Facts) -> State:
     return state
 
 
-def demangled(ids: Iterable[str]) -> dict[str, str]:
+def demangled(ids: Iterable[str], shuffle: Shuffle | None = None) -> dict[str, str]:
     """Make readable names for raw identifiers: "mug_bar__plus_01..." becomes "mug 2".
 
-    Within a kind of thing the numbers fall in the order of the identifiers, as alfworld gives them out: the first one
-    gets the highest.
+    Within a kind of thing the numbers fall in the order of the identifiers (which `shuffle` may change), as alfworld
+    gives them out: the first one gets the highest.
     """
     names, of_kind = {}, Counter[str]()
-    for id_ in sorted(set(ids), reverse=True):
+    ordered = sorted(set(ids))
+    if shuffle is not None:
+        shuffle(ordered)
+    for id_ in reversed(ordered):
         kind, bar, _ = id_.partition("_bar_")
         kind += "basin" * ("basin" in id_)
         of_kind[kind] += bool(bar)
         names[id_] = f"{kind} {of_kind[kind]}" if bar else id_  # what has no bar is not numbered
     return names
+
+
+def opening(engine: Engine) -> str:
+    """Tell how TextWorld opens a game: banner, room and task."""
+    return f"{BANNER}\n\n{engine.intro()}\n\nYour task is to: {engine.game.task}."
 
 
 # The grammar ---------------------------------------------------------------------------------------------------

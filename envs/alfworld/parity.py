@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
 from envs.alfworld.environment import NO_TEXTWORLD, Fact, Seen, TextWorldGame
-from envs.alfworld.games import load_game
+from envs.alfworld.games import load_game, opening
 from envs.base import EnvironmentFailure, Task
 from envs.household.engine import Command, Engine
 from envs.household.environment import EngineEnvironment, Games
@@ -31,7 +31,6 @@ from envs.household.expert import plan
 from envs.household.world import APPLIANCES, NOWHERE, Game, bits
 
 T = TypeVar("T")
-BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 _APPLIANCES = frozenset(kind for kinds in APPLIANCES.values() for kind in kinds)
 # How often a verb is drawn, against 2 for those that change something (all but walking and looking).
 _WEIGHT = {"go": 2.5, "look": 0.7, "examine": 0.7, "inventory": 0.2, "help": 0.05, "close": 1.0}
@@ -52,7 +51,7 @@ class NativeGame:
 
     def reset(self) -> Seen:
         self._state = self._engine.reset()
-        return self._seen(f"{BANNER}\n\n{self._engine.intro()}\n\nYour task is to: {self.game.task}.")
+        return self._seen(opening(self._engine))
 
     def step(self, command: str) -> Seen:
         return self._seen(self._engine.step(self._state, command, self._commands))

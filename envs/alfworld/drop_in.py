@@ -1,0 +1,177 @@
+"""alfworld's own interface on the native engine, for code that was written for alfworld 0.4.2.
+
+    from envs.alfworld.drop_in import get_environment      # instead of alfworld.agents.environment
+
+docs/alfworld-drop-in.md says what is equal to the original and what is not.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from envs.alfworld.episodes import EXPERTS, Episode, Handcoded, game_order
+from envs.alfworld.games import GAME_FILE, read_trial
+from envs.base import EnvironmentFailure
+from envs.household.world import KINDS
+from runtime.progress import progress
+
+TASK_TYPES = dict(enumerate(KINDS, 1))  # as alfworld's configs number them
+FIRST_SEED = 1234  # of the games' order, until `seed` is called
+# train_eval -> where the config says which games, and how many of them
+_SPLITS = {
+    "train": ("data_path", "num_train_games"),
+    "eval_in_distribution": ("eval_id_data_path", "num_eval_games"),
+    "eval_out_of_distribution": ("eval_ood_data_path", "num_eval_games"),
+}
+_METHODS = {"dqn": "rl", "dagger": "dagger"}  # training_method -> the config's block with its length of an episode
+
+
+def get_environment(env_type: str) -> type["AlfredTWEnv"]:
+    """Return the environment of a config's env.type; ValueError for those that need AI2-THOR."""
+    if env_type != "AlfredTWEnv":
+        raise ValueError(f"only AlfredTWEnv plays in the native engine, not {env_type!r}: import alfworld's own for it")
+    return AlfredTWEnv
+
+
+class AlfredTWEnv:
+    """The games that a config of alfworld names.
+
+    Args:
+        config: as alfworld's base_config.yaml; `dataset`, `env`, `general`, `rl` and `dagger` are read.
+        train_eval: "train", "eval_in_distribution" or "eval_out_of_distribution".
+
+    Attributes:
+        game_files: paths of the games, in the order of the original; code may set others before `init_env`.
+        num_games: how many.
+
+    Raises:
+        ValueError: for another `train_eval`, a setting that is not there, or a broken file.
+        FileNotFoundError: where there are no games.
+    """
+
+    def __init__(self, config: Mapping[str, Any], train_eval: str = "train") -> None:
+        if train_eval not in _SPLITS:
+            raise ValueError(f"no train_eval {train_eval!r}; there are {', '.join(_SPLITS)}")
+        self.config, self.train_eval = config, train_eval
+        self.collect_game_files()
+
+    def collect_game_files(self, verbose: bool = False) -> None:
+        """Find the games, as the file system lists them. `verbose` does nothing: the original says what it skips."""
+        path_key, number_key = _SPLITS[self.train_eval]
+        folder, number = self._folder(path_key), _setting(self.config, "dataset", number_key)
+        kinds = {TASK_TYPES[n] for n in _setting(self.config, "env", "task_types") if n in TASK_TYPES}
+        trials = [at for at, _, files in os.walk(folder, topdown=False) if "traj_data.json" in files]
+        found = []
+        with progress("ALFWorld games", len(trials)) as advance:
+            for trial in trials:
+                if read_trial(Path(trial), kinds):
+                    found.append(os.path.join(trial, GAME_FILE))
+                advance(None)
+        if not found:
+            raise FileNotFoundError(
+                f"no playable game of the task types {sorted(kinds)} below {folder} ({len(trials)} folders have a "
+                "traj_data.json): get the games with `alfworld-download`, or check env.task_types and "
+                f"dataset.{path_key}"
+            )
+        self.game_files = found[:number] if number > 0 else found
+        self.num_games = len(self.game_files)
+
+    def init_env(self, batch_size: int) -> "BatchedGames":
+        """Return an environment that plays `batch_size` games at a time."""
+        train, method = self.train_eval == "train", _setting(self.config, "general", "training_method")
+        if method not in _METHODS:
+            raise ValueError(f"general.training_method is {method!r}; there are {', '.join(_METHODS)}")
+        limit = _setting(self.config, _METHODS[method], "training", "max_nb_steps_per_episode")
+        expert_type = _setting(self.config, "env", "expert_type") if train and method == "dagger" else None
+        shuffled = train and bool(_setting(self.config, "env", "domain_randomization"))
+        return BatchedGames(self.game_files, batch_size, limit, expert_type, shuffled)
+
+    def _folder(self, key: str) -> str:
+        named = _setting(self.config, "dataset", key)
+        folder = os.path.expandvars(named)
+        if not os.path.isdir(folder):
+            unset = " (ALFWORLD_DATA is not set)" if "$ALFWORLD_DATA" in folder else ""
+            raise FileNotFoundError(
+                f"dataset.{key} is {named}, which is no folder{unset}: get the games with `alfworld-download`, and set "
+                "ALFWORLD_DATA or the config to where they are"
+            )
+        return folder
+
+
+def _setting(config: Mapping[str, Any], *keys: str) -> Any:
+    found: Any = config
+    for key in keys:
+        if not isinstance(found, Mapping) or key not in found:
+            raise ValueError(f"the config has no {'.'.join(keys)}: take it from alfworld's configs/base_config.yaml")
+        found = found[key]
+    return found
+
+
+class BatchedGames:
+    """Games side by side in this process, with the methods of TextWorld's batched environments.
+
+    A game that is over stays as it ended until the next `reset`, which starts the next games of the order.
+
+    Raises:
+        ValueError: for no games, a batch that holds none, or an expert that does not exist.
+        ModuleNotFoundError: for the handcoded expert without the package alfworld.
+    """
+
+    def __init__(
+        self, game_files: Sequence[str], batch_size: int, limit: int, expert_type: str | None, shuffled: bool
+    ) -> None:
+        if not game_files or batch_size < 1:
+            raise ValueError(f"{len(game_files)} games in batches of {batch_size}: there must be at least one of each")
+        if expert_type is not None and expert_type not in EXPERTS:
+            raise ValueError(f"env.expert_type is {expert_type!r}; there are {', '.join(EXPERTS)}")
+        if expert_type == "handcoded":
+            Handcoded.check()
+        self.gamefiles, self.batch_size = list(game_files), batch_size
+        self._limit, self._expert_type, self._shuffled = limit, expert_type, shuffled
+        self._episodes: list[Episode] = []
+        self.seed(FIRST_SEED)
+
+    def seed(self, seed: int | None = None) -> list[int | None]:
+        """Start the order of games anew."""
+        self._order = game_order(self.gamefiles, seed)
+        return [seed]
+
+    def skip(self, nb_games: int = 1) -> None:
+        """Leave out the next games of the order."""
+        for _ in range(nb_games):
+            next(self._order)
+
+    def reset(self) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
+        """Start the next games; returns observations and infos, one of each a game."""
+        files = [next(self._order) for _ in range(self.batch_size)]
+        self._episodes = [Episode(path, self._limit, self._expert_type, self._shuffled) for path in files]
+        return self._seen()
+
+    def step(
+        self, commands: Sequence[str]
+    ) -> tuple[tuple[str, ...], tuple[int, ...], tuple[bool, ...], dict[str, list[Any]]]:
+        """Carry out one command a game; returns observations, scores (1 once won), who is done, and infos.
+
+        Raises:
+            ValueError: for another number of commands, or a string in place of a list.
+            EnvironmentFailure: before the first reset.
+        """
+        if not self._episodes:
+            raise EnvironmentFailure("no live episodes: call reset() first")
+        if isinstance(commands, str) or len(commands) != self.batch_size:
+            raise ValueError(f"step takes a list of {self.batch_size} commands, one a game, not {commands!r:.80}")
+        for episode, command in zip(self._episodes, commands, strict=True):
+            episode.step(command)
+        observations, infos = self._seen()
+        infos["extra.gamefile"] = [None] * self.batch_size  # the original names the game at its start only
+        scores = tuple(int(episode.won) for episode in self._episodes)
+        return observations, scores, tuple(episode.done for episode in self._episodes), infos
+
+    def close(self) -> None:
+        """Forget the episodes."""
+        self._episodes = []
+
+    def _seen(self) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
+        told = [episode.infos() for episode in self._episodes]
+        return tuple(episode.text for episode in self._episodes), {key: [one[key] for one in told] for key in told[0]}

@@ -1,0 +1,154 @@
+"""A native game as alfworld's wrappers show it: one episode with its step limit, its infos and an expert beside it."""
+
+import importlib.util
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from envs.alfworld.games import opening, read_game
+from envs.household import expert
+from envs.household.engine import Engine
+from envs.household.world import NOWHERE, bits
+
+
+def game_order(files: Sequence[str], seed: int | None) -> Iterator[str]:
+    """Yield games for ever, every round in another order, as TextWorld draws them."""
+    import numpy as np
+
+    draw, order = np.random.RandomState(seed), list(files)
+    while True:
+        draw.shuffle(order)
+        yield from order
+
+
+class Episode:
+    """One game from its start to its end.
+
+    Args:
+        path: the game's file.
+        limit: number of commands after which it is over; 0 for no limit.
+        expert_type: one of EXPERTS, or None.
+        shuffled: deal the numbers in things' names out at random, by Python's global `random` as the original does.
+
+    Raises:
+        EnvironmentFailure: for a file that cannot be played.
+    """
+
+    def __init__(self, path: str, limit: int = 0, expert_type: str | None = None, shuffled: bool = False) -> None:
+        self.path, self._left = path, limit or -1
+        self.engine = Engine(read_game(Path(path), random.shuffle)) if shuffled else _engine(path)
+        self.state = self.engine.reset()
+        self.text, self.won, self.done = opening(self.engine), False, False
+        self._expert = None if expert_type is None else EXPERTS[expert_type](path)
+        self._look("")
+
+    def step(self, command: str) -> None:
+        """Carry out a command; once the episode is over, nothing happens and nothing changes."""
+        if self.done:
+            return
+        self.text = self.engine.step(self.state, command, self._commands)
+        self._left -= 1
+        self.won = self.engine.won(self.state)
+        self.done = self.won or not self._left
+        self._look(command)
+
+    def infos(self) -> dict[str, Any]:
+        """Return what the original says beside the text, and the share of the goal's conditions that hold."""
+        infos = {
+            "admissible_commands": list(self.admissible),
+            "won": self.won,
+            "goal_condition_success_rate": self.engine.progress(self.state),
+            "extra.gamefile": self.path,
+        }
+        return infos if self._expert is None else {**infos, "extra.expert_plan": list(self._plan)}
+
+    def _look(self, command: str) -> None:
+        self._commands = self.engine.commands(self.state)
+        self.admissible = sorted(self._commands)
+        self._plan = [] if self._expert is None else self._expert.plan(self, command)
+
+
+@lru_cache(maxsize=256)  # reading a game takes far longer than playing it
+def _engine(path: str) -> Engine:
+    return Engine(read_game(Path(path)))
+
+
+# Who says what to do next ----------------------------------------------------------------------------------------
+
+
+class Expert(Protocol):
+    """Made for one game; looks on from its start, and says what to do."""
+
+    def __init__(self, path: str) -> None: ...
+
+    def plan(self, episode: Episode, command: str) -> list[str]:
+        """Return commands for the state after `command` ("" at the start)."""
+        ...
+
+
+class Planner:
+    """The native engine's own: a near-shortest way to the goal, [] where there is none."""
+
+    def __init__(self, path: str) -> None:
+        pass
+
+    def plan(self, episode: Episode, command: str) -> list[str]:
+        return expert.plan(episode.engine, episode.state) or []
+
+
+class Handcoded:
+    """alfworld's own rules for searching and acting (extra `alfworld`), shown the native engine's state.
+
+    They name one command, "look" where they know none that is possible. The original ends the run where they raise (a
+    command of blanks, more than 200 steps); here that is a "look", too.
+    """
+
+    MAX_STEPS = 200  # as the original's wrapper asks for
+
+    def __init__(self, path: str) -> None:
+        from alfworld.agents.expert import HandCodedTWAgent
+
+        self._agent: Any = HandCodedTWAgent(max_steps=self.MAX_STEPS)
+        self._agent.reset(path)
+
+    @staticmethod
+    def check() -> None:
+        """Raise ModuleNotFoundError, with what to do, where alfworld is not installed."""
+        if importlib.util.find_spec("alfworld") is None:
+            raise ModuleNotFoundError("the handcoded expert is alfworld's own: uv sync --extra alfworld, or set "
+                                      "env.expert_type to planner, which the native engine has")  # fmt: skip
+
+    def plan(self, episode: Episode, command: str) -> list[str]:
+        if not command:
+            self._agent.observe(episode.text)
+            return ["look"]
+        shown = {"feedback": episode.text, "admissible_commands": episode.admissible, "facts": _facts(episode)}
+        try:
+            advised = self._agent.act(shown, 0, episode.won, command)
+        except Exception:  # whatever its rules trip over
+            return ["look"]
+        return [advised if advised in episode.admissible else "look"]
+
+
+EXPERTS: Mapping[str, type[Expert]] = {"handcoded": Handcoded, "planner": Planner}
+
+
+class Fact(NamedTuple):
+    """A fact as the handcoded expert reads TextWorld's."""
+
+    name: str
+    names: tuple[str, ...]
+
+
+def _facts(episode: Episode) -> list[Fact]:
+    """List the facts that the handcoded expert asks for: what lies where, what is held, hot, cool or clean."""
+    game, state = episode.engine.game, episode.state
+    placed = zip(game.receptacles, state.contents, strict=True)
+    facts = [Fact("inreceptacle", (game.items[i].name, place.name)) for place, mask in placed for i in bits(mask)]
+    conditions = {"ishot": state.hot, "iscool": state.cool, "isclean": state.clean}
+    facts += [Fact(name, (game.items[i].name,)) for name, mask in conditions.items() for i in bits(mask)]
+    if state.held != NOWHERE:
+        facts.append(Fact("holds", ("agent", game.items[state.held].name)))
+    return facts
