@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from itertools import pairwise
 
 import pytest
 import torch
@@ -75,16 +74,6 @@ def test_situations_ask_for_the_mark_only_while_it_is_of_use():
         taken = any(action.startswith("take ") for action in situation.request.history)
         assert (situation.marked is None) == (taken or situation.request.image is None)
     assert any(situation.shows_mark for situation in situations)
-
-
-def test_batches_hold_prompts_of_like_length_and_come_in_random_order():
-    examples = [{"prompt": "x" * (i * 7 % 40), "completion": str(i)} for i in range(43)]
-    ordered = recipes.of_like_length(examples, 4, seed=0)
-    batches = [ordered[i : i + 4] for i in range(0, len(ordered), 4)]
-    assert len(batches) == 10 and len({row["completion"] for row in ordered}) == 40  # what fills no batch is left out
-    spans = [(min(lengths), max(lengths)) for batch in batches if (lengths := [len(row["prompt"]) for row in batch])]
-    assert all(here[1] <= there[0] for here, there in pairwise(sorted(spans)))
-    assert spans not in (sorted(spans), sorted(spans, reverse=True))
 
 
 @pytest.mark.slow

@@ -109,27 +109,17 @@ def train_executor(
     model = train_text(tokenizer, work, seed, levels)
     config = SFTConfig(
         **stages.arguments(work / "clone", seed, steps, RATE / 2, 50, 0.02), per_device_train_batch_size=batch,
-        train_sampling_strategy="sequential", max_length=None, completion_only_loss=True, bf16=False,
+        train_sampling_strategy="group_by_length", max_length=None, completion_only_loss=True, bf16=False,
         gradient_checkpointing=False,
     )  # fmt: skip
     examples = [_prompt_and_completion(tokenizer, example) for example in episodes.executor_examples(scenes, seed)]
     trainer = stages.CloningTrainer(
-        model, config, train_dataset=Dataset.from_list(of_like_length(examples, batch, seed)),
-        processing_class=tokenizer,
+        model, config, train_dataset=Dataset.from_list(examples), processing_class=tokenizer,
         callbacks=[stages.Stopwatch()],
     )  # fmt: skip
     model = stages.run(trainer, work / "clone")
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
     finish("executor", out, as_llama(model), tokenizer, work, (*TEXT, "clone"), settings)  # type: ignore[arg-type]
-
-
-def of_like_length(examples: Sequence[dict[str, str]], batch: int, seed: int) -> list[dict[str, str]]:
-    """Order examples so that every batch holds prompts of like length, and batches come at random. (A trainer's own
-    `group_by_length` goes from the longest prompts to the shortest, fifty batches long, again and again.)"""
-    ordered = sorted(examples, key=lambda example: len(example["prompt"]))
-    batches = [ordered[i : i + batch] for i in range(0, len(ordered) - batch + 1, batch)]
-    random.Random(seed).shuffle(batches)
-    return [example for together in batches for example in together]
 
 
 def _prompt_and_completion(tokenizer: PreTrainedTokenizerFast, example: episodes.ExecutorExample) -> dict[str, str]:
