@@ -18,7 +18,7 @@ from compiler.brief_state import PLAN, BriefState, Create, Delete, Fold, Op, Upd
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
 from executor.prompt import ExecutorRequest
-from executor.records import Action, Grounding
+from executor.records import PAPER, Action, Grounding, Reads
 from memory.entry import MemoryEntry
 
 _TAKE = re.compile(r"take (?P<thing>[a-z]+) \d+ from (?P<place>[a-z]+ \d+)")
@@ -171,6 +171,7 @@ class ExpertExecutor:
     seed: int = 0
     accepts_soft: bool = False
     sees_images: bool = False
+    reads: Reads = PAPER
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         return [self._act(request) for request in requests]

@@ -16,7 +16,7 @@ import binascii
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,21 +70,25 @@ def compile_request(step: StepInput) -> CompileRequest:
     )  # fmt: skip
 
 
-def delivered(step: StepInput) -> MemoryBlock:
-    """Give what memory contributes to the executor's prompt: all of M, or what was compiled from it, or nothing."""
+def delivered(step: StepInput, executor: Executor) -> MemoryBlock:
+    """Give what memory contributes to this executor's prompt: all of M, or what was compiled from it (of which not
+    every executor can or shall read the Brief State and the soft tokens), or nothing."""
     if step.emission is None:
         return MemoryBlock(memory=step.pasted)
-    lines = [] if step.state is None else render_brief_state(step.state).split("\n")[1:]  # the goal stands above it
-    return MemoryBlock(
-        state="\n".join(lines), guidance=step.emission.guidance, reason=step.emission.reason, soft=step.soft
-    )  # fmt: skip
+    reads, emission, lines = executor.reads, step.emission, []
+    if reads.state and step.state is not None:
+        lines = render_brief_state(step.state).split("\n")[1:]  # the goal stands above it
+    hears = executor.accepts_soft and (reads.soft_on == "always" or bool(emission.guidance))
+    soft = step.soft if hears else None
+    return MemoryBlock(state="\n".join(lines), guidance=emission.guidance, reason=emission.reason, soft=soft)
 
 
 def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:
-    """Ask for one action, with what this executor can read: soft tokens and pictures are not for all."""
-    shown = delivered(step if executor.accepts_soft else replace(step, soft=None))
+    """Ask for one action, with what this executor reads."""
     image = step.image if executor.sees_images else None
-    return ExecutorRequest(step.goal, shown, step.history, step.observation, step.admissible, step.expert, image)
+    return ExecutorRequest(
+        step.goal, delivered(step, executor), step.history, step.observation, step.admissible, step.expert, image
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,6 +114,7 @@ class StepRecord:
     reason: str = ""
     op_errors: tuple[str, ...] = ()
     soft: Mapping[str, float] | None = None  # {"n", "mu_norm", "sigma_mean", "z_norm"} of the soft tokens, if any
+    soft_read: bool = False  # whether the executor read soft tokens, for there may be some that it does not
     executor_prompt: str = ""  # decoded, with soft tokens shown as placeholders
     executor_prompt_ids: tuple[int, ...] = ()
     executor_text: str = ""  # what the executor produced, before grounding
@@ -141,6 +146,7 @@ class StepRecord:
         """Record what the executor read and decided."""
         self.action, self.grounding, self.executor_text, self.decision = made.action, str(made.how), made.text, made
         self.executor_prompt, self.executor_prompt_ids = executor_text(request, SOFT_MARK), made.prompt_ids
+        self.soft_read = request.delivered.n_soft > 0
         self._note_tokens("executor", made)
 
     def note_transition(self, transition: Transition) -> None:

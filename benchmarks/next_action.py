@@ -70,6 +70,7 @@ class Led:
     def __init__(self, executor: FrozenExecutor) -> None:
         self.executor, self.expert = executor, ExpertExecutor()
         self.accepts_soft, self.sees_images = executor.accepts_soft, executor.sees_images
+        self.reads = executor.reads
 
     @torch.no_grad()
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:

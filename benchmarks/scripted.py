@@ -25,7 +25,7 @@ from envs.base import Observation, Task, Transition
 from envs.household.environment import INSTRUCTIONS as RULES
 from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest, memory_text
-from executor.records import Action, Executor, Grounding
+from executor.records import EVERYTHING, Action, Executor, Grounding, Reads
 from lm.backbone import load_encoder
 from memory.entry import MemoryEntry, Provenance
 
@@ -118,7 +118,7 @@ class Script:
 class _Rehearsal:
     """Compiler and executor that write nothing and measure what they would read and write."""
 
-    accepts_soft, sees_images = True, False
+    accepts_soft, sees_images, reads = True, False, EVERYTHING
 
     def __init__(self, script: Script) -> None:
         self.script, self.longest = script, 0
@@ -174,6 +174,7 @@ class ScriptedExecutor:
     model: Any
     accepts_soft: bool = True
     sees_images: bool = False
+    reads: Reads = EVERYTHING  # at every step, for what is measured is its cost
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         made = self.model.act(requests)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compiler.prompt import INSTRUCTIONS
 from compiler.records import Decoding
 from configs.load import ConfigError
-from configs.models import CompilerConfig
+from configs.models import CompilerConfig, ExecutorConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -88,6 +88,15 @@ def load_remote_compiler(config: CompilerConfig, seed: int = 0, urls: Sequence[s
     from compiler.client import RemoteCompiler
 
     return RemoteCompiler(urls or str(config.url), config.temperature, seed=seed, timeout=config.timeout_s)
+
+
+def report_reading(trained: Mapping[str, Any] | None, executor: ExecutorConfig, compiler: str) -> None:
+    """Warn where the executor reads something else than the compiler was trained for."""
+    if trained == executor.reading:
+        return
+    told = lambda reading: " ".join(f"executor.{name}={str(value).lower()}" for name, value in reading.items())
+    was = f"was trained with {told(trained)}" if trained else "does not say what its executor read in training"
+    log.warning("the compiler of %s %s; this run has %s", compiler, was, told(executor.reading))
 
 
 def _report_contradictions(config: CompilerConfig, lora: LoraConfig) -> None:

@@ -61,6 +61,12 @@ def sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def executor_reading(folder: Path) -> dict[str, Any] | None:
+    """Say what the executor read that a checkpoint was trained for (`ExecutorConfig.reading`); None where it does not
+    say."""
+    return json.loads((folder / "state.json").read_text()).get("executor_reads")
+
+
 def trained_parameters(compiler: MemoryCompiler) -> dict[str, nn.Parameter]:
     """Name LoRA and projector (the projector also where its loss is off: a checkpoint always has it)."""
     return {n: p for n, p in compiler.named_parameters() if p.requires_grad or n.startswith(PROJECTOR)}

@@ -165,7 +165,16 @@ class ExecutorConfig(ModelSettings):
     mode: Literal["choice", "generate", "guided"] = "choice"
     temperature: float = Field(default=0.0, ge=0)  # of the choice among admissible commands; 0 takes the likeliest
     images: bool = True  # False keeps the view from an executor that could see it
+    # What it reads of a compilation beside guidance with its reason: the Brief State, too; and soft tokens with every
+    # emission (always), or as in the paper where there is guidance, acting without memory on BRIEF and NOACTION.
+    reads_state: bool = False
+    soft_on: Literal["guidance", "always"] = "guidance"
     max_new_tokens: int = Field(default=64, ge=1)
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """What checkpoints say of the executor that they were trained for, and evaluations compare with their own."""
+        return self.model_dump(include={"reads_state", "soft_on"})
 
     @model_validator(mode="after")
     def _engine_can(self) -> ExecutorConfig:

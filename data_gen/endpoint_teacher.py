@@ -22,7 +22,7 @@ from configs.collect import CollectConfig
 from envs.registry import find
 from executor.api import ApiExecutor
 from executor.build import load_executor
-from executor.records import Executor
+from executor.records import Executor, Reads
 from lm.endpoint import Endpoint, EndpointFailure, Message, user_message
 from lm.ledger import Answer
 from memory.trajectory import png_bytes
@@ -136,7 +136,8 @@ def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[E
         return ExpertExecutor(config.noise, config.seed), endpoints
     if config.actor == "teacher":
         shown = instructions if config.executor.instructions == "full" else ""
-        return ApiExecutor(teacher, shown, config.executor.max_new_tokens, "actor"), endpoints
+        reads = Reads(config.executor.reads_state, config.executor.soft_on)
+        return ApiExecutor(teacher, shown, config.executor.max_new_tokens, "actor", reads), endpoints
     actor = load_executor(config.executor, instructions, cache)
     if isinstance(actor, ApiExecutor):
         endpoints["executor"] = actor.endpoint

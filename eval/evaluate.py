@@ -27,7 +27,7 @@ from agent.deliveries import Delivery, find
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode
 from compiler import checkpoint
-from compiler.build import load_compiler, load_remote_compiler, load_served_compiler
+from compiler.build import load_compiler, load_remote_compiler, load_served_compiler, report_reading
 from compiler.records import Compiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
@@ -88,10 +88,16 @@ class ModelCache:
         return self._get("environments", config.env, lambda: Environments(config.env))
 
     def _load_compiler(self, config: EvalConfig) -> Compiler:
+        """Load it, and warn where the executor reads something else than it was trained for."""
+        if config.compiler.engine == "http":
+            remote = load_remote_compiler(config.compiler, config.seed)
+            report_reading(remote.executor_reading(), config.executor, str(config.compiler.url))
+            return remote
+        found = checkpoint.find(Path(str(config.compiler.checkpoint)))
+        report_reading(checkpoint.executor_reading(found), config.executor, str(found))
         if config.compiler.engine == "hf":
             return load_compiler(config.compiler, self.executor(config), config.seed)
-        load = load_remote_compiler if config.compiler.engine == "http" else load_served_compiler
-        return load(config.compiler, config.seed)
+        return load_served_compiler(config.compiler, config.seed)
 
     def _get(self, role: str, key: object, make: Callable[[], Any]) -> Any:
         if role not in self._held or self._held[role][0] != key:

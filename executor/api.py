@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from executor.prompt import ExecutorRequest, executor_parts
-from executor.records import Action, ground
+from executor.records import PAPER, Action, Reads, ground
 from lm.endpoint import Endpoint, Message, user_message
 from memory.trajectory import png_bytes
 
@@ -23,10 +23,11 @@ class ApiExecutor:
     accepts_soft = False
 
     def __init__(
-        self, endpoint: Endpoint, instructions: str = "", max_new_tokens: int = 64, role: str = "executor"
+        self, endpoint: Endpoint, instructions: str = "", max_new_tokens: int = 64, role: str = "executor",
+        reads: Reads = PAPER,
     ) -> None:  # fmt: skip
         self.endpoint, self.instructions = endpoint, instructions
-        self.max_new_tokens, self.role = max_new_tokens, role
+        self.max_new_tokens, self.role, self.reads = max_new_tokens, role, reads
         self.sees_images = endpoint.config.images
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from executor.prompt import ExecutorRequest, executor_parts
-from executor.records import Action, Grounding, ground
+from executor.records import PAPER, Action, Grounding, Reads, ground
 from lm.prompt import Prompt, PromptEncoder, check_context
 
 
@@ -27,6 +27,7 @@ class TokenExecutor:
     Args:
         images: False keeps pictures from a model that could see them.
         temperature: of the choice among admissible actions; 0 takes the likeliest.
+        reads: what of a compilation `agent.records.executor_request` puts into its requests.
     """
 
     accepts_soft = True
@@ -35,13 +36,14 @@ class TokenExecutor:
 
     def __init__(
         self, encoder: PromptEncoder, instructions: str = "", max_new_tokens: int = 64, images: bool = True,
-        temperature: float = 0.0,
+        temperature: float = 0.0, reads: Reads = PAPER,
     ) -> None:  # fmt: skip
         self.encoder, self.tokenizer, self.instructions = encoder, encoder.tokenizer, instructions
         self.placeholder, self.end_id = encoder.memory_id, encoder.end_id
         self.placeholder_text = self.tokenizer.convert_ids_to_tokens(self.placeholder)
         self.sees_images, self.max_new_tokens = encoder.is_vlm and images, max_new_tokens
         self.temperature, self.generator = temperature, torch.Generator().manual_seed(0)
+        self.reads = reads
 
     def encode(self, request: ExecutorRequest) -> Prompt:
         """Make the prompt that all backends read. A picture is left out by an executor that does not see. Raises:

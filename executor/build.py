@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from configs.models import ExecutorConfig
+from executor.records import Reads
 
 if TYPE_CHECKING:
     from executor.api import ApiExecutor
@@ -28,7 +29,8 @@ def load_executor(config: ExecutorConfig, instructions: str, cache: Path | None 
         from executor.api import ApiExecutor
         from lm.endpoint import Endpoint
 
-        return ApiExecutor(Endpoint(config.api, cache), common["instructions"], config.max_new_tokens)
+        endpoint, shown = Endpoint(config.api, cache), common["instructions"]
+        return ApiExecutor(endpoint, shown, config.max_new_tokens, reads=common["reads"])
     if config.engine == "hf":
         return load_frozen(config, instructions)
     from lm.backbone import dtype_of, load_encoder, model_path, quiet
@@ -69,4 +71,5 @@ def load_frozen(config: ExecutorConfig, instructions: str) -> FrozenExecutor:
 
 def _common(config: ExecutorConfig, instructions: str) -> dict[str, Any]:
     shown = instructions if config.instructions == "full" else ""
-    return {"instructions": shown, "max_new_tokens": config.max_new_tokens, "images": config.images}
+    reads = Reads(config.reads_state, config.soft_on)
+    return {"instructions": shown, "max_new_tokens": config.max_new_tokens, "images": config.images, "reads": reads}

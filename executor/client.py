@@ -32,6 +32,7 @@ from torch import Tensor
 
 from configs.models import EXECUTOR_KEY
 from executor.base import TokenExecutor
+from executor.records import PAPER, Reads
 from lm.backbone import input_embeddings, load_encoder
 from lm.endpoint import content_part
 from lm.prompt import Prompt
@@ -73,8 +74,9 @@ class RemoteExecutor(TokenExecutor):
         self, url: str, name: str | Path, dtype: torch.dtype = torch.bfloat16,
         mode: Literal["choice", "guided", "generate"] = "choice", instructions: str = "", max_new_tokens: int = 64,
         memory_token: str = "auto", timeout: float = 120.0, parallel: int = 64, images: bool = True,
+        reads: Reads = PAPER,
     ) -> None:  # fmt: skip
-        super().__init__(load_encoder(name, memory_token), instructions, max_new_tokens, images)
+        super().__init__(load_encoder(name, memory_token), instructions, max_new_tokens, images, reads=reads)
         self.name, self.dtype, self.mode = str(name), dtype, mode
         start = f"memcompiler serve executor --model {name}"
         self.server = RemoteServer(url, EXECUTOR_KEY, start, timeout, parallel)

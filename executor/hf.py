@@ -13,7 +13,7 @@ from torch import Tensor
 
 from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest
-from executor.records import Action
+from executor.records import PAPER, Action, Reads
 from lm.backbone import Backbone
 from lm.prompt import Prompt
 from soft_mem.projector import inject
@@ -25,8 +25,9 @@ class FrozenExecutor(TokenExecutor):
     def __init__(
         self, backbone: Backbone, mode: Literal["choice", "generate"] = "choice", instructions: str = "",
         max_new_tokens: int = 64, batch_size: int = 64, images: bool = True, temperature: float = 0.0,
+        reads: Reads = PAPER,
     ) -> None:  # fmt: skip
-        super().__init__(backbone, instructions, max_new_tokens, images, temperature)
+        super().__init__(backbone, instructions, max_new_tokens, images, temperature, reads)
         self.backbone, self.mode, self.context = backbone, mode, backbone.context
         self.model = backbone.model.eval().requires_grad_(False)
         self.batch_size = batch_size

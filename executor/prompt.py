@@ -2,9 +2,9 @@
 
 goal: in home 17: put a hot mug in cabinet
 memory: ...                                        static: all of M, pasted
-now: find mug                                      compiled: the Brief State's lines
+now: find mug                                      compiled: the Brief State's lines (`executor.reads_state`)
 guide: in home 17 the mug was in cabinet 2 | go to cabinet 2   compiled: text guidance
-soft: <mem><mem><mem><mem>                         compiled: placeholders of the soft tokens
+soft: <mem><mem><mem><mem>                         compiled: placeholders of the soft tokens (`executor.soft_on`)
 did: go to shelf 1 ; open shelf 1
 view: <image>                                      executors that see
 see: ...

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from executor.prompt import ExecutorRequest
 
@@ -61,11 +61,25 @@ class Action:
     logprob: float | None = field(default=None, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What an executor reads of what was compiled, beside guidance with its reason."""
+
+    state: bool = False  # the Brief State, too, which is the compiler's own otherwise
+    # Soft tokens with EXPERIENCE and HYBRID only, so that it acts without memory on BRIEF and NOACTION; or always.
+    soft_on: Literal["guidance", "always"] = "guidance"
+
+
+PAPER = Reads()
+EVERYTHING = Reads(state=True, soft_on="always")
+
+
 class Executor(Protocol):
     """A backend. `accepts_soft` is False where only text can be delivered (closed models); `sees_images` says whether
-    it is to be shown the current view."""
+    it is to be shown the current view, `reads` what of a compilation."""
 
     accepts_soft: bool
     sees_images: bool
+    reads: Reads
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]: ...

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from executor.base import TokenExecutor
+from executor.records import PAPER, Reads
 from lm.backbone import input_embeddings
 from lm.prompt import Prompt, PromptEncoder
 from lm.vllm import SETTINGS, check_read, request_of, run
@@ -50,8 +51,9 @@ class VllmExecutor(TokenExecutor):
     def __init__(
         self, llm: LLM, encoder: PromptEncoder, weights: Path, mode: Literal["choice", "guided", "generate"] = "choice",
         instructions: str = "", max_new_tokens: int = 64, images: bool = True, temperature: float = 0.0,
+        reads: Reads = PAPER,
     ) -> None:  # fmt: skip
-        super().__init__(encoder, instructions, max_new_tokens, images, temperature)
+        super().__init__(encoder, instructions, max_new_tokens, images, temperature, reads)
         if self.sees_images and not llm.model_config.is_multimodal_model:
             raise ValueError("the engine's model takes text only: give it a tokenizer, or images=False")
         self.llm, self.weights, self.mode = llm, weights, mode

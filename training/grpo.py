@@ -6,7 +6,8 @@
 One update: `tasks` tasks, a group of `group_size` sampled episodes for each, the advantage of every episode in its
 group, and a clipped policy-gradient step on all of its samples. Ranks share out the episodes: a group may be played by
 several, which tell each other its rewards. The policy is the emission's text AND the N Gaussian soft tokens, which
-count as N more tokens (`latent_gradient: score`, Eq. 8): the executor has no part in the gradient. `pathwise` takes
+count as N more tokens (`latent_gradient: score`, Eq. 8) at the steps at which the executor reads them
+(`executor.soft_on`): the executor has no part in the gradient. `pathwise` takes
 another unbiased estimate of the same gradient: the noise of the soft tokens is given, they are mu + sigma noise, and
 the action that the executor draws after reading them is the policy's last token. Reward then reaches mu and sigma
 through the frozen executor, in the one direction that matters; the score function has to find it among N d random ones.
@@ -199,12 +200,12 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         """Compute the loss of some samples, and sums for the record."""
         samples, weights, old, reference = zip(*rows, strict=True)
         scores = self.score(samples)
-        like, n = scores.logprobs, self.latents
-        rollout, weight = _padded([s.rollout_logprobs for s in samples], like, n), _padded(weights, like, n)
-        before = _padded(old, like, n)
+        like, n, sampled = scores.logprobs, self.latents, [s.sampled for s in samples]
+        padded = lambda values: _padded(values, sampled, like, n)
+        rollout, weight, before = padded([s.rollout_logprobs for s in samples]), padded(weights), padded(old)
         assert rollout is not None and weight is not None
         tokens = PolicyTokens(
-            like, like.detach() if before is None else before, rollout, _padded(reference, like, n),
+            like, like.detach() if before is None else before, rollout, padded(reference),
             torch.tensor([s.advantage for s in samples], device=like.device), weight, scores.mask,
         )  # fmt: skip
         loss, surrogate = policy_loss(tokens, self.config.loss)
@@ -222,25 +223,32 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
             latent = scored.gaussian.log_prob(z, self.compiler.decoding.soft_temperature or 1.0)
         sampled = torch.tensor([s.sampled for s in samples], device=text.device)
         text_mask = torch.arange(text.shape[1], device=text.device) < sampled[:, None]
+        read = torch.tensor([s.soft_read for s in samples], device=text.device)
+        mask = torch.cat([text_mask, read[:, None].expand_as(latent)], 1)
         entropy = -(full.exp() * full.masked_fill(full.isinf(), 0)).sum(-1).detach()
         sigma = scored.gaussian.log_sigma.detach().float()
         return Scores(
-            torch.cat([text.masked_fill(~text_mask, 0.0), latent], 1),
-            torch.cat([text_mask, torch.ones_like(latent, dtype=torch.bool)], 1), entropy * text_mask,
+            torch.cat([text, latent], 1).masked_fill(~mask, 0.0), mask, entropy * text_mask,
             (sigma + 0.5 * math.log(2 * math.pi * math.e)).mean((1, 2)), sigma.exp().mean((1, 2)),
             scored.gaussian.mu.detach().float().abs().mean((1, 2)),
         )  # fmt: skip
 
     def _drawn(self, gaussian: Gaussian, samples: Sequence[Sample]) -> Tensor:
-        """Score the actions that the executor drew, with the gradient of its soft tokens: (B, 1)."""
+        """Score the actions that the executor drew, with the gradient of its soft tokens: (B, 1), 0 without a draw."""
         assert isinstance(self.executor, FrozenExecutor)  # pathwise: its settings say so
+        # The projector has its part in every backward pass, whether or not a row has a draw: ranks keep step.
+        nothing = 0.0 * gaussian.mu.float().flatten(1).sum(1, keepdim=True)
+        rows = [i for i, s in enumerate(samples) if s.draw is not None]
         draws = [s.draw for s in samples if s.draw is not None]
+        if not draws:
+            return nothing
+        given = Gaussian(gaussian.mu[rows], gaussian.log_sigma[rows])
         noise = torch.stack([draw.noise for draw in draws]).to(gaussian.mu)
-        soft = self.compiler.projector.to_embeddings(gaussian.at(noise, self.compiler.decoding.soft_temperature))
+        soft = self.compiler.projector.to_embeddings(given.at(noise, self.compiler.decoding.soft_temperature))
         prompts = [replace(draw.prompt, soft=row) for draw, row in zip(draws, soft, strict=True)]
         scores = self.executor.candidate_logprobs(prompts, [draw.candidates for draw in draws])
         chosen = [self.executor.action_logprobs(s)[draw.chosen] for s, draw in zip(scores, draws, strict=True)]
-        return torch.stack(chosen)[:, None].to(gaussian.mu.device)
+        return nothing.index_add(0, torch.tensor(rows, device=nothing.device), torch.stack(chosen)[:, None].to(nothing))
 
     @torch.no_grad()
     def _score_all(self, samples: Sequence[Sample]) -> list[Tensor | None]:
@@ -250,7 +258,10 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
             score = partial(self.score, part or [self._idle()[0]])
             scores = self.backend.forward(lambda score=score: score().logprobs)[: len(part)]
             cut, n = scores.shape[1] - self.latents, self.latents
-            rows += [torch.cat([row[: s.sampled], row[cut : cut + n]]) for row, s in zip(scores, part, strict=True)]
+            rows += [
+                torch.cat([row[: s.sampled], row[cut : cut + n * s.soft_read]])
+                for row, s in zip(scores, part, strict=True)
+            ]
         return rows
 
     def _reference_scores(self, samples: Sequence[Sample]) -> list[Tensor | None]:
@@ -308,13 +319,14 @@ def _minibatches(total: int, number: int, seed: int, turn: int) -> list[list[int
     return [order[i::number] for i in range(number)]
 
 
-def _padded(rows: Sequence[Tensor | None], like: Tensor, n: int) -> Tensor | None:
-    """Pad rows (T_i + n,) as `like` (B, T + n): text from the left, what follows it in the last n columns, 0 between.
-    None for rows of None."""
+def _padded(rows: Sequence[Tensor | None], sampled: Sequence[int], like: Tensor, n: int) -> Tensor | None:
+    """Pad rows (T_i + n,) or (T_i,) as `like` (B, T + n): their T_i text tokens from the left, what follows them in the
+    last n columns, 0 between. None for rows of None."""
     padded = torch.zeros(like.shape)
-    for i, row in enumerate(rows):
+    for i, (row, text) in enumerate(zip(rows, sampled, strict=True)):
         if row is None:
             return None
-        padded[i, : len(row) - n] = row[: len(row) - n]
-        padded[i, like.shape[1] - n :] = row[len(row) - n :]
+        padded[i, :text] = row[:text]
+        if len(row) > text:
+            padded[i, like.shape[1] - n :] = row[text:]
     return padded.to(like)

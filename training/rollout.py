@@ -43,18 +43,23 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One compiled step. T text tokens were sampled (the forced end-of-turn token of a cut emission was not), then N
-    soft tokens; with a `draw`, the executor's action takes their place in the policy."""
+    """One compiled step. T text tokens were sampled (the forced end-of-turn token of a cut emission was not), then, if
+    the executor read them, L more: the N soft tokens, or with a `draw` the executor's action in their place."""
 
     prompt: Prompt
     emission: tuple[int, ...]  # T ids, or T + 1 with the forced end
     z: Tensor  # (N, d_executor), normalised units
-    rollout_logprobs: Tensor  # (T + N,), or (T + 1,) with a draw, as the engine that sampled says
+    rollout_logprobs: Tensor  # (T + L,) or, where no soft tokens were read, (T,); as the engine that sampled says
     sampled: int  # T
     advantage: float
     episode: int  # its number among the episodes that give samples
     weight_version: int
     draw: Draw | None = None
+
+    @property
+    def soft_read(self) -> bool:
+        """Tell whether soft tokens are part of the policy here: what nobody read has earned nothing."""
+        return len(self.rollout_logprobs) > self.sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +178,15 @@ def _sample(step: StepRecord, compiler: MemoryCompiler, advantage: float, episod
     if prompt.ids != compiled.prompt_ids:  # token-in/token-out: train on the very tokens that were sampled from
         raise ValueError("the prompt was tokenised differently when it was sampled from")
     assert compiled.latent_logprobs is not None
-    draw, last = None, compiled.latent_logprobs.float()
-    if pathwise:
+    draw, logprobs = None, [compiled.text_logprobs.float()]
+    if step.soft_read and pathwise:
         draw = _draw(step, compiled)
-        last = torch.tensor([draw.logprob])
+        logprobs.append(torch.tensor([draw.logprob]))
+    elif step.soft_read:
+        logprobs.append(compiled.latent_logprobs.float())
     return Sample(
-        prompt, compiled.emission_ids, compiled.z, torch.cat([compiled.text_logprobs.float(), last]),
-        len(compiled.text_logprobs), advantage, episode, compiled.weight_version, draw,
+        prompt, compiled.emission_ids, compiled.z, torch.cat(logprobs), len(compiled.text_logprobs), advantage,
+        episode, compiled.weight_version, draw,
     )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from agent.episode import EpisodeSpec, Limits
-from compiler.build import load_compiler, load_remote_compiler, load_served_compiler
+from compiler import checkpoint
+from compiler.build import load_compiler, load_remote_compiler, load_served_compiler, report_reading
 from compiler.hf import MemoryCompiler
 from configs.load import ConfigError
 from configs.models import ExecutorConfig
@@ -74,6 +75,9 @@ def train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> Memo
             specs, facts = training_specs(config, envs, run, out)
             executor = load_executor(_executor_of(config), executor_instructions(config.env))
             compiler = load_compiler(config.compiler, executor, config.seed)
+            if config.compiler.checkpoint and run is not None:
+                found = checkpoint.find(Path(config.compiler.checkpoint))
+                report_reading(checkpoint.executor_reading(found), config.executor, str(found))
             engine = rollout_engine(config, envs, executor, out)
             trainer = GrpoTrainer(config, compiler, executor, engine, specs, out, facts)
 

@@ -30,6 +30,7 @@ from data_gen.rows import SftRow
 from executor.hf import FrozenExecutor
 from lm.prompt import Prompt
 from soft_mem.losses import gauss_nll, memory_targets, negative_entropy, orthogonality, soft_mse
+from soft_mem.projector import Gaussian
 from training import distributed
 from training.backend import BACKENDS
 from training.losses import token_nll
@@ -45,6 +46,7 @@ class Example:
     executor_prompt: Prompt
     action: tuple[int, ...]
     memory_ids: tuple[int, ...]  # the memory's text, in the executor's tokens
+    soft_read: bool  # whether the executor reads this step's soft tokens: without, no loss is theirs
     memory_seen: Prompt | None = None  # the memory's pictures, as an executor that sees reads them
 
 
@@ -93,8 +95,9 @@ class SftTrainer(Trainer[dict[str, float]]):
     def _learn(self, step: int) -> dict[str, float]:
         config = self.config
         examples = [self.example(i) for i in self.batch_indices(step)]
-        tokens = {"text": sum(len(e.emission) for e in examples), "action": sum(len(e.action) for e in examples)}
-        counts = {"rows": len(examples), **tokens}
+        read = [e for e in examples if e.soft_read]
+        tokens = {"text": sum(len(e.emission) for e in examples), "action": sum(len(e.action) for e in read)}
+        counts = {"rows": len(read), **tokens}
         rate = self.schedule(config.optimizer, step)
         totals: dict[str, Tensor] = {}
         torch.manual_seed((config.seed * 1_000_003 + step) * 64 + distributed.rank())
@@ -115,7 +118,7 @@ class SftTrainer(Trainer[dict[str, float]]):
 
         def shares_and_loss() -> tuple[dict[str, Tensor], Tensor]:
             losses = sft_losses(self.compiler, self.executor, micro, self.config)
-            shares = {name: weight * value.sum() / counts.get(name, counts["rows"]) for name, value in losses.items()}
+            shares = {n: weight * value.sum() / max(1, counts.get(n, counts["rows"])) for n, value in losses.items()}
             return shares, sum((getattr(self.config.weights, n) * v for n, v in shares.items()), torch.tensor(0.0))
 
         shares, loss = self.backend.forward(shares_and_loss)
@@ -131,45 +134,57 @@ class SftTrainer(Trainer[dict[str, float]]):
     def _size(self, examples: Sequence[Example]) -> int:
         """Count the tokens that compiler and (with the soft channel) executor read in this step."""
         compiler = sum(len(e.prompt.ids) + len(e.emission) + self.compiler.n_tokens for e in examples)
-        executor = sum(len(e.executor_prompt.ids) + len(e.action) for e in examples)
-        return compiler + (executor if self.config.soft else 0)
+        return compiler + sum(len(e.executor_prompt.ids) + len(e.action) for e in examples if e.soft_read)
 
 
 def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, soft: bool) -> Example:
     """Encode a row for both models; with `soft`, the executor's prompt has the placeholders of the soft tokens."""
     step = row.step_input(compiler.n_tokens if soft else 0)
-    prompt = executor.encode(executor_request(step, executor))
+    request = executor_request(step, executor)
     memory = executor.tokenizer(row.memory_text, add_special_tokens=False)["input_ids"]
     pictures = pictures_of(step.memory) if executor.sees_images else []
     return Example(
-        compiler.encode(compile_request(step)), compiler.emission_ids(row.emission), replace(prompt, soft=None),
-        executor.action_ids(row.action), tuple(memory), executor.encoder.pictures(pictures) if pictures else None,
+        compiler.encode(compile_request(step)), compiler.emission_ids(row.emission),
+        replace(executor.encode(request), soft=None), executor.action_ids(row.action), tuple(memory),
+        request.delivered.n_soft > 0, executor.encoder.pictures(pictures) if pictures else None,
     )  # fmt: skip
 
 
 def sft_losses(
     compiler: MemoryCompiler, executor: FrozenExecutor, examples: Sequence[Example], config: SftConfig
 ) -> dict[str, Tensor]:
-    """Compute the terms of Eq. 9, each (B,): `text` and `action` sum over a row's tokens, the others are its means."""
+    """Compute the terms of Eq. 9: `text` (B,), and of the rows whose soft tokens are read the others. `text` and
+    `action` sum over a row's tokens, the others are its means."""
     scored = compiler.score([e.prompt for e in examples], [e.emission for e in examples])
     text, _ = token_nll(scored.logits, scored.targets, scored.text_mask, config.label_smoothing)
     if not config.soft:
         return {"text": text}
     z = compiler.projector.draw(scored.gaussian)
+    rows, read, weight = _read(examples, executor, z.shape[1])
+    gaussian, z = Gaussian(scored.gaussian.mu[rows], scored.gaussian.log_sigma[rows]), z[rows]
     soft = compiler.projector.to_embeddings(z)
-    prompts = [e.executor_prompt for e in examples]
-    action, _ = executor.action_nll(prompts, soft, [e.action for e in examples], config.label_smoothing)
+    prompts, actions = [e.executor_prompt for e in read], [e.action for e in read]
+    action, _ = executor.action_nll(prompts, soft, actions, config.label_smoothing)
     losses = {
-        "text": text,
         "action": action,
-        "entropy": negative_entropy(scored.gaussian),
-        "orth": orthogonality(scored.h_soft, scored.h_text, scored.text_mask),
+        "entropy": negative_entropy(gaussian),
+        "orth": orthogonality(scored.h_soft[rows], scored.h_text[rows], scored.text_mask[rows]),
     }
     if compiler.projector.config.kind == "linear":
         del losses["entropy"]  # there is no sigma to keep open
     if config.latent != "none":
-        losses["latent"] = _latent(compiler, executor, examples, scored.gaussian, z, soft, config)
-    return losses
+        losses["latent"] = _latent(compiler, executor, read, gaussian, z, soft, config)
+    return {"text": text, **{name: weight * value for name, value in losses.items()}}
+
+
+def _read(examples: Sequence[Example], executor: FrozenExecutor, n: int) -> tuple[list[int], list[Example], float]:
+    """Choose the rows whose soft tokens are read, and the weight of their losses. Where there are none, one row that
+    weighs nothing stands in: ranks that share a model's slices keep step by it."""
+    rows = [i for i, example in enumerate(examples) if example.soft_read]
+    if rows:
+        return rows, [examples[i] for i in rows], 1.0
+    nothing = Prompt((executor.placeholder,) * n, None)
+    return [0], [replace(examples[0], executor_prompt=nothing)], 0.0
 
 
 def _latent(

@@ -39,7 +39,7 @@ class Trainer(ABC, Generic[Made]):
         self, config: SftConfig | GrpoConfig, compiler: MemoryCompiler, executor_hash: str, items: int, total: int,
         out: Path, facts: dict[str, Any] | None,
     ) -> None:  # fmt: skip
-        self.compiler, self.executor_hash = compiler, executor_hash
+        self.compiler, self.executor_hash, self.reading = compiler, executor_hash, config.executor.reading
         self.items, self.total, self.seed, self.step = items, total, config.seed, 0
         self.folder, self.save_every, self.keep = out / "checkpoints", config.save_every, config.keep
         self.facts = facts or {}
@@ -94,7 +94,7 @@ class Trainer(ABC, Generic[Made]):
         if distributed.rank() == 0:
             state = {
                 "stage": self.stage, "step": self.step, "total": self.total, self.counts: self.items,
-                "seed": self.seed, "executor_hash": self.executor_hash, **self.facts,
+                "seed": self.seed, "executor_hash": self.executor_hash, "executor_reads": self.reading, **self.facts,
             }  # fmt: skip
             save_checkpoint(self.folder, self.compiler, tensors, state, self.keep)
         distributed.barrier()

@@ -78,9 +78,9 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
         return {"status": "live"}
 
     @app.get("/ready")
-    async def ready() -> dict[str, str | None]:
+    async def ready() -> dict[str, Any]:
         service.check_ready()
-        return {"status": "ready", "weights": service.weights}
+        return {"status": "ready", "weights": service.weights, "executor_reads": service.executor_reads}
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -162,8 +162,9 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
     if config.compiler.checkpoint is None:
         raise ConfigError("serving needs a trained compiler: --checkpoint RUN")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    weights = checkpoint.sha256(checkpoint.find(Path(config.compiler.checkpoint)))
-    service = CompilerService(lambda: _load(config), config, reloader(config), weights)
+    found = checkpoint.find(Path(config.compiler.checkpoint))
+    weights, read = checkpoint.sha256(found), checkpoint.executor_reading(found)
+    service = CompilerService(lambda: _load(config), config, reloader(config), weights, read)
     bound = bound_socket(host, port)
     server = uvicorn.Server(uvicorn.Config(service_app(service, key), log_level="warning", access_log=False))
     leave_gently(server, service)

@@ -108,14 +108,17 @@ class CompilerService:
         reload: loads the weights of a folder as those of a version and returns their SHA-256; None where the service
             keeps what it has.
         weights: SHA-256 of what the checkpoint adds to its base, which /ready tells.
+        executor_reads: what the executor read that it was trained for, which /ready tells, too.
         gather_s: seconds that a batch waits for company.
     """
 
     def __init__(
         self, load: Callable[[], TokenCompiler], config: ServeConfig,
-        reload: Callable[[Any, Path, int], str] | None = None, weights: str | None = None, gather_s: float = 0.005,
+        reload: Callable[[Any, Path, int], str] | None = None, weights: str | None = None,
+        executor_reads: dict[str, Any] | None = None, gather_s: float = 0.005,
     ) -> None:  # fmt: skip
         self.config, self.weights, self.gather_s = config, weights, gather_s
+        self.executor_reads = executor_reads
         self.failure: Exception | None = None  # why there is no compiler
         self.leaving = False
         self.active = 0  # requests that are being answered

@@ -120,7 +120,7 @@ def executor_prompt(executor: FrozenExecutor, episode: Episode, t: int, soft: Te
 def memory_positions(executor: FrozenExecutor, episode: Episode, t: int) -> dict[str, list[int]]:
     """Find the positions of memory tokens in step t's prompt by channel: all of M where it was pasted; where it was
     compiled, the guidance with its reason, and the soft tokens. Channels without tokens are left out."""
-    ids, told = episode.steps[t].executor_prompt_ids, delivered(recorded_step(episode, t))
+    ids, told = episode.steps[t].executor_prompt_ids, delivered(recorded_step(episode, t), executor)
     head = "\nmemory:\n" if told.memory else "\nguide: "
     guide = f"{told.reason} | {told.guidance}" if told.reason else told.guidance
     shown = told.memory or (guide if told.guidance else "")

@@ -106,7 +106,7 @@ class Replay:
 
     def recompiled(self, episode: Episode, t: int) -> latents.Recompiled | None:
         """Make step t's soft tokens again; None where the executor read none."""
-        if not find(episode.delivery).shows_own_soft or episode.steps[t].soft is None:
+        if not find(episode.delivery).shows_own_soft or not episode.steps[t].soft_read:
             return None
         return latents.recompiled(self.compiler, episode, t, self.memory(episode))
 

@@ -22,7 +22,8 @@ COMPILER: dict[str, Any] = {
 }  # fmt: skip
 SMALL: dict[str, Any] = {
     "env": {"name": "household", "scenes": {"train": 2, "test": 3}, "visual_share": 0.5}, "compiler": COMPILER,
-    "executor": {"model": "zoo/household/executor", "dtype": "float32", "instructions": "none", "max_new_tokens": 16},
+    "executor": {"model": "zoo/household/executor", "dtype": "float32", "instructions": "none", "max_new_tokens": 16,
+                 "reads_state": True, "soft_on": "always"},
     "memory": {"k": 2}, "deliveries": ["none", "static", "compiled_text", "compiled"], "baseline": "none", "limit": 4,
     "max_steps": 4,
 }  # fmt: skip

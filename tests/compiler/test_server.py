@@ -31,6 +31,7 @@ from compiler.records import Compilation, CompileRequest, Decoding, Wanted, alwa
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from configs.models import COMPILER_KEY, CompilerConfig, ServeConfig, Soft
+from executor.records import EVERYTHING
 from memory.entry import MemoryEntry, Provenance
 from runtime.errors import StopReason
 from runtime.http import RemoteError, RemoteServer
@@ -553,4 +554,4 @@ def test_the_command_serves_a_checkpoint_and_leaves_on_sigterm(tmp_path: Path) -
 class Tabled:
     """What a new projector wants to know of an executor."""
 
-    accepts_soft, sees_images, embedding_table = True, False, torch.zeros(8, 64)
+    accepts_soft, sees_images, reads, embedding_table = True, False, EVERYTHING, torch.zeros(8, 64)

@@ -22,6 +22,17 @@ def test_parses_and_round_trips(path, tmp_path):
     assert load_config(kind, again) == config
 
 
+def test_what_executors_read_is_the_papers_but_for_models_that_were_made_otherwise():
+    paper, everything = {"reads_state": False, "soft_on": "guidance"}, {"reads_state": True, "soft_on": "always"}
+    for path in FILES:
+        config = load_config(SCHEMAS[(name := path.relative_to(CONFIGS)).parts[0]], path)
+        stages = (config.sft, config.grpo, config.eval) if isinstance(config, QuickstartConfig) else (config,)
+        small = any(word in str(name) for word in ("quickstart", "small", "smollm2"))
+        for stage in stages:
+            if isinstance(stage, SftConfig | GrpoConfig | EvalConfig):
+                assert stage.executor.reading == (everything if small else paper), name
+
+
 def test_paper_defaults():
     """Table 7."""
     sft = SftConfig()

@@ -14,7 +14,7 @@ from agent.episode import EpisodeSpec, Limits, run_episodes  # noqa: E402
 from envs.base import Environment, EnvironmentFailure  # noqa: E402
 from envs.gymnasium.environment import GymnasiumConfig, GymnasiumSplit, GymnasiumTextEnvironment  # noqa: E402
 from envs.gymnasium.environment import GymnasiumKeys as Keys  # noqa: E402
-from executor.records import Action, Grounding  # noqa: E402
+from executor.records import PAPER, Action, Grounding  # noqa: E402
 from runtime.errors import StopReason  # noqa: E402
 
 
@@ -181,6 +181,7 @@ class Counter:
     """An executor that answers 1, whatever is asked."""
 
     accepts_soft = sees_images = False
+    reads = PAPER
 
     def act(self, requests):
         return [Action("1", Grounding.CHOICE, "1", (1,), 1, 1) for _ in requests]

@@ -364,10 +364,11 @@ from agent.episode import EpisodeSpec, Limits, run_episodes
 from envs.base import Task
 from envs.pool import EnvironmentPool
 from envs.spec import WorkerSpec
-from executor.records import Action, Grounding
+from executor.records import PAPER, Action, Grounding
 
 class Sleeper:
     accepts_soft = sees_images = False
+    reads = PAPER
     def act(self, requests):
         print(*pool.pids, flush=True)
         return [Action("sleep 60", Grounding.CHOICE, "", (), 0, 0) for _ in requests]

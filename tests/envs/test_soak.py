@@ -18,7 +18,7 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from envs.pool import EnvironmentPool
 from envs.spec import PoolLimits, WorkerSpec
-from executor.records import Action, Grounding
+from executor.records import PAPER, Action, Grounding
 from runtime.errors import StopReason
 from tests.envs.hosted_examples import alive
 
@@ -34,6 +34,7 @@ class FirstCommand:
     """Acts without reading."""
 
     accepts_soft = sees_images = False
+    reads = PAPER
 
     def act(self, requests):
         return [Action(r.admissible[0], Grounding.CHOICE, "", (), 0, 0) for r in requests]

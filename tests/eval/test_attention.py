@@ -29,6 +29,7 @@ from eval.paper.attention import (
 )
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
+from executor.records import EVERYTHING
 from lm.backbone import Backbone
 from lm.prompt import Prompt
 from soft_mem.projector import inject
@@ -47,7 +48,8 @@ def text_executor(kind: str, **settings: Any) -> FrozenExecutor:
     torch.manual_seed(0)
     config, model = {**MODELS, "mistral": (MistralConfig, MistralForCausalLM)}[kind]
     tokenizer = tiny_models.tokenizer()
-    return FrozenExecutor(Backbone(model(config(vocab_size=len(tokenizer), **GROUPED, **settings)), tokenizer))
+    made = model(config(vocab_size=len(tokenizer), **GROUPED, **settings))
+    return FrozenExecutor(Backbone(made, tokenizer), reads=EVERYTHING)
 
 
 def own_weights(executor: FrozenExecutor, prompt: Prompt) -> torch.Tensor:

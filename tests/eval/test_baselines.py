@@ -11,7 +11,7 @@ from compiler.brief_state import Belief, BriefState, Create, Update
 from compiler.records import CompileRequest
 from envs.base import Observation, Task, Transition
 from eval.evaluate import Evaluation
-from executor.records import Action, Grounding
+from executor.records import PAPER, Action, Grounding
 from memory.entry import MemoryEntry, Provenance
 
 GOAL = "in home 3: put a mug in cabinet"
@@ -95,6 +95,7 @@ class Reader:
     """An executor that writes down the memory it is shown."""
 
     accepts_soft = sees_images = False
+    reads = PAPER
 
     def __init__(self):
         self.seen = []

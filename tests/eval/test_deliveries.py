@@ -21,6 +21,7 @@ from eval.paper.tables import paper_table
 from eval.plots import deliveries_plot
 from eval.table import to_markdown as results_markdown
 from memcompiler.cli import app
+from tests.fakes import Recorder
 
 TINY = "executor={model: zoo/household/executor, dtype: float32, instructions: none, max_new_tokens: 16}"
 SMALL = [TINY, "env.scenes={train: 1, test: 1}", "limit=2", "max_steps=2", "deliveries=[none, bare_rules]"]
@@ -52,7 +53,7 @@ def test_one_entry_is_evaluated_labelled_and_read_again(
     [episode, *_] = [e for e in read_episodes(tmp_path / "episodes.jsonl") if e.delivery == "bare_rules"]
     step = recorded_step(episode, 1)
     assert compile_request(step).state is None and compile_request(step).history == (episode.steps[0].action,)
-    assert (delivered(step).state, delivered(step).guidance) == ("", episode.steps[1].guidance)
+    assert (delivered(step, Recorder()).state, delivered(step, Recorder()).guidance) == ("", episode.steps[1].guidance)
 
 
 def test_one_entry_may_stand_in_a_matrix(bare_rules: DeliverySpec, tmp_path: Path) -> None:

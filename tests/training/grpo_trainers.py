@@ -13,6 +13,7 @@ from compiler.hf import MemoryCompiler
 from configs.training import GrpoConfig
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from executor.hf import FrozenExecutor
+from executor.records import EVERYTHING
 from tests import tiny_models
 from tests.tiny_models import entry
 from training.grpo import GrpoTrainer
@@ -79,8 +80,8 @@ def spec(i: int, kind: str = "") -> EpisodeSpec:
 
 
 def executor(**kwargs) -> FrozenExecutor:
-    backbone = tiny_models.lm_backbone(seed=1)
-    return FrozenExecutor(backbone, **kwargs)
+    """Make one that reads soft tokens at every step, for random models hardly ever give guidance."""
+    return FrozenExecutor(tiny_models.lm_backbone(seed=1), **{"reads": EVERYTHING, **kwargs})
 
 
 def engine(make_env=None, **kwargs) -> RolloutEngine:

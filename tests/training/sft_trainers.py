@@ -10,6 +10,7 @@ from PIL import Image
 from configs.training import SftConfig
 from data_gen.rows import SftRow
 from executor.hf import FrozenExecutor
+from executor.records import EVERYTHING
 from tests import tiny_models
 from training.sft import SftTrainer
 
@@ -36,8 +37,7 @@ ROWS = [row(i) for i in range(5)]
 
 
 def executor() -> FrozenExecutor:
-    backbone = tiny_models.lm_backbone(seed=1)
-    return FrozenExecutor(backbone)
+    return FrozenExecutor(tiny_models.lm_backbone(seed=1), reads=EVERYTHING)
 
 
 def trainer(tmp_path, rows=ROWS, **settings) -> SftTrainer:

@@ -12,6 +12,7 @@ from agent.episode import Limits
 from compiler import checkpoint
 from compiler.records import Decoding
 from configs.training import GrpoConfig, PolicyLoss
+from executor.records import PAPER
 from runtime.errors import StopReason
 from tests import tiny_models
 from tests.training.grpo_trainers import (
@@ -215,6 +216,30 @@ def test_pathwise_wants_an_executor_that_draws():
         GrpoConfig(loss={"latent_gradient": "pathwise"})
     with pytest.raises(ValueError, match="draws among admissible commands"):
         GrpoConfig(executor={"temperature": 1.0, "mode": "generate"})
+
+
+@pytest.mark.parametrize("settings", [{}, PATHWISE])
+def test_soft_tokens_that_nobody_read_are_no_part_of_the_policy(tmp_path, settings):
+    t = trainer(tmp_path, **settings)
+    whole = fresh_samples(t)
+    t.engine.executor.reads = PAPER  # random models give no guidance
+    silent = fresh_samples(t)
+    assert not any(s.soft_read or s.draw for s in silent) and all(s.soft_read for s in whole)
+    mixed = [a if i % 2 else b for i, (a, b) in enumerate(zip(whole, silent, strict=True))]
+    with torch.no_grad():
+        rows, scores = t._score_all(mixed), t.score(mixed)
+    assert all(len(row) == len(s.rollout_logprobs) for row, s in zip(rows, mixed, strict=True))
+    assert max((row - s.rollout_logprobs).abs().max().item() for row, s in zip(rows, mixed, strict=True)) < 1e-4
+    assert scores.mask[:, -t.latents :].any(1).tolist() == [s.soft_read for s in mixed]
+    weights, _, _ = token_weights(mixed, t.config.loss)
+    tokens = sum(s.sampled for s in mixed) + t.latents * len(mixed) // 2
+    assert [w[0].item() for w in weights] == pytest.approx([1 / tokens] * len(mixed))
+    nothing = [None] * len(silent)
+    t._loss(list(zip(silent, token_weights(silent, t.config.loss)[0], nothing, nothing, strict=True)))[0].backward()
+    grads = {name: p.grad is not None and bool(p.grad.any()) for name, p in t.compiler.named_parameters()}
+    assert any(grads[name] for name in grads if "lora" in name)
+    assert not any(grads[name] for name in grads if name.startswith("projector"))
+    assert t.learn(silent)["ratio_latent"] == 0
 
 
 def test_a_cut_emissions_forced_end_is_not_trained_on(tmp_path):

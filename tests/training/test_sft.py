@@ -5,6 +5,7 @@ import torch
 
 from compiler import checkpoint
 from data_gen.rows import load_rows, save_rows
+from executor.records import PAPER
 from tests import tiny_models
 from tests.training.sft_trainers import ROWS, executor, trainable, trainer
 from training.losses import cosine_with_warmup, token_nll
@@ -119,6 +120,29 @@ def test_executor_prompt_of_a_row_holds_n_placeholders():
     example = encode_row(ROWS[1], compiler, model, soft=True)
     assert example.executor_prompt.ids.count(model.placeholder) == compiler.n_tokens
     assert "go to shelf 2" in model.tokenizer.decode(example.executor_prompt.ids)
+
+
+def test_rows_whose_soft_tokens_nobody_reads_have_no_loss_of_theirs(tmp_path):
+    """Row i of ROWS gives guidance where i is odd: with `soft_on: guidance`, the others teach the emission alone."""
+    t = trainer(tmp_path)
+    t.executor.reads = PAPER
+    t.compiler.eval()
+    t.compiler.projector.draw = lambda g, *a: g.mu
+    examples = [t.example(i) for i in range(4)]
+    assert [e.soft_read for e in examples] == [False, True, False, True]
+    assert [t.executor.placeholder in e.executor_prompt.ids for e in examples] == [False, True, False, True]
+    some, read = (sft_losses(t.compiler, t.executor, part, t.config) for part in (examples, examples[1::2]))
+    assert {name: len(value) for name, value in some.items()} == {name: 4 if name == "text" else 2 for name in some}
+    for name in ("action", "entropy", "orth", "latent"):
+        torch.testing.assert_close(some[name], read[name], atol=1e-5, rtol=1e-5)
+    silent = sft_losses(t.compiler, t.executor, examples[::2], t.config)
+    assert all(value.tolist() == [0.0] for name, value in silent.items() if name != "text") and len(silent) == 5
+
+
+def test_a_checkpoint_says_what_its_executor_read(tmp_path):
+    settings = {"reads_state": True, "soft_on": "always"}
+    trainer(tmp_path, executor=settings, max_steps=1).run(lambda m: None)
+    assert checkpoint.executor_reading(checkpoint.find(tmp_path)) == settings
 
 
 def test_rows_round_trip(tmp_path):

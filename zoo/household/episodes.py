@@ -17,7 +17,7 @@ from data_gen.tasks import entries_of, explain
 from envs.base import Environment, Task
 from envs.household.environment import HouseholdEnvironment
 from executor.prompt import ExecutorRequest
-from executor.records import Action, Grounding
+from executor.records import EVERYTHING, Action, Grounding, Reads
 from memory.entry import MemoryEntry
 from zoo.household.lessons import Situation
 
@@ -127,6 +127,7 @@ class ScriptedExecutor:
     seed: int = 0
     accepts_soft: bool = False
     sees_images: bool = False
+    reads: Reads = EVERYTHING  # the prompts that the shipped executor was cloned on
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)

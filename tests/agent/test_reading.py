@@ -1,0 +1,101 @@
+"""What an executor reads of a compilation: the Brief State or not, soft tokens with guidance or always."""
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from agent.deliveries import Delivery, find, recorded_step
+from agent.episode import Limits, run_episodes
+from agent.records import StepInput, delivered, episode_from_json, executor_request
+from compiler import checkpoint
+from compiler.brief_state import BriefState, Create
+from compiler.build import report_reading
+from compiler.language import Emission, Kind
+from configs.models import ExecutorConfig
+from data_gen.rows import rows_of
+from executor.records import EVERYTHING, PAPER, Reads
+from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
+
+GUIDANCE = {"guidance": "go north", "reason": "it is there"}
+EMISSIONS = {
+    Kind.EXPERIENCE: Emission(**GUIDANCE), Kind.HYBRID: Emission(**GUIDANCE, ops=(Create("x", "1"),)),
+    Kind.BRIEF: Emission(ops=(Create("x", "1"),)), Kind.NOACTION: Emission(),
+}  # fmt: skip
+STATE = BriefState("g").apply(Create("plan", "a; b"))
+READS = [PAPER, EVERYTHING, Reads(state=True), Reads(soft_on="always")]
+
+
+class Reader(Recorder):
+    """Compiles with soft tokens that say at which step they were made."""
+
+    def __init__(self, reads: Reads) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def compile(self, requests):
+        soft = [torch.full((4, 2), float(len(request.history))) for request in requests]
+        return [replace(made, soft=z) for made, z in zip(super().compile(requests), soft, strict=True)]
+
+
+@pytest.mark.parametrize("kind", EMISSIONS)
+@pytest.mark.parametrize("reads", READS, ids=str)
+def test_what_is_delivered_by_kind_and_setting(reads: Reads, kind: Kind) -> None:
+    soft = torch.ones(4, 2)
+    shown = delivered(StepInput("g", "see", state=STATE, emission=EMISSIONS[kind], soft=soft), Reader(reads))
+    guided = kind in (Kind.EXPERIENCE, Kind.HYBRID)
+    assert (shown.guidance, shown.reason) == (("go north", "it is there") if guided else ("", ""))
+    assert shown.state == ("now: a\nnext: b" if reads.state else "")
+    assert (shown.soft is soft) == (guided or reads.soft_on == "always") and shown.memory == ""
+
+
+def test_by_default_noaction_and_brief_leave_the_executor_without_memory() -> None:
+    config = ExecutorConfig()
+    assert Reads(config.reads_state, config.soft_on) == PAPER == Reads()
+    alone = delivered(StepInput("g", "see"), Reader(PAPER))
+    for kind in (Kind.BRIEF, Kind.NOACTION):
+        step = StepInput("g", "see", state=STATE, emission=EMISSIONS[kind], soft=torch.ones(4, 2))
+        assert delivered(step, Reader(PAPER)) == alone
+
+
+@pytest.mark.parametrize("reads", READS, ids=str)
+def test_loop_records_and_rows_ask_alike_under_every_setting(reads: Reads) -> None:
+    asked = Reader(reads)
+    [episode] = run_episodes(CountingEnv, [spec(4)], find("compiled").make(asked, 0), asked, Limits(5))
+    assert [step.emission_kind for step in episode.steps] == ["HYBRID", "BRIEF", "BRIEF", "BRIEF"]
+    heard = [True, False, False, False] if reads.soft_on == "guidance" else [True] * 4
+    back = episode_from_json(json.loads(json.dumps(episode.to_json())))
+    assert [step.soft_read for step in back.steps] == [step.soft_read for step in episode.steps] == heard
+    rows = rows_of(back, spec(4).memory)
+    for t, seen in enumerate(asked.seen):
+        again = executor_request(recorded_step(back, t, soft=torch.full((4, 2), float(t))), asked)
+        row = executor_request(rows[t].step_input(4), asked)
+        for made in (again, replace(row, admissible=COMMANDS)):
+            assert made.delivered.n_soft == seen.delivered.n_soft == (4 if heard[t] else 0)
+            bare = replace(seen.delivered, soft=None)
+            assert replace(made, delivered=bare, expert=None) == replace(seen, delivered=bare, expert=None)
+            assert replace(made.delivered, soft=None) == bare
+
+
+def test_an_executor_that_cannot_read_soft_tokens_never_gets_any() -> None:
+    closed = Reader(EVERYTHING)
+    closed.accepts_soft = False
+    [episode] = run_episodes(CountingEnv, [spec(2)], Delivery("compiled", "compiled", closed), closed, Limits(5))
+    assert not any(request.delivered.n_soft for request in closed.seen) and not episode.steps[0].soft_read
+
+
+def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path, caplog) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"executor_reads": ExecutorConfig().reading}))
+    trained = checkpoint.executor_reading(tmp_path)
+    assert trained == {"reads_state": False, "soft_on": "guidance"}
+    with caplog.at_level(logging.WARNING):
+        report_reading(trained, ExecutorConfig(), "here")
+        assert not caplog.records
+        report_reading(trained, ExecutorConfig(soft_on="always"), "runs/sft")
+        report_reading(None, ExecutorConfig(), "runs/old")
+    other, silent = [record.getMessage() for record in caplog.records]
+    assert "runs/sft was trained with executor.reads_state=false executor.soft_on=guidance" in other
+    assert "this run has executor.reads_state=false executor.soft_on=always" in other
+    assert "runs/old does not say what its executor read" in silent
