@@ -22,6 +22,7 @@ from agent.records import Episode, StepInput
 from compiler.brief_state import parse_brief_state
 from compiler.language import Emission
 from compiler.records import Compilation, Compiler, CompileRequest
+from envs.trajectories import TrajectoryReader
 from memory.entry import MemoryEntry
 from memory.trajectory import stated_goal
 
@@ -53,8 +54,9 @@ class DeliverySpec:
     name: str
     label: str  # in tables and plots
     kind: Kind = "compiled"
-    # Makes what compiles, from the trained compiler (None where none is loaded) and the run's seed.
-    compiler: Callable[[Compiler | None, int], Compiler | None] = lambda trained, seed: None
+    # Makes what compiles, from the trained compiler (None where none is loaded), the run's seed, and how its
+    # environment's commands read.
+    compiler: Callable[[Compiler | None, int, TrajectoryReader], Compiler | None] = lambda *_: None
     soft: bool = True
     brief_state: bool = True
     needs_checkpoint: bool = False  # the trained compiler has to be there
@@ -69,11 +71,18 @@ class DeliverySpec:
         """Tell whether the executor reads soft tokens that the trained compiler made of this very step."""
         return self.needs_checkpoint and self.soft and not self.interdependent
 
-    def make(self, trained: Compiler | None, seed: int) -> Delivery:
-        """Make the delivery that the loop plays. Raises: ValueError, where it needs a compiler that is not there."""
+    def make(self, trained: Compiler | None, seed: int, reader: TrajectoryReader | None = None) -> Delivery:
+        """Make the delivery that the loop plays; `reader` (of the environment) is what teachers need.
+        Raises: ValueError, where it needs a compiler that is not there."""
         if self.needs_checkpoint and trained is None:
             raise ValueError(f"delivery {self.name} needs a trained compiler: set compiler.checkpoint")
-        return Delivery(self.name, self.kind, self.compiler(trained, seed), self.soft, self.brief_state)
+        return Delivery(
+            self.name,
+            self.kind,
+            self.compiler(trained, seed, reader or TrajectoryReader()),
+            self.soft,
+            self.brief_state,
+        )
 
 
 class ShuffledSoft:
@@ -94,7 +103,7 @@ class ShuffledSoft:
         return [replace(c, soft=other) for c, other in zip(made, donors, strict=True)]
 
 
-def _trained(trained: Compiler | None, seed: int) -> Compiler | None:
+def _trained(trained: Compiler | None, *_: object) -> Compiler | None:
     return trained
 
 
@@ -119,15 +128,16 @@ DELIVERIES = {  # in the order of every table and plot
             "compiled_no_brief", "compiled, no brief", compiler=_trained, brief_state=False, needs_checkpoint=True
         ),
         DeliverySpec(
-            "expert_compiler", "expert as compiler", compiler=lambda *_: ExpertTeacher(), soft=False, control=True
+            "expert_compiler", "expert as compiler", soft=False, control=True,
+            compiler=lambda _, seed, reader: ExpertTeacher("right", seed, reader),
         ),
         DeliverySpec(
-            "expert_random_entry", "expert, random entry", compiler=lambda _, seed: ExpertTeacher("random", seed),
-            soft=False, control=True,
+            "expert_random_entry", "expert, random entry", soft=False, control=True,
+            compiler=lambda _, seed, reader: ExpertTeacher("random", seed, reader),
         ),
         DeliverySpec(
             "compiled_shuffled_soft", "shuffled soft tokens", needs_checkpoint=True, control=True, interdependent=True,
-            compiler=lambda trained, _: trained and ShuffledSoft(trained),
+            compiler=lambda trained, *_: trained and ShuffledSoft(trained),
         ),
     )
 }  # fmt: skip

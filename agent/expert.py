@@ -1,63 +1,43 @@
 """The expert teacher: plays compiler (and executor) from the environment's own expert plan. Offline and deterministic.
 
-It speaks about memory only when memory holds the fact: its guidance names the place that the right entry holds (same
-scene, same kind of object), never the place that only the expert knows. It does not look at pictures: what only the
-view shows is left to the soft tokens, which learn it from the action loss.
+The plan says what is needed next; what is said about it comes from M alone. While something is on its way to be found,
+the guidance names the place where the entries found its like: in this scene by name, ranked by how many entries say so,
+then in other scenes by kind of place, as this scene names it (noted at the first view, which lists the scene's places).
+A place that view, history or Brief State rule out is passed over; when all are, that is said once. Where an environment
+has recipes, the plan's next command is said if past episodes gave its like at the same point. How commands and views
+read is the environment's own matter (`envs.trajectories`).
+
+It does not look at pictures: what only the view shows is left to the soft tokens, which learn it from the action loss.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from agent.records import Episode
+from compiler.brief_state import MOST as MOST_SUBGOALS
 from compiler.brief_state import PLAN, BriefState, Create, Delete, Fold, Op, Update
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
+from envs.household.trajectories import taken
+from envs.trajectories import Fact, TrajectoryReader
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER, Action, Grounding, Reads
 from memory.entry import MemoryEntry
 
-_TAKE = re.compile(r"take (?P<thing>[a-z]+) \d+ from (?P<place>[a-z]+ \d+)")
-_PUT = re.compile(r"(?:move|put) (?P<thing>[a-z]+) \d+ (?:to|in/on|in|on) (?P<place>(?P<kind>[a-z]+) \d+)")
-_TREAT = re.compile(r"(?P<verb>heat|cool|clean|slice) (?P<thing>[a-z]+) \d+ with")
-_USE = re.compile(r"use (?P<thing>[a-z]+) \d+")
-_SEEN_AT = re.compile(r"(?:On the|The) (?P<place>[a-z]+ \d+)(?:, you see| is open)")
-_ARRIVED = re.compile(r"You arrive at (?P<place>[a-z]+ \d+)\.")
+MAYBE, NOWHERE = "maybe ", "not where memory says"  # what the Brief State notes of a thing: places to try, or none left
+MOST = 6  # places that are noted of a thing
 
 
-def taken(actions: Sequence[str]) -> tuple[str, str] | None:
-    """Return (kind of object, place) of the first thing taken, e.g. ("mug", "cabinet 2")."""
-    found = next((m for a in actions if (m := _TAKE.fullmatch(a))), None)
-    return (found["thing"], found["place"]) if found else None
-
-
-def rationale(scene: str, actions: Sequence[str]) -> str:
-    """Say why an episode succeeded: where its object was. The sentence that a later episode looks up."""
-    fact = taken(actions)
-    return location(scene, *fact) if fact else ""
-
-
-def location(scene: str, thing: str, place: str) -> str:
-    return f"in {scene} the {thing} was in {place}" if scene else f"the {thing} was in {place}"
-
-
-def subgoals(plan: Sequence[str]) -> list[str]:
-    """List what is left to do, as the Brief State names it: find mug, heat mug, put mug in cabinet."""
-    goals: list[str] = []
-    for command in plan:
-        if m := _TAKE.fullmatch(command):
-            goals.append(f"find {m['thing']}")
-        elif m := _PUT.fullmatch(command):
-            goals.append(f"put {m['thing']} in {m['kind']}")
-        elif m := _TREAT.match(command):
-            goals.append(f"{m['verb']} {m['thing']}")
-        elif m := _USE.fullmatch(command):
-            goals.append(f"use {m['thing']}")
-    return goals
+def of_scene(goal: str, entry: MemoryEntry) -> bool:
+    """Tell whether an entry is of the scene that the goal states, or of an environment without scenes."""
+    return not entry.provenance.scene or goal.startswith(f"in {entry.provenance.scene}: ")
 
 
 def right_entry(goal: str, memory: Sequence[MemoryEntry], thing: str) -> MemoryEntry | None:
@@ -75,12 +55,22 @@ def entry_for_goal(goal: str, memory: Sequence[MemoryEntry]) -> MemoryEntry | No
     return next((e for word in words if (e := right_entry(goal, memory, word))), None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Lead:
+    """A place worth trying, and the entry's fact that speaks for it."""
+
+    place: str
+    scene: str
+    fact: Fact
+
+
 @dataclass(slots=True)
 class ExpertTeacher:
     """A `Compiler` that knows the expert's plan. `entry="random"` is the control that cites a wrong entry's place."""
 
     entry: Literal["right", "random"] = "right"
     seed: int = 0
+    reader: TrajectoryReader = field(default_factory=TrajectoryReader)
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
         made = [self.emission(request) for request in requests]
@@ -89,7 +79,7 @@ class ExpertTeacher:
     def rationales(self, episodes: Sequence[Episode]) -> list[str]:
         """Say why each episode succeeded, or how it stopped."""
         return [
-            rationale(episode.scene, [step.action for step in episode.steps])
+            self.reader.rationale(episode.scene, [step.action for step in episode.steps])
             if episode.success
             else str(episode.stop_reason)
             for episode in episodes
@@ -97,67 +87,178 @@ class ExpertTeacher:
 
     def emission(self, request: CompileRequest) -> Emission:
         plan = (request.expert() if request.expert else None) or []
-        fact = taken(plan)
-        thing = fact[0] if fact and subgoals(plan)[:1] == [f"find {fact[0]}"] else None  # still to be found
-        ops = _progress(request.state, plan, request.history) if request.state is not None else []
-        if request.state is not None:
-            ops += [*_filled(request.state, request.history), *(_ruled_out(request, thing) if thing else ())]
-        guidance = self._guidance(request, thing) if thing is not None else None
+        need = self.reader.need(plan)
+        ops = list(self._noted(request, request.state, plan, need)) if request.state is not None else []
+        if need is not None:
+            return self._searching(request, plan, need.need, ops)
+        guidance = self._next_step(request, plan) if self.entry == "right" else None
         return Emission(*(guidance or ("", "")), tuple(ops))
 
-    def _guidance(self, request: CompileRequest, thing: str) -> tuple[str, str] | None:
-        """Give (guidance, reason) while the object is still to be found and the cited place is not ruled out."""
-        entry = right_entry(request.goal, request.memory, thing)
-        if self.entry == "random":
-            others = [e for e in request.memory if e is not entry and taken(e.provenance.actions)]
-            entry = random.Random(f"{self.seed} {request.goal}").choice(others) if others else None
-        fact = taken(entry.provenance.actions) if entry else None
-        if fact is None or entry is None:
+    def _searching(self, request: CompileRequest, plan: Sequence[str], need: str, ops: list[Op]) -> Emission:
+        """Name the best place that is not ruled out; nothing where the agent stands there, or meets the need now."""
+        right = self.entry == "right"
+        leads = self._leads(request, need) if right else self._random_lead(request, need)
+        left = [lead for lead in leads if not self._ruled_out(request, need, lead.place)]
+        meets = right and self.reader.subgoals(plan[:1], request.goal, frozenset(plan[:1]))
+        if meets or (left and left[0].place in self.reader.here(request.observation, request.history)):
+            return Emission(ops=tuple(ops))
+        if not left:
+            tried = right and leads and all(self._lacks(request, need, lead.place) for lead in leads)
+            return self._given_up(request, need, ops) if tried else Emission(ops=tuple(ops))
+        lead = left[0]
+        reason = self.reader.sentence(lead.scene, lead.fact.need, lead.fact.place)
+        return Emission(self.reader.way(lead.place), reason, tuple(ops))
+
+    # -- what M says --------------------------------------------------------------------------------------------------
+
+    def _leads(self, request: CompileRequest, need: str) -> list[_Lead]:
+        """List the places where M says the need is met, best first: this scene's by name, then those of the kinds that
+        other scenes' entries name; of each, the ones that most entries speak for."""
+        here, elsewhere = list[_Lead](), list[_Lead]()
+        for entry in request.memory:
+            of = here if of_scene(request.goal, entry) else elsewhere
+            facts = dict.fromkeys(f for f in self.reader.facts(entry.provenance.actions) if f.need == need)
+            of += [_Lead(fact.place, entry.provenance.scene, fact) for fact in facts]
+        known = self._known_places(request, need)
+        alike = [
+            _Lead(place, lead.scene, lead.fact)
+            for lead in elsewhere
+            for place in self.reader.likes(lead.place, known)
+        ]  # fmt: skip
+        ranked = dict[str, _Lead]()
+        for lead in (*_most_said(here), *_most_said(alike)):
+            ranked.setdefault(lead.place, lead)
+        return list(ranked.values())
+
+    def _known_places(self, request: CompileRequest, need: str) -> str:
+        """Return the text that names this scene's places: the first view, later what was noted of it."""
+        if not request.history:
+            return request.observation
+        noted = request.state.belief(self.reader.thing(need)) if request.state is not None else None
+        return noted if noted and noted.startswith(MAYBE) else request.observation
+
+    def _random_lead(self, request: CompileRequest, need: str) -> list[_Lead]:
+        """Draw an entry that does not answer the need, and claim that its first place does."""
+        others = [
+            entry
+            for entry in request.memory
+            if (facts := self.reader.facts(entry.provenance.actions))
+            and (all(f.need != need for f in facts) or not (self.reader.alike or of_scene(request.goal, entry)))
+        ]
+        if not others:
+            return []
+        entry = random.Random(f"{self.seed} {request.goal}").choice(others)
+        place = self.reader.facts(entry.provenance.actions)[0].place
+        if self.reader.alike and not of_scene(request.goal, entry):
+            place = next(iter(self.reader.likes(place, request.observation)), "")
+        return [_Lead(place, _scene(request.goal), Fact(need, place))] if place else []
+
+    def _next_step(self, request: CompileRequest, plan: Sequence[str]) -> tuple[str, str] | None:
+        """Give (the plan's next command, what past episodes did here), where they did its like at the same point.
+
+        The point is the last step of the recipe that was taken, word for word in an entry or, where none has it, in
+        its shape. Words that goal, view and entries do not hold stay unsaid.
+        """
+        if not self.reader.follows_recipes or not self.reader.steps(plan[:1]) or plan[0] in request.history[-1:]:
             return None
-        place = fact[1]
-        here = {m["place"] for m in (*_SEEN_AT.finditer(request.observation), *_ARRIVED.finditer(request.observation))}
-        visited = f"go to {place}" in request.history
-        if place in here or (visited and f"open {place}" in request.history) or _lacks(request.state, place, thing):
+        step, last = plan[0], ["", *self.reader.steps(request.history)]
+        pairs = [
+            pair
+            for entry in request.memory
+            if entry.provenance.success and of_scene(request.goal, entry)
+            for steps in [["", *self.reader.steps(entry.provenance.actions)]]
+            for pair in pairwise(steps)
+        ]  # fmt: skip
+        shape = self.reader.shape
+        after = [p for p in pairs if p[0] == last[-1]] or [p for p in pairs if shape(p[0]) == shape(last[-1])]
+        votes = Counter(shape(following) for _, following in after)
+        if not after or votes[shape(step)] < max(votes.values()):
             return None
-        scene = request.goal.split(":")[0].removeprefix("in ") if request.goal.startswith("in ") else ""
-        return f"go to {place}", location(scene, thing, place)
+        before, following = min((p for p in after if shape(p[1]) == shape(step)), key=lambda p: p[1] != step)
+        seen = _words(" ".join((following, request.goal, request.observation, *request.history)))
+        if not _words(step) <= seen:
+            return None
+        return step, f"after {before} came {following}" if before else f"it began with {following}"
+
+    # -- what the Brief State says ------------------------------------------------------------------------------------
+
+    def _noted(
+        self, request: CompileRequest, state: BriefState, plan: Sequence[str], need: Fact | None
+    ) -> Iterator[Op]:
+        """Keep the state in step: subgoals, where to try (at the first view), what a place lacks and lacks no more."""
+        yield from self._progress(request, state, plan)
+        if not request.history:
+            yield from self._to_try(request, state, plan)
+        place, thing = self.reader.filled(request.history[-1]) if request.history else ("", "")
+        if place and f"no {thing}" in _noted_of(state, place):
+            yield Delete(place)
+        if need is None or not (place := self.reader.lacking(need.need, request.observation)):
+            return
+        missing, known = f"no {self.reader.thing(need.need)}", _noted_of(state, place)
+        if missing not in known:
+            yield Update(place, ", ".join((*known, missing))) if known else Create(place, missing)
+
+    def _progress(self, request: CompileRequest, state: BriefState, plan: Sequence[str]) -> list[Op]:
+        """Keep the state's subgoals in step with what is left of the plan."""
+        mine = (entry.provenance.actions for entry in request.memory if of_scene(request.goal, entry))
+        shown = frozenset(command for actions in mine for command in actions)
+        left = self.reader.subgoals(plan, request.goal, shown)[:MOST_SUBGOALS]
+        known = [state.current, *state.pending] if state.current else []
+        if not left:
+            return []
+        if not known:
+            return [] if state.completed else [Create(PLAN, "; ".join(left))]
+        done = len(known) - len(left)
+        if done >= 0 and known[done:] == left:
+            return [Fold(request.history[-1] if request.history else known[0])] * done
+        return [Update(PLAN, "; ".join(left))]
+
+    def _to_try(self, request: CompileRequest, state: BriefState, plan: Sequence[str]) -> Iterator[Op]:
+        """Name this scene's places of the kinds where other scenes had what the plan needs: later views do not."""
+        for need in dict.fromkeys(fact.need for fact in self.reader.facts(plan)):
+            alike = [lead.place for lead in self._leads(request, need) if lead.scene not in ("", _scene(request.goal))]
+            if alike and state.belief(self.reader.thing(need)) is None:
+                yield Create(self.reader.thing(need), MAYBE + ", ".join(alike[:MOST]))
+
+    def _ruled_out(self, request: CompileRequest, need: str, place: str) -> bool:
+        """Tell whether history, view or Brief State speak against a place. History alone says that it was looked into,
+        not that nothing was there: who wandered off after a find has to come back by himself."""
+        return place in self.reader.searched(request.history) or self._lacks(request, need, place)
+
+    def _lacks(self, request: CompileRequest, need: str, place: str) -> bool:
+        """Tell whether view or Brief State say that the place does not hold what is needed."""
+        seen = place == self.reader.lacking(need, request.observation)
+        return seen or f"no {self.reader.thing(need)}" in _noted_of(request.state, place)
+
+    def _given_up(self, request: CompileRequest, need: str, ops: Sequence[Op]) -> Emission:
+        """Say once that all places that M knows of have been tried; the Brief State keeps that it was said."""
+        thing = self.reader.thing(need)
+        known = request.state.belief(thing) if request.state is not None else NOWHERE
+        if known == NOWHERE:
+            return Emission(ops=tuple(ops))
+        note = Create(thing, NOWHERE) if known is None else Update(thing, NOWHERE)
+        return Emission("search elsewhere", f"memory knows no other place for {thing}", (*ops, note))
 
 
-def _progress(state: BriefState, plan: Sequence[str], history: Sequence[str]) -> list[Op]:
-    """Keep the state's subgoals in step with what is left of the plan."""
-    left = subgoals(plan)
-    known = [state.current, *state.pending] if state.current else []
-    if not left:
-        return []
-    if not known:
-        return [] if state.completed else [Create(PLAN, "; ".join(left))]
-    done = len(known) - len(left)
-    if done >= 0 and known[done:] == left:
-        return [Fold(history[-1] if history else known[0])] * done
-    return [Update(PLAN, "; ".join(left))]
+def _scene(goal: str) -> str:
+    return goal.split(":")[0].removeprefix("in ") if goal.startswith("in ") else ""
 
 
-def _ruled_out(request: CompileRequest, thing: str) -> list[Op]:
-    """Note that the place in view does not hold the thing, so that it is not searched again."""
-    seen = _SEEN_AT.search(request.observation)
-    if seen is None or re.search(rf"\b{thing} \d", request.observation) or _lacks(request.state, seen["place"], thing):
-        return []
-    known = request.state.belief(seen["place"]) if request.state is not None else None
-    if known is None:
-        return [Create(seen["place"], f"no {thing}")]
-    return [Update(seen["place"], f"{known}, no {thing}")]
-
-
-def _filled(state: BriefState, history: Sequence[str]) -> list[Op]:
-    """Drop what the last action made false: a place lacks no longer what was put there."""
-    put = _PUT.fullmatch(history[-1]) if history else None
-    return [Delete(put["place"])] if put and _lacks(state, put["place"], put["thing"]) else []
-
-
-def _lacks(state: BriefState | None, place: str, thing: str) -> bool:
-    """Tell whether the state says that the place does not hold the thing."""
+def _noted_of(state: BriefState | None, place: str) -> tuple[str, ...]:
+    """List what the state says that a place lacks."""
     known = state.belief(place) if state is not None else None
-    return known is not None and f"no {thing}" in known.split(", ")
+    return tuple(known.split(", ")) if known else ()
+
+
+def _most_said(leads: Sequence[_Lead]) -> list[_Lead]:
+    """Put the places that most leads name first, each once, with the first lead that names it."""
+    votes = Counter(lead.place for lead in leads)
+    first = {lead.place: lead for lead in reversed(leads)}
+    return [first[place] for place, _ in votes.most_common()]
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", text.lower()))
 
 
 @dataclass(slots=True)

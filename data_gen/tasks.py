@@ -18,7 +18,7 @@ from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from data_gen.leakage import guard_training
 from envs.base import Environment, Task
-from envs.registry import Environments, experience_split, find
+from envs.registry import Environments, experience_split, find, reader_of
 from memory.bank import MemoryBank, open_bank
 from memory.entry import Memory, MemoryEntry
 from memory.trajectory import entry_from_trajectory
@@ -69,9 +69,9 @@ def filled_bank(
     bank = open_bank(config.memory, out / "bank")
     if experience:
         bank.write([])  # there is one, if an empty one
-        left = not_experienced(experience, bank)
+        left, teacher = not_experienced(experience, bank), ExpertTeacher(reader=reader_of(config.env))
         with progress("experience", len(experience), len(experience) - len(left)) as advance:
-            collect_experience(envs.lease, left, bank, kept_views(config), on_episode=advance)
+            collect_experience(envs.lease, left, bank, teacher, kept_views(config), on_episode=advance)
     return bank
 
 
@@ -116,16 +116,17 @@ class Explainer(Protocol):
 
 
 def collect_experience(
-    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: Memory, views: Views = no_views,
-    max_steps: int = 50, on_episode: Callable[[Episode], None] | None = None, round_size: int = ROUND,
+    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: Memory, explainer: Explainer,
+    views: Views = no_views, max_steps: int = 50, on_episode: Callable[[Episode], None] | None = None,
+    round_size: int = ROUND,
 ) -> None:  # fmt: skip
-    """Have the expert play `tasks`; every episode becomes an entry, written when the `round_size` episodes of its round
-    are over."""
+    """Have the expert play `tasks`; every episode becomes an entry, with why it went so (`explainer`), written when the
+    `round_size` episodes of its round are over."""
     delivery, limits = Delivery("expert", "none"), Limits(max_steps)
     for start in range(0, len(tasks), round_size):
         specs = [EpisodeSpec(task) for task in tasks[start : start + round_size]]
         episodes = run_episodes(make_env, specs, delivery, ExpertExecutor(), limits, round_size, on_episode)
-        explain(episodes, ExpertTeacher())
+        explain(episodes, explainer)
         bank.write(entries_of(episodes, views))
 
 

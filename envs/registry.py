@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, SerializeAsAny
 from envs.base import Environment, Task
 from envs.pool import EnvironmentPool
 from envs.spec import EnvSettings, EnvSpec
+from envs.trajectories import TrajectoryReader
 
 GROUP = "memcompiler.environments"
 DEFAULT = "household"
@@ -128,6 +129,11 @@ def default_settings() -> EnvSettings:
 def executor_instructions(settings: EnvSettings) -> str:
     """Return what executors are told about the environment."""
     return find(settings.name).instructions
+
+
+def reader_of(settings: EnvSettings) -> TrajectoryReader:
+    """Return how the environment's commands read."""
+    return find(settings.name).reader
 
 
 def evaluation_split(settings: EnvSettings) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from envs.base import Task
+from envs.trajectories import TrajectoryReader
 from runtime.settings import Settings
 
 # What training and evaluation must not share, by dimension of `Task.isolation` (paper C.1). disjoint: no value on both
@@ -132,3 +133,4 @@ class EnvSpec:
     instructions: str = INSTRUCTIONS  # what executors are told (`executor.instructions: full`)
     # From an episode's commands to the steps whose views its memory entry keeps, the most telling first.
     views: Callable[[Sequence[str]], Sequence[int]] = last_view
+    reader: TrajectoryReader = field(default_factory=TrajectoryReader)  # of its commands, for teachers

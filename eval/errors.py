@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent.episode import EpisodeSpec
-from agent.expert import entry_for_goal, subgoals, taken
+from agent.expert import entry_for_goal
 from agent.records import Episode, StepRecord
+from envs.household.trajectories import subgoals, taken
 from envs.registry import loaded
 from runtime.errors import StopReason, is_failure
 

@@ -35,7 +35,8 @@ from configs.run_folder import ENVIRONMENT, RunFolder, RunFolderError
 from data_gen.leakage import record_evaluation
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
 from envs.base import Environment
-from envs.registry import Environments, evaluation_split, executor_instructions
+from envs.registry import Environments, evaluation_split, executor_instructions, reader_of
+from envs.trajectories import TrajectoryReader
 from eval.errors import chance, lookup
 from eval.matrix import SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
 from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
@@ -141,6 +142,7 @@ class Evaluation:
     concurrency: int = 64
     top_specs: Sequence[EpisodeSpec] = ()
     title: str = ""
+    reader: TrajectoryReader | None = None  # of the environment, which teachers need
 
     def run(
         self, delivery: str | Delivery, record: Callable[[Episode], None] = lambda _: None, played: Collection[str] = ()
@@ -156,7 +158,7 @@ class Evaluation:
         if isinstance(delivery, str):
             wanted = find(delivery)
             specs = self.top_specs if wanted.top_entry else specs
-            delivery = wanted.make(self.compiler, self.limits.seed)
+            delivery = wanted.make(self.compiler, self.limits.seed, self.reader)
         left = [spec for spec in specs if spec.task.id not in played]
         with progress(f"{self.title} {delivery.name}".strip(), len(specs), len(played)) as advance:
 
@@ -212,8 +214,8 @@ def prepare(config: EvalConfig, loaded: ModelCache, folder: Path, title: str = "
     wants_top = any(find(name).top_entry for name in config.deliveries)
     top = specs_for(tasks, bank, min(1, config.memory.k)) if wants_top else []
     executor, compiler = loaded.executor(config), loaded.compiler(config)
-    limits = Limits(config.max_steps, config.seed)
-    return Evaluation(envs.lease, specs, executor, compiler, limits, config.concurrency, top, title), bank
+    limits, reader = Limits(config.max_steps, config.seed), reader_of(config.env)
+    return Evaluation(envs.lease, specs, executor, compiler, limits, config.concurrency, top, title, reader), bank
 
 
 def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) -> dict[str, Any]:

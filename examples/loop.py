@@ -21,7 +21,7 @@ from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from data_gen.tasks import chosen_tasks, filled_bank, specs_for
-from envs.registry import Environments, executor_instructions
+from envs.registry import Environments, executor_instructions, reader_of
 from executor.build import load_executor
 from lm.backbone import quiet
 
@@ -32,7 +32,9 @@ def main(checkpoint: str | None = None, number: int = 0) -> bool:
     own = [f"compiler.checkpoint={checkpoint or 'null'}", "env.scenes={train: 1, test: 2}"]
     settings = load_config(EvalConfig, "eval/quickstart", own)
     executor = load_executor(settings.executor, executor_instructions(settings.env))
-    compiler = load_compiler(settings.compiler, executor) if checkpoint else ExpertTeacher()
+    compiler = (
+        load_compiler(settings.compiler, executor) if checkpoint else ExpertTeacher(reader=reader_of(settings.env))
+    )
     with Environments(settings.env) as envs, tempfile.TemporaryDirectory() as folder:
         tasks, experience = chosen_tasks(settings, envs, "test")
         bank = filled_bank(settings, envs, experience, Path(folder))

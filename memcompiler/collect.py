@@ -13,7 +13,7 @@ from configs.collect import CollectConfig
 from configs.run_folder import RunFolder
 from data_gen.collect import Teacher, play, prepare, write_rows
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
-from envs.registry import Environments
+from envs.registry import Environments, reader_of
 from executor.records import Executor
 from lm.backbone import quiet
 from lm.endpoint import Endpoint
@@ -58,7 +58,7 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
 def _players(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Mapping[str, Endpoint]]:
     """Make who compiles and who acts, with the endpoints that they ask by role."""
     if config.teacher == "expert":
-        return ExpertTeacher(), ExpertExecutor(config.noise, config.seed), {}
+        return ExpertTeacher(reader=reader_of(config.env)), ExpertExecutor(config.noise, config.seed), {}
     endpoint = Endpoint(config.api, cache)
     actor, endpoints = load_actor(config, endpoint, cache)
     return EndpointTeacher(endpoint, config.attempts, config.max_new_tokens), actor, endpoints

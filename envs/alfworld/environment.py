@@ -13,6 +13,7 @@ from typing import Any, Literal
 from envs.alfworld.games import FOLDER, AlfworldGames
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.household.environment import INSTRUCTIONS, REFUSED, EngineEnvironment, telling_views
+from envs.household.trajectories import AlfworldReader
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports, sync
 
 NO_TEXTWORLD = "TextWorld is not installed: uv sync --extra alfworld"
@@ -199,4 +200,5 @@ ALFWORLD = EnvSpec(
     refusals=(REFUSED,),
     instructions=INSTRUCTIONS,
     views=telling_views,
+    reader=AlfworldReader(),
 )  # fmt: skip

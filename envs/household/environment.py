@@ -9,6 +9,7 @@ from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.household.engine import Command, Engine
 from envs.household.expert import plan
 from envs.household.generate import DEFAULT_KINDS, Generator
+from envs.household.trajectories import HouseholdReader
 from envs.household.world import Game, State
 from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec, last_view
 
@@ -174,4 +175,5 @@ HOUSEHOLD = EnvSpec(
     refusals=(REFUSED,),
     instructions=INSTRUCTIONS,
     views=telling_views,
+    reader=HouseholdReader(),
 )  # fmt: skip

@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from agent.expert import ExpertTeacher
 from configs.collect import CollectConfig
 from configs.load import ConfigError, load_config
 from configs.models import EXECUTOR_KEY
 from data_gen.endpoint_teacher import TEACHING, WRITING
 from data_gen.rows import load_rows
+from envs.household.trajectories import HouseholdReader
 from lm.ledger import EndpointStop
 from memcompiler.cli import app
 from memcompiler.collect import run_collect
@@ -344,6 +346,8 @@ def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
     from data_gen import tasks as experience
     from envs.household.environment import HouseholdEnvironment
 
+    homes = ExpertTeacher(reader=HouseholdReader())
+
     def make_env():
         return HouseholdEnvironment(scenes={"train": 3})
 
@@ -355,10 +359,10 @@ def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
     whole, bank = MemoryBank(tmp_path / "whole"), MemoryBank(tmp_path / "cut")
     assert not whole.write([]).added and not bank.write([]).added  # empty banks
     assert experience.not_experienced(tasks, whole) == tasks
-    experience.collect_experience(make_env, tasks, whole, round_size=2)
+    experience.collect_experience(make_env, tasks, whole, homes, round_size=2)
     with pytest.raises(RuntimeError, match="stop"):
-        experience.collect_experience(make_env, tasks, bank, on_episode=stop, round_size=2)
+        experience.collect_experience(make_env, tasks, bank, homes, on_episode=stop, round_size=2)
     assert experience.not_experienced(tasks, bank) == tasks[4:]
-    experience.collect_experience(make_env, tasks[4:], bank, round_size=2)
+    experience.collect_experience(make_env, tasks[4:], bank, homes, round_size=2)
     assert bank.entries() == whole.entries() and bank.snapshot() == whole.snapshot()
     assert experience.not_experienced(tasks, bank) == []

@@ -13,6 +13,7 @@ from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from data_gen.rows import load_rows, row_folders, rows_of, save_rows
 from envs.household.environment import HouseholdEnvironment
+from envs.household.trajectories import HouseholdReader
 from tests.data_gen.made_rows import row
 
 ROWS = [row(i) for i in range(4)]
@@ -59,7 +60,7 @@ def test_what_holds_no_rows_is_refused_by_name(tmp_path: Path) -> None:
 def test_rows_say_how_their_episode_went() -> None:
     env = HouseholdEnvironment(scenes={"train": 1})
     specs = [EpisodeSpec(task) for task in env.tasks("train")[:3]]
-    delivery = Delivery("teacher", "compiled", ExpertTeacher(), soft=False)
+    delivery = Delivery("teacher", "compiled", ExpertTeacher(reader=HouseholdReader()), soft=False)
     play = lambda steps: run_episodes(
         lambda: HouseholdEnvironment(scenes={"train": 1}), specs, delivery, ExpertExecutor(), Limits(steps)
     )

@@ -31,7 +31,7 @@ SMALL = [TINY, "env.scenes={train: 1, test: 1}", "limit=2", "max_steps=2", "deli
 def bare_rules(monkeypatch: pytest.MonkeyPatch) -> DeliverySpec:
     """A delivery that nothing but the list has heard of."""
     spec = DeliverySpec(
-        "bare_rules", "rules without a state", compiler=lambda trained, seed: RuleDisclosure(), soft=False,
+        "bare_rules", "rules without a state", compiler=lambda *_: RuleDisclosure(), soft=False,
         brief_state=False, control=True, compared_with=("none",),
     )  # fmt: skip
     monkeypatch.setitem(DELIVERIES, spec.name, spec)

@@ -11,17 +11,19 @@ from dataclasses import dataclass, field
 
 from agent.deliveries import Delivery, recorded_step
 from agent.episode import EpisodeSpec, Limits, run_episodes
-from agent.expert import ExpertExecutor, ExpertTeacher, subgoals, taken
+from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import StepInput, compile_request
 from data_gen.tasks import entries_of, explain
 from envs.base import Environment, Task
 from envs.household.environment import HouseholdEnvironment
+from envs.household.trajectories import HouseholdReader, subgoals, taken
 from executor.prompt import ExecutorRequest
 from executor.records import EVERYTHING, Action, Grounding, Reads
 from memory.entry import MemoryEntry
 from zoo.household.lessons import Situation
 
 SPLIT = "pretrain"
+TEACHER = ExpertTeacher(reader=HouseholdReader())
 
 
 @dataclass
@@ -44,7 +46,7 @@ class EntryPool:
         """Collect what the environment's expert leaves in memory when it plays `tasks`."""
         specs = [EpisodeSpec(task) for task in tasks]
         played = run_episodes(lambda: env, specs, Delivery("expert", "none"), ExpertExecutor(), Limits(50), 1)
-        explain(played, ExpertTeacher())
+        explain(played, TEACHER)
         return cls(entries_of(played))
 
     def memory_for(self, task: Task, thing: str, rng: random.Random, k: int) -> tuple[MemoryEntry, ...]:
@@ -99,7 +101,7 @@ def situations(scenes: int, seed: int, max_steps: int = 20) -> list[Situation]:
     """Collect what a compiler meets in `scenes` pretraining scenes, in the teacher's own episodes with detours."""
     env, specs = material(scenes, seed)
     marks = {s.task.id: _object_of(env, s.task)[1] if s.task.family == "visual" else "" for s in specs}
-    delivery = Delivery("expert_compiler", "compiled", ExpertTeacher(), soft=False)
+    delivery = Delivery("expert_compiler", "compiled", TEACHER, soft=False)
     episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.2, seed), Limits(max_steps), concurrency=1)
     return [
         _situation(recorded_step(episode, t, spec.memory), step.emission_text, marks[spec.task.id])
@@ -178,8 +180,8 @@ def executor_examples(scenes: int, seed: int, max_steps: int = 20) -> list[Execu
     deliveries = (
         Delivery("none", "none"),
         Delivery("static", "static"),
-        Delivery("guided", "compiled", ExpertTeacher(), soft=False),
-        Delivery("misguided", "compiled", ExpertTeacher("random", seed), soft=False),
+        Delivery("guided", "compiled", TEACHER, soft=False),
+        Delivery("misguided", "compiled", ExpertTeacher("random", seed, TEACHER.reader), soft=False),
     )
     examples = []
     for i, delivery in enumerate(deliveries):

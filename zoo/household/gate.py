@@ -15,17 +15,19 @@ from pathlib import Path
 import torch
 
 from agent.episode import EpisodeSpec
-from agent.expert import entry_for_goal, taken
+from agent.expert import entry_for_goal
 from compiler.brief_state import BriefState
 from compiler.hf import MemoryCompiler
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest, Decoding
 from data_gen.tasks import collect_experience, specs_for
 from envs.household.environment import HouseholdEnvironment
+from envs.household.trajectories import taken
 from lm.backbone import Backbone, load_backbone
 from lm.prompt import Part
 from memory.bank import MemoryBank
 from soft_mem.projector import Projector, ProjectorConfig
+from zoo.household.episodes import TEACHER
 
 THRESHOLD = 0.95
 
@@ -48,7 +50,7 @@ def gate(model: str, scenes: int, seed: int) -> GateResult:
     env = make_env()
     with tempfile.TemporaryDirectory() as folder:
         bank = MemoryBank(Path(folder) / "bank")
-        collect_experience(make_env, env.tasks("gate_experience"), bank)
+        collect_experience(make_env, env.tasks("gate_experience"), bank, TEACHER)
         specs = specs_for(env.tasks("gate"), bank, 4)
     requests, truths, chances = [], [], []
     for spec in specs:

@@ -11,9 +11,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agent.expert import entry_for_goal, location, taken
+from agent.expert import entry_for_goal
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
+from envs.household.trajectories import location, taken
 from lm.backbone import Backbone
 from lm.prompt import Part, Prompt
 from memory.entry import MemoryEntry

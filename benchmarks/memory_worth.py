@@ -1,0 +1,170 @@
+"""What memory is worth to an executor that can follow guidance, with no model at all.
+
+    python -m benchmarks.memory_worth --out out/worth env=alfworld split=valid_seen [a.b=c ...]
+
+A scripted executor knows every command and recipe (from the environment's expert), but not where things are: those it
+searches for at random, unless guidance names a place. It is the same under all deliveries: none, the expert teacher
+(which says only what M supports), and the teacher's control, which cites a random entry. Success and score (progress)
+are told within several numbers of steps; intervals are bootstraps over tasks (a task's seeds are averaged first), the
+differences from none paired by task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from agent.deliveries import find
+from agent.episode import Limits, run_episodes
+from agent.records import Episode
+from configs.evaluation import EvalConfig
+from configs.load import load_config
+from data_gen.tasks import chosen_tasks, filled_bank, specs_for
+from envs.household.trajectories import subgoals, taken
+from envs.registry import Environments, evaluation_split, reader_of
+from eval.metrics import bootstrap_mean, grouped, paired_bootstrap_difference
+from eval.table import interval, markdown_table, points
+from executor.prompt import ExecutorRequest
+from executor.records import Action, Grounding
+from runtime.store import to_json, write_atomically
+
+DELIVERIES = ("none", "expert_compiler", "expert_random_entry")
+
+
+@dataclass(slots=True)
+class Searcher:
+    """Searches in random order for what the plan would find, and goes first where guidance says. Chance depends on
+    seed, goal and history alone."""
+
+    seed: int
+    accepts_soft: bool = False
+    sees_images: bool = False
+
+    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+        texts = [self._choose(request) for request in requests]
+        return [Action(text, Grounding.CHOICE, text, (), 0, 0) for text in texts]
+
+    def _choose(self, request: ExecutorRequest) -> str:
+        plan = (request.expert() if request.expert else None) or ["look"]
+        chance = random.Random(f"{self.seed} {request.goal} {request.history}")
+        return self.search(request, plan, chance) or plan[0]
+
+    def search(self, request: ExecutorRequest, plan: Sequence[str], chance: random.Random) -> str | None:
+        """Return a step of the search; None where there is nothing to search for, or nowhere left."""
+        raise NotImplementedError
+
+
+class HouseholdSearcher(Searcher):
+    """ALFWorld's commands: what is to be taken may be in any place, and closed places are opened."""
+
+    def search(self, request: ExecutorRequest, plan: Sequence[str], chance: random.Random) -> str | None:
+        """Go where guidance says, open what is closed here, or go to a place that was not gone to yet."""
+        fact, commands = taken(plan), request.admissible or ()
+        if fact is None or plan[0].startswith("take ") or subgoals(plan)[0] != f"find {fact[0]}":
+            return None
+        if (told := request.delivered.guidance) in commands:
+            return told
+        last = next((a for a in reversed(request.history) if a.startswith("go to ")), "")
+        if last and (inside := f"open {last.removeprefix('go to ')}") in commands:
+            return inside
+        fresh = [c for c in commands if c.startswith("go to ") and c not in request.history]
+        return chance.choice(fresh) if fresh else None
+
+
+SEARCHERS: dict[str, Callable[[int], Searcher]] = {"household": HouseholdSearcher, "alfworld": HouseholdSearcher}
+WITHIN = {"household": (10, 15, 30), "alfworld": (10, 15, 30, 50)}
+
+
+def within(episodes: Sequence[Episode], steps: int) -> list[Episode]:
+    """Cut episodes off after so many steps."""
+    return [
+        episode
+        if len(episode.steps) <= steps
+        else replace(episode, success=False, progress=episode.steps[steps - 1].progress, steps=episode.steps[:steps])
+        for episode in episodes
+    ]
+
+
+def score(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Average progress over tasks."""
+    of_task = grouped(episodes, lambda episode: episode.task_id)
+    return asdict(bootstrap_mean([fmean(e.progress for e in mine) for mine in of_task.values()]))
+
+
+def success(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Average success over tasks."""
+    of_task = grouped(episodes, lambda episode: episode.task_id)
+    return asdict(bootstrap_mean([fmean(float(e.success) for e in mine) for mine in of_task.values()]))
+
+
+def measured(played: dict[str, list[Episode]], steps: int) -> dict[str, dict]:
+    """Say by delivery what was reached within so many steps, and the paired difference from none."""
+    cut = {name: within(episodes, steps) for name, episodes in played.items()}
+    return {
+        name: {
+            "success": success(episodes),
+            "score": score(episodes),
+            "steps": fmean(len(episode.steps) for episode in episodes),
+            "difference": asdict(paired_bootstrap_difference(episodes, cut["none"])),
+        }
+        for name, episodes in cut.items()
+    }
+
+
+def table(made: dict[int, dict[str, dict]]) -> str:
+    """Write what was reached, a row per number of steps and delivery."""
+    heads = ("steps", "delivery", "success %", "score %", "mean steps", "success against none")
+    rows = [
+        (
+            str(steps), find(name).label, interval(of["success"]), interval(of["score"]), f"{of['steps']:.1f}",
+            "" if name == "none" else points(of["difference"]),
+        )
+        for steps, by_delivery in made.items()
+        for name, of in by_delivery.items()
+    ]  # fmt: skip
+    return "\n".join(markdown_table(heads, rows, 2))
+
+
+def play(config: EvalConfig, seeds: Sequence[int], out: Path) -> dict[str, list[Episode]]:
+    """Play the split under every delivery, once per seed of the search; the bank stays in OUT."""
+    reader, name = reader_of(config.env), config.env.name
+    if name not in SEARCHERS:
+        raise SystemExit(f"no scripted searcher for {name}: there are {', '.join(SEARCHERS)}")
+    with Environments(config.env) as envs:
+        tasks, experience = chosen_tasks(config, envs, config.split or evaluation_split(config.env))
+        specs = specs_for(tasks, filled_bank(config, envs, experience, out), config.memory.k)
+        limits = Limits(max(WITHIN[name]), config.seed)
+        return {
+            delivery: [
+                episode
+                for seed in seeds
+                for made in [find(delivery).make(None, seed, reader)]
+                for episode in run_episodes(envs.lease, specs, made, SEARCHERS[name](seed), limits, config.concurrency)
+            ]
+            for delivery in DELIVERIES
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings of the evaluation")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of the search")
+    parser.add_argument("--out", type=Path, default=Path("out/worth"))
+    a = parser.parse_args()
+    config = load_config(EvalConfig, None, a.overrides)
+    played = play(config, a.seeds, a.out)
+    if broken := sum(bool(episode.error) for episodes in played.values() for episode in episodes):
+        print(f"{broken} episodes broke; they count as failures")
+    made = {steps: measured(played, steps) for steps in WITHIN[config.env.name]}
+    tasks = len({episode.task_id for episode in played["none"]})
+    facts = {"config": config.model_dump(mode="json"), "seeds": a.seeds, "tasks": tasks, "within": made}
+    write_atomically(a.out / "memory_worth.json", to_json(facts, indent=1))
+    print(f"{config.env.name}, {tasks} tasks, seeds {a.seeds}, K = {config.memory.k}\n{table(made)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What episodes of ALFWorld's command language show: where kinds of objects were found, what was done with which."""
+
+import re
+from collections.abc import Sequence
+
+from envs.household.vocabulary import OPENABLE
+from envs.trajectories import Fact, TrajectoryReader
+
+_GO = "go to "
+_TAKE = re.compile(r"take (?P<thing>[a-z]+) \d+ from (?P<place>[a-z]+ \d+)")
+_PUT = re.compile(r"(?:move|put) (?P<thing>[a-z]+) \d+ (?:to|in/on|in|on) (?P<place>(?P<kind>[a-z]+) \d+)")
+_TREAT = re.compile(r"(?P<verb>heat|cool|clean|slice) (?P<thing>[a-z]+) \d+ with(?: (?P<place>[a-z]+ \d+))?")
+_USE = re.compile(r"use (?P<thing>[a-z]+) \d+")
+_SEEN_AT = re.compile(r"(?:On the|The) (?P<place>[a-z]+ \d+)(?:, you see| is open)")
+_ARRIVED = re.compile(r"You arrive at (?P<place>[a-z]+ \d+)\.")
+
+
+def taken(actions: Sequence[str]) -> tuple[str, str] | None:
+    """Return (kind of object, place) of the first thing taken, e.g. ("mug", "cabinet 2")."""
+    found = next((m for a in actions if (m := _TAKE.fullmatch(a))), None)
+    return (found["thing"], found["place"]) if found else None
+
+
+def location(scene: str, thing: str, place: str) -> str:
+    return f"in {scene} the {thing} was in {place}" if scene else f"the {thing} was in {place}"
+
+
+def subgoals(plan: Sequence[str]) -> list[str]:
+    """List what is left to do, as the Brief State names it: find mug, heat mug, put mug in cabinet."""
+    goals: list[str] = []
+    for command in plan:
+        if m := _TAKE.fullmatch(command):
+            goals.append(f"find {m['thing']}")
+        elif m := _PUT.fullmatch(command):
+            goals.append(f"put {m['thing']} in {m['kind']}")
+        elif m := _TREAT.match(command):
+            goals.append(f"{m['verb']} {m['thing']}")
+        elif m := _USE.fullmatch(command):
+            goals.append(f"use {m['thing']}")
+    return goals
+
+
+class HouseholdReader(TrajectoryReader):
+    """Generated homes: what memory can tell is where a kind of object is in this very home. Another home's layout says
+    nothing, and every home has its appliances in plain view."""
+
+    follows_recipes = False
+
+    def facts(self, actions: Sequence[str]) -> list[Fact]:
+        """List where things were taken."""
+        return [Fact(f"find {m['thing']}", m["place"]) for a in actions if (m := _TAKE.fullmatch(a))]
+
+    def need(self, plan: Sequence[str]) -> Fact | None:
+        """Return what is to be found next and where it is."""
+        first = subgoals(plan)[:1]
+        return next((fact for fact in self.facts(plan) if [fact.need] == first), None)
+
+    def subgoals(self, plan: Sequence[str], goal: str, shown: frozenset[str]) -> list[str]:
+        """List what is left; the goal's own words say it."""
+        return subgoals(plan)
+
+    def here(self, observation: str, history: Sequence[str]) -> frozenset[str]:
+        """Return the places that the view names as reached or open."""
+        return frozenset(m["place"] for form in (_SEEN_AT, _ARRIVED) for m in form.finditer(observation))
+
+    def lacking(self, need: str, observation: str) -> str:
+        """Return the place in view that does not hold the thing."""
+        seen = _SEEN_AT.search(observation)
+        return "" if seen is None or re.search(rf"\b{self.thing(need)} \d", observation) else seen["place"]
+
+    def filled(self, action: str) -> tuple[str, str]:
+        """Return the place that something was put in, and the thing."""
+        put = _PUT.fullmatch(action)
+        return (put["place"], put["thing"]) if put else ("", "")
+
+    def searched(self, history: Sequence[str]) -> frozenset[str]:
+        """Return the places that were gone to and opened."""
+        opened = (c.removeprefix("open ") for c in history if c.startswith("open "))
+        return frozenset(place for place in opened if f"{_GO}{place}" in history)
+
+    def thing(self, need: str) -> str:
+        return need.removeprefix("find ")
+
+    def sentence(self, scene: str, need: str, place: str) -> str:
+        """Say where the thing was."""
+        return location(scene, self.thing(need), place)
+
+    def rationale(self, scene: str, actions: Sequence[str]) -> str:
+        """Say where the first thing was."""
+        fact = taken(actions)
+        return location(scene, *fact) if fact else ""
+
+
+class AlfworldReader(HouseholdReader):
+    """Real games, whose scenes are alike: where a mug was in other kitchens says where to look in this one. Lamps have
+    to be found, too, and appliances are gone to."""
+
+    alike = True
+
+    def facts(self, actions: Sequence[str]) -> list[Fact]:
+        """List where things were taken, lamps used and objects heated, cooled or cleaned."""
+        found, at = list[Fact](), ""
+        for command in actions:
+            if command.startswith(_GO):
+                at = command.removeprefix(_GO)
+            elif m := _TAKE.fullmatch(command):
+                found.append(Fact(f"find {m['thing']}", m["place"]))
+            elif (m := _USE.fullmatch(command)) and at:
+                found.append(Fact(f"find {m['thing']}", at))
+            elif (m := _TREAT.fullmatch(command)) and m["place"]:
+                found.append(Fact(m["verb"], m["place"]))
+        return found
+
+    def need(self, plan: Sequence[str]) -> Fact | None:
+        """Return what the next subgoal needs: a thing, a lamp or an appliance, and where it is."""
+        first = next((i for i, command in enumerate(plan) if subgoals([command])), len(plan))
+        return next(iter(self.facts(plan[: first + 1])), None)
+
+    def lacking(self, need: str, observation: str) -> str:
+        """Return the place in view that does not hold the thing; an appliance holds nothing that is looked for."""
+        return super().lacking(need, observation) if need.startswith("find ") else ""
+
+    def searched(self, history: Sequence[str]) -> frozenset[str]:
+        """Return the places that were looked into, but for one that something was last taken from: it may hold more."""
+        done = set[str]()
+        for command in history:
+            if m := _TAKE.fullmatch(command):
+                done.discard(m["place"])
+            elif command.startswith("open "):
+                done.add(command.removeprefix("open "))
+            elif command.startswith(_GO) and command.removeprefix(_GO).split()[0] not in OPENABLE:
+                done.add(command.removeprefix(_GO))
+        return frozenset(done)
+
+    def likes(self, place: str, text: str) -> list[str]:
+        """List the places of the same kind that `text` names: countertop 1, countertop 2."""
+        kind = re.escape(place.split()[0])
+        return list(dict.fromkeys(re.findall(rf"\b{kind} \d+\b", text)))
+
+    def sentence(self, scene: str, need: str, place: str) -> str:
+        """Say where the thing was, or what served to heat, cool or clean."""
+        if need.startswith("find "):
+            return super().sentence(scene, need, place)
+        return f"in {scene} {place} was used to {need}"
+
+    def rationale(self, scene: str, actions: Sequence[str]) -> str:
+        """Say where each thing was."""
+        found = dict.fromkeys(fact for fact in self.facts(actions) if fact.need.startswith("find "))
+        return "; ".join(self.sentence(scene, fact.need, fact.place) for fact in found)
