@@ -23,9 +23,9 @@ class Task:
     scene: str  # label of the place whose layout persists over episodes, e.g. "home 17" or "FloorPlan405"; "" if none
     split: str
     kind: str  # task type, e.g. "pick_heat_then_place_in_recep"
-    family: str = (
-        ""  # which fact decides the task: "text" (memory holds it), "visual" (only the picture), "" (real data)
-    )
+    # Which fact decides the task: "text" (memory says it), "visual" (only the view shows it), "remembered" (only a
+    # picture in memory does), "" (real data).
+    family: str = ""
     data: Mapping[str, str] = field(default_factory=dict)  # what the environment needs to build it (path, seeds)
     # What training and evaluation must not share, by dimension (paper C.1), e.g. {"scene": ("FloorPlan10",)}
     isolation: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

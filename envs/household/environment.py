@@ -91,7 +91,7 @@ class EngineEnvironment:
 
     @property
     def marked_receptacle(self) -> str | None:
-        """Name of the receptacle that wears the mark now: where the visual family's item lies, None in the hand."""
+        """Name of the receptacle that wears the mark now: where the item lies that is marked, None in the hand."""
         marked = self._marked_index()
         return None if marked is None else self.game.receptacles[marked].name
 
@@ -133,8 +133,10 @@ class HouseholdEnvironment(EngineEnvironment):
         fixed_objects: int = 6,
         wandering_objects: int = 3,
         kinds: Sequence[str] = DEFAULT_KINDS,
+        remembered_share: float = 0.0,
     ) -> None:
-        games = Generator(seed, scenes, visual_share, fixed_objects, wandering_objects, tuple(kinds))
+        shares = visual_share, remembered_share
+        games = Generator(seed, scenes, *shares, fixed_objects, wandering_objects, tuple(kinds))
         super().__init__(games, images, image_size)
 
 
@@ -147,11 +149,13 @@ class HouseholdSettings(EnvSettings):
     name: Literal["household"] = "household"  # pyright: ignore[reportIncompatibleVariableOverride]
     scenes: dict[str, int] = Field(default={"train": 64, "valid": 48, "test": 48})  # number of scenes by split
     visual_share: float = Field(default=0.5, ge=0, le=1)  # share of tasks that only the picture decides
+    remembered_share: float = Field(default=0.0, ge=0, le=1)  # share that only a picture in memory decides
     kinds: tuple[str, ...] | None = None  # task types (default: the four that fetch one thing)
 
 
 def _construct(settings: HouseholdSettings) -> WorkerSpec:
-    arguments = settings.model_dump(include={"seed", "scenes", "images", "visual_share", "kinds"}, exclude_none=True)
+    shares = {"visual_share", "remembered_share"}
+    arguments = settings.model_dump(include={"seed", "scenes", "images", "kinds", *shares}, exclude_none=True)
     return WorkerSpec(f"{__name__}:HouseholdEnvironment", arguments)
 
 

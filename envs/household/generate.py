@@ -1,15 +1,18 @@
 """Scenes of our own: homes whose layout persists, and the tasks to do in them.
 
 A home is fixed by (seed, split, index): which receptacles it has and where its *fixed* items lie in every episode, so
-that a memory of earlier episodes says where to look. Its *wandering* items lie somewhere else each time; a task on one
-of those (family "visual") can only be shortened by the picture, which marks the receptacle that holds the item.
+that a memory of earlier episodes says where to look (family "text"). Its *wandering* items lie somewhere else each
+time; a task on one of those (family "visual") can only be shortened by the picture, which marks the receptacle that
+holds the item. With tasks of the family "remembered" a home has one more item, which stays where it is and which no
+earlier episode is about: its place was drawn apart from all else, so that no text of theirs says anything of it. But
+all their views mark it, and today's do not: only a picture in memory can tell.
 """
 
 import hashlib
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from envs.base import EnvironmentFailure, Task
@@ -26,6 +29,7 @@ _TREATED_AT = {CLEAN: "sinkbasin", HEAT: "microwave", COOL: "fridge"}
 # Fewer item types can be heated than placed: the weights even the kinds out.
 _KIND_WEIGHT = {SIMPLE: 1.0, CLEAN: 1.5, HEAT: 3.0, COOL: 2.0, LOOK: 1.5, TWO: 1.5}
 _HOMES_KEPT = 4096
+_LITTLE = 1e-9  # what shares may miss their sum by
 _FEWEST_PLACES = 4  # receptacles an item may lie in: with fewer, there would be nothing to remember
 
 Errand = tuple[str, str]  # (task type, receptacle type to bring the item to, "" for look_at_obj_in_light)
@@ -39,6 +43,7 @@ class Home:
     fixed: Mapping[str, tuple[int, ...]]  # item type -> receptacles (two where the home has two of that type)
     wandering: tuple[str, ...]
     lamp: int | None  # receptacle the lamp stands on
+    seen: tuple[str, int] | None = None  # item, and its receptacle, that earlier episodes have seen but not touched
 
 
 @dataclass(eq=False)
@@ -48,6 +53,7 @@ class Generator:
     seed: int
     scenes: Mapping[str, int]  # number of homes by split
     visual_share: float  # of the tasks
+    remembered_share: float  # of the tasks
     fixed_objects: int  # items per home
     wandering_objects: int
     kinds: tuple[str, ...]
@@ -57,13 +63,18 @@ class Generator:
             raise ValueError(f"unknown task types {', '.join(unknown)}; known are {', '.join(KINDS)}")
         if not self.kinds:
             raise ValueError("kinds is empty: give at least one task type")
-        if not 0 <= self.visual_share <= 1:
-            raise ValueError(f"visual_share is a share, from 0 to 1, not {self.visual_share}")
+        shares = {"visual_share": self.visual_share, "remembered_share": self.remembered_share}
+        if wrong := [f"{name} ({share})" for name, share in shares.items() if not 0 <= share <= 1]:
+            raise ValueError(f"{', '.join(wrong)} must be a share, from 0 to 1")
+        if sum(shares.values()) > 1 + _LITTLE:
+            raise ValueError(f"{' and '.join(shares)} must not exceed 1 together: {list(shares.values())}")
         if self.fixed_objects < 1 or self.wandering_objects < 0:
             raise ValueError("fixed_objects must be at least 1 and wandering_objects at least 0")
         if self.visual_share > 0 and (self.wandering_objects < 1 or set(self.kinds) == {TWO}):
             raise ValueError("visual tasks need wandering_objects of at least 1 and a task type other than "
                              f"{TWO}; or set visual_share to 0")  # fmt: skip
+        if self.remembered_share > 0 and set(self.kinds) == {TWO}:
+            raise ValueError(f"remembered tasks need a task type other than {TWO}; or set remembered_share to 0")
         if clash := [name for name in self.scenes if name.endswith(EXPERIENCE)]:
             raise ValueError(f"a scene split may not end in {EXPERIENCE!r}: {', '.join(clash)}")
         self._homes: dict[tuple[int, str, int], Home] = {}
@@ -92,14 +103,25 @@ class Generator:
             first = _draw(rng, errands)
             second = _draw(rng, [errand for errand in errands if errand != first] or errands)
             experience.append(self._task(rng, layout + EXPERIENCE, index, len(experience), item, first, "text"))
-            if self.visual_share < 1:
+            if self._text_share:
                 evaluation.append(self._task(rng, layout, index, len(evaluation), item, second, "text"))
-        share = self.visual_share  # of visual tasks
-        for turn in range(self.fixed_objects if share == 1 else round(self.fixed_objects * share / (1 - share))):
+        for turn in range(self._count(self.visual_share)):
             item = home.wandering[turn % len(home.wandering)]
             errand = _draw(rng, self._errands(home, item, ()))
             evaluation.append(self._task(rng, layout, index, len(evaluation), item, errand, "visual"))
+        for item, place in [home.seen] * self._count(self.remembered_share) if home.seen else ():
+            errand = _draw(rng, self._errands(home, item, (place,)))
+            evaluation.append(self._task(rng, layout, index, len(evaluation), item, errand, "remembered"))
         return experience, evaluation
+
+    @property
+    def _text_share(self) -> float:
+        share = 1 - self.visual_share - self.remembered_share
+        return share if share > _LITTLE else 0.0
+
+    def _count(self, share: float) -> int:
+        """Count a home's tasks that make up this share, beside one text task (if any) for each fixed item."""
+        return round(self.fixed_objects * share / (self._text_share or 1))
 
     def _task(
         self, rng: random.Random, split: str, index: int, number: int, item: str, errand: Errand, family: str
@@ -151,7 +173,20 @@ class Generator:
         wandering = possible[: self.wandering_objects]
         if len(fixed) < self.fixed_objects or len(wandering) < self.wandering_objects:
             return None
-        return Home(receptacles, fixed, tuple(wandering), lamp)
+        home = Home(receptacles, fixed, tuple(wandering), lamp)
+        if not self.remembered_share:
+            return home
+        seen = self._draw_seen(rng, home, [item for item in items if item not in fixed and item not in wandering])
+        return seen and replace(home, seen=seen)
+
+    def _draw_seen(self, rng: random.Random, home: Home, items: list[str]) -> tuple[str, int] | None:
+        """Draw an item and its place among all that may hold it, whatever else lies there; None where none can be asked
+        for wherever it lies."""
+        for item in items:
+            places = _fitting(home.receptacles, item)
+            if all(self._errands(home, item, (place,)) for place in places):
+                return item, rng.choice(places)
+        return None
 
     def _place_fixed(self, rng: random.Random, home: Home, items: list[str]) -> dict[str, tuple[int, ...]]:
         """Place the first of `items` that have enough errands; the very first come in pairs where TWO is asked."""
@@ -191,14 +226,16 @@ class Generator:
     # Games -----------------------------------------------------------------------------------------------------
 
     def game(self, task: Task) -> tuple[Game, int | None]:
-        """Make the game of a task, and say (in the visual family) the item whose receptacle the picture marks."""
+        """Make the game of a task, and say the item whose receptacle the picture marks: a visual task's own, in earlier
+        episodes the one that remembered tasks ask for."""
         try:
             seed, layout, index = int(task.data["seed"]), task.data["layout"], int(task.data["scene"])
             target, destination = task.data["item"], task.data["receptacle"]
         except KeyError as missing:
             raise EnvironmentFailure(f"task {task.id} is not of a generated home: its data has no {missing}") from None
         home = self._home(seed, layout, index)
-        if target not in home.fixed and target not in home.wandering:
+        seen = home.seen[0] if home.seen else None
+        if target not in home.fixed and target not in home.wandering and target != seen:
             raise EnvironmentFailure(f"task {task.id} asks for a {target}, which that home does not have: the task was "
                                      "made with another number of items or other task types")  # fmt: skip
         rng = _rng(seed, task.id, "episode")
@@ -210,6 +247,8 @@ class Generator:
             if item == target:
                 fitting = [i for i in fitting if home.receptacles[i].type != destination]
             placed.append((item, 1, rng.choice(fitting)))
+        if home.seen is not None:
+            placed.append((home.seen[0], 1, home.seen[1]))
         if home.lamp is not None:
             placed.append((LAMP, 1, home.lamp))
         placed.sort(key=lambda entry: (entry[0], -entry[1]))  # ALFWorld's order: by type, highest number first
@@ -217,8 +256,8 @@ class Generator:
         goal = Goal(task.kind, target, destination, LAMP if task.kind == LOOK else "")
         start = _start(home, [place for *_, place in placed])
         game = Game(home.receptacles, items, start, goal, task.goal, CAN_CONTAIN)
-        marked = next(i for i, item in enumerate(items) if item.type == target) if task.family == "visual" else None
-        return game, marked
+        shown = target if task.family == "visual" else seen if task.split.endswith(EXPERIENCE) else None
+        return game, next((i for i, item in enumerate(items) if item.type == shown), None)
 
 
 def _rng(*name: object) -> random.Random:

@@ -2,7 +2,8 @@
 
 A receptacle name has one cell for good, so the same cupboard is in the same corner of every picture. A cell shows the
 receptacle's type (colour), whether it is open (a dark inside) or shut, the agent (a white dot), the things visible at
-the agent's place (small coloured dots) and, in tasks of the visual family, a mark that nothing else resembles.
+the agent's place (small coloured dots) and, in visual tasks and in earlier episodes that saw what remembered tasks ask
+for, a mark that nothing else resembles.
 """
 
 import colorsys

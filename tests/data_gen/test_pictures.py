@@ -22,7 +22,8 @@ from data_gen.dataset import distinct
 from data_gen.rows import SftRow, load_rows, rows_of, save_rows
 from data_gen.tasks import collect_experience, kept_views, specs_for
 from envs.alfworld.environment import ALFWORLD
-from envs.household.environment import HOUSEHOLD, HouseholdEnvironment
+from envs.household.environment import HOUSEHOLD, HouseholdEnvironment, HouseholdSettings
+from envs.registry import reader_of
 from envs.spec import last_view
 from memory.bank import MemoryBank
 from memory.trajectory import png_bytes
@@ -30,6 +31,7 @@ from tests import tiny_models
 from tests.data_gen.made_rows import png, row
 
 SCENES = {"train": 1}
+TEACHER = ExpertTeacher(reader=reader_of(HouseholdSettings()))
 
 
 def make_env() -> HouseholdEnvironment:
@@ -44,7 +46,7 @@ def settings(pictures: int) -> CollectConfig:
 def specs(tmp_path_factory: pytest.TempPathFactory) -> list[EpisodeSpec]:
     """Tasks of one home, with what a bank on disk retrieves for them."""
     bank = MemoryBank(tmp_path_factory.mktemp("bank") / "bank")
-    collect_experience(make_env, make_env().tasks("train_experience"), bank, kept_views(settings(1)))
+    collect_experience(make_env, make_env().tasks("train_experience"), bank, TEACHER, kept_views(settings(1)))
     return specs_for(make_env().tasks("train")[:3], bank, 2)
 
 
@@ -100,7 +102,7 @@ class Reader(ExpertTeacher):
 
 
 def test_rows_the_loop_and_the_service_read_the_same_pictures(specs: list[EpisodeSpec], tmp_path: Path) -> None:
-    reader = Reader()
+    reader = Reader(reader=TEACHER.reader)
     delivery = Delivery("teacher", "compiled", reader, soft=False)
     episodes = run_episodes(make_env, specs, delivery, ExpertExecutor(), Limits(20), 1)
     rows: list[SftRow] = [r for e, spec in zip(episodes, specs, strict=True) for r in rows_of(e, spec.memory)]
@@ -118,7 +120,7 @@ def test_rows_the_loop_and_the_service_read_the_same_pictures(specs: list[Episod
 
 
 def test_m_is_the_same_beginning_of_every_prompt_of_an_episode(specs: list[EpisodeSpec]) -> None:
-    reader = Reader()
+    reader = Reader(reader=TEACHER.reader)
     delivery = Delivery("teacher", "compiled", reader, soft=False)
     run_episodes(make_env, specs[:1], delivery, ExpertExecutor(), Limits(20), 1)
     compiler = tiny_models.memory_compiler(True)
