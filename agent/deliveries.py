@@ -60,7 +60,7 @@ class DeliverySpec:
     soft: bool = True
     brief_state: bool = True
     needs_checkpoint: bool = False  # the trained compiler has to be there
-    top_entry: bool = False  # M is the best entry alone, instead of all that was retrieved
+    memory: Literal["all", "top", "empty"] = "all"  # M is what was retrieved, the best entry of it, or nothing
     control: bool = False  # it shows what the others owe to what they are told; tables have it below a rule
     interdependent: bool = False  # episodes depend on those beside them: a killed run plays them again as a whole
     compared_with: tuple[str, ...] = ()  # deliveries that results always compare it with
@@ -113,7 +113,7 @@ DELIVERIES = {  # in the order of every table and plot
     for spec in (
         DeliverySpec("none", "no memory", "none"),
         DeliverySpec("static", "static memory", "static"),
-        DeliverySpec("static_top1", "static, top entry", "static", top_entry=True),
+        DeliverySpec("static_top1", "static, top entry", "static", memory="top"),
         DeliverySpec("disclosure", "rule-based disclosure", compiler=lambda *_: RuleDisclosure(), soft=False),
         DeliverySpec("compiled_text", "compiled, text only", compiler=_trained, soft=False, needs_checkpoint=True),
         DeliverySpec(
@@ -126,6 +126,10 @@ DELIVERIES = {  # in the order of every table and plot
         ),
         DeliverySpec(
             "compiled_no_brief", "compiled, no brief", compiler=_trained, brief_state=False, needs_checkpoint=True
+        ),
+        DeliverySpec(  # what state tracking is worth by itself
+            "compiled_no_memory", "compiled, memory empty", compiler=_trained, needs_checkpoint=True, memory="empty",
+            control=True, compared_with=("none", COMPILED),
         ),
         DeliverySpec(
             "expert_compiler", "expert as compiler", soft=False, control=True,

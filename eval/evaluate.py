@@ -17,13 +17,13 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from agent.deliveries import Delivery, find
+from agent.deliveries import Delivery, DeliverySpec, find
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode
 from compiler import checkpoint
@@ -157,7 +157,7 @@ class Evaluation:
         specs = self.specs
         if isinstance(delivery, str):
             wanted = find(delivery)
-            specs = self.top_specs if wanted.top_entry else specs
+            specs = self._specs_of(wanted)
             delivery = wanted.make(self.compiler, self.limits.seed, self.reader)
         left = [spec for spec in specs if spec.task.id not in played]
         with progress(f"{self.title} {delivery.name}".strip(), len(specs), len(played)) as advance:
@@ -167,6 +167,12 @@ class Evaluation:
                 advance(episode)
 
             return run_episodes(self.make_env, left, delivery, self.executor, self.limits, self.concurrency, on_episode)
+
+    def _specs_of(self, delivery: DeliverySpec) -> Sequence[EpisodeSpec]:
+        """Give the tasks with the M that a delivery starts from."""
+        if delivery.memory == "empty":
+            return [replace(spec, memory=()) for spec in self.specs]
+        return self.top_specs if delivery.memory == "top" else self.specs
 
 
 # one cell -------------------------------------------------------------------------------------------------------------
@@ -211,7 +217,7 @@ def prepare(config: EvalConfig, loaded: ModelCache, folder: Path, title: str = "
     if experience and not whole.exists():
         write_atomically(whole, to_json({"entries": len(bank), "version": bank.snapshot()}))
     specs = specs_for(tasks, bank, config.memory.k)
-    wants_top = any(find(name).top_entry for name in config.deliveries)
+    wants_top = any(find(name).memory == "top" for name in config.deliveries)
     top = specs_for(tasks, bank, min(1, config.memory.k)) if wants_top else []
     executor, compiler = loaded.executor(config), loaded.compiler(config)
     limits, reader = Limits(config.max_steps, config.seed), reader_of(config.env)

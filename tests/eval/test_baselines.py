@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from agent.deliveries import find
+from agent.deliveries import find, recorded_step
 from agent.disclosure import PIECES, RuleDisclosure, disclose, words
 from agent.episode import EpisodeSpec, Limits
+from agent.records import compile_request
 from compiler.brief_state import Belief, BriefState, Create, Update
-from compiler.records import CompileRequest
+from compiler.language import Emission, render
+from compiler.records import Compilation, CompileRequest
 from envs.base import Observation, Task, Transition
 from eval.evaluate import Evaluation
+from eval.metrics import results
+from eval.table import to_markdown
 from executor.records import PAPER, Action, Grounding
 from memory.entry import MemoryEntry, Provenance
 
@@ -114,6 +120,31 @@ def test_static_top1_shows_the_best_entry_and_static_shows_all() -> None:
         episodes = evaluation.run(name, played={"t1"})
         assert reader.seen == [shown] * 2 and [e.task_id for e in episodes] == ["t0", "t2"]
         assert {e.delivery for e in episodes} == {name}
+
+
+def test_compiled_no_memory_gives_the_compiler_a_state_and_no_memory() -> None:
+    asked = []
+
+    class Compiler:
+        def compile(self, requests):
+            asked.extend(requests)
+            made = Emission("go to shelf 2", "", (Create("shelf 2", "unseen"),))
+            return [Compilation(render(made), made) for _ in requests]
+
+    spec, reader = EpisodeSpec(Task("t", "put a mug in cabinet", "home 3", "test", ""), (OTHER, RIGHT), 7), Reader()
+    evaluation = Evaluation(OneRoom, [spec], reader, Compiler(), Limits(2))
+    [episode] = evaluation.run("compiled_no_memory")
+    assert [(request.memory, request.state) for request in asked] == [((), BriefState(spec.goal))]
+    assert (episode.memory_ids, episode.memory_text, episode.delivery) == ((), "", "compiled_no_memory")
+    assert episode.steps[0].brief_after.endswith("note: shelf 2 = unseen") and episode.steps[0].guidance
+    step = recorded_step(episode, 0)  # what a record shows again
+    assert compile_request(replace(step, emission=None)) == replace(asked[0], expert=None)
+    evaluation.run("compiled")
+    assert asked[-1].memory == (OTHER, RIGHT)
+    meta = {"environment": "household", "split": "test", "n_tasks": 1, "seed": 0}
+    made = results({"none": [episode], "compiled_no_memory": [episode], "compiled": [episode]}, meta, [])
+    assert {"compiled_no_memory - none", "compiled_no_memory - compiled"} <= set(made["paired_difference"])
+    assert f"| *{find('compiled_no_memory').label}* |" in to_markdown(made)  # a control
 
 
 def test_names_of_deliveries() -> None:
