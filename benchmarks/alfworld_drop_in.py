@@ -2,11 +2,12 @@
 
     python -m benchmarks.alfworld_drop_in --games $ALFWORLD_DATA/json_2.1.1/valid_seen [--batch 1 --batch 64]
 
-Each of both plays in a fresh process, the same games and commands in the same order: a first reset, one step that is
-not timed, then `--steps` (the native engine: `--native-steps`) random possible commands in every game. The original
-starts a process per game and takes all cores; the native engine takes one. Memory is what all of their processes hold
-at the end, pages that they share counted once (PSS, Linux). A batch of the original that would not fit is left out, and
-said.
+Each of both plays in a fresh process, the same games and commands in the same order: rounds of a reset and `--steps`
+random possible commands in every game, the first of which is not timed, until `--seconds` have passed. So the native
+engine comes to many rounds, in which games are met again, and reads each once; the original reads it every time. The
+original starts a process per game and takes all cores; the native engine takes one. Memory is what all of their
+processes hold at the end, pages that they share counted once (PSS, Linux). A batch of the original that would not fit
+is left out, and said.
 """
 
 from __future__ import annotations
@@ -28,56 +29,58 @@ SHARE = 0.7  # of the memory that is free may a batch of the original take
 def main(
     games: Annotated[Path, typer.Option(help="A folder with games: a split of $ALFWORLD_DATA/json_2.1.1.")],
     batch: Annotated[list[int], typer.Option(help="Games at a time; may be given often.")] = [1, 64, 512],  # noqa: B006
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of the original in every game.")] = 4,
-    native_steps: Annotated[int, typer.Option(min=1, help="Timed steps of the native engine in every game.")] = 48,
+    steps: Annotated[int, typer.Option(min=1, max=49, help="Timed steps in every game of a round.")] = 10,
+    seconds: Annotated[float, typer.Option(help="Rounds are begun for so long.")] = 10.0,
     limit_s: Annotated[float, typer.Option(help="Seconds that one process may take.")] = 1200.0,
     play: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Measure both at every size and print their ratios."""
     if play:
-        typer.echo(json.dumps(measured(play, games, batch[0], steps)))
+        typer.echo(json.dumps(measured(play, games, batch[0], steps, seconds)))
         return
     per_game = 0.0  # MiB of the original, as the largest batch so far took
     for size in sorted(batch):
-        native = in_a_process("native", games, size, native_steps, limit_s)
-        show("native", size, native_steps, native)
+        native = in_a_process("native", games, size, steps, seconds, limit_s)
         if (needed := per_game * size) > SHARE * free():
             typer.echo(f"original, batch {size}: left out, it would take about {needed / 1024:,.0f} GiB")
             continue
-        original = in_a_process("original", games, size, steps, limit_s)
-        show("original", size, steps, original)
+        original = in_a_process("original", games, size, steps, seconds, limit_s)
         per_game = original["mib"] / size
-        more = {name: native[name] / original[name] for name in ("steps_s", "resets_s")}
-        typer.echo(f"ratio at batch {size}: {more['steps_s']:,.0f} times the steps/s, {more['resets_s']:,.0f} times "
-                   f"the resets/s, 1/{original['mib'] / native['mib']:,.1f} of the memory")  # fmt: skip
+        faster, less = native["steps_s"] / original["steps_s"], original["mib"] / native["mib"]
+        typer.echo(f"ratio at batch {size}: {faster:,.0f} times the steps/s, 1/{less:,.1f} of the memory")
 
 
-def show(name: str, size: int, steps: int, took: dict[str, float]) -> None:
-    typer.echo(f"{name}, batch {size}: {took['steps_s']:,.1f} steps/s (n = {size} x {steps}), {took['resets_s']:,.2f} "
-               f"resets/s (n = {size}), {took['mib']:,.0f} MiB")  # fmt: skip
-
-
-def in_a_process(name: str, games: Path, size: int, steps: int, limit_s: float) -> dict[str, float]:
-    arguments = ("--games", str(games), "--batch", str(size), "--steps", str(steps), "--play", name)
-    command = [sys.executable, "-m", "benchmarks.alfworld_drop_in", *arguments]
+def in_a_process(name: str, games: Path, size: int, steps: int, seconds: float, limit_s: float) -> dict[str, float]:
+    """Measure one of both; prints what it did."""
+    arguments = {"games": games, "batch": size, "steps": steps, "seconds": seconds, "play": name}
+    options = [part for option, value in arguments.items() for part in (f"--{option}", str(value))]
+    command = [sys.executable, "-m", "benchmarks.alfworld_drop_in", *options]
     played = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     if played.returncode:
         sys.exit(f"{name}, batch {size}, failed: {played.stderr[-2000:]}")
-    return json.loads(played.stdout.splitlines()[-1])
+    took = json.loads(played.stdout.splitlines()[-1])
+    typer.echo(f"{name}, batch {size}: {took['steps_s']:,.1f} steps/s (n = {took['steps']:,}), {took['resets_s']:,.2f} "
+               f"resets/s (n = {took['resets']:,}), {took['mib']:,.0f} MiB")  # fmt: skip
+    return took
 
 
-def measured(name: str, games: Path, size: int, steps: int) -> dict[str, float]:
-    """Play one batch; returns steps and resets per second, and MiB."""
+def measured(name: str, games: Path, size: int, steps: int, seconds: float) -> dict[str, float]:
+    """Play rounds; returns numbers of steps and resets, how many a second, and MiB."""
     env, draw = environment(name, games).init_env(size), random.Random(0)
-    started = time.perf_counter()
-    _, infos = env.reset()
-    resetting, stepping = time.perf_counter() - started, 0.0
-    for step in range(steps + 1):
-        commands = [draw.choice(possible) for possible in infos["admissible_commands"]]
+    begun, rounds, resetting, stepping = time.perf_counter(), 0, 0.0, 0.0
+    while not rounds or time.perf_counter() - begun < seconds:
         started = time.perf_counter()
-        *_, infos = env.step(commands)
-        stepping += (time.perf_counter() - started) * (step > 0)
-    return {"steps_s": size * steps / stepping, "resets_s": size / resetting, "mib": memory() / MIB}
+        _, infos = env.reset()
+        resetting += time.perf_counter() - started
+        for step in range(steps + 1):
+            commands = [draw.choice(possible) for possible in infos["admissible_commands"]]
+            started = time.perf_counter()
+            *_, infos = env.step(commands)
+            stepping += (time.perf_counter() - started) * (step > 0)
+        rounds += 1
+    resets, stepped = size * rounds, size * rounds * steps
+    return {"steps": stepped, "steps_s": stepped / stepping, "resets": resets, "resets_s": resets / resetting,
+            "mib": memory() / MIB}  # fmt: skip
 
 
 def environment(name: str, games: Path) -> Any:

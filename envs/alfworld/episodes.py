@@ -7,6 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from envs.alfworld.games import opening, read_game
 from envs.household import expert
 from envs.household.engine import Engine
@@ -15,8 +17,6 @@ from envs.household.world import NOWHERE, bits
 
 def game_order(files: Sequence[str], seed: int | None) -> Iterator[str]:
     """Yield games for ever, every round in another order, as TextWorld draws them."""
-    import numpy as np
-
     draw, order = np.random.RandomState(seed), list(files)
     while True:
         draw.shuffle(order)
