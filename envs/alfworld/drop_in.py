@@ -121,8 +121,8 @@ class BatchedGames:
     def __init__(
         self, game_files: Sequence[str], batch_size: int, limit: int, expert_type: str | None, shuffled: bool
     ) -> None:
-        if not game_files or batch_size < 1:
-            raise ValueError(f"{len(game_files)} games in batches of {batch_size}: there must be at least one of each")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         if expert_type is not None and expert_type not in EXPERTS:
             raise ValueError(f"env.expert_type is {expert_type!r}; there are {', '.join(EXPERTS)}")
         if expert_type == "handcoded":
@@ -133,7 +133,9 @@ class BatchedGames:
         self.seed(FIRST_SEED)
 
     def seed(self, seed: int | None = None) -> list[int | None]:
-        """Start the order of games anew."""
+        """Start the order of `gamefiles` anew; ValueError where somebody has taken them all away."""
+        if not self.gamefiles:
+            raise ValueError("there are no games to play: set game_files (before init_env) or gamefiles")
         self._order = game_order(self.gamefiles, seed)
         return [seed]
 

@@ -278,8 +278,12 @@ def test_what_cannot_be_played_is_named(games: Path, tmp_path: Path, monkeypatch
         AlfredTWEnv(config(games, "ppo")).init_env(1)
     with pytest.raises(ValueError, match="expert_type is 'fast'; there are handcoded, planner"):
         AlfredTWEnv(config(games, "dagger", expert_type="fast")).init_env(1)
-    with pytest.raises(ValueError, match="batches of 0"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
         AlfredTWEnv(config(games)).init_env(0)
+    base = AlfredTWEnv(config(games))
+    base.game_files = []
+    with pytest.raises(ValueError, match="there are no games to play"):
+        base.init_env(1)
 
 
 @pytest.mark.parametrize(
