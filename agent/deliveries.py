@@ -60,6 +60,7 @@ class DeliverySpec:
     soft: bool = True
     brief_state: bool = True
     needs_checkpoint: bool = False  # the trained compiler has to be there
+    needs_expert: bool = False  # the environment's expert compiles
     memory: Literal["all", "top", "empty"] = "all"  # M is what was retrieved, the best entry of it, or nothing
     control: bool = False  # it shows what the others owe to what they are told; tables have it below a rule
     interdependent: bool = False  # episodes depend on those beside them: a killed run plays them again as a whole
@@ -132,11 +133,11 @@ DELIVERIES = {  # in the order of every table and plot
             control=True, compared_with=("none", COMPILED),
         ),
         DeliverySpec(
-            "expert_compiler", "expert as compiler", soft=False, control=True,
+            "expert_compiler", "expert as compiler", soft=False, needs_expert=True, control=True,
             compiler=lambda _, seed, reader: ExpertTeacher("right", seed, reader),
         ),
         DeliverySpec(
-            "expert_random_entry", "expert, random entry", soft=False, control=True,
+            "expert_random_entry", "expert, random entry", soft=False, needs_expert=True, control=True,
             compiler=lambda _, seed, reader: ExpertTeacher("random", seed, reader),
         ),
         DeliverySpec(

@@ -279,6 +279,8 @@ class ExpertExecutor:
 
     def _act(self, request: ExecutorRequest) -> Action:
         plan = request.expert() if request.expert else None
+        if plan is None and not request.history:
+            raise ValueError("the environment's expert knows no way to the goal")  # nothing to learn from this episode
         label = plan[0] if plan else "look"
         detours = [c for c in request.admissible or () if c.startswith("go to ") and c != label]
         chance = random.Random(f"{self.seed} {request.goal} {request.history}")

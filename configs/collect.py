@@ -12,15 +12,17 @@ from runtime.settings import Settings
 
 
 class MemoryConfig(Settings):
-    """Where M comes from. Without `bank`, an experience bank is collected by the expert before evaluation."""
+    """Where M comes from. Without `bank`, the expert fills one, once for all who ask for the same (docs/data.md)."""
 
     bank: str | None = None
     version: int | None = None  # bank version to read (default: the newest)
     k: int = Field(default=4, ge=0)  # entries retrieved per task
     pictures: int = Field(default=1, ge=0)  # views of its episode that an entry keeps at most (`EnvSpec.views`)
     embed: str | None = None  # a sentence-transformers model: rank by embeddings instead of words (extra `embed`)
-    experience_split: str | None = None  # split played by the expert to fill the bank (default: by environment)
-    experience_limit: int | None = None
+    # What the expert plays to fill the bank: a split, and the first so many of its tasks (default: by environment).
+    experience_split: str | None = None
+    experience_limit: int | None = Field(default=None, ge=1)
+    experience_folder: str | None = None  # where filled banks lie, and are found (default: experience/ beside OUT)
 
 
 class LeakageConfig(Settings):

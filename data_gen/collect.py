@@ -26,8 +26,9 @@ from configs.collect import CollectConfig
 from configs.run_folder import RunFolder
 from data_gen.dataset import describe_rows, filtered
 from data_gen.endpoint_teacher import EndpointTeacher
+from data_gen.experience import ROUND, Views, bank_facts, entries_of, explain, filled_bank, kept_views
 from data_gen.rows import SftRow, rows_of, save_rows
-from data_gen.tasks import ROUND, Views, entries_of, explain, filled_bank, guarded_tasks, kept_views, specs_for
+from data_gen.tasks import guarded_tasks, specs_for
 from envs.base import Environment, Task
 from executor.records import Executor, Grounding
 from memory.bank import BankError, MemoryBank, growing_bank
@@ -151,8 +152,7 @@ def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Map
     played = [step for episode in episodes for step in episode.steps]
     summary = {
         "tasks": len(of.tasks), "episodes": len(episodes), "successes": sum(e.success for e in episodes),
-        "shard": config.shard, "rows": len(rows), "dropped": dropped, "bank_entries": len(of.bank),
-        "bank_version": of.bank.snapshot(),
+        "shard": config.shard, "rows": len(rows), "dropped": dropped, **bank_facts(config, of.bank),
         "stop_reasons": _counts(str(episode.stop_reason) for episode in episodes),
         "emissions": _counts(step.emission_kind for step in played),
         "malformed": sum(step.parse_error is not None for step in played),

@@ -141,11 +141,6 @@ def evaluation_split(settings: EnvSettings) -> str:
     return find(settings.name).splits(settings).evaluation
 
 
-def experience_split(settings: EnvSettings, split: str) -> str:
-    """Return the split whose episodes fill the bank of `split`: other tasks in the same scenes, never those tasks."""
-    return find(settings.name).splits(settings).experience(split)
-
-
 # The type of a setting `env`: which of the environments' settings it is follows from its name.
 AnyEnvSettings = Annotated[SerializeAsAny[EnvSettings], BeforeValidator(settings_of)]
 

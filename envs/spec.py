@@ -3,13 +3,16 @@
 Importing a spec must be quick: whatever needs torch, numpy or a simulator is imported by the factory that it names.
 """
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,6 +31,8 @@ one command and nothing else."""
 class EnvSettings(Settings):
     """What every environment can be told; each adds its own. `env: alfworld` is short for `env: {name: alfworld}`."""
 
+    HOW: ClassVar[frozenset[str]] = frozenset({"workers"})  # settings that say where and how it runs, not what happens
+
     name: str
     workers: int | None = Field(default=None, ge=0)  # processes that play; 0: this one (default: by environment)
     images: bool = True
@@ -40,9 +45,12 @@ class Splits:
 
     evaluation: str  # what is evaluated where nobody says
     held_out: tuple[str, ...] = ()  # nothing may be learnt from these; `leakage.held_out` names others
-    # From the split that is played to the one whose episodes fill its bank: other tasks in the same scenes where there
-    # are any, never the tasks themselves.
+    # What may fill a bank, by the benchmark's isolation rule. From the split that is played to the one whose tasks the
+    # expert plays: those alone that share scene or task type with a task that is played, or (None) all of them. A task
+    # never reads its own episode.
     experience: Callable[[str], str] = lambda split: "train"
+    related: Literal["scene", "kind"] | None = None
+    per_kind: int | None = None  # so many of each task type, where the expert takes its time (default: all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,21 @@ def imports(module: str, distribution: str | None = None) -> str:
     return version
 
 
+def source_sha256(modules: Iterable[str]) -> str:
+    """Hash the text of modules (of a package, its own files). Raises: ModuleNotFoundError."""
+    paths = [path for module in modules for path in _files(module)]
+    text = json.dumps([[path.name, path.read_text(encoding="utf-8")] for path in paths], sort_keys=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _files(module: str) -> list[Path]:
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError(f"no module {module!r}, whose source is part of a version")
+    origin = Path(found.origin)
+    return sorted(origin.parent.glob("*.py")) if origin.name == "__init__.py" else [origin]
+
+
 def sync(extra: str = "") -> str:
     """Return the command that installs the locked packages, with those of an extra; by the uv that `make` uses."""
     uv = "uv" if shutil.which("uv") else ".uv/bin/uv"
@@ -122,6 +145,7 @@ class EnvSpec:
     splits: Callable[[Any], Splits]
     workers: Callable[[Any], int] = lambda _: 0  # that play where the settings do not say: none for quick steps
     limits: PoolLimits | None = None  # of its workers; None for the pool's own
+    expert: bool = True  # False where nobody knows the way: no bank fills itself then, and endpoints teach
     # A split's tasks without the environment; None where only the environment can list them.
     list_tasks: Callable[[Any, str], list[Task] | None] = lambda settings, split: None
     isolation: Mapping[str, Rule] = field(default_factory=dict)  # what every task must have; others must be disjoint

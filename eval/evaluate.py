@@ -5,8 +5,7 @@
       results.json              when all are there; docs/results-format.md
       report.html
     OUT/                        a matrix
-      cells/NAME/               each cell as above
-      banks/HASH/               experience that cells with the same settings share
+      cells/NAME/               each cell as above; cells share their banks (`data_gen.experience`)
       results.json, report.html of all cells
 
 A run that was killed goes on with `--on-exists resume`, and plays no episode twice.
@@ -32,15 +31,16 @@ from compiler.records import Compiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import ENVIRONMENT, RunFolder, RunFolderError
+from data_gen.experience import bank_facts, filled_bank
 from data_gen.leakage import record_evaluation
-from data_gen.tasks import chosen_tasks, filled_bank, specs_for
+from data_gen.tasks import chosen_tasks, specs_for
 from envs.base import Environment
 from envs.registry import Environments, evaluation_split, executor_instructions, reader_of
 from envs.trajectories import TrajectoryReader
 from eval.errors import chance, lookup
 from eval.matrix import SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
 from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
-from eval.provenance import environment_version, identity, sha256
+from eval.provenance import environment_version, identity
 from eval.report import write_run_report
 from eval.runs import EpisodeRecord, episodes_of
 from eval.table import print_results
@@ -48,7 +48,6 @@ from executor.build import load_executor
 from executor.records import Executor
 from memory.bank import MemoryBank
 from runtime.progress import progress
-from runtime.store import to_json, write_atomically
 
 console = Console(width=120)
 RESULTS = "results.json"
@@ -194,28 +193,28 @@ def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dic
         return evaluate(made[0], out, loaded, on_exists)
 
 
-def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, banks: Path | None = None) -> dict[str, Any]:
-    """Play what a cell has not played yet, then write results.json and report.html. `banks` is where cells share the
-    banks that are filled for them (default: OUT has its own)."""
+def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, beside: Path | None = None) -> dict[str, Any]:
+    """Play what a cell has not played yet, then write results.json and report.html. Banks that are filled for
+    it lie beside OUT, or beside the folder that is named."""
     run = RunFolder.create(out, cell.config, on_exists=on_exists)
     if (out / RESULTS).exists():
         made = json.loads((out / RESULTS).read_text(encoding="utf-8"))
         console.print(f"  {out} is complete already")
     else:
-        made = _play(cell, run, loaded, banks)
+        made = _play(cell, run, loaded, beside)
         run.write_json(RESULTS, made)
         write_run_report(out)
     print_results(made, console)
     return made
 
 
-def prepare(config: EvalConfig, loaded: ModelCache, folder: Path, title: str = "") -> tuple[Evaluation, MemoryBank]:
-    """Choose the tasks, open the bank that the settings name or fill the one in FOLDER, and make the models ready."""
-    envs, whole = loaded.environments(config), folder / "bank.json"  # which says that the bank is filled
+def prepare(
+    config: EvalConfig, loaded: ModelCache, out: Path, title: str = "", beside: Path | None = None
+) -> tuple[Evaluation, MemoryBank]:
+    """Choose the tasks, open the bank that the settings name or have it filled, and make the models ready."""
+    envs = loaded.environments(config)
     tasks, experience = chosen_tasks(config, envs, config.split or evaluation_split(config.env))
-    bank = filled_bank(config, envs, [] if whole.exists() else experience, folder)
-    if experience and not whole.exists():
-        write_atomically(whole, to_json({"entries": len(bank), "version": bank.snapshot()}))
+    bank = filled_bank(config, envs, experience, out, beside)
     specs = specs_for(tasks, bank, config.memory.k)
     wants_top = any(find(name).memory == "top" for name in config.deliveries)
     top = specs_for(tasks, bank, min(1, config.memory.k)) if wants_top else []
@@ -224,15 +223,12 @@ def prepare(config: EvalConfig, loaded: ModelCache, folder: Path, title: str = "
     return Evaluation(envs.lease, specs, executor, compiler, limits, config.concurrency, top, title, reader), bank
 
 
-def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) -> dict[str, Any]:
+def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -> dict[str, Any]:
     config, split = cell.config, cell.config.split or evaluation_split(cell.config.env)
-    folder = run.path if banks is None else banks / bank_key(config, split)
-    evaluation, bank = prepare(config, loaded, folder, cell.name)
-    specs = evaluation.specs
+    evaluation, bank = prepare(config, loaded, run.path, cell.name, beside)
+    specs, read = evaluation.specs, bank_facts(config, bank)
     depends_on = identity(config, specs, evaluation.executor, evaluation.compiler)
-    changed = run.record(
-        environment=config.env.model_dump(), split=split, bank_version=bank.snapshot(), tasks=len(specs), **depends_on
-    )
+    changed = run.record(environment=config.env.model_dump(), split=split, tasks=len(specs), **read, **depends_on)
     if different := sorted(set(changed) & depends_on.keys()):
         raise RunFolderError(
             f"{run.path} was started with other {', '.join(different)}: its episodes and new ones would not compare. "
@@ -251,8 +247,7 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, banks: Path | None) ->
         "seed": config.seed,
         "scene_seed": config.env.seed,
         "n_tasks": len(specs),
-        "bank_version": bank.snapshot(),
-        "bank_entries": len(bank),
+        **read,
         "max_steps": config.max_steps,
         "chance_lookup": chance(specs),
         **depends_on,
@@ -290,12 +285,6 @@ def _drop_unfinished(record: EpisodeRecord, tasks: int) -> None:
     record.lines.keep(lambda row: row["delivery"] not in partial)
 
 
-def bank_key(config: EvalConfig, split: str) -> str:
-    """Give cells that would fill their banks with the same experience the same key."""
-    asked = config.memory.model_dump(mode="json", exclude={"k"})
-    return sha256([config.env.model_dump(mode="json"), split, config.limit, asked])[:12]
-
-
 def _check_checkpoints(made: Sequence[Cell]) -> None:
     """Raise ConfigError or CheckpointError, before anything is played, where a checkpoint is missing."""
     for cell in made:
@@ -319,7 +308,7 @@ def _run_matrix(
     described: dict[str, dict[str, Any]] = {}  # what each finished cell's results say about it, and where it lies
     for number, cell in enumerate(made, start=1):
         console.rule(f"cell {number}/{len(made)}: {cell.name}", align="left")
-        done[cell.name] = evaluate(cell, out / "cells" / cell.name, loaded, "resume", out / "banks")
+        done[cell.name] = evaluate(cell, out / "cells" / cell.name, loaded, "resume", out)
         about = {k: v for k, v in done[cell.name].items() if k not in ("results", "paired_difference")}
         described[cell.name] = {"path": f"cells/{cell.name}", "group": cell.group, **about}
         missing = [other.name for other in made[number:]]

@@ -22,6 +22,7 @@ from typing import Any
 from agent.deliveries import find
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
+from envs import registry
 from eval.metrics import grouped, joined
 
 SEED_AXIS = "seed"
@@ -90,7 +91,7 @@ def cells(config: EvalConfig) -> list[Cell]:
 
 
 def check_deliveries(config: EvalConfig) -> None:
-    """Raise ConfigError for a delivery that is none or that only results have."""
+    """Raise ConfigError for a delivery that is none, that only results have, or that nobody could play here."""
     for name in config.deliveries:
         try:
             spec = find(name)
@@ -98,6 +99,8 @@ def check_deliveries(config: EvalConfig) -> None:
             raise ConfigError(f"deliveries: {error}") from None
         if not spec.played:
             raise ConfigError(f"deliveries: {name} is a name in results alone")
+        if spec.needs_expert and not registry.find(config.env.name).expert:
+            raise ConfigError(f"deliveries: {name} asks the environment's expert, and {config.env.name} has none")
 
 
 def baseline_of(config: EvalConfig, cell: Cell, delivery: str) -> str | None:

@@ -7,7 +7,6 @@ of the prompt changes, and with nothing else.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from compiler.records import Compiler, CompileRequest
 from configs.evaluation import EvalConfig
 from envs.manifest import Manifest
 from envs.registry import find
+from envs.spec import source_sha256
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from memory.entry import MemoryEntry, Provenance
 
@@ -68,8 +68,7 @@ def environment_version(name: str, packages: Mapping[str, str]) -> dict[str, Any
     """Return the versions of the packages that the environment comes from, and the hash of our own engine's source
     (None where it has none). EmbodiedBench's version is its checkout's, in a Python of its own; settings name it."""
     spec = find(name)
-    sources = [path for module in spec.sources for path in _files(module)]
-    engine = sha256([[path.name, path.read_text(encoding="utf-8")] for path in sources]) if sources else None
+    engine = source_sha256(spec.sources) if spec.sources else None
     return {"packages": {package: packages.get(package) for package in spec.packages}, "engine_sha256": engine}
 
 
@@ -81,11 +80,3 @@ def _told(entry: MemoryEntry) -> list[str]:
 def sha256(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=True, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _files(module: str) -> list[Path]:
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
-        raise ModuleNotFoundError(f"no module {module!r}, whose source is part of an environment's version")
-    origin = Path(found.origin)
-    return sorted(origin.parent.glob("*.py")) if origin.name == "__init__.py" else [origin]

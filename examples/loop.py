@@ -20,7 +20,8 @@ from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
 from configs.load import load_config
-from data_gen.tasks import chosen_tasks, filled_bank, specs_for
+from data_gen.experience import filled_bank
+from data_gen.tasks import chosen_tasks, specs_for
 from envs.registry import Environments, executor_instructions, reader_of
 from executor.build import load_executor
 from lm.backbone import quiet
@@ -37,7 +38,7 @@ def main(checkpoint: str | None = None, number: int = 0) -> bool:
     )
     with Environments(settings.env) as envs, tempfile.TemporaryDirectory() as folder:
         tasks, experience = chosen_tasks(settings, envs, "test")
-        bank = filled_bank(settings, envs, experience, Path(folder))
+        bank = filled_bank(settings, envs, experience, Path(folder, "run"))
         [spec] = specs_for([tasks[number]], bank, settings.memory.k)  # M = Retrieve(bank, goal), all episode long
         env = envs.lease()
 

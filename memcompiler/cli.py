@@ -88,7 +88,7 @@ def quickstart(
 @app.command()
 @with_settings("configs.collect:CollectConfig")
 def collect(settings: "CollectConfig", out: Out = Path("out/collect"), on_exists: OnExists = "resume") -> None:
-    """Play the training tasks with a teacher, the expert or an endpoint: a memory bank (OUT/bank) and SFT rows
+    """Play the training tasks with a teacher, the expert or an endpoint: a memory bank (at OUT/bank) and SFT rows
     (OUT/rows)."""
     from memcompiler.collect import run_collect
 

@@ -10,10 +10,11 @@ from rich.console import Console
 
 from agent.expert import ExpertExecutor, ExpertTeacher
 from configs.collect import CollectConfig
+from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from data_gen.collect import Teacher, play, prepare, write_rows
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
-from envs.registry import Environments, reader_of
+from envs.registry import Environments, find, reader_of
 from executor.records import Executor
 from lm.backbone import quiet
 from lm.endpoint import Endpoint
@@ -33,7 +34,13 @@ MAY_CHANGE_ON_RESUME = tuple(
 
 
 def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> None:
-    """Have a teacher play a split (or go on), and leave bank and rows in OUT."""
+    """Have a teacher play a split (or go on), and leave bank and rows in OUT. Raises: ConfigError, where the expert is
+    to play and there is none."""
+    if "expert" in (config.teacher, config.actor) and not find(config.env.name).expert:
+        raise ConfigError(
+            f"{config.env.name} has no expert that could teach or act: have an endpoint do both (teacher=endpoint "
+            "actor=teacher api.model=NAME, docs/data.md), or an executor act (actor=executor)"
+        )
     run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)
     if (out / "collect.json").exists():
         console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")

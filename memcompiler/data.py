@@ -131,7 +131,7 @@ def _sides(train: Path | None, evaluation: Path | None, config: "CollectConfig |
     assert config is not None
     with Environments(config.env) as envs:
         if ours is None:
-            tasks, experience = chosen_tasks(config, envs, config.split)
+            tasks, experience = chosen_tasks(config, envs, config.split, envs.spec.expert)
             ours = Manifest.of(config.env.name, [*tasks, *experience])
         if theirs:
             return ours, Audit(ours.sha256, check(ours, theirs))

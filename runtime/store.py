@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import math
@@ -120,6 +121,19 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
+
+
+@contextmanager
+def locked(path: Path, waits: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Hold a file's lock, which one process of this machine has at a time and loses however it ends. `waits` is called
+    where another has it."""
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def sync(path: Path) -> None:

@@ -20,9 +20,10 @@ from configs.load import ConfigError
 from configs.models import ExecutorConfig
 from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
+from data_gen.experience import bank_facts, filled_bank
 from data_gen.leakage import MANIFEST, guard_rows, record_rows, rows_instructions
 from data_gen.rows import load_rows, row_folders
-from data_gen.tasks import filled_bank, guarded_tasks, specs_for
+from data_gen.tasks import guarded_tasks, specs_for
 from envs.manifest import Manifest
 from envs.registry import Environments, executor_instructions
 from executor.build import load_executor, load_frozen
@@ -161,7 +162,7 @@ def training_specs(
         kept = Manifest.read(out / MANIFEST).ids
         tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in kept]
         bank = open_bank(config.memory, out / "bank")
-    return specs_for(tasks, bank, config.memory.k), {"bank_version": bank.snapshot()}
+    return specs_for(tasks, bank, config.memory.k), bank_facts(config, bank)
 
 
 def rollout_engine(config: GrpoConfig, envs: Environments, executor: Executor, out: Path) -> RolloutEngine:

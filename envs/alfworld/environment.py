@@ -146,6 +146,7 @@ def _arguments_kept() -> Iterator[None]:
 
 class AlfworldSettings(EnvSettings):
     name: Literal["alfworld"] = "alfworld"  # pyright: ignore[reportIncompatibleVariableOverride]
+    HOW = EnvSettings.HOW | {"data_root"}
     data_root: str | None = None  # folder of json_2.1.1 (default: $ALFWORLD_DATA)
     engine: Literal["native", "textworld"] = "native"  # who plays the games
     images: bool = False  # the games have no view: the household's floor plans are our own, for who asks for them
@@ -187,7 +188,7 @@ def _default_games() -> Path:
 
 ALFWORLD = EnvSpec(
     "alfworld", AlfworldSettings, _construct,
-    splits=lambda _: Splits("valid_seen", held_out=("valid_unseen",)),
+    splits=lambda _: Splits("valid_seen", held_out=("valid_unseen",)),  # all of train is experience
     workers=lambda settings: TEXTWORLD_WORKERS if settings.engine == "textworld" else 0,
     isolation={"gamefile": "disjoint", "scene": "disjoint"},
     packages=("alfworld", "textworld"),

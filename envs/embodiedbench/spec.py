@@ -30,6 +30,7 @@ class EmbodiedBenchSettings(EnvSettings):
     """One of the four, in a Python of its own; a simulator in every worker."""
 
     name: Literal["eb_alfred", "eb_habitat", "eb_navigation", "eb_manipulation"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    HOW = EnvSettings.HOW | {"data_root", "python", "home"}
     data_root: str | None = None  # folder of task files (see `tasks`; default: `home`)
     python: str | None = None  # its interpreter (default: the benchmark's variable, see `INSTALLATIONS`)
     home: str | None = None  # its checkout (default: $EMBODIEDBENCH_HOME, or where its Python has it installed from)
@@ -174,6 +175,7 @@ def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **i
         splits=lambda _: Splits("base", held_out),
         workers=lambda _: 1,
         limits=LIMITS,
+        expert=False,
         list_tasks=list_tasks,
         isolation=isolation,
         probes=lambda: [Probe(benchmark, partial(import_all, benchmark), fix, core=False)],

@@ -217,6 +217,7 @@ GYMNASIUM = EnvSpec(
         f"{__name__}:GymnasiumTextEnvironment", {"config": settings.gymnasium.model_dump(mode="json")}
     ),
     splits=lambda settings: Splits(evaluation=next(iter(settings.gymnasium.splits))),
+    expert=False,
     packages=("gymnasium",),
     extra="gym",
     probes=lambda: [Probe("gymnasium", partial(imports, "gymnasium"), core=False)],

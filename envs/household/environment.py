@@ -50,6 +50,7 @@ class EngineEnvironment:
         self._playing: tuple[Engine, State] | None = None
         self._commands: dict[str, Command] = {}
         self._marked: int | None = None
+        self._plan: list[str] | None = None  # what is left of the expert's, while the episode keeps to it
         self._renderer: Renderer | None = None
 
     def tasks(self, split: str) -> list[Task]:
@@ -59,20 +60,23 @@ class EngineEnvironment:
         """Start the task's episode. The text is the room as first seen; the goal is `task.goal`."""
         game, self._marked = self._games.game(task)
         engine = Engine(game)
-        self._playing, self._renderer = (engine, engine.reset()), None
+        self._playing, self._plan, self._renderer = (engine, engine.reset()), None, None
         return self._observe(engine.intro())
 
     def step(self, action: str) -> Transition:
         """Carry out one command."""
         engine, state = self._live()
         text = engine.step(state, action, self._commands)
+        self._plan = self._plan[1:] if self._plan and self._plan[0] == action else None
         progress = engine.progress(state)
         success = progress == 1.0
         return Transition(self._observe(text), progress, success, done=success)
 
     def expert(self) -> list[str] | None:
         """Return near-shortest commands from the current state to success, None when there is no way."""
-        return plan(*self._live())
+        if self._plan is None:
+            self._plan = plan(*self._live())
+        return self._plan and list(self._plan)
 
     def close(self) -> None:
         """Forget the episode. The environment can be reset again."""
@@ -172,7 +176,7 @@ def play_a_step() -> str:
 
 HOUSEHOLD = EnvSpec(
     "household", HouseholdSettings, _construct,
-    splits=lambda _: Splits("test", held_out=("test",), experience=lambda split: f"{split}_experience"),
+    splits=lambda _: Splits("test", ("test",), experience=lambda split: f"{split}_experience", related="scene"),
     isolation={"scene": "disjoint"},
     sources=("envs.household",),
     probes=lambda: [Probe("built-in engine", play_a_step, "make test ARGS=tests/envs")],

@@ -20,6 +20,7 @@ INSTRUCTIONS = """You are an agent that does school experiments in a house. Each
 did. Answer with exactly one command and nothing else, for example: look around, open door to kitchen, go to kitchen, \
 pick up thermometer, use thermometer on metal pot, move metal pot to stove, activate stove, focus on metal pot, wait."""
 FILE_SPLIT = "agentsquare"
+PER_KIND = 8  # episodes of a task type that fill a bank: a gold path takes seconds to plan, in genetics half a minute
 OFFICIAL = ("train", "dev", "test")  # the simulator's own: 3,592, 1,796 and 1,819 variations
 
 # A repetition without end of something that repeats without end takes a time exponential in the text's length.
@@ -282,6 +283,7 @@ def make_task(kind: str, variation: int, goal: str, split: str, data: Mapping[st
 
 class ScienceWorldSettings(EnvSettings):
     name: Literal["scienceworld"] = "scienceworld"  # pyright: ignore[reportIncompatibleVariableOverride]
+    HOW = EnvSettings.HOW | {"tasks_file"}
     simplifications: str = "easy"  # easy | agentboard | none, or the simulator's own names
     admissible: Admissible = "none"  # which commands are listed
     tasks_file: str | None = None  # an AgentSquare task file, for split agentsquare
@@ -297,7 +299,7 @@ def _construct(settings: ScienceWorldSettings) -> WorkerSpec:
 def _splits(settings: ScienceWorldSettings) -> Splits:
     """Evaluate on AgentSquare's tasks, as the paper does; without their file, on the simulator's own test split."""
     evaluation = FILE_SPLIT if settings.tasks_file else "test"
-    return Splits(evaluation, held_out=(evaluation,))
+    return Splits(evaluation, held_out=(evaluation,), related="kind", per_kind=PER_KIND)
 
 
 def start_java() -> str:

@@ -17,8 +17,7 @@ from compiler.hf import MemoryCompiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.run_folder import CONFIG
-from envs.registry import evaluation_split, executor_instructions
-from eval.evaluate import bank_key
+from envs.registry import executor_instructions
 from eval.paper import latents
 from eval.paper.attention import CHANNELS, Attention, attention_at, attention_plot, curves
 from eval.paper.render import write
@@ -95,14 +94,8 @@ class Replay:
         """Fetch what the episode read. Raises: BankError, where the bank has it not."""
         if self._bank is None:
             version = self.config.memory.version or episode.bank_version
-            self._bank = open_bank(self.config.memory.model_copy(update={"version": version}), self.own_bank())
+            self._bank = open_bank(self.config.memory.model_copy(update={"version": version}), self.run / "bank")
         return [self._bank.get(id) for id in episode.memory_ids]
-
-    def own_bank(self) -> Path:
-        """Find the bank that was filled for the run; a cell of a matrix shares its bank with others."""
-        key = bank_key(self.config, self.config.split or evaluation_split(self.config.env))
-        shared = self.run.parent.parent / "banks" / key
-        return shared / "bank" if shared.is_dir() else self.run / "bank"
 
     def recompiled(self, episode: Episode, t: int) -> latents.Recompiled | None:
         """Make step t's soft tokens again; None where the executor read none."""

@@ -13,8 +13,9 @@ from agent.records import Episode
 from compiler.brief_state import BriefState, Create, Delete, Fold, Update
 from compiler.language import Emission, Kind
 from compiler.records import CompileRequest
+from data_gen.experience import collect_experience
 from data_gen.rows import rows_of
-from data_gen.tasks import collect_experience, specs_for
+from data_gen.tasks import specs_for
 from envs.alfworld.environment import AlfworldEnvironment
 from envs.base import Environment, Task
 from envs.household.environment import HouseholdEnvironment

@@ -12,7 +12,7 @@ from envs.alfworld.environment import AlfworldSettings
 from envs.embodiedbench.spec import EmbodiedBenchSettings
 from envs.gymnasium.environment import GymnasiumConfig, GymnasiumSettings
 from envs.household.environment import HouseholdSettings
-from envs.registry import Environments, evaluation_split, experience_split
+from envs.registry import Environments, evaluation_split
 from envs.scienceworld.environment import ScienceWorldSettings
 from memcompiler.cli import app
 
@@ -39,13 +39,9 @@ def test_task_types_and_splits() -> None:
     kinds = ("look_at_obj_in_light", "pick_two_obj_and_place")
     with Environments(HouseholdSettings(**HOME, kinds=kinds)) as envs:
         assert {task.kind for task in envs.tasks("train")} == set(kinds)
-    assert (
-        evaluation_split(HouseholdSettings()) == "test"
-        and experience_split(HouseholdSettings(), "test") == "test_experience"
-    )
-    assert evaluation_split(AlfworldSettings()) == "valid_seen"
+    assert evaluation_split(HouseholdSettings()) == "test" and evaluation_split(AlfworldSettings()) == "valid_seen"
     science = ScienceWorldSettings(tasks_file="tasks.jsonl")
-    assert evaluation_split(science) == "agentsquare" and experience_split(science, "test") == "train"
+    assert evaluation_split(science) == "agentsquare"
     assert evaluation_split(EmbodiedBenchSettings(name="eb_habitat")) == "base"
 
 

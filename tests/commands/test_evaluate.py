@@ -133,7 +133,7 @@ def test_a_matrix_loads_its_executor_once_and_resumes_by_cells(tmp_path, monkeyp
     monkeypatch.setattr(evaluation, "load_executor", lambda *given: loads.append(given) or load(*given))
     asked, out = config(MATRIX, folder=tmp_path), tmp_path / "run"
     results = run_eval(asked, out)
-    assert len(loads) == 1 and number(out) == 4 * 2 * 3 and len(list((out / "banks").iterdir())) == 2
+    assert len(loads) == 1 and number(out) == 4 * 2 * 3 and len(list((tmp_path / "experience").iterdir())) == 2
     assert set(results["results"]) == {f"memory={k}/{name}" for k in ("one", "four") for name in ("none", "static")}
     for summary in results["results"].values():
         assert summary["success"]["n"] == 6 and set(summary["success_by_seed"]) == {"0", "1"}

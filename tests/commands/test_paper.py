@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from compiler.build import load_compiler
 from configs.evaluation import EvalConfig
-from configs.load import load_config
 from executor.build import load_executor
 from memcompiler.cli import app
 
@@ -130,16 +129,3 @@ def test_what_cannot_be_shown_is_said_before_anything_is_loaded(
 def test_a_table_of_the_paper_alone() -> None:
     shown = told("--table", 3)
     assert "MemCompiler (Full)" in shown and "No run was given" in shown and "**measured**" not in shown
-
-
-def test_a_cell_of_a_matrix_reads_the_bank_that_it_shares(tmp_path: Path) -> None:
-    from eval.evaluate import bank_key
-    from eval.paper.figures import Replay
-
-    cell = tmp_path / "cells" / "seed=0"
-    cell.parent.mkdir()
-    replay = Replay(run_folder(cell), [])
-    assert replay.own_bank() == cell / "bank"
-    shared = tmp_path / "banks" / bank_key(load_config(EvalConfig, cell / "config.resolved.yaml"), "test")
-    shared.mkdir(parents=True)
-    assert replay.own_bank() == shared / "bank"

@@ -343,7 +343,7 @@ def test_shards_of_the_expert_play_each_task_once(tmp_path):
 
 
 def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
-    from data_gen import tasks as experience
+    from data_gen import experience
     from envs.household.environment import HouseholdEnvironment
 
     homes = ExpertTeacher(reader=HouseholdReader())

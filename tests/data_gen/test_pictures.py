@@ -19,8 +19,9 @@ from compiler.client import CompileBody, SamplingBody
 from compiler.records import Compilation, CompileRequest
 from configs.collect import CollectConfig
 from data_gen.dataset import distinct
+from data_gen.experience import collect_experience, kept_views
 from data_gen.rows import SftRow, load_rows, rows_of, save_rows
-from data_gen.tasks import collect_experience, kept_views, specs_for
+from data_gen.tasks import specs_for
 from envs.alfworld.environment import ALFWORLD
 from envs.household.environment import HOUSEHOLD, HouseholdEnvironment, HouseholdSettings
 from envs.registry import reader_of

@@ -13,7 +13,7 @@ from agent.deliveries import Delivery, recorded_step
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import StepInput, compile_request
-from data_gen.tasks import entries_of, explain
+from data_gen.experience import entries_of, explain
 from envs.base import Environment, Task
 from envs.household.environment import HouseholdEnvironment
 from envs.household.trajectories import HouseholdReader, subgoals, taken

@@ -20,7 +20,8 @@ from compiler.brief_state import BriefState
 from compiler.hf import MemoryCompiler
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest, Decoding
-from data_gen.tasks import collect_experience, specs_for
+from data_gen.experience import collect_experience
+from data_gen.tasks import specs_for
 from envs.household.environment import HouseholdEnvironment
 from envs.household.trajectories import taken
 from lm.backbone import Backbone, load_backbone
