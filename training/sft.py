@@ -36,6 +36,8 @@ from training.backend import BACKENDS
 from training.losses import token_nll
 from training.trainer import Trainer, permuted
 
+MOST_PIXELS = 2**28  # values of pictures that a trainer keeps (1 GiB in fp32); further rows are encoded when needed
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -48,6 +50,12 @@ class Example:
     memory_ids: tuple[int, ...]  # the memory's text, in the executor's tokens
     soft_read: bool  # whether the executor reads this step's soft tokens: without, no loss is theirs
     memory_seen: Prompt | None = None  # the memory's pictures, as an executor that sees reads them
+
+    @property
+    def pixels(self) -> int:
+        """Count the values that vision towers read of it."""
+        read = (self.prompt, self.executor_prompt, self.memory_seen)
+        return sum(prompt.pixels.numel() for prompt in read if prompt is not None and prompt.pixels is not None)
 
 
 class SftTrainer(Trainer[dict[str, float]]):
@@ -69,6 +77,7 @@ class SftTrainer(Trainer[dict[str, float]]):
         self.backend = BACKENDS[config.backend](compiler, model, config.optimizer, config.soft)
         self.frozen = self.executor_fingerprint()
         self._examples: dict[int, Example] = {}
+        self._kept = 0  # values of pixels in them
 
     def executor_fingerprint(self) -> str:
         return self.backend.fingerprint(self.executor.model)
@@ -126,10 +135,13 @@ class SftTrainer(Trainer[dict[str, float]]):
         return shares
 
     def example(self, index: int) -> Example:
-        """Encode row `index` (made once, then kept)."""
-        if index not in self._examples:
-            self._examples[index] = encode_row(self.rows[index], self.compiler, self.executor, self.config.soft)
-        return self._examples[index]
+        """Encode row `index`: once, unless its pictures are more than there is room for."""
+        if index in self._examples:
+            return self._examples[index]
+        example = encode_row(self.rows[index], self.compiler, self.executor, self.config.soft)
+        if self._kept + example.pixels <= MOST_PIXELS:
+            self._examples[index], self._kept = example, self._kept + example.pixels
+        return example
 
     def _size(self, examples: Sequence[Example]) -> int:
         """Count the tokens that compiler and (with the soft channel) executor read in this step."""

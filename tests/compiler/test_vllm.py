@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from compiler.language import ParseError, grammar, parse
-from compiler.records import Decoding, always
+from compiler.records import CompileRequest, Decoding, always
 from compiler.vllm import VllmCompiler
 from lm.vllm import HiddenTails, request_of, tail_of, watched
+from memory.trajectory import png_bytes
 from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models, vllm_engines
 from tests.vllm_engines import SAMPLING, assert_scored_alike, requests
@@ -97,6 +99,25 @@ def test_hidden_states_equal_hugging_face(tmp_path: Path) -> None:
     other = tiny_models.request(0)
     object.__setattr__(other, "image", tiny_models.request(3).image)
     assert not torch.allclose(compiler.compile([other])[0].mu, made[0].mu, atol=1e-3)
+
+
+@using_vllm
+def test_pictures_of_memory_are_read_as_hugging_face_reads_them(tmp_path: Path) -> None:
+    compiler = vllm_engines.trained(True)
+    views = [png_bytes(Image.new("RGB", (64, 64), (60 * i, 200, 10))) for i in range(3)]
+
+    def asked(*pictures: bytes) -> CompileRequest:
+        plain = tiny_models.request(1)  # two entries
+        first, second = plain.memory
+        return replace(plain, memory=(replace(first, images=pictures[:1]), replace(second, images=pictures[1:])))
+
+    requests = [asked(views[0]), asked(*views), asked(views[1], views[0]), asked()]
+    made = vllm_engines.served(compiler, tmp_path / "a").compile(requests)
+    for ours, theirs in zip(made, compiler.compile(requests), strict=True):
+        assert (ours.prompt_ids, ours.emission_ids) == (theirs.prompt_ids, theirs.emission_ids)
+        torch.testing.assert_close(ours.mu, theirs.mu, atol=1e-4, rtol=1e-4)
+    swapped = compiler.compile([asked(views[0], views[1])])[0]
+    assert not torch.allclose(swapped.mu, made[2].mu, atol=1e-3)  # which entry a picture is of counts
 
 
 @using_vllm

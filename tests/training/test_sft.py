@@ -51,6 +51,15 @@ def test_training_lowers_the_loss_and_leaves_the_executor_alone(tmp_path):
         assert key in history[0]
 
 
+def test_examples_are_kept_while_there_is_room_for_their_pictures(tmp_path, monkeypatch):
+    t = trainer(tmp_path)
+    one = t.example(0)
+    assert one.pixels == one.prompt.pixels.numel() == 64 * 3 * 2 * 8 * 8 and t.example(0) is one
+    monkeypatch.setattr("training.sft.MOST_PIXELS", one.pixels)
+    assert t.example(2) is not t.example(2) and t.example(0) is one
+    assert t.example(1).pixels == 0 and t.example(1) is t.example(1)  # it has no picture
+
+
 def test_micro_batches_do_not_change_the_step(tmp_path):
     def gradients(size: int) -> dict[str, torch.Tensor]:
         t = trainer(tmp_path / str(size), micro_batch_size=size, label_smoothing=0.0)
