@@ -29,6 +29,27 @@ from tests.envs.exact_search import excess, exhaustive, wander
 # On generated homes --------------------------------------------------------------------------------------------------
 
 
+def test_a_plan_that_is_followed_is_the_plan_that_would_be_made_anew() -> None:
+    """An environment keeps its plan while the episode does; strayed from, it is made again."""
+    env = HouseholdEnvironment(scenes={"walk": 3}, images=False, kinds=KINDS)
+    compared = strayed = 0
+    for task in env.tasks("walk"):
+        rng, seen = random.Random(task.id), env.reset(task)
+        for _ in range(20):
+            said = env.expert()
+            assert said == plan(Engine(env.game), env.state)
+            compared += 1
+            if not said:
+                break
+            off = rng.random() < 0.25
+            strayed += off
+            transition = env.step(rng.choice(seen.admissible or ()) if off else said[0])
+            seen = transition.observation
+            if transition.done:
+                break
+    assert compared > 100 and strayed > 20
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_way_is_shorter_on_generated_homes(kind: str) -> None:
     env = HouseholdEnvironment(scenes={"walk": 12}, images=False, kinds=KINDS)
