@@ -16,7 +16,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -86,6 +86,8 @@ class ExpertTeacher:
         ]
 
     def emission(self, request: CompileRequest) -> Emission:
+        related = (e for e in request.memory if self.reader.related(request.goal, e.provenance.goal))
+        request = replace(request, memory=tuple(related))
         plan = (request.expert() if request.expert else None) or []
         need = self.reader.need(plan)
         ops = list(self._noted(request, request.state, plan, need)) if request.state is not None else []
@@ -115,10 +117,9 @@ class ExpertTeacher:
         """List the places where M says the need is met, best first: this scene's by name, then those of the kinds that
         other scenes' entries name; of each, the ones that most entries speak for."""
         here, elsewhere = list[_Lead](), list[_Lead]()
-        for entry in request.memory:
-            of = here if of_scene(request.goal, entry) else elsewhere
-            facts = dict.fromkeys(f for f in self.reader.facts(entry.provenance.actions) if f.need == need)
-            of += [_Lead(fact.place, entry.provenance.scene, fact) for fact in facts]
+        for entry, fact in self._answers(request, need):
+            lead = _Lead(fact.place, entry.provenance.scene, fact)
+            (here if of_scene(request.goal, entry) else elsewhere).append(lead)
         known = self._known_places(request, need)
         alike = [
             _Lead(place, lead.scene, lead.fact)
@@ -129,6 +130,18 @@ class ExpertTeacher:
         for lead in (*_most_said(here), *_most_said(alike)):
             ranked.setdefault(lead.place, lead)
         return list(ranked.values())
+
+    def _answers(self, request: CompileRequest, need: str) -> list[tuple[MemoryEntry, Fact]]:
+        """List what the entries know of the need, each place once for each; where none does, of its kind."""
+        told = [(entry, self.reader.facts(entry.provenance.actions)) for entry in request.memory]
+        exact = any(fact.need == need for _, facts in told for fact in facts)
+        kind = self.reader.broader(need)
+        found = dict[tuple[int, str], tuple[MemoryEntry, Fact]]()
+        for number, (entry, facts) in enumerate(told):
+            for fact in facts:
+                if fact.need == need or (not exact and kind and self.reader.broader(fact.need) == kind):
+                    found.setdefault((number, fact.place), (entry, fact))
+        return list(found.values())
 
     def _known_places(self, request: CompileRequest, need: str) -> str:
         """Return the text that names this scene's places: the first view, later what was noted of it."""

@@ -1,6 +1,7 @@
 """What memory is worth to an executor that can follow guidance, with no model at all.
 
-    python -m benchmarks.memory_worth --out out/worth env=alfworld split=valid_seen [a.b=c ...]
+    python -m benchmarks.memory_worth --out out/worth -- env=alfworld split=valid_seen [a.b=c ...]
+    python -m benchmarks.memory_worth --out out/worth-scienceworld -c eval/scienceworld
 
 A scripted executor knows every command and recipe (from the environment's expert), but not where things are: those it
 searches for at random, unless guidance names a place. It is the same under all deliveries: none, the expert teacher
@@ -15,6 +16,7 @@ import argparse
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 
@@ -23,13 +25,15 @@ from agent.episode import Limits, run_episodes
 from agent.records import Episode
 from configs.evaluation import EvalConfig
 from configs.load import load_config
-from data_gen.tasks import chosen_tasks, filled_bank, specs_for
+from data_gen.experience import filled_bank
+from data_gen.tasks import chosen_tasks, specs_for
 from envs.household.trajectories import subgoals, taken
 from envs.registry import Environments, evaluation_split, reader_of
+from envs.scienceworld.trajectories import ROOMS, TELEPORT, destination, is_harmless
 from eval.metrics import bootstrap_mean, grouped, paired_bootstrap_difference
 from eval.table import interval, markdown_table, points
 from executor.prompt import ExecutorRequest
-from executor.records import Action, Grounding
+from executor.records import PAPER, Action, Grounding, Reads
 from runtime.store import to_json, write_atomically
 
 DELIVERIES = ("none", "expert_compiler", "expert_random_entry")
@@ -43,6 +47,7 @@ class Searcher:
     seed: int
     accepts_soft: bool = False
     sees_images: bool = False
+    reads: Reads = PAPER
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
         texts = [self._choose(request) for request in requests]
@@ -75,8 +80,32 @@ class HouseholdSearcher(Searcher):
         return chance.choice(fresh) if fresh else None
 
 
-SEARCHERS: dict[str, Callable[[int], Searcher]] = {"household": HouseholdSearcher, "alfworld": HouseholdSearcher}
-WITHIN = {"household": (10, 15, 30), "alfworld": (10, 15, 30, 50)}
+class ScienceWorldSearcher(Searcher):
+    """ScienceWorld's commands under the preset `easy`: the room where the recipe goes on may be any, those that the
+    goal names are tried first, and one is there by teleport. Whether it was the right one, the recipe says on arrival.
+    """
+
+    def search(self, request: ExecutorRequest, plan: Sequence[str], chance: random.Random) -> str | None:
+        """Go where guidance says, or to a room that was not gone to yet since the last step."""
+        _, room = destination(plan)
+        if not room:
+            return None
+        past = takewhile(is_harmless, reversed(request.history))
+        tried = {command.removeprefix(TELEPORT) for command in past if command.startswith(TELEPORT)}
+        told = request.delivered.guidance.removeprefix("go to ")
+        if told in ROOMS and told not in tried:
+            return f"{TELEPORT}{told}"
+        fresh = [name for name in ROOMS if name not in tried]
+        likely = [name for name in fresh if name in request.goal]
+        return f"{TELEPORT}{chance.choice(likely or fresh)}" if fresh else None
+
+
+SEARCHERS: dict[str, Callable[[int], Searcher]] = {
+    "household": HouseholdSearcher,
+    "alfworld": HouseholdSearcher,
+    "scienceworld": ScienceWorldSearcher,
+}
+WITHIN = {"household": (10, 15, 30), "alfworld": (10, 15, 30, 50), "scienceworld": (10, 15, 30, 50)}
 
 
 def within(episodes: Sequence[Episode], steps: int) -> list[Episode]:
@@ -152,10 +181,11 @@ def play(config: EvalConfig, seeds: Sequence[int], out: Path) -> dict[str, list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings of the evaluation")
+    parser.add_argument("--config", "-c", help="of an evaluation, whose environment, split and bank are taken")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of the search")
     parser.add_argument("--out", type=Path, default=Path("out/worth"))
     a = parser.parse_args()
-    config = load_config(EvalConfig, None, a.overrides)
+    config = load_config(EvalConfig, a.config, a.overrides)
     played = play(config, a.seeds, a.out)
     if broken := sum(bool(episode.error) for episodes in played.values() for episode in episodes):
         print(f"{broken} episodes broke; they count as failures")

@@ -23,6 +23,10 @@ class TrajectoryReader:
     alike = False  # scenes are alike: a place in one says where to look in another (`likes`)
     follows_recipes = True  # the next command of a plan is worth saying where past episodes give it at the same point
 
+    def related(self, goal: str, other: str) -> bool:
+        """Tell whether an episode of another goal says anything about this one's."""
+        return True
+
     def facts(self, actions: Sequence[str]) -> list[Fact]:
         """List where needs were met, in order."""
         return []
@@ -30,6 +34,10 @@ class TrajectoryReader:
     def need(self, plan: Sequence[str]) -> Fact | None:
         """Return what the plan is on its way to, and where; None where its next subgoal is no matter of place."""
         return None
+
+    def broader(self, need: str) -> str:
+        """Return the kind of need, for which an episode without this very one may speak; "" for none."""
+        return ""
 
     def subgoals(self, plan: Sequence[str], goal: str, shown: frozenset[str]) -> list[str]:
         """List what is left to do, as the Brief State names it, in words of the goal or of `shown` (commands of past

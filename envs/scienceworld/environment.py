@@ -12,6 +12,7 @@ from pydantic import Field
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.scienceworld.simulator import Simulator, java_path, require_package
+from envs.scienceworld.trajectories import TELEPORT, ScienceWorldReader, is_move, rest_of_path, room_in
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports
 
 Admissible = Literal["none", "templates", "valid"]
@@ -43,6 +44,7 @@ class _Live:
     reached: set[int] = field(default_factory=set)  # which subgoals
     best: float = 0.0
     actions: list[str] = field(default_factory=list)
+    rooms: list[str] = field(default_factory=list)  # where the agent was at the start and after each of the actions
     gold: list[str] | None = None  # None: not asked for yet
 
     def score(self, text: str, score: float) -> float:
@@ -72,6 +74,7 @@ class ScienceWorldEnvironment:
         admissible: what `Observation.admissible` lists. "none": nothing, as published agents play; "valid": all that
             would do something, 100 to 1,000 commands and 20 to 40 ms a step; "templates": the 25 forms of commands
             with OBJ where an object goes, for those who show them: no executor can choose among them.
+        kinds: the task types that splits list; all 30 by default.
         timeout: seconds that one call into Java may take before it is killed.
     """
 
@@ -83,6 +86,7 @@ class ScienceWorldEnvironment:
         tasks_file: str | None = None,
         step_limit: int = 100,
         admissible: Admissible = "none",
+        kinds: Sequence[str] | None = None,
         timeout: float = 180.0,
     ) -> None:
         require_package()
@@ -95,8 +99,12 @@ class ScienceWorldEnvironment:
         if step_limit < 1 or timeout <= 0:
             raise ValueError(f"step_limit ({step_limit}) and timeout ({timeout:g} s) must be positive")
         self._simplifications, self._tasks_file = chosen, tasks_file
+        if unknown := sorted(set(kinds or ()) - set(all_kinds())):
+            raise ValueError(f"unknown task type {unknown[0]!r}: there are {', '.join(all_kinds())}")
+        self._kinds = sorted(kinds) if kinds is not None else all_kinds()
         self._step_limit, self._admissible, self._timeout = step_limit, admissible, timeout
         self._listed: dict[str, list[Task]] = {}
+        self._golds: dict[tuple[str, str], list[str]] = {}  # by split and task
         self._java: Simulator | None = None
         self._live: _Live | None = None
 
@@ -116,30 +124,35 @@ class ScienceWorldEnvironment:
         self._live = None
         live = _Live(task, patterns(json.loads(task.data.get("subgoals", "[]"))))
         simulator = self._load(live)
-        self._live = live
-        return self._observe(simulator.look())
+        self._live, text = live, simulator.look()
+        live.rooms.append(room_in(text))
+        return self._observe(text)
 
     def step(self, action: str) -> Transition:
         """Carry out one command. One that the simulator does not understand is answered so, in words."""
         live, simulator = self._playing()
         live.actions.append(action)
         text, score, over = simulator.step(action)
+        live.rooms.append((is_move(action) and room_in(text)) or live.rooms[-1])
         progress = live.score(text, score)
         success = progress == 1.0
         over = success if live.subgoals else over or score < 0
         return Transition(self._observe(text), progress, success, over or len(live.actions) >= self._step_limit)
 
     def expert(self) -> list[str] | None:
-        """Return the rest of the simulator's gold path; None off it, or where it does not reach success.
+        """Return the rest of the simulator's gold path; None where it does not reach success, or something else was
+        done. Who has only looked and walked about is led on: by teleport to where the path goes on, if need be.
 
         The path is planned, and walked to its end as a test, when first asked for; then the episode's commands are
         played again. That takes a second, for the two genetics types a minute.
         """
         live, _ = self._playing()
         if live.gold is None:
-            live.gold = self._plan(live)
-        done = len(live.actions)
-        return live.gold[done:] if live.actions == live.gold[:done] and live.gold[done:] else None
+            task = live.task.split, live.task.id
+            live.gold = self._golds[task] = self._golds[task] if task in self._golds else self._plan(live)
+        rest = rest_of_path(live.gold, live.actions, live.rooms)
+        teleports = "teleportAction" in self._simplifications.split(",")
+        return rest if rest and (teleports or not rest[0].startswith(TELEPORT) or rest[0] in live.gold) else None
 
     def close(self) -> None:
         """End Java. A later reset starts it anew."""
@@ -195,9 +208,9 @@ class ScienceWorldEnvironment:
         if split == FILE_SPLIT:
             if self._tasks_file is None:
                 raise FileNotFoundError(f"the split {FILE_SPLIT!r} needs tasks_file: an AgentSquare test.jsonl")
-            return file_tasks(Path(self._tasks_file))
+            return [task for task in file_tasks(Path(self._tasks_file)) if task.kind in self._kinds]
         simulator, listed = self._simulator(), list[Task]()
-        for kind in kinds():
+        for kind in self._kinds:
             numbers = simulator.variations(kind, split)
             goals = simulator.descriptions(kind, numbers)
             listed += [make_task(kind, i, goal, split) for i, goal in zip(numbers, goals, strict=True)]
@@ -213,7 +226,7 @@ class ScienceWorldEnvironment:
         return Observation(text, admissible=tuple(sorted(set(commands))))
 
 
-def kinds() -> list[str]:
+def all_kinds() -> list[str]:
     """List the names of the 30 task types, sorted."""
     require_package()
     from scienceworld.constants import ID2TASK
@@ -250,7 +263,7 @@ def _file_task(row: Mapping[str, object]) -> Task:
     if not isinstance(where, Mapping) or not isinstance(subgoals, list) or not subgoals:
         raise ValueError("additional_info must be an object and subgoals a list that is not empty")
     kind = str(where["env_name"])
-    if kind not in kinds():
+    if kind not in all_kinds():
         raise ValueError(f"unknown task type {kind!r}")
     patterns(subgoals)
     data = {"difficulty": str(row.get("difficulty", "")), "subgoals": json.dumps(subgoals)}
@@ -286,12 +299,13 @@ class ScienceWorldSettings(EnvSettings):
     HOW = EnvSettings.HOW | {"tasks_file"}
     simplifications: str = "easy"  # easy | agentboard | none, or the simulator's own names
     admissible: Admissible = "none"  # which commands are listed
+    kinds: tuple[str, ...] | None = None  # the task types that are listed (default: all)
     tasks_file: str | None = None  # an AgentSquare task file, for split agentsquare
     step_limit: int = Field(default=100, ge=1)  # the simulator's own limit
 
 
 def _construct(settings: ScienceWorldSettings) -> WorkerSpec:
-    arguments = settings.model_dump(include={"simplifications", "admissible", "step_limit"})
+    arguments = settings.model_dump(include={"simplifications", "admissible", "step_limit", "kinds"})
     arguments["tasks_file"] = str(Path(settings.tasks_file).resolve()) if settings.tasks_file else None
     return WorkerSpec(f"{__name__}:ScienceWorldEnvironment", arguments)
 
@@ -326,4 +340,5 @@ SCIENCEWORLD = EnvSpec(
     probes=lambda: [Probe("scienceworld", start_java, core=False)],
     refusals=("No known action matches", "Unknown action", "It's not clear how to"),
     instructions=INSTRUCTIONS,
+    reader=ScienceWorldReader(),
 )  # fmt: skip

@@ -19,7 +19,7 @@ pytest.importorskip("py4j", reason="needs the extra scienceworld")
 
 import envs.scienceworld.simulator as simulator_module
 from envs.base import Environment, EnvironmentFailure, Task
-from envs.scienceworld.environment import NAMES, PRESETS, ScienceWorldEnvironment, file_tasks, kinds, make_task
+from envs.scienceworld.environment import NAMES, PRESETS, ScienceWorldEnvironment, all_kinds, file_tasks, make_task
 from envs.scienceworld.simulator import java_path
 
 pytestmark = pytest.mark.scienceworld
@@ -97,8 +97,8 @@ def test_official_splits(env: ScienceWorldEnvironment) -> None:
         assert all(task.id == f"{kind}/{i}" for task, (kind, i) in zip(tasks, order, strict=True))
     simulator = env._simulator()
     goals = {task.id: task.goal for tasks in listed.values() for task in tasks}
-    assert sorted(simulator._server.getTaskNames()) == kinds()
-    for kind in kinds():
+    assert sorted(simulator._server.getTaskNames()) == all_kinds()
+    for kind in all_kinds():
         simulator.load(kind, 0, "")
         for split, tasks in listed.items():
             official = getattr(simulator._server, f"getVariations{split.capitalize()}")
@@ -185,7 +185,7 @@ def test_answers_agree_with_the_packages_own_wrapper(
 
 def test_off_the_gold_path_there_is_no_expert(env: ScienceWorldEnvironment) -> None:
     env.reset(task_of("find-plant", 2))
-    env.step("look around")
+    env.step("wait1")
     first = env.step("inventory").observation.text
     assert env.expert() is None
     assert env.step("inventory").observation.text == first  # planning has put the world back
@@ -242,7 +242,7 @@ def test_sample_file(env: ScienceWorldEnvironment) -> None:
     assert tasks[0].id == "lifespan-longest-lived/5" and tasks[0].data["difficulty"] == "easy"
     assert tasks[0].goal.startswith("Your task is to find the animal with the longest life span.")
     simulator = env._simulator()
-    train = {f"{kind}#{i}" for kind in kinds() for i in simulator.variations(kind, "train")}
+    train = {f"{kind}#{i}" for kind in all_kinds() for i in simulator.variations(kind, "train")}
     assert sum(task.isolation["variation"][0] in train for task in tasks) == 30  # all: training must leave them out
 
 

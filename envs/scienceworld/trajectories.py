@@ -1,0 +1,154 @@
+"""What ScienceWorld's episodes show: in which room a step of a recipe is taken, and in which order steps follow."""
+
+import re
+from collections.abc import Sequence
+
+from envs.trajectories import Fact, TrajectoryReader, last_of_each
+
+ROOMS = (
+    "art studio", "bathroom", "bedroom", "foundry", "greenhouse", "hallway", "kitchen", "living room", "outside",
+    "workshop",
+)  # fmt: skip
+TELEPORT = "teleport to "
+RELATED = 0.6  # share of words that goals of one type have in common, at least
+_MOVE = re.compile(r"(?:go to|teleport to|open door to) (?P<room>.+)")
+_ARRIVE = re.compile(r"(?:go|teleport) to (?P<room>.+)")
+# What looks, walks or lets time pass: no step of a recipe. A lone number answers a question of the simulator's.
+_IDLE = re.compile(r"(?:go to|teleport to|(?:open|close) door to|look|examine|inventory|wait|\d+$)")
+_HARMLESS = re.compile(r"(?:go to|teleport to|open door to|look|examine|inventory)")
+_VERB = re.compile(r"pick up|focus on|[a-z]+")
+_MILESTONE = re.compile(r"(?:pick up|focus on|activate|mix|connect) ")
+_NAMED = re.compile(r"(?:This room is called|You (?:move|teleport) to) the (?P<room>[a-z ]+)\.")
+_OUTSIDE = re.compile(r"This outside location is called the (?P<room>[a-z ]+)\.")
+
+
+def is_move(command: str) -> bool:
+    return _MOVE.fullmatch(command) is not None
+
+
+def is_harmless(command: str) -> bool:
+    """Tell whether a command changes no more than where the agent is."""
+    return _HARMLESS.match(command) is not None
+
+
+def room_in(text: str) -> str:
+    """Return the room that an answer names as the agent's; "" for none."""
+    found = _NAMED.search(text) or _OUTSIDE.search(text)
+    return found["room"] if found else ""
+
+
+def destination(plan: Sequence[str]) -> tuple[int, str]:
+    """Return how many commands of the plan walk before it does something, and to which room; "" for none."""
+    moves = next((i for i, command in enumerate(plan) if not is_move(command)), len(plan))
+    rooms = [m["room"] for command in plan[:moves] if (m := _ARRIVE.fullmatch(command))]
+    return moves, rooms[-1] if rooms else ""
+
+
+def rest_of_path(path: Sequence[str], actions: Sequence[str], rooms: Sequence[str]) -> list[str] | None:
+    """Return what is left of a path after `actions`; None where they did something that is not on it.
+
+    Args:
+        rooms: where the agent was at the start and after each action. Who walks about may be where the path goes on.
+    """
+    done, room = 0, rooms[0]  # what was done of the path, and the room that it led to
+    for action, before, after in zip(actions, rooms, rooms[1:], strict=False):
+        ahead = _from_here(path[done:], room, before)
+        if ahead[:1] == [action] and not (action.startswith(TELEPORT) and action not in path[done : done + 1]):
+            done, room = len(path) - len(ahead) + 1, after
+        elif not is_harmless(action):
+            return None
+    return _from_here(path[done:], room, rooms[-1])
+
+
+def _from_here(rest: Sequence[str], room: str, here: str) -> list[str]:
+    """Return the rest of a path that goes on in `room` for one who is `here`."""
+    moves, goal = destination(rest)
+    if here == room:
+        return list(rest)
+    return list(rest[moves:]) if here == (goal or room) else [f"{TELEPORT}{goal or room}", *rest[moves:]]
+
+
+class ScienceWorldReader(TrajectoryReader):
+    """The house is always the same; a task type's variations differ in the things at hand and where the agent starts.
+    So other variations say in which room a step is taken, and which step comes next."""
+
+    def related(self, goal: str, other: str) -> bool:
+        """Tell whether both are of one task type, whose goals differ in a word or two."""
+        mine, theirs = (set(re.findall(r"[a-z]+", text.lower())) for text in (goal, other))
+        return len(mine & theirs) >= RELATED * len(mine | theirs)
+
+    def facts(self, actions: Sequence[str]) -> list[Fact]:
+        """List the rooms in which steps were taken, from the first room that a command names."""
+        found, room = list[Fact](), ""
+        for command in actions:
+            if m := _ARRIVE.fullmatch(command):
+                room = m["room"]
+            elif room and not _IDLE.match(command):
+                found.append(Fact(_need(command), room))
+        return found
+
+    def need(self, plan: Sequence[str]) -> Fact | None:
+        """Return the step that the plan walks to, and its room."""
+        moves, room = destination(plan)
+        step = next(iter(self.steps(plan)), "")
+        return Fact(_need(step), room) if moves and room and step else None
+
+    def broader(self, need: str) -> str:
+        """Return the kind of step: things differ from variation to variation."""
+        return self.shape(need)
+
+    def subgoals(self, plan: Sequence[str], goal: str, shown: frozenset[str]) -> list[str]:
+        """List the milestones that are left, in words of the goal and of past episodes."""
+        known = set(re.findall(r"\w+", " ".join((goal, *shown)).lower()))
+        milestones = (command for command in plan if _MILESTONE.match(command))
+        return last_of_each(c for c in milestones if set(re.findall(r"\w+", c.lower())) <= known)
+
+    def steps(self, actions: Sequence[str]) -> list[str]:
+        return [command for command in actions if not _IDLE.match(command)]
+
+    def shape(self, command: str) -> str:
+        """Return the verb."""
+        verb = _VERB.match(command)
+        return verb[0] if verb else command
+
+    def here(self, observation: str, history: Sequence[str]) -> frozenset[str]:
+        """Return the room that the view names, or the last one that was gone to."""
+        gone = (m["room"] for command in reversed(history) if (m := _ARRIVE.fullmatch(command)))
+        room = room_in(observation) or next(gone, "")
+        return frozenset((room,) if room else ())
+
+    def lacking(self, need: str, observation: str) -> str:
+        """Return the room in view, where it does not show what is to be picked up."""
+        thing = self.thing(need)
+        return "" if thing == need or thing in observation else room_in(observation)
+
+    def searched(self, history: Sequence[str]) -> frozenset[str]:
+        """Return the rooms in which the agent has looked around since its last step."""
+        room, looked = "", set[str]()
+        for command in history:
+            if m := _ARRIVE.fullmatch(command):
+                room = m["room"]
+            elif command == "look around":
+                looked.add(room)
+            elif not _IDLE.match(command):
+                looked.clear()
+        return frozenset(looked - {""})
+
+    def thing(self, need: str) -> str:
+        return need.removeprefix("pick up ")
+
+    def sentence(self, scene: str, need: str, place: str) -> str:
+        """Say in which room the step was taken."""
+        return f"in {place}: {need}"
+
+    def rationale(self, scene: str, actions: Sequence[str]) -> str:
+        """Say in which room what was first done."""
+        first: dict[str, Fact] = {}
+        for fact in self.facts(actions):
+            first.setdefault(fact.place, fact)
+        return "; ".join(self.sentence("", fact.need, fact.place) for fact in first.values())
+
+
+def _need(command: str) -> str:
+    """Name a step. What is focused on is the answer of many a task, and differs from variation to variation."""
+    return "focus on" if command.startswith("focus on ") else command
