@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from configs.models import EndpointConfig, ExecutorConfig
-from envs.registry import AnyEnvSettings, default_settings
+from envs.registry import AnyEnvSettings, default_settings, find
 from runtime.settings import Settings
 
 
@@ -39,7 +39,8 @@ class CollectConfig(Settings):
     api: EndpointConfig = EndpointConfig()  # the endpoint teacher's
     max_new_tokens: int = Field(default=512, ge=1)  # of an endpoint teacher's emission
     attempts: int = Field(default=3, ge=1)  # at an emission, before one that cannot be read counts as NOACTION
-    actor: Literal["expert", "teacher", "executor"] = "expert"  # who acts while an endpoint teacher compiles
+    # Who acts while an endpoint teacher compiles; default: the environment's expert, where it has none the teacher.
+    actor: Literal["expert", "teacher", "executor"] | None = None
     executor: ExecutorConfig = ExecutorConfig()  # of actor executor
     # Tasks of a round, which is recorded when it is over (then an endpoint teacher's bank grows); default: 16 with an
     # endpoint, 64 with the expert.
@@ -65,6 +66,12 @@ class CollectConfig(Settings):
         i, n = map(int, self.shard.split("/"))
         if i >= n:
             raise ValueError(f"shard {self.shard}: shards of n are numbered 0/n to n-1/n")
-        if self.teacher == "expert" and self.actor != "expert":
+        if self.teacher == "expert" and self.actor not in (None, "expert"):
             raise ValueError("actor is for teacher endpoint: the expert teacher acts itself")
         return self
+
+    @property
+    def acts(self) -> Literal["expert", "teacher", "executor"]:
+        """Say who acts: an endpoint teacher compiles and acts where nobody else knows the way (paper C.2)."""
+        knows = self.teacher == "expert" or find(self.env.name).expert
+        return self.actor or ("expert" if knows else "teacher")

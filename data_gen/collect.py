@@ -146,13 +146,14 @@ def restore(of: Collection) -> int:
 def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Make rows of what was played, and write them with their statistics and card; last, collect.json says that the
     collection is whole. Returns what it says, `facts` among it."""
-    steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.actor != "expert")
+    steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.acts != "expert")
     rows, dropped = filtered(steps, config)
     save_rows(rows, run.path / "rows")
     played = [step for episode in episodes for step in episode.steps]
     summary = {
         "tasks": len(of.tasks), "episodes": len(episodes), "successes": sum(e.success for e in episodes),
-        "shard": config.shard, "rows": len(rows), "dropped": dropped, **bank_facts(config, of.bank),
+        "success_filter": success_filter(config), "shard": config.shard, "rows": len(rows), "dropped": dropped,
+        **bank_facts(config, of.bank),
         "stop_reasons": _counts(str(episode.stop_reason) for episode in episodes),
         "emissions": _counts(step.emission_kind for step in played),
         "malformed": sum(step.parse_error is not None for step in played),
@@ -191,6 +192,15 @@ def sound_rows(episode: Episode, memory: Sequence[MemoryEntry], own_label: bool)
         flawed |= {t for t, step in steps.items() if step.grounding == Grounding.FAILED}
     rows = [row for row in rows_of(episode, memory) if row.t not in flawed]
     return [replace(row, action=steps[row.t].action) for row in rows] if own_label else rows
+
+
+def success_filter(config: CollectConfig) -> str:
+    """Say what it means that an episode succeeded: nothing, where the expert acts whatever the teacher says."""
+    if config.acts == "expert":
+        return "says nothing of the teacher: the environment's expert acts, whatever is compiled"
+    acts = "the teacher's model" if config.acts == "teacher" else "the executor"
+    kept = "rows are of these episodes only" if config.successful_only else "rows are of all episodes"
+    return f"{acts} acted on what was compiled; {kept}"
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:

@@ -132,9 +132,9 @@ def _problem(parsed: ParseResult, request: CompileRequest) -> str:
 def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[Executor, dict[str, Endpoint]]:
     """Load the actor, and list all endpoints by role."""
     endpoints, instructions = {"teacher": teacher}, find(config.env.name).instructions
-    if config.actor == "expert":
+    if config.acts == "expert":
         return ExpertExecutor(config.noise, config.seed), endpoints
-    if config.actor == "teacher":
+    if config.acts == "teacher":
         shown = instructions if config.executor.instructions == "full" else ""
         reads = Reads(config.executor.reads_state, config.executor.soft_on)
         return ApiExecutor(teacher, shown, config.executor.max_new_tokens, "actor", reads), endpoints

@@ -36,7 +36,7 @@ MAY_CHANGE_ON_RESUME = tuple(
 def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> None:
     """Have a teacher play a split (or go on), and leave bank and rows in OUT. Raises: ConfigError, where the expert is
     to play and there is none."""
-    if "expert" in (config.teacher, config.actor) and not find(config.env.name).expert:
+    if config.acts == "expert" and not find(config.env.name).expert:
         raise ConfigError(
             f"{config.env.name} has no expert that could teach or act: have an endpoint do both (teacher=endpoint "
             "actor=teacher api.model=NAME, docs/data.md), or an executor act (actor=executor)"
@@ -53,9 +53,10 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
             play(collection, envs.lease, teacher, actor)
         finally:
             if endpoints:
-                facts = {"teacher": config.api.model, "actor": config.actor, "endpoints": _account(run, endpoints)}
+                facts = {"teacher": config.api.model, "actor": config.acts, "endpoints": _account(run, endpoints)}
     quiet()
     summary = write_rows(config, collection, run, facts)
+    console.print(f"  success: {summary['success_filter']}")
     console.print(
         f"  {summary['bank_entries']} memory entries, {summary['rows']} rows from "
         f"{summary['successes']} of {summary['episodes']} teacher episodes"

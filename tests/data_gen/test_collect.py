@@ -20,6 +20,7 @@ from agent.expert import ExpertTeacher
 from configs.collect import CollectConfig
 from configs.load import ConfigError, load_config
 from configs.models import EXECUTOR_KEY
+from data_gen.collect import success_filter
 from data_gen.endpoint_teacher import TEACHING, WRITING
 from data_gen.rows import load_rows
 from envs.household.trajectories import HouseholdReader
@@ -366,3 +367,25 @@ def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
     experience.collect_experience(make_env, tasks[4:], bank, homes, round_size=2)
     assert bank.entries() == whole.entries() and bank.snapshot() == whole.snapshot()
     assert experience.not_experienced(tasks, bank) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "acts", "says"),
+    [
+        ({}, "expert", "says nothing of the teacher"),
+        ({"teacher": "endpoint"}, "expert", "says nothing of the teacher"),
+        ({"teacher": "endpoint", "env": "eb_alfred"}, "teacher", "the teacher's model acted on what was compiled"),
+        (
+            {"teacher": "endpoint", "actor": "executor", "successful_only": False},
+            "executor",
+            "rows are of all episodes",
+        ),
+    ],
+)
+def test_who_acts_follows_from_who_knows_the_way_and_says_what_success_means(asked, acts: str, says: str) -> None:
+    config = CollectConfig.model_validate({"api": {"model": "any"}, **asked})
+    assert config.acts == acts and says in success_filter(config)
+
+
+def test_success_says_nothing_where_the_expert_acts_and_the_record_says_so(whole) -> None:
+    assert json.loads((whole / "collect.json").read_text())["success_filter"].startswith("says nothing of the teacher")
