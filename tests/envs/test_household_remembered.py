@@ -17,7 +17,8 @@ from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import Episode
 from configs.collect import CollectConfig
-from data_gen.tasks import collect_experience, entries_of, explain, kept_views, specs_for
+from data_gen.experience import collect_experience, entries_of, explain, kept_views
+from data_gen.tasks import specs_for
 from envs.base import Task
 from envs.household.environment import HouseholdEnvironment, HouseholdSettings
 from envs.household.generate import Generator, Home, _fitting
