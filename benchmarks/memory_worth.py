@@ -30,7 +30,7 @@ from data_gen.tasks import chosen_tasks, specs_for
 from envs.household.trajectories import subgoals, taken
 from envs.registry import Environments, evaluation_split, reader_of
 from envs.scienceworld.trajectories import ROOMS, TELEPORT, destination, is_harmless
-from eval.metrics import bootstrap_mean, grouped, paired_bootstrap_difference
+from eval.metrics import bootstrap_mean, grouped, paired_bootstrap_difference, succeeded
 from eval.table import interval, markdown_table, points
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER, Action, Grounding, Reads
@@ -118,27 +118,33 @@ def within(episodes: Sequence[Episode], steps: int) -> list[Episode]:
     ]
 
 
-def score(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Average progress over tasks."""
-    of_task = grouped(episodes, lambda episode: episode.task_id)
-    return asdict(bootstrap_mean([fmean(e.progress for e in mine) for mine in of_task.values()]))
+Value = Callable[[Episode], float]
 
 
-def success(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Average success over tasks."""
-    of_task = grouped(episodes, lambda episode: episode.task_id)
-    return asdict(bootstrap_mean([fmean(float(e.success) for e in mine) for mine in of_task.values()]))
+def over_tasks(episodes: Sequence[Episode], value: Value, base: Sequence[Episode] = ()) -> dict[str, float]:
+    """Average over tasks (a task's seeds first); with a base, the paired differences from it."""
+    mine, theirs = (_by_task(some, value) for some in (episodes, base))
+    return asdict(bootstrap_mean([mine[task] - theirs.get(task, 0.0) for task in sorted(mine)]))
+
+
+def _by_task(episodes: Sequence[Episode], value: Value) -> dict[str, float]:
+    return {task: fmean(map(value, mine)) for task, mine in grouped(episodes, lambda e: e.task_id).items()}
+
+
+def _score(episode: Episode) -> float:
+    return episode.progress
 
 
 def measured(played: dict[str, list[Episode]], steps: int) -> dict[str, dict]:
-    """Say by delivery what was reached within so many steps, and the paired difference from none."""
+    """Say by delivery what was reached within so many steps, and the paired differences from none."""
     cut = {name: within(episodes, steps) for name, episodes in played.items()}
     return {
         name: {
-            "success": success(episodes),
-            "score": score(episodes),
+            "success": over_tasks(episodes, lambda episode: float(succeeded(episode))),
+            "score": over_tasks(episodes, _score),
             "steps": fmean(len(episode.steps) for episode in episodes),
-            "difference": asdict(paired_bootstrap_difference(episodes, cut["none"])),
+            "success_difference": asdict(paired_bootstrap_difference(episodes, cut["none"])),
+            "score_difference": over_tasks(episodes, _score, cut["none"]),
         }
         for name, episodes in cut.items()
     }
@@ -146,11 +152,11 @@ def measured(played: dict[str, list[Episode]], steps: int) -> dict[str, dict]:
 
 def table(made: dict[int, dict[str, dict]]) -> str:
     """Write what was reached, a row per number of steps and delivery."""
-    heads = ("steps", "delivery", "success %", "score %", "mean steps", "success against none")
+    heads = ("steps", "delivery", "success %", "score %", "mean steps", "success against none", "score")
     rows = [
         (
             str(steps), find(name).label, interval(of["success"]), interval(of["score"]), f"{of['steps']:.1f}",
-            "" if name == "none" else points(of["difference"]),
+            *(("", "") if name == "none" else (points(of["success_difference"]), interval(of["score_difference"]))),
         )
         for steps, by_delivery in made.items()
         for name, of in by_delivery.items()
