@@ -34,6 +34,7 @@ from compiler.build import load_compiler, load_served_compiler
 from configs.models import CompilerConfig, Dtype, ExecutorConfig, Soft, VllmEngine
 from configs.run_folder import RunFolder
 from envs.household.environment import INSTRUCTIONS
+from envs.spec import Told
 from executor.build import load_executor
 from lm.backbone import model_path, quiet
 from runtime.progress import progress
@@ -138,7 +139,7 @@ def _players(engine: Literal["hf", "vllm"], config: DeliveryBench, script: Scrip
 
 
 def _hf_players(executor: ExecutorConfig, compiler: CompilerConfig, config: DeliveryBench, needed: int) -> Players:
-    acting: Any = load_executor(executor, INSTRUCTIONS)
+    acting: Any = load_executor(executor, Told(INSTRUCTIONS))
     acting.model.generation_config.min_new_tokens = ACTION_TOKENS
     model = load_compiler(compiler, acting, config.seed)
     compiling = ScriptedCompiler(model)
@@ -153,7 +154,7 @@ def _vllm_players(executor: ExecutorConfig, compiler: CompilerConfig, config: De
     """Have the compiler's fresh LoRA and projector made by the Hugging Face model, which then goes."""
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cache_gib(config, needed)))
-    acting: Any = load_executor(executor, INSTRUCTIONS)
+    acting: Any = load_executor(executor, Told(INSTRUCTIONS))
     with tempfile.TemporaryDirectory(prefix="memcompiler-bench-") as folder:
         on_cpu = compiler.model_copy(update={"device": "cpu"})
         checkpoint.save_weights(Path(folder), load_compiler(on_cpu, acting, config.seed))

@@ -12,7 +12,7 @@ from rich.console import Console
 from compiler.build import load_compiler
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
-from envs.registry import Environments, executor_instructions
+from envs.registry import Environments, compiler_told, executor_told
 from executor.build import load_executor
 from training.grpo import sampling
 from training.run import rollout_engine, training_specs
@@ -22,8 +22,8 @@ console = Console(width=120)
 
 def run_bench_rollout(config: GrpoConfig, out: Path, updates: int) -> None:
     """Play the rollouts of some updates both ways, in turn; ends with `ratio: R`."""
-    executor = load_executor(config.executor, executor_instructions(config.env))
-    compiler = load_compiler(config.compiler, executor, config.seed)
+    executor = load_executor(config.executor, executor_told(config.env))
+    compiler = load_compiler(config.compiler, executor, config.seed, compiler_told(config.env))
     compiler.decoding = sampling(config)
     run = RunFolder.create(out, config, on_exists="overwrite")
     rates: dict[str, list[float]] = {"batched": [], "one at a time": []}

@@ -19,6 +19,7 @@ from configs.load import load_config
 from configs.training import SftConfig
 from data_gen.rows import load_rows
 from envs.household.environment import INSTRUCTIONS
+from envs.spec import Told
 from executor.build import load_frozen
 from training.sft import SftTrainer
 
@@ -29,7 +30,7 @@ def main(rows: Path, steps: int = 20) -> None:
         running = {}
         for soft in (True, False):
             config = load_config(SftConfig, "sft/quickstart", [f"soft={soft}", "save_every=100000", "max_steps=100000"])
-            executor = load_frozen(config.executor, INSTRUCTIONS)
+            executor = load_frozen(config.executor, Told(INSTRUCTIONS))
             compiler = load_compiler(config.compiler, executor)
             running[soft] = SftTrainer(config, compiler, executor, played, Path(folder) / str(soft)).steps()
         for step in range(steps + 2):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiler.prompt import INSTRUCTIONS
+from compiler.prompt import compiler_instructions
 from compiler.records import Decoding
 from configs.load import ConfigError
 from configs.models import CompilerConfig, ExecutorConfig
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("memcompiler.compiler")
 
 
-def load_compiler(config: CompilerConfig, executor: object, seed: int = 0) -> MemoryCompiler:
+def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told: str = "") -> MemoryCompiler:
     """Make base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones. Always the
     Hugging Face model, which training needs; `load_served_compiler` makes the engine that is fast.
 
     Args:
         executor: whose soft tokens a new projector makes, known by its `embedding_table`; a checkpoint asks for none.
+        told: about the environment (`EnvSpec.compiling`), shown unless the settings say `none`.
 
     Raises:
         ConfigError: a new compiler for an executor whose embeddings nobody knows.
@@ -57,14 +58,15 @@ def load_compiler(config: CompilerConfig, executor: object, seed: int = 0) -> Me
         emb_std = float(table.float().std()) if config.soft.emb_std == "auto" else config.soft.emb_std
         shape = (backbone.hidden_size, table.shape[1], config.soft.n_tokens)
         projector = Projector(ProjectorConfig(*shape, config.soft.projector, emb_std, config.soft.init_log_sigma))
-    compiler = MemoryCompiler(backbone, projector, *_how(config), lora, seed)
+    compiler = MemoryCompiler(backbone, projector, *_how(config, told), lora, seed)
     if found:
         checkpoint.load(found, compiler)
     return compiler
 
 
-def load_served_compiler(config: CompilerConfig, seed: int = 0) -> VllmCompiler:
-    """Make the trained compiler in a vLLM engine. Raises: ConfigError or CheckpointError, where there is none."""
+def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") -> VllmCompiler:
+    """Make the trained compiler in a vLLM engine; `told` as in `load_compiler`. Raises: ConfigError or
+    CheckpointError, where there is none."""
     from compiler import checkpoint
     from compiler.vllm import VllmCompiler, engine_settings
     from lm.backbone import device_of, load_encoder, model_path
@@ -78,7 +80,7 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0) -> VllmCompiler:
     name, ranks = model_path(config.model), (lora.rank_pattern or {}).values()
     llm = load_engine(name, config.dtype, engine_settings(max([lora.r, *ranks])), config.vllm)
     encoder, device = load_encoder(name, config.memory_token), device_of(config.device)
-    served = VllmCompiler(llm, encoder, projector, *_how(config), seed, config.constrained, device)
+    served = VllmCompiler(llm, encoder, projector, *_how(config, told), seed, config.constrained, device)
     served.load_adapter(found, 0, projector)
     return served
 
@@ -113,7 +115,7 @@ def _report_contradictions(config: CompilerConfig, lora: LoraConfig) -> None:
             )  # fmt: skip
 
 
-def _how(config: CompilerConfig) -> tuple[Decoding, str]:
+def _how(config: CompilerConfig, told: str) -> tuple[Decoding, str]:
     """Say how emissions are drawn, and after which instructions."""
     decoding = Decoding(config.temperature, config.max_new_tokens, config.batch_size)
-    return decoding, INSTRUCTIONS if config.instructions == "full" else ""
+    return decoding, compiler_instructions(told) if config.instructions == "full" else ""

@@ -67,6 +67,11 @@ def executor_reading(folder: Path) -> dict[str, Any] | None:
     return json.loads((folder / "state.json").read_text()).get("executor_reads")
 
 
+def environment(folder: Path) -> str | None:
+    """Name the environment that a checkpoint was trained on; None where it does not say."""
+    return json.loads((folder / "state.json").read_text()).get("environment")
+
+
 def trained_parameters(compiler: MemoryCompiler) -> dict[str, nn.Parameter]:
     """Name LoRA and projector (the projector also where its loss is off: a checkpoint always has it)."""
     return {n: p for n, p in compiler.named_parameters() if p.requires_grad or n.startswith(PROJECTOR)}

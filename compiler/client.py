@@ -252,9 +252,10 @@ class RemoteCompiler:
         order = AdapterBody(folder=str(folder.resolve()), version=version).model_dump()
         self._each("/adapter", [[order] for _ in self.servers])
 
-    def executor_reading(self) -> dict[str, Any] | None:
-        """Ask what the executor read that the services' checkpoint was trained for; None where they do not say."""
-        return self.servers[0].get("/ready").get("executor_reads")
+    def about(self) -> dict[str, Any]:
+        """Ask what the first service says of itself: its weights, what the executor read that they were trained for,
+        and about which environment it is told."""
+        return self.servers[0].get("/ready")
 
     def hash(self) -> str | None:
         """Ask for the SHA-256 of what the services' checkpoint adds to its base; None where they do not say. Raises:

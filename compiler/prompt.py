@@ -27,6 +27,12 @@ episodes taught), its current state and its current view. Decide what the acting
 Give guidance only when a memory applies to the current subgoal and its conditions hold. One line each, nothing else."""
 
 
+def compiler_instructions(told: str = "") -> str:
+    """Write the system turn: what every compiler is told and, where it says something, what its environment adds
+    (`envs.spec.EnvSpec.compiling`)."""
+    return f"{INSTRUCTIONS}\n\n{told}" if told else INSTRUCTIONS
+
+
 def compiler_parts(request: CompileRequest, images: bool = True) -> list[Part]:
     """Write the user turn. With images=False (a text-only compiler) pictures are left out."""
     parts = [*_memory(request.memory, images), Part(text=_state(request))]

@@ -102,6 +102,7 @@ class ServeConfig(Settings):
     batch: int = Field(default=64, ge=1)  # requests that are compiled together
     timeout_s: float = Field(default=120.0, gt=0)  # of one request, from its first byte to its answer (504)
     max_body_mib: float = Field(default=32.0, gt=0)  # of one request (413)
+    env: str | None = None  # whose instructions it reads (default: the environment that the checkpoint was trained on)
     seed: int = 0  # of the seeds that the service itself gives to requests without one
     # Where GRPO may have it load other weights from (POST /adapter): `memcompiler launch` sets it.
     adapters: str | None = None

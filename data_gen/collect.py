@@ -37,7 +37,7 @@ from runtime.progress import progress
 from runtime.store import JsonLines, RecordError
 
 if TYPE_CHECKING:
-    from envs.registry import Environments
+    from envs.registry import Environments, executor_told
 
 EPISODES = "episodes.jsonl"
 ENDPOINT_ROUND = 16  # tasks of an endpoint's round, where settings do not say: its bank grows after each
@@ -146,7 +146,8 @@ def restore(of: Collection) -> int:
 def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Make rows of what was played, and write them with their statistics and card; last, collect.json says that the
     collection is whole. Returns what it says, `facts` among it."""
-    steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.acts != "expert")
+    listed = executor_told(config.env).lists_commands
+    steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.acts != "expert", listed)
     rows, dropped = filtered(steps, config)
     save_rows(rows, run.path / "rows")
     played = [step for episode in episodes for step in episode.steps]
@@ -166,31 +167,34 @@ def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Map
 
 
 def rows_from_record(
-    episodes: Iterable[Episode], bank: Iterable[MemoryEntry], own_label: bool
+    episodes: Iterable[Episode], bank: Iterable[MemoryEntry], own_label: bool, commands: bool = False
 ) -> tuple[list[SftRow], list[Episode]]:
     """Make rows of recorded episodes (pictures included), and the episodes without their pictures."""
     entries = {entry.id: entry for entry in bank}
     rows, kept = [], []
     for episode in episodes:
-        rows += sound_rows(episode, [entries[id] for id in episode.memory_ids], own_label)
+        rows += sound_rows(episode, [entries[id] for id in episode.memory_ids], own_label, commands)
         for step in episode.steps:
             step.image = None
         kept.append(episode)
     return rows, kept
 
 
-def sound_rows(episode: Episode, memory: Sequence[MemoryEntry], own_label: bool) -> list[SftRow]:
+def sound_rows(
+    episode: Episode, memory: Sequence[MemoryEntry], own_label: bool, commands: bool = False
+) -> list[SftRow]:
     """Make one row per step, without those whose emission could not be read, or not be applied to the Brief State.
 
     Args:
         own_label: the action to learn is what was done (a model acted: a step whose answer fits no command gives no
             row), not what the expert says.
+        commands: rows hold the possible commands, for executors that are shown them.
     """
     steps = {step.t: step for step in episode.steps}
     flawed = {t for t, step in steps.items() if step.parse_error or step.op_errors}
     if own_label:
         flawed |= {t for t, step in steps.items() if step.grounding == Grounding.FAILED}
-    rows = [row for row in rows_of(episode, memory) if row.t not in flawed]
+    rows = [row for row in rows_of(episode, memory, commands) if row.t not in flawed]
     return [replace(row, action=steps[row.t].action) for row in rows] if own_label else rows
 
 

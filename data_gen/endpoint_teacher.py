@@ -16,10 +16,10 @@ from agent.expert import ExpertExecutor
 from agent.records import Episode
 from compiler.brief_state import apply_ops, one_line
 from compiler.language import Emission, ParseError, ParseResult, parse, render
-from compiler.prompt import INSTRUCTIONS, compiler_parts
+from compiler.prompt import compiler_instructions, compiler_parts
 from compiler.records import Compilation, CompileRequest
 from configs.collect import CollectConfig
-from envs.registry import find
+from envs.registry import executor_told
 from executor.api import ApiExecutor
 from executor.build import load_executor
 from executor.records import Executor, Reads
@@ -29,12 +29,11 @@ from memory.trajectory import png_bytes
 
 COMPILE, AGAIN, RATIONALE = "teacher", "teacher, again", "rationale"  # roles, in the endpoint's accounts
 
-TEACHING = f"""{INSTRUCTIONS}
-
-The state's lines: goal; done, now, next (the plan); note (facts, until updated or deleted). It is the agent's only \
-record of the episode besides its latest actions, and you keep it: create `plan` at the first step; create a fact that \
-will matter later (what a searched place holds, that something is stuck); update or delete what turned out wrong; fold \
-when a subgoal is done. Create only keys that are not there, update and delete only keys that are.
+TEACHING = """The state's lines: goal; done, now, next (the plan); note (facts, until updated or deleted). It is the \
+agent's only record of the episode besides its latest actions, and you keep it: create `plan` at the first step; \
+create a fact that will matter later (what a searched place holds, that something is stuck); update or delete what \
+turned out wrong; fold when a subgoal is done. Create only keys that are not there, update and delete only keys that \
+are.
 The guidance is one line, at most a command or two, for the next steps only; its reason cites the memory or the fact \
 that makes it apply now. Where the agent does the right thing already, stay silent.
 
@@ -59,10 +58,12 @@ class EndpointTeacher:
     Args:
         attempts: at one emission, before a malformed one counts.
         max_new_tokens: of an emission.
+        told: about the environment (`EnvSpec.compiling`).
     """
 
-    def __init__(self, endpoint: Endpoint, attempts: int = 3, max_new_tokens: int = 512) -> None:
+    def __init__(self, endpoint: Endpoint, attempts: int = 3, max_new_tokens: int = 512, told: str = "") -> None:
         self.endpoint, self.attempts, self.max_new_tokens = endpoint, attempts, max_new_tokens
+        self.instructions = f"{compiler_instructions(told)}\n\n{TEACHING}"
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Any]:
         """Return one compilation per request, in order; a failure stands in the place of the one that it cost."""
@@ -86,7 +87,7 @@ class EndpointTeacher:
         parts = [part.text if part.image is None else png_bytes(part.image) for part in read]
         if request.state is not None and request.history:
             parts.append(f"\n\nThe agent's actions so far: {' ; '.join(request.history)}")
-        return [{"role": "system", "content": TEACHING}, user_message(*parts)]
+        return [{"role": "system", "content": self.instructions}, user_message(*parts)]
 
     async def _compile(self, request: CompileRequest) -> Compilation:
         chat, read, written = self.messages(request), 0, 0
@@ -131,14 +132,14 @@ def _problem(parsed: ParseResult, request: CompileRequest) -> str:
 
 def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[Executor, dict[str, Endpoint]]:
     """Load the actor, and list all endpoints by role."""
-    endpoints, instructions = {"teacher": teacher}, find(config.env.name).instructions
+    endpoints, told = {"teacher": teacher}, executor_told(config.env)
     if config.acts == "expert":
         return ExpertExecutor(config.noise, config.seed), endpoints
     if config.acts == "teacher":
-        shown = instructions if config.executor.instructions == "full" else ""
-        reads = Reads(config.executor.reads_state, config.executor.soft_on)
+        shown = told.instructions if config.executor.instructions == "full" else ""
+        reads = Reads(config.executor.reads_state, config.executor.soft_on, told.lists_commands)
         return ApiExecutor(teacher, shown, config.executor.max_new_tokens, "actor", reads), endpoints
-    actor = load_executor(config.executor, instructions, cache)
+    actor = load_executor(config.executor, told, cache)
     if isinstance(actor, ApiExecutor):
         endpoints["executor"] = actor.endpoint
     return actor, endpoints

@@ -25,7 +25,7 @@ from configs.training import GrpoConfig
 from envs.base import EnvironmentFailure, Task
 from envs.manifest import Manifest, ManifestError
 from envs.registry import DEFAULT, find, known
-from envs.spec import Rule
+from envs.spec import EnvSpec, Rule
 from memory.bank import MemoryBank, open_bank
 
 if TYPE_CHECKING:
@@ -350,16 +350,16 @@ def _record_together(run: RunFolder, runs: Sequence[Path]) -> None:
     run.write_json(LEAKAGE, facts)
 
 
-def rows_instructions(rows: Sequence[Path]) -> str:
-    """Return what the executor is told about the environment that these rows are of, by their manifests.
+def rows_environment(rows: Sequence[Path]) -> EnvSpec:
+    """Return the environment that these rows are of, by their manifests: it has what executor and compiler are told.
 
     Rows without a manifest (`allow_leakage`) do not say it: they count as the household's, which every executor was
     told before environments had instructions of their own.
     """
     for folder in rows:
         if (folder.parent / MANIFEST).is_file():
-            return find(Manifest.read(folder.parent / MANIFEST).benchmark).instructions
-    return find(DEFAULT).instructions
+            return find(Manifest.read(folder.parent / MANIFEST).benchmark)
+    return find(DEFAULT)
 
 
 # -- what is evaluated ------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from memory.trajectory import png_bytes, stated_goal
 if TYPE_CHECKING:
     from datasets import Dataset
 
-TUPLES = ("memory_ids", "memory_texts", "history")
+TUPLES = ("memory_ids", "memory_texts", "history", "commands")
 Pictures = tuple[tuple[bytes, ...], ...]  # PNG, by entry
 
 
@@ -49,6 +49,7 @@ class SftRow:
     success: bool = True  # of the row's episode
     steps: int = 0  # of the row's episode; 0: unknown (rows of an older version)
     memory_images: Pictures = ()  # of each entry; () where no entry has any
+    commands: tuple[str, ...] = ()  # that were possible, where executors are shown them (`EnvSpec.lists_commands`)
 
     @property
     def kind(self) -> Kind:
@@ -66,12 +67,13 @@ class SftRow:
         memory = [MemoryEntry(id, text, nowhere, pictures) for id, text, pictures in entries]
         image = Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
         return StepInput(
-            self.goal, self.observation, image, None, self.history, tuple(memory), parse_brief_state(self.state),
-            emission=parse(self.emission).emission, soft=torch.empty(n_tokens, 0) if n_tokens else None,
+            self.goal, self.observation, image, self.commands or None, self.history, tuple(memory),
+            parse_brief_state(self.state), emission=parse(self.emission).emission,
+            soft=torch.empty(n_tokens, 0) if n_tokens else None,
         )  # fmt: skip
 
 
-def rows_of(episode: Episode, memory: Sequence[MemoryEntry]) -> list[SftRow]:
+def rows_of(episode: Episode, memory: Sequence[MemoryEntry], commands: bool = False) -> list[SftRow]:
     """Make one row per step of a teacher's episode, for which `memory` was retrieved. The label is what the expert
     would do, also where it strayed. A step at which environment, compiler or executor failed gives no row."""
     goal, history, rows = stated_goal(episode.goal, episode.scene), (), []
@@ -87,6 +89,7 @@ def rows_of(episode: Episode, memory: Sequence[MemoryEntry]) -> list[SftRow]:
                 state=step.brief_before, observation=step.observation, image=image, history=history,
                 emission=step.emission_text, action=step.executor_text, success=episode.success,
                 steps=len(episode.steps), memory_images=pictures if any(pictures) else (),
+                commands=step.admissible or () if commands else (),
             )
         )  # fmt: skip
         history = (*history, step.action)
@@ -151,7 +154,7 @@ def _read(folder: Path) -> list[SftRow]:
     once: dict[bytes, bytes] = {}  # an entry's pictures are in every row that it serves
     for values in map(dict, dataset):
         image = values.pop("image")
-        lists = {name: tuple(values.pop(name)) for name in TUPLES}
+        lists = {name: tuple(values.pop(name, ())) for name in TUPLES}
         png = image["bytes"] if isinstance(image, dict) else image
         entries = [[picture["bytes"] for picture in entry] for entry in values.pop("memory_images", ())]
         pictures = tuple(tuple(once.setdefault(png, png) for png in entry) for entry in entries)

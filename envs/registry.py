@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, SerializeAsAny
 
 from envs.base import Environment, Task
 from envs.pool import EnvironmentPool
-from envs.spec import EnvSettings, EnvSpec
+from envs.spec import EnvSettings, EnvSpec, Told
 from envs.trajectories import TrajectoryReader
 
 GROUP = "memcompiler.environments"
@@ -126,9 +126,14 @@ def default_settings() -> EnvSettings:
     return settings_of(DEFAULT)
 
 
-def executor_instructions(settings: EnvSettings) -> str:
+def executor_told(settings: EnvSettings) -> Told:
     """Return what executors are told about the environment."""
-    return find(settings.name).instructions
+    return find(settings.name).told
+
+
+def compiler_told(settings: EnvSettings) -> str:
+    """Return what compilers are told about the environment, beside the emission language."""
+    return find(settings.name).compiling
 
 
 def reader_of(settings: EnvSettings) -> TrajectoryReader:

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -24,6 +24,7 @@ from runtime.settings import Settings
 # sides. novel: evaluation has values that training lacks (and may share others).
 Rule = Literal["disjoint", "novel"]
 
+# What executors are told where an environment says nothing of its own: no commands, so that these are listed below it.
 INSTRUCTIONS = """You are an agent with a goal. Each turn you see where you are and what is there. Answer with exactly \
 one command and nothing else."""
 
@@ -135,6 +136,13 @@ def last_view(actions: Sequence[str]) -> Sequence[int]:
     return range(len(actions))[-1:]
 
 
+class Told(NamedTuple):
+    """What an executor is told about an environment (`executor.instructions: full`), under every delivery alike."""
+
+    instructions: str
+    lists_commands: bool = False  # the commands that are possible stand below them
+
+
 @dataclass(frozen=True)
 class EnvSpec:
     """One environment. The functions are given its settings."""
@@ -154,7 +162,19 @@ class EnvSpec:
     extra: str = ""  # of pyproject.toml, which installs it
     probes: Callable[[], Sequence[Probe]] = tuple  # the fix of one that names none is to install the extra
     refusals: tuple[str, ...] = ()  # how an answer begins that refuses the action
-    instructions: str = INSTRUCTIONS  # what executors are told (`executor.instructions: full`)
+    # What executors are told: what the agent is, the forms of its commands, that one is the whole answer.
+    instructions: str = INSTRUCTIONS
+    # Whether the possible commands are listed below: where they are a scene's skills, whose names nobody could guess.
+    # (Default: where `instructions` names none.)
+    lists_commands: bool | None = None
+    # What compilers are told beside the emission language: the agent, what its memory holds, what to say and to note.
+    compiling: str = ""
     # From an episode's commands to the steps whose views its memory entry keeps, the most telling first.
     views: Callable[[Sequence[str]], Sequence[int]] = last_view
     reader: TrajectoryReader = field(default_factory=TrajectoryReader)  # of its commands, for teachers
+
+    @property
+    def told(self) -> Told:
+        """What executors are told, as they take it."""
+        lists = self.lists_commands
+        return Told(self.instructions, self.instructions == INSTRUCTIONS if lists is None else lists)

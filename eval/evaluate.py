@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from data_gen.experience import bank_facts, filled_bank
 from data_gen.leakage import record_evaluation
 from data_gen.tasks import chosen_tasks, specs_for
 from envs.base import Environment
-from envs.registry import Environments, evaluation_split, executor_instructions, reader_of
+from envs.registry import Environments, compiler_told, evaluation_split, executor_told, reader_of
 from envs.trajectories import TrajectoryReader
 from eval.errors import chance, lookup
 from eval.matrix import SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
@@ -49,6 +50,7 @@ from executor.records import Executor
 from memory.bank import MemoryBank
 from runtime.progress import progress
 
+log = logging.getLogger("memcompiler.eval")
 console = Console(width=120)
 RESULTS = "results.json"
 Episodes = Mapping[str, Sequence[Episode]]  # by delivery
@@ -75,8 +77,8 @@ class ModelCache:
             self._held.pop("environments")[1].close()
 
     def executor(self, config: EvalConfig) -> Any:
-        instructions = executor_instructions(config.env)
-        return self._get("executor", _executor_key(config), lambda: load_executor(config.executor, instructions))
+        told = executor_told(config.env)
+        return self._get("executor", _executor_key(config), lambda: load_executor(config.executor, told))
 
     def compiler(self, config: EvalConfig) -> Compiler | None:
         """Return the trained compiler, if any of the deliveries asks for it."""
@@ -91,13 +93,17 @@ class ModelCache:
         """Load it, and warn where the executor reads something else than it was trained for."""
         if config.compiler.engine == "http":
             remote = load_remote_compiler(config.compiler, config.seed)
-            report_reading(remote.executor_reading(), config.executor, str(config.compiler.url))
+            trained = remote.about()
+            report_reading(trained.get("executor_reads"), config.executor, str(config.compiler.url))
+            if (theirs := trained.get("environment")) != config.env.name:
+                log.warning("the service at %s is told about %s, this run plays %s: serve with env=%s",
+                            config.compiler.url, theirs, config.env.name, config.env.name)  # fmt: skip
             return remote
-        found = checkpoint.find(Path(str(config.compiler.checkpoint)))
+        found, told = checkpoint.find(Path(str(config.compiler.checkpoint))), compiler_told(config.env)
         report_reading(checkpoint.executor_reading(found), config.executor, str(found))
         if config.compiler.engine == "hf":
-            return load_compiler(config.compiler, self.executor(config), config.seed)
-        return load_served_compiler(config.compiler, config.seed)
+            return load_compiler(config.compiler, self.executor(config), config.seed, told)
+        return load_served_compiler(config.compiler, config.seed, told)
 
     def _get(self, role: str, key: object, make: Callable[[], Any]) -> Any:
         if role not in self._held or self._held[role][0] != key:
@@ -112,11 +118,12 @@ class ModelCache:
 
 
 def _executor_key(config: EvalConfig) -> object:
-    return config.executor, executor_instructions(config.env)
+    return config.executor, executor_told(config.env)
 
 
 def _compiler_key(config: EvalConfig) -> object:
-    return config.compiler, config.executor, config.seed if config.compiler.temperature else 0
+    seed = config.seed if config.compiler.temperature else 0
+    return config.compiler, config.executor, seed, compiler_told(config.env)
 
 
 def _needs_checkpoint(config: EvalConfig) -> list[str]:

@@ -22,7 +22,7 @@ from configs.evaluation import EvalConfig
 from configs.load import load_config
 from data_gen.experience import filled_bank
 from data_gen.tasks import chosen_tasks, specs_for
-from envs.registry import Environments, executor_instructions, reader_of
+from envs.registry import Environments, compiler_told, executor_told, reader_of
 from executor.build import load_executor
 from lm.backbone import quiet
 
@@ -32,9 +32,11 @@ def main(checkpoint: str | None = None, number: int = 0) -> bool:
     quiet()
     own = [f"compiler.checkpoint={checkpoint or 'null'}", "env.scenes={train: 1, test: 2}"]
     settings = load_config(EvalConfig, "eval/quickstart", own)
-    executor = load_executor(settings.executor, executor_instructions(settings.env))
+    executor = load_executor(settings.executor, executor_told(settings.env))
     compiler = (
-        load_compiler(settings.compiler, executor) if checkpoint else ExpertTeacher(reader=reader_of(settings.env))
+        load_compiler(settings.compiler, executor, told=compiler_told(settings.env))
+        if checkpoint
+        else ExpertTeacher(reader=reader_of(settings.env))
     )
     with Environments(settings.env) as envs, tempfile.TemporaryDirectory() as folder:
         tasks, experience = chosen_tasks(settings, envs, "test")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from executor.prompt import ExecutorRequest, executor_parts
+from executor.prompt import ExecutorRequest, executor_parts, instructed
 from executor.records import PAPER, Action, Reads, ground
 from lm.endpoint import Endpoint, Message, user_message
 from memory.trajectory import png_bytes
@@ -47,5 +47,6 @@ class ApiExecutor:
         image = request.image if self.sees_images else None
         plain = replace(request, image=image, delivered=replace(request.delivered, soft=None))
         parts = [part.text if part.image is None else png_bytes(part.image) for part in executor_parts(plain, "")]
-        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        told = instructed(self.instructions, request, self.reads.commands)
+        system = [{"role": "system", "content": told}] if told else []
         return [*system, user_message(*parts)]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from executor.prompt import ExecutorRequest, executor_parts
+from executor.prompt import ExecutorRequest, executor_parts, instructed
 from executor.records import PAPER, Action, Grounding, Reads, ground
 from lm.prompt import Prompt, PromptEncoder, check_context
 
@@ -49,7 +49,8 @@ class TokenExecutor:
         """Make the prompt that all backends read. A picture is left out by an executor that does not see. Raises:
         ValueError, where memory or observation spell the reserved memory token or the image token."""
         shown = request if self.sees_images else replace(request, image=None)
-        prompt = self.encoder.encode(executor_parts(shown, self.placeholder_text), self.instructions)
+        told = instructed(self.instructions, request, self.reads.commands)
+        prompt = self.encoder.encode(executor_parts(shown, self.placeholder_text), told)
         soft = request.delivered.soft
         if prompt.ids.count(self.placeholder) != request.delivered.n_soft:
             raise ValueError("the executor's prompt contains the reserved memory token outside the soft block")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from configs.models import ExecutorConfig
+from envs.spec import Told
 from executor.records import Reads
 
 if TYPE_CHECKING:
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 AnyExecutor: TypeAlias = "FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor"
 
 
-def load_executor(config: ExecutorConfig, instructions: str, cache: Path | None = None) -> AnyExecutor:
+def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None) -> AnyExecutor:
     """Make the executor on the engine that the settings name.
 
     Args:
-        instructions: the environment's (`EnvSpec.instructions`), shown unless the settings say `none`.
+        told: about the environment (`EnvSpec.told`), shown unless the settings say `none`.
         cache: file for a closed model's answers, where the settings name none.
     """
-    common = _common(config, instructions)
+    common = _common(config, told)
     if config.engine == "api":
         from executor.api import ApiExecutor
         from lm.endpoint import Endpoint
@@ -32,7 +33,7 @@ def load_executor(config: ExecutorConfig, instructions: str, cache: Path | None 
         endpoint, shown = Endpoint(config.api, cache), common["instructions"]
         return ApiExecutor(endpoint, shown, config.max_new_tokens, reads=common["reads"])
     if config.engine == "hf":
-        return load_frozen(config, instructions)
+        return load_frozen(config, told)
     from lm.backbone import dtype_of, load_encoder, model_path, quiet
 
     quiet()
@@ -53,7 +54,7 @@ def load_executor(config: ExecutorConfig, instructions: str, cache: Path | None 
     return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), **common)
 
 
-def load_frozen(config: ExecutorConfig, instructions: str) -> FrozenExecutor:
+def load_frozen(config: ExecutorConfig, told: Told) -> FrozenExecutor:
     """Make the executor in this process, whatever `engine` says: a gradient can pass through it."""
     from executor.hf import FrozenExecutor
     from lm.backbone import device_of, dtype_of, load_backbone, model_path, quiet
@@ -65,11 +66,11 @@ def load_frozen(config: ExecutorConfig, instructions: str) -> FrozenExecutor:
     )  # fmt: skip
     return FrozenExecutor(
         backbone, "choice" if config.mode == "choice" else "generate", batch_size=config.batch_size,
-        temperature=config.temperature, **_common(config, instructions),
+        temperature=config.temperature, **_common(config, told),
     )  # fmt: skip
 
 
-def _common(config: ExecutorConfig, instructions: str) -> dict[str, Any]:
-    shown = instructions if config.instructions == "full" else ""
-    reads = Reads(config.reads_state, config.soft_on)
+def _common(config: ExecutorConfig, told: Told) -> dict[str, Any]:
+    shown = told.instructions if config.instructions == "full" else ""
+    reads = Reads(config.reads_state, config.soft_on, told.lists_commands)
     return {"instructions": shown, "max_new_tokens": config.max_new_tokens, "images": config.images, "reads": reads}

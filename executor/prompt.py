@@ -51,6 +51,13 @@ class ExecutorRequest:
     image: Image | None = None  # the current view, for executors that see
 
 
+def instructed(instructions: str, request: ExecutorRequest, lists_commands: bool) -> str:
+    """Write the system turn: the instructions and, where there are any to be listed, the possible commands."""
+    if not (instructions and lists_commands and request.admissible):
+        return instructions
+    return "\n".join([instructions, "The commands:", *request.admissible])
+
+
 def executor_text(request: ExecutorRequest, placeholder: str) -> str:
     """Write the user turn as a text. `placeholder` is the memory token, repeated N times where soft tokens go."""
     parts = executor_parts(request, placeholder)

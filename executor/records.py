@@ -63,11 +63,12 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What an executor reads of what was compiled, beside guidance with its reason."""
+    """What an executor reads beside goal, view and actions: of what was compiled, beside guidance with its reason."""
 
     state: bool = False  # the Brief State, too, which is the compiler's own otherwise
     # Soft tokens with EXPERIENCE and HYBRID only, so that it acts without memory on BRIEF and NOACTION; or always.
     soft_on: Literal["guidance", "always"] = "guidance"
+    commands: bool = False  # the possible commands, below its instructions (`envs.spec.EnvSpec.lists_commands`)
 
 
 PAPER = Reads()

@@ -14,7 +14,7 @@ from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from data_gen.collect import Teacher, play, prepare, write_rows
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
-from envs.registry import Environments, find, reader_of
+from envs.registry import Environments, compiler_told, find, reader_of
 from executor.records import Executor
 from lm.backbone import quiet
 from lm.endpoint import Endpoint
@@ -69,7 +69,11 @@ def _players(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Map
         return ExpertTeacher(reader=reader_of(config.env)), ExpertExecutor(config.noise, config.seed), {}
     endpoint = Endpoint(config.api, cache)
     actor, endpoints = load_actor(config, endpoint, cache)
-    return EndpointTeacher(endpoint, config.attempts, config.max_new_tokens), actor, endpoints
+    return (
+        EndpointTeacher(endpoint, config.attempts, config.max_new_tokens, compiler_told(config.env)),
+        actor,
+        endpoints,
+    )
 
 
 def _account(run: RunFolder, endpoints: Mapping[str, Endpoint]) -> dict[str, Any]:

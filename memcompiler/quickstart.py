@@ -19,7 +19,7 @@ from compiler.build import load_compiler
 from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
-from envs.registry import executor_instructions
+from envs.registry import compiler_told, executor_told
 from eval.evaluate import ModelCache, evaluate
 from eval.matrix import Cell
 from eval.metrics import difference
@@ -52,7 +52,7 @@ def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwr
     sft = config.sft.model_copy(update={"rows": str(out / "collect" / "rows")})
     with _stage("2/4 SFT: LoRA and projector against the frozen executor", seconds, "sft"):
         train_sft(sft, out / "sft", on_exists)
-        executor = load_executor(config.eval.executor, executor_instructions(config.eval.env))
+        executor = load_executor(config.eval.executor, executor_told(config.eval.env))
         state = json.loads((checkpoint.find(out / "sft") / "state.json").read_text())
         frozen = state["executor_hash"] == executor.hash()
         console.print(f"  executor unchanged: {frozen} (sha256 {executor.hash()[:16]}...)")
@@ -90,7 +90,9 @@ def _before_and_after(
     episodes: dict[str, list[Episode]] = {}
     for stage, names, folder in (("sft", config.deliveries, out / "eval"), ("grpo", ("compiled",), out / "eval-grpo")):
         cell = _from(config, out / stage).model_copy(update={"deliveries": names})
-        with ModelCache.holding(cell, executor, load_compiler(cell.compiler, executor, cell.seed)) as loaded:
+        with ModelCache.holding(
+            cell, executor, load_compiler(cell.compiler, executor, cell.seed, compiler_told(cell.env))
+        ) as loaded:
             made[stage] = evaluate(Cell({}, cell), folder, loaded, on_exists)
         episodes[stage] = list(read_episodes(folder / EPISODES))
     results = made["sft"]

@@ -21,11 +21,11 @@ from configs.models import ExecutorConfig
 from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
 from data_gen.experience import bank_facts, filled_bank
-from data_gen.leakage import MANIFEST, guard_rows, record_rows, rows_instructions
+from data_gen.leakage import MANIFEST, guard_rows, record_rows, rows_environment
 from data_gen.rows import load_rows, row_folders
 from data_gen.tasks import guarded_tasks, specs_for
 from envs.manifest import Manifest
-from envs.registry import Environments, executor_instructions
+from envs.registry import Environments, compiler_told, executor_told
 from executor.build import load_executor, load_frozen
 from executor.records import Executor
 from memory.bank import open_bank
@@ -59,10 +59,12 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
         run = _run_folder(config, out, on_exists)
         if run is not None:
             record_rows(run, list(parts), problems)
-        executor = load_frozen(config.executor, rows_instructions(list(parts)))
-        compiler = load_compiler(config.compiler, executor, config.seed)
+        spec = rows_environment(list(parts))
+        executor = load_frozen(config.executor, spec.told)
+        compiler = load_compiler(config.compiler, executor, config.seed, spec.compiling)
         rows = [row for part in parts.values() for row in part]
-        trainer = SftTrainer(config, compiler, executor, rows, out, _bank_facts(list(parts)))
+        facts = {"environment": spec.name, **_bank_facts(list(parts))}
+        trainer = SftTrainer(config, compiler, executor, rows, out, facts)
         train(trainer, run, config, lambda metrics: (metrics, _sft_line(metrics)))
     return compiler
 
@@ -74,12 +76,13 @@ def train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> Memo
         run = _run_folder(config, out, on_exists)
         with Environments(config.env) as envs:
             specs, facts = training_specs(config, envs, run, out)
-            executor = load_executor(_executor_of(config), executor_instructions(config.env))
-            compiler = load_compiler(config.compiler, executor, config.seed)
+            executor = load_executor(_executor_of(config), executor_told(config.env))
+            compiler = load_compiler(config.compiler, executor, config.seed, compiler_told(config.env))
             if config.compiler.checkpoint and run is not None:
                 found = checkpoint.find(Path(config.compiler.checkpoint))
                 report_reading(checkpoint.executor_reading(found), config.executor, str(found))
             engine = rollout_engine(config, envs, executor, out)
+            facts |= {"environment": config.env.name}
             trainer = GrpoTrainer(config, compiler, executor, engine, specs, out, facts)
 
             def record(update: tuple[Metrics, list[Group]]) -> tuple[Metrics, str]:
@@ -171,7 +174,7 @@ def rollout_engine(config: GrpoConfig, envs: Environments, executor: Executor, o
     if config.rollout_urls:
         served = load_remote_compiler(config.compiler, config.seed, config.rollout_urls)
     elif config.compiler.engine == "vllm":
-        served = load_served_compiler(config.compiler, config.seed)
+        served = load_served_compiler(config.compiler, config.seed, compiler_told(config.env))
     scratch = scratch_of(out) if config.rollout_urls else None
     limits = Limits(config.max_steps, config.seed)
     return RolloutEngine(envs.lease, executor, limits, config.concurrency, served, scratch)

@@ -37,6 +37,7 @@ from compiler.client import AdapterBody, Body, CompileBody, CompileReply, Second
 from compiler.server.service import CompileJob, CompilerService, Refusal, WeightsJob
 from configs.load import ConfigError
 from configs.models import COMPILER_KEY, ServeConfig
+from envs.registry import find
 from runtime.http import bound_socket, http_url
 
 GRACE_S = 10.0  # beyond a request's own time-out, that a service which leaves waits for what runs
@@ -80,7 +81,7 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
     @app.get("/ready")
     async def ready() -> dict[str, Any]:
         service.check_ready()
-        return {"status": "ready", "weights": service.weights, "executor_reads": service.executor_reads}
+        return {"status": "ready", "weights": service.weights, **service.about}
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -163,8 +164,11 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
         raise ConfigError("serving needs a trained compiler: --checkpoint RUN")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     found = checkpoint.find(Path(config.compiler.checkpoint))
-    weights, read = checkpoint.sha256(found), checkpoint.executor_reading(found)
-    service = CompilerService(lambda: _load(config), config, reloader(config), weights, read)
+    environment = config.env or checkpoint.environment(found)
+    told = find(environment).compiling if environment else ""
+    about = {"executor_reads": checkpoint.executor_reading(found), "environment": environment}
+    weights = checkpoint.sha256(found)
+    service = CompilerService(lambda: _load(config, told), config, reloader(config), weights, about)
     bound = bound_socket(host, port)
     server = uvicorn.Server(uvicorn.Config(service_app(service, key), log_level="warning", access_log=False))
     leave_gently(server, service)
@@ -195,10 +199,10 @@ def reloader(config: ServeConfig) -> Callable[[Any, Path, int], str] | None:
     return reload
 
 
-def _load(config: ServeConfig) -> TokenCompiler:
+def _load(config: ServeConfig, told: str) -> TokenCompiler:
     if config.compiler.engine == "vllm":
-        return load_served_compiler(config.compiler, config.seed)
-    return load_compiler(config.compiler, None, config.seed)  # with a checkpoint it asks for no executor
+        return load_served_compiler(config.compiler, config.seed, told)
+    return load_compiler(config.compiler, None, config.seed, told)  # with a checkpoint it asks for no executor
 
 
 def leave_gently(server: Any, service: CompilerService) -> None:

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -108,17 +108,18 @@ class CompilerService:
         reload: loads the weights of a folder as those of a version and returns their SHA-256; None where the service
             keeps what it has.
         weights: SHA-256 of what the checkpoint adds to its base, which /ready tells.
-        executor_reads: what the executor read that it was trained for, which /ready tells, too.
+        about: what else /ready tells: what the executor read in training, and the environment that the compiler is
+            told about.
         gather_s: seconds that a batch waits for company.
     """
 
     def __init__(
         self, load: Callable[[], TokenCompiler], config: ServeConfig,
         reload: Callable[[Any, Path, int], str] | None = None, weights: str | None = None,
-        executor_reads: dict[str, Any] | None = None, gather_s: float = 0.005,
+        about: Mapping[str, Any] | None = None, gather_s: float = 0.005,
     ) -> None:  # fmt: skip
         self.config, self.weights, self.gather_s = config, weights, gather_s
-        self.executor_reads = executor_reads
+        self.about = dict(about or {})
         self.failure: Exception | None = None  # why there is no compiler
         self.leaving = False
         self.active = 0  # requests that are being answered

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envs.alfworld.games import FOLDER, AlfworldGames
+from envs.alfworld.prompts import COMPILING, INSTRUCTIONS
 from envs.base import EnvironmentFailure, Observation, Task, Transition
-from envs.household.environment import INSTRUCTIONS, REFUSED, EngineEnvironment, telling_views
+from envs.household.environment import REFUSED, EngineEnvironment, telling_views
 from envs.household.trajectories import AlfworldReader
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports, sync
 
@@ -200,6 +201,7 @@ ALFWORLD = EnvSpec(
     ],
     refusals=(REFUSED,),
     instructions=INSTRUCTIONS,
+    compiling=COMPILING,
     views=telling_views,
     reader=AlfworldReader(),
 )  # fmt: skip

@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 
 from envs.base import Task, task_from_json
 from envs.embodiedbench import tasks as task_files
+from envs.embodiedbench.prompts import ALFRED, COMPILING, HABITAT, MANIPULATION, NAVIGATION
 from envs.spec import EnvSettings, EnvSpec, Missing, PoolLimits, Probe, Rule, Splits, WorkerSpec
 
 # A simulator's first start compiles shaders and loads scenes; listing EB-Manipulation loads each of its scenes.
@@ -181,34 +182,16 @@ def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **i
         probes=lambda: [Probe(benchmark, partial(import_all, benchmark), fix, core=False)],
         refusals=("Last action is invalid",),
         instructions=instructions,
+        lists_commands=benchmark != "eb_manipulation",  # the scene's skills, as their words are all that counts
+        compiling=COMPILING[benchmark],
     )  # fmt: skip
 
 
-def _text(where: str, examples: str, action: str = "action from the list of skills") -> str:
-    return (
-        f"You are a robot {where}. Each turn you see what is before you and read what your last action did. Answer "
-        f"with exactly one {action} and nothing else, for example: {examples}."
-    )
-
-
-EB_ALFRED = _spec(
-    "eb_alfred",
-    _text("in a household", "find a Mug, pick up the Mug, open the Fridge, put down the object in hand"),
-    (*_SHARED, "spatial"), episode="disjoint",
-)  # fmt: skip
+EB_ALFRED = _spec("eb_alfred", ALFRED, (*_SHARED, "spatial"), episode="disjoint")
 # The paper's test set adds 5 object categories to the 28 of training; the official files name 33 in all, so that most
 # tasks are about known ones.
 EB_HABITAT = _spec(
-    "eb_habitat",
-    _text("in a household", "navigate to the table 1, pick up the ball, place at the sofa, open the fridge"),
-    (*_SHARED, "spatial_relationship"), object="novel", template="disjoint", scene="disjoint",
-)  # fmt: skip
-EB_NAVIGATION = _spec(
-    "eb_navigation",
-    _text("that moves through a room", "Move forward by 0.25, Rotate to the left by 90 degrees"),
-)  # fmt: skip
-EB_MANIPULATION = _spec(
-    "eb_manipulation",
-    _text("arm above a table", "[48, 20, 17, 0, 60, 90, 1]",
-          "action, seven whole numbers [x, y, z, roll, pitch, yaw, gripper],"),
-)  # fmt: skip
+    "eb_habitat", HABITAT, (*_SHARED, "spatial_relationship"), object="novel", template="disjoint", scene="disjoint"
+)
+EB_NAVIGATION = _spec("eb_navigation", NAVIGATION)
+EB_MANIPULATION = _spec("eb_manipulation", MANIPULATION)

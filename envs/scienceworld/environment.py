@@ -11,15 +11,13 @@ from typing import Literal, get_args
 from pydantic import Field
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
+from envs.scienceworld.prompts import COMPILING, INSTRUCTIONS
 from envs.scienceworld.simulator import Simulator, java_path, require_package
 from envs.scienceworld.trajectories import TELEPORT, ScienceWorldReader, is_move, rest_of_path, room_in
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports
 
 Admissible = Literal["none", "templates", "valid"]
 
-INSTRUCTIONS = """You are an agent that does school experiments in a house. Each turn you read what your last command \
-did. Answer with exactly one command and nothing else, for example: look around, open door to kitchen, go to kitchen, \
-pick up thermometer, use thermometer on metal pot, move metal pot to stove, activate stove, focus on metal pot, wait."""
 FILE_SPLIT = "agentsquare"
 PER_KIND = 8  # episodes of a task type that fill a bank: a gold path takes seconds to plan, in genetics half a minute
 OFFICIAL = ("train", "dev", "test")  # the simulator's own: 3,592, 1,796 and 1,819 variations
@@ -340,5 +338,6 @@ SCIENCEWORLD = EnvSpec(
     probes=lambda: [Probe("scienceworld", start_java, core=False)],
     refusals=("No known action matches", "Unknown action", "It's not clear how to"),
     instructions=INSTRUCTIONS,
+    compiling=COMPILING,
     reader=ScienceWorldReader(),
 )  # fmt: skip

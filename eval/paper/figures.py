@@ -17,7 +17,7 @@ from compiler.hf import MemoryCompiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.run_folder import CONFIG
-from envs.registry import executor_instructions
+from envs.registry import compiler_told, executor_told
 from eval.paper import latents
 from eval.paper.attention import CHANNELS, Attention, attention_at, attention_plot, curves
 from eval.paper.render import write
@@ -80,7 +80,7 @@ class Replay:
     @cached_property
     def executor(self) -> FrozenExecutor:
         settings = self.config.executor.model_copy(update={"mode": "choice"})
-        return load_frozen(settings, executor_instructions(self.config.env))
+        return load_frozen(settings, executor_told(self.config.env))
 
     @cached_property
     def compiler(self) -> MemoryCompiler:
@@ -88,7 +88,7 @@ class Replay:
         if self.config.compiler.checkpoint is None:
             raise ConfigError("soft tokens are made again by the compiler: set compiler.checkpoint")
         settings = self.config.compiler.model_copy(update={"engine": "hf", "constrained": False})
-        return load_compiler(settings, self.executor, self.config.seed)
+        return load_compiler(settings, self.executor, self.config.seed, compiler_told(self.config.env))
 
     def memory(self, episode: Episode) -> list[MemoryEntry]:
         """Fetch what the episode read. Raises: BankError, where the bank has it not."""

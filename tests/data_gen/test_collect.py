@@ -40,7 +40,7 @@ def model(messages):
     if messages[0]["content"] == WRITING:
         return hashed(messages)
     text = messages[-1]["content"]
-    if messages[0]["content"] != TEACHING:
+    if not messages[0]["content"].endswith(TEACHING):
         return "look"
     if "now:" not in text:
         return "> no memory says where | look around\n+ plan: find it; put it"

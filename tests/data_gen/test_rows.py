@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, Image, load_from_disk
 
-from agent.deliveries import Delivery
+from agent.deliveries import Delivery, recorded_step
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
+from agent.records import executor_request
 from data_gen.rows import load_rows, row_folders, rows_of, save_rows
 from envs.household.environment import HouseholdEnvironment
 from envs.household.trajectories import HouseholdReader
+from executor.hf import FrozenExecutor
+from executor.records import Reads
+from tests import tiny_models
 from tests.data_gen.made_rows import row
 
 ROWS = [row(i) for i in range(4)]
@@ -73,3 +77,18 @@ def test_rows_say_how_their_episode_went() -> None:
     assert [(r.success, r.steps) for r in rows_of(short, ())] == [(False, 2)] * 2
     short.steps[1].emission_kind = ""  # the compiler failed here
     assert [r.t for r in rows_of(short, ())] == [0]
+
+
+def test_rows_keep_the_commands_where_executors_are_shown_them(tmp_path: Path) -> None:
+    env = HouseholdEnvironment(scenes={"train": 1})
+    delivery = Delivery("expert_compiler", "compiled", ExpertTeacher(reader=HouseholdReader()), soft=False)
+    specs = [EpisodeSpec(env.tasks("train")[0])]
+    [episode] = run_episodes(lambda: env, specs, delivery, ExpertExecutor(), Limits(4), concurrency=1)
+    assert {row.commands for row in rows_of(episode, ())} == {()}
+    save_rows(rows_of(episode, (), commands=True), tmp_path / "rows")
+    executor = FrozenExecutor(tiny_models.lm_backbone(), "generate", "Answer.", reads=Reads(commands=True))
+    for t, kept in enumerate(load_rows(tmp_path / "rows")):
+        assert kept.commands == episode.steps[t].admissible and kept.commands
+        again = executor.encode(executor_request(recorded_step(episode, t), executor))
+        assert executor.encode(executor_request(kept.step_input(), executor)).ids == again.ids
+        assert kept.commands[0] in executor.tokenizer.decode(again.ids).split("The commands:\n")[1]

@@ -16,6 +16,7 @@ from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from envs.base import Observation, Task, Transition
 from envs.household.environment import INSTRUCTIONS
+from envs.spec import Told
 from executor.api import ApiExecutor
 from executor.build import load_executor
 from executor.prompt import ExecutorRequest, MemoryBlock
@@ -114,5 +115,5 @@ def test_settings():
     with pytest.raises(ConfigError, match=r"api\.model"):
         load_config(EvalConfig, None, ["executor.engine=api"])
     config = load_config(EvalConfig, None, ["executor={engine: api, api: {model: m, key_env: null}}"])
-    executor = load_executor(config.executor, INSTRUCTIONS)
+    executor = load_executor(config.executor, Told(INSTRUCTIONS))
     assert isinstance(executor, ApiExecutor) and executor.hash() == "m at https://api.openai.com/v1"

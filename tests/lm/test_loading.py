@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from configs.models import ExecutorConfig
+from envs.spec import Told
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
@@ -51,4 +52,4 @@ def test_a_spread_model_is_the_same_model(tmp_path: Path) -> None:
 def test_placing_is_a_setting() -> None:
     config = ExecutorConfig(dtype="float32", device_map="auto")
     plain = config.model_copy(update={"device_map": None})
-    assert load_frozen(config, "").act([request(0)]) == load_frozen(plain, "").act([request(0)])
+    assert load_frozen(config, Told("")).act([request(0)]) == load_frozen(plain, Told("")).act([request(0)])

@@ -251,13 +251,15 @@ def test_pictures_can_be_switched_off_and_text_models_never_see() -> None:
 
 
 def test_loading_goes_by_the_models_config() -> None:
-    from envs.household.environment import INSTRUCTIONS
+    from envs.household.environment import HOUSEHOLD
     from executor.build import load_executor
 
     settings = {"dtype": "float32", "device": "cpu", "instructions": "none"}
-    seeing = load_executor(ExecutorConfig(model=str(vllm_engines.folder(True)), **settings), INSTRUCTIONS)
-    reading = load_executor(ExecutorConfig(model=str(vllm_engines.folder(False)), **settings), INSTRUCTIONS)
-    blind = load_executor(ExecutorConfig(model=str(vllm_engines.folder(True)), images=False, **settings), INSTRUCTIONS)
+    seeing = load_executor(ExecutorConfig(model=str(vllm_engines.folder(True)), **settings), HOUSEHOLD.told)
+    reading = load_executor(ExecutorConfig(model=str(vllm_engines.folder(False)), **settings), HOUSEHOLD.told)
+    blind = load_executor(
+        ExecutorConfig(model=str(vllm_engines.folder(True)), images=False, **settings), HOUSEHOLD.told
+    )
     assert (seeing.sees_images, reading.sees_images, blind.sees_images) == (True, False, False)
     assert seeing.act(REQUESTS) == executor().act(REQUESTS)
     assert seeing.embedding_table.shape == reading.embedding_table.shape
