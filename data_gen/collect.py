@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -30,14 +30,12 @@ from data_gen.experience import ROUND, Views, bank_facts, entries_of, explain, f
 from data_gen.rows import SftRow, rows_of, save_rows
 from data_gen.tasks import guarded_tasks, specs_for
 from envs.base import Environment, Task
+from envs.registry import Environments, executor_told
 from executor.records import Executor, Grounding
 from memory.bank import BankError, MemoryBank, growing_bank
 from memory.entry import MemoryEntry
 from runtime.progress import progress
 from runtime.store import JsonLines, RecordError
-
-if TYPE_CHECKING:
-    from envs.registry import Environments, executor_told
 
 EPISODES = "episodes.jsonl"
 ENDPOINT_ROUND = 16  # tasks of an endpoint's round, where settings do not say: its bank grows after each
