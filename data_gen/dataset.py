@@ -228,6 +228,7 @@ FIELDS: Mapping[str, str] = {
     "state": "the Brief State before the step",
     "observation, image": "what the environment showed: text, and the view (PNG) where it draws one",
     "history": "the actions before the step",
+    "commands": "what was possible, where executors are shown it; else empty",
     "emission": "what the teacher says as compiler: the target of the text loss",
     "action": "the action to take: the target of the action loss through the frozen executor",
 }

@@ -238,7 +238,7 @@ def test_an_environment_without_an_expert_says_what_to_do(tmp_path: Path) -> Non
     assert "eb_alfred has none" in refused("eval", "env=eb_alfred", "deliveries=[expert_compiler]", *out)
     assert "teacher=endpoint actor=teacher" in refused("collect", "env=eb_alfred", *out)
     endpoint = ("teacher=endpoint", "api.model=m")
-    assert "actor=executor" in refused("collect", "env=eb_alfred", *endpoint, *out)
+    assert "actor=executor" in refused("collect", "env=eb_alfred", "actor=expert", *endpoint, *out)
     assert not (tmp_path / "run" / "bank").exists()
 
 
