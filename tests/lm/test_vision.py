@@ -166,7 +166,8 @@ def memory_row(pictures: int) -> SftRow:
     return SftRow(
         task_id="t", split="train", family="f", t=0, goal="in home 1: put a mug in cabinet", memory_ids=("a", "b"),
         memory_texts=("in home 1: put a mug in shelf", "in home 2"), state="goal: in home 1: put a mug in cabinet",
-        observation="You see a shelf 1.", image=None, history=(), emission=".", action="go to shelf 1",
+        observation="You see a shelf 1.", image=None, history=(), emission="> it is there",
+        action="go to shelf 1",
         memory_images=(tuple(images[:1]), tuple(images[1:])) if images else (),
     )  # fmt: skip
 
