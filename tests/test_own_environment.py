@@ -225,6 +225,7 @@ def test_one_that_cannot_be_loaded_is_named_when_it_is_asked_for(offers: None) -
     assert doctor.run_probe(probes["vault"]).detail == "3 boxes"
 
 
+@pytest.mark.slow
 def test_what_runs_in_a_worker_is_the_same(vault: None) -> None:
     from envs.registry import Environments
 

@@ -244,6 +244,7 @@ def test_a_version_that_does_not_exist(bank: MemoryBank, version: int):
         bank.at(version)
 
 
+@pytest.mark.slow
 def test_many_small_writes_are_merged_and_no_version_is_lost(bank: MemoryBank):
     versions = []
     for i in range(CROWDED + 3):
