@@ -77,13 +77,8 @@ class DeliverySpec:
         Raises: ValueError, where it needs a compiler that is not there."""
         if self.needs_checkpoint and trained is None:
             raise ValueError(f"delivery {self.name} needs a trained compiler: set compiler.checkpoint")
-        return Delivery(
-            self.name,
-            self.kind,
-            self.compiler(trained, seed, reader or TrajectoryReader()),
-            self.soft,
-            self.brief_state,
-        )
+        compiler = self.compiler(trained, seed, reader or TrajectoryReader())
+        return Delivery(self.name, self.kind, compiler, self.soft, self.brief_state)
 
 
 class ShuffledSoft:

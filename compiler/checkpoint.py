@@ -61,15 +61,20 @@ def sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read what training recorded of a checkpoint."""
+    return json.loads((folder / "state.json").read_text())
+
+
 def executor_reading(folder: Path) -> dict[str, Any] | None:
     """Say what the executor read that a checkpoint was trained for (`ExecutorConfig.reading`); None where it does not
     say."""
-    return json.loads((folder / "state.json").read_text()).get("executor_reads")
+    return read_state(folder).get("executor_reads")
 
 
 def environment(folder: Path) -> str | None:
     """Name the environment that a checkpoint was trained on; None where it does not say."""
-    return json.loads((folder / "state.json").read_text()).get("environment")
+    return read_state(folder).get("environment")
 
 
 def trained_parameters(compiler: MemoryCompiler) -> dict[str, nn.Parameter]:
@@ -133,7 +138,7 @@ def read_weights(folder: Path, compiler: MemoryCompiler) -> tuple[dict[str, Tens
     """Read weights by the names of the compiler's parameters, and the checkpoint's state. Raises: as `load`."""
     try:
         adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
-        state = json.loads((folder / "state.json").read_text())
+        state = read_state(folder)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot load the checkpoint {folder}: {error}") from error
     _check_scaling(folder, compiler)

@@ -11,7 +11,6 @@ Results, episodes and the report are written beside these. One process writes a 
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -28,6 +27,7 @@ from pydantic import BaseModel
 
 from configs.load import read_yaml, to_yaml
 from envs import registry
+from envs.spec import installed_versions
 from runtime.store import TEMPORARY, JsonLines, to_json, write_atomically
 
 ON_EXISTS = ("ask", "resume", "raise", "overwrite")
@@ -201,7 +201,7 @@ def describe_environment() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpus": len(os.sched_getaffinity(0)),
         "gpus": _gpu_names(),
-        "packages": _package_versions(),
+        "packages": installed_versions([*PACKAGES, *(name for spec in registry.loaded() for name in spec.packages)]),
     }
     return _without_private_paths(facts)
 
@@ -233,16 +233,6 @@ def _cpu_name() -> str:
         return platform.machine()
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match.group(1) if match else platform.machine()
-
-
-def _package_versions() -> dict[str, str]:
-    versions = {}
-    for name in dict.fromkeys([*PACKAGES, *(name for spec in registry.loaded() for name in spec.packages)]):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _output(*command: str) -> str | None:

@@ -12,7 +12,6 @@ matrix, the ranks of a run, later runs.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import time
 from collections import Counter
@@ -32,8 +31,8 @@ from configs.load import ConfigError
 from configs.training import GrpoConfig
 from envs.base import Environment, EnvironmentFailure, Task
 from envs.manifest import Manifest
-from envs.registry import Environments, find, reader_of
-from envs.spec import source_sha256
+from envs.registry import Environments, environment_version, find, reader_of
+from envs.spec import installed_versions, source_sha256
 from memory.bank import MemoryBank, open_bank
 from memory.entry import Memory, MemoryEntry
 from memory.trajectory import entry_from_trajectory
@@ -151,20 +150,12 @@ def _facts(config: Config, experience: Sequence[Task]) -> dict[str, Any]:
     env, spec = config.env, find(config.env.name)
     return {
         "environment": env.model_dump(mode="json", exclude=set(env.HOW)),
-        "packages": {name: _version(name) for name in spec.packages},
-        "engine_sha256": source_sha256(spec.sources),
+        **environment_version(env.name, installed_versions(spec.packages)),
         "expert_sha256": source_sha256(WRITERS),
         "tasks_sha256": Manifest.of(env.name, experience).sha256,
         "pictures": config.memory.pictures,
         "embed": config.memory.embed,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _fill(
@@ -208,7 +199,7 @@ def no_views(episode: Episode) -> Sequence[Image]:
     return ()
 
 
-def kept_views(config: CollectConfig | EvalConfig | GrpoConfig) -> Views:
+def kept_views(config: Config) -> Views:
     """Make the rule for the views that entries keep: of those steps that the environment names as telling
     (`EnvSpec.views`), the first `memory.pictures` that have a view, in the order in which they were seen."""
     telling, most = find(config.env.name).views, config.memory.pictures

@@ -8,10 +8,9 @@ from rich.console import Console
 
 from agent.episode import EpisodeSpec
 from configs.collect import CollectConfig
-from configs.evaluation import EvalConfig
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
-from data_gen.experience import check_filled, experience_tasks
+from data_gen.experience import Config, check_filled, experience_tasks
 from data_gen.leakage import guard_training
 from envs.base import Task
 from envs.registry import Environments
@@ -21,7 +20,7 @@ console = Console(width=120)
 
 
 def chosen_tasks(
-    config: CollectConfig | EvalConfig | GrpoConfig, envs: Environments, split: str, experienced: bool = True
+    config: Config, envs: Environments, split: str, experienced: bool = True
 ) -> tuple[list[Task], list[Task]]:
     """Choose the tasks that a command plays, and those whose episodes fill its bank. `experienced`: a bank is filled,
     unless one is given or nothing is retrieved.

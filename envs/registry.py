@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, SerializeAsAny
 
 from envs.base import Environment, Task
 from envs.pool import EnvironmentPool
-from envs.spec import EnvSettings, EnvSpec, Told
+from envs.spec import EnvSettings, EnvSpec, Told, source_sha256
 from envs.trajectories import TrajectoryReader
 
 GROUP = "memcompiler.environments"
@@ -144,6 +144,14 @@ def reader_of(settings: EnvSettings) -> TrajectoryReader:
 def evaluation_split(settings: EnvSettings) -> str:
     """Return the split that is evaluated where nobody names one."""
     return find(settings.name).splits(settings).evaluation
+
+
+def environment_version(name: str, packages: Mapping[str, str]) -> dict[str, Any]:
+    """Return the versions of the packages that the environment comes from, and the hash of our own engine's source
+    (None where it has none). EmbodiedBench's version is its checkout's, in a Python of its own; settings name it."""
+    spec = find(name)
+    engine = source_sha256(spec.sources) if spec.sources else None
+    return {"packages": {package: packages.get(package) for package in spec.packages}, "engine_sha256": engine}
 
 
 # The type of a setting `env`: which of the environments' settings it is follows from its name.

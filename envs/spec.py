@@ -10,6 +10,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -101,6 +102,15 @@ def is_installed(module: str, distribution: str | None = None) -> str:
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise Missing("not installed")
     return importlib.metadata.version(distribution or module)
+
+
+def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those distributions that are installed."""
+    versions = {}
+    for name in dict.fromkeys(distributions):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def imports(module: str, distribution: str | None = None) -> str:

@@ -36,12 +36,12 @@ from data_gen.experience import bank_facts, filled_bank
 from data_gen.leakage import record_evaluation
 from data_gen.tasks import chosen_tasks, specs_for
 from envs.base import Environment
-from envs.registry import Environments, compiler_told, evaluation_split, executor_told, reader_of
+from envs.registry import Environments, compiler_told, environment_version, evaluation_split, executor_told, reader_of
 from envs.trajectories import TrajectoryReader
 from eval.errors import chance, lookup
 from eval.matrix import SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
 from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
-from eval.provenance import environment_version, identity
+from eval.provenance import identity
 from eval.report import write_run_report
 from eval.runs import EpisodeRecord, episodes_of
 from eval.table import print_results

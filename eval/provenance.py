@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from compiler.prompt import compiler_parts
 from compiler.records import Compiler, CompileRequest
 from configs.evaluation import EvalConfig
 from envs.manifest import Manifest
-from envs.registry import find
-from envs.spec import source_sha256
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from memory.entry import MemoryEntry, Provenance
 
@@ -62,14 +60,6 @@ def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
         "compiler_instructions": None if compiler is None else sha256(getattr(compiler, "instructions", "")),
         "compiler_layout": None if compiler is None else sha256(compile_layout),
     }
-
-
-def environment_version(name: str, packages: Mapping[str, str]) -> dict[str, Any]:
-    """Return the versions of the packages that the environment comes from, and the hash of our own engine's source
-    (None where it has none). EmbodiedBench's version is its checkout's, in a Python of its own; settings name it."""
-    spec = find(name)
-    engine = source_sha256(spec.sources) if spec.sources else None
-    return {"packages": {package: packages.get(package) for package in spec.packages}, "engine_sha256": engine}
 
 
 def _told(entry: MemoryEntry) -> list[str]:

@@ -69,11 +69,8 @@ def _players(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Map
         return ExpertTeacher(reader=reader_of(config.env)), ExpertExecutor(config.noise, config.seed), {}
     endpoint = Endpoint(config.api, cache)
     actor, endpoints = load_actor(config, endpoint, cache)
-    return (
-        EndpointTeacher(endpoint, config.attempts, config.max_new_tokens, compiler_told(config.env)),
-        actor,
-        endpoints,
-    )
+    teacher = EndpointTeacher(endpoint, config.attempts, config.max_new_tokens, compiler_told(config.env))
+    return teacher, actor, endpoints
 
 
 def _account(run: RunFolder, endpoints: Mapping[str, Endpoint]) -> dict[str, Any]:

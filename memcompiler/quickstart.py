@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import time
 from collections.abc import Iterator
@@ -53,7 +52,7 @@ def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwr
     with _stage("2/4 SFT: LoRA and projector against the frozen executor", seconds, "sft"):
         train_sft(sft, out / "sft", on_exists)
         executor = load_executor(config.eval.executor, executor_told(config.eval.env))
-        state = json.loads((checkpoint.find(out / "sft") / "state.json").read_text())
+        state = checkpoint.read_state(checkpoint.find(out / "sft"))
         frozen = state["executor_hash"] == executor.hash()
         console.print(f"  executor unchanged: {frozen} (sha256 {executor.hash()[:16]}...)")
     with _stage("3/4 GRPO: text and soft tokens from success alone", seconds, "grpo"):

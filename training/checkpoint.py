@@ -28,6 +28,7 @@ from compiler.checkpoint import (
     CheckpointError,
     checkpoints,
     find,
+    read_state,
     read_weights,
     save_projector,
 )
@@ -88,7 +89,7 @@ IGNORED = ["optimizer.safetensors"]  # only resuming needs it
 
 def model_card(checkpoint: Path) -> str:
     """Say what the folder holds and how it was made, from the checkpoint's own records."""
-    state = json.loads((checkpoint / "state.json").read_text())
+    state = read_state(checkpoint)
     projector = json.loads((checkpoint / "projector.json").read_text())
     facts = {k: v for k, v in state.items() if isinstance(v, int | float | str)}
     rows = "\n".join(f"| {name} | {value} |" for name, value in (facts | projector).items())
