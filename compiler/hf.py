@@ -131,32 +131,29 @@ class _Decoder:
         self.cache = DynamicCache(config=self.backbone.model.config.get_text_config())
         whole = self.backbone.pad(prompts, "left")
         self.position = whole.next_positions  # ([3,] B, 1)
-        begun = self._read_common(prompts, memories)  # (B, P), 1 where the cache holds a row's token
+        begun, tails = self._read_common(prompts, memories)  # (B, P), 1 where the cache holds a row's token
         # What is left of every row: its last columns. Where another row has more left, some of them are read already.
-        left = whole.mask.sum(1) - begun.sum(1)
-        columns = torch.arange(int(left.max()), device=left.device).flip(0)
-        mask = (columns < left[:, None]).long()
-        self.mask = torch.cat([begun, mask], 1)
-        width = mask.shape[1]
-        self.rest = replace(
-            whole, tokens=whole.tokens[:, -width:], mask=self.mask, positions=whole.positions[..., -width:]
-        )
+        left = self.backbone.pad(tails, "left")
+        self.mask = torch.cat([begun, left.mask], 1)
+        positions = whole.positions[..., -left.tokens.shape[1] :]
+        self.rest = replace(left, mask=self.mask, positions=positions)
 
-    def _read_common(self, prompts: Sequence[Prompt], memories: Sequence[object]) -> Tensor:
-        """Fill the cache with what prompts of the same memory begin with; return its mask (B, P)."""
+    def _read_common(self, prompts: Sequence[Prompt], memories: Sequence[object]) -> tuple[Tensor, list[Prompt]]:
+        """Fill the cache with what prompts of the same memory begin with; return its mask (B, P), and what is left."""
         groups = [[i for i, m in enumerate(memories) if m == memory] for memory in dict.fromkeys(memories)]
         common = [self.backbone.common([prompts[i] for i in rows]) for rows in groups]
-        if not any(common):
-            return torch.zeros((len(prompts), 0), dtype=torch.long, device=self.backbone.device)
-        # A row that shares nothing gets some token that its mask hides.
-        ids = [prompts[rows[0]].ids[: n or 1] for rows, n in zip(groups, common, strict=True)]
-        beginnings = self.backbone.pad([Prompt(each) for each in ids], "left")
-        self.backbone.hidden(beginnings, self.cache)
         group_of = {i: g for g, rows in enumerate(groups) for i in rows}
+        tails = [prompt.cut(*common[group_of[i]])[1] for i, prompt in enumerate(prompts)]
+        if not any(n for n, _ in common):
+            return torch.zeros((len(prompts), 0), dtype=torch.long, device=self.backbone.device), tails
+        # A row that shares nothing gets some token that its mask hides.
+        heads = [prompts[rows[0]].cut(n or 1, pictures)[0] for rows, (n, pictures) in zip(groups, common, strict=True)]
+        beginnings = self.backbone.pad(heads, "left")
+        self.backbone.hidden(beginnings, self.cache)
         order = torch.tensor([group_of[i] for i in range(len(prompts))], device=self.backbone.device)
         self.cache.batch_select_indices(order)
-        shares = torch.tensor(common, device=order.device) > 0
-        return (beginnings.mask * shares[:, None])[order]
+        shares = torch.tensor([n > 0 for n, _ in common], device=order.device)
+        return (beginnings.mask * shares[:, None])[order], tails
 
     def run(self, wanted: Wanted) -> tuple[list[Draft], Gaussian]:
         """Decode until every row has ended, or nobody waits for those that have not: they count as truncated."""

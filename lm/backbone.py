@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,15 +112,30 @@ class Backbone(PromptEncoder):
         grid = torch.cat(grids).to(device) if grids else None
         return Batch(tokens, mask, self._positions(tokens, mask, grid), pixels, grid)
 
-    def common(self, rows: Sequence[Prompt]) -> int:
-        """Count the tokens that several rows begin with, up to their first picture, and may read once for all of them;
-        something is left of each row. 0 for a single row."""
+    def common(self, rows: Sequence[Prompt]) -> tuple[int, int]:
+        """Count the tokens that several rows begin with, and the pictures among them, that may be read once for all of
+        them; something is left of each row. Nothing for a single row."""
         if len(rows) < 2 or not self.attends_fully:  # read once, they leave gaps of hidden columns in a cache
-            return 0
+            return 0, 0
         first, last = min(row.ids for row in rows), max(row.ids for row in rows)  # all others lie between these two
         n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-        pictures = [row.ids.index(self.image_id) for row in rows if self.image_id in row.ids]
-        return min(n, *pictures, *(len(row.ids) - 1 for row in rows))
+        n = min(n, *(len(row.ids) - 1 for row in rows))
+        shared = 0
+        for pictures in zip(*map(self._pictures, rows), strict=False):
+            start, end, pixels = pictures[0]
+            if end > n or not all(torch.equal(pixels, other) for *_, other in pictures[1:]):
+                return min(n, start), shared
+            shared += 1
+        return n, shared
+
+    def _pictures(self, row: Prompt) -> list[tuple[int, int, Tensor]]:
+        """List a row's pictures: the first token of each, the one behind its last, its patches."""
+        if row.pixels is None or row.grid is None:
+            return []
+        at = [i for i, id in enumerate(row.ids) if id == self.image_id]
+        places, patches = self.places(row.grid), row.pixels.split(row.grid.prod(-1).tolist())
+        ends = list(accumulate(places))
+        return [(at[end - n], at[end - 1] + 1, pixels) for n, end, pixels in zip(places, ends, patches, strict=True)]
 
     def embeddings(self, tokens: Tensor) -> Tensor:
         """Embed tokens: (B, T, d)."""

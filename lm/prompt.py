@@ -47,6 +47,18 @@ class Prompt:
     def extended(self, ids: Sequence[int]) -> Prompt:
         return replace(self, ids=(*self.ids, *ids))
 
+    def cut(self, tokens: int, pictures: int) -> tuple[Prompt, Prompt]:
+        """Cut behind so many tokens, among which are those of so many pictures. (Soft tokens stay with neither.)"""
+        head, tail = Prompt(self.ids[:tokens]), Prompt(self.ids[tokens:])
+        if self.pixels is None or self.grid is None:
+            return head, tail
+        at = int(self.grid[:pictures].prod(-1).sum())
+        if pictures:
+            head = replace(head, pixels=self.pixels[:at], grid=self.grid[:pictures], images=self.images[:pictures])
+        if pictures < len(self.grid):
+            tail = replace(tail, pixels=self.pixels[at:], grid=self.grid[pictures:], images=self.images[pictures:])
+        return head, tail
+
 
 class ContextLengthError(ValueError):
     """A prompt that leaves no room in its model's context."""
@@ -87,7 +99,7 @@ class PromptEncoder:
         pad = self.tokenizer.pad_token_id
         self.pad_id = self.end_id if pad is None else pad
         self.image_token = processor.image_token if self.is_vlm else None
-        self.image_id = self.tokenizer.convert_tokens_to_ids(self.image_token) if self.is_vlm else None
+        self.image_id: Any = self.tokenizer.convert_tokens_to_ids(self.image_token) if self.is_vlm else None
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         # Never sampled: an <|image_pad|> in an answer breaks scoring.
         self.suppressed = sorted(special - {self.end_id})
@@ -113,8 +125,13 @@ class PromptEncoder:
         """Make a prompt of nothing but pictures, one after another, for a model that sees."""
         inputs = self.processor.image_processor(images=list(images), return_tensors="pt")
         grid = inputs["image_grid_thw"]
-        patches = int(grid.prod(-1).sum()) // self.processor.image_processor.merge_size**2
-        return Prompt((self.image_id,) * patches, pixels=inputs["pixel_values"], grid=grid, images=tuple(images))
+        return Prompt(
+            (self.image_id,) * sum(self.places(grid)), pixels=inputs["pixel_values"], grid=grid, images=tuple(images)
+        )
+
+    def places(self, grid: Tensor) -> list[int]:
+        """Count the tokens that each picture takes: patches (images, 3), merged."""
+        return (grid.prod(-1) // self.processor.image_processor.merge_size**2).tolist()
 
     def ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,10 +1,12 @@
 """The compiler: decoding with a cache agrees with one full forward pass, for VLM and text LM, padding and all."""
 
+import io
 from dataclasses import replace
 
 import pytest
 import torch
 from peft import LoraConfig
+from PIL import Image
 from pydantic import ValidationError
 from transformers import GenerationConfig
 
@@ -83,15 +85,46 @@ def test_prompts_of_one_memory_share_their_beginning(vlm, monkeypatch):
     beginnings, rest = read[:2]
     groups = [[compiler.encode(requests[i]) for i in rows] for rows in ((0, 2, 4), (1, 5))]
     common = [compiler.backbone.common(rows) for rows in groups]
+    assert all(pictures == vlm for _, pictures in common)  # the view
+    common = [n for n, _ in common]
     for rows, n in zip(groups, common, strict=True):
         begin = rows[0].ids[:n]
-        assert all(row.ids[:n] == begin for row in rows) and compiler.backbone.image_id not in begin
+        assert all(row.ids[:n] == begin for row in rows)
         assert len(compiler.backbone.tokenizer.decode(begin).split("home 1: put")) > 1  # memory is in it
     assert beginnings.tokens.shape == (3, max(common)) and beginnings.mask.sum().item() == sum(common) + 1
     lengths = torch.tensor([len(compiler.encode(r).ids) for r in requests])
     assert torch.equal(rest.mask.sum(1), lengths)  # every token of every row is attended to, once
     read_here = rest.mask[:, -rest.tokens.shape[1] :].sum().item()
     assert read_here == sum(lengths) - 3 * common[0] - 2 * common[1]
+
+
+def test_pictures_of_one_memory_are_read_once(monkeypatch):
+    """Also where another group shares no picture, and where the same text stands beside another picture."""
+    compiler = tiny_models.memory_compiler(True)
+
+    def remembers(i: int, *colors: str):
+        request = tiny_models.request(i)
+        seen = [replace(e, images=(png(color),)) for e, color in zip(request.memory, colors, strict=False)]
+        return replace(request, memory=(*seen, *request.memory[len(colors) :]))
+
+    def png(color: str) -> bytes:
+        Image.new("RGB", (64, 64), color).save(file := io.BytesIO(), "PNG")
+        return file.getvalue()
+
+    a, other = remembers(2, "red", "blue", "green"), remembers(2, "red", "blue", "white")
+    requests = [a, replace(a, observation="You see nothing."), other, tiny_models.request(1), tiny_models.request(1)]
+    alone = [compiler.compile([r])[0] for r in requests]
+    read = []
+    hidden = compiler.backbone.hidden
+    monkeypatch.setattr(compiler.backbone, "hidden", lambda batch, *rest: read.append(batch) or hidden(batch, *rest))
+    for together, single in zip(compiler.compile(requests), alone, strict=True):
+        assert together.emission_ids == single.emission_ids
+        torch.testing.assert_close(together.soft, single.soft, atol=1e-5, rtol=1e-4)
+    assert [len(batch.grid) for batch in read[:2]] == [
+        2 + 1,
+        2 + 2 + 2,
+    ]  # red, blue, and the view of the last two; the third and the view
+    assert compiler.backbone.common([compiler.encode(r) for r in requests[:3]])[1] == 2
 
 
 def test_reserved_tokens_are_never_sampled():
