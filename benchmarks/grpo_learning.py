@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 
 from agent.records import read_episodes
 from benchmarks.stage import collect, run, sft
-from eval.metrics import bootstrap_mean, wilson
+from eval.intervals import bootstrap_mean, wilson
 from eval.plots import save_figure
 from eval.table import interval, markdown_table, percent
 from runtime.store import JsonLines, to_json, write_atomically

@@ -30,7 +30,8 @@ from data_gen.tasks import chosen_tasks, specs_for
 from envs.household.trajectories import subgoals, taken
 from envs.registry import Environments, evaluation_split, reader_of
 from envs.scienceworld.trajectories import ROOMS, TELEPORT, destination, is_harmless
-from eval.metrics import bootstrap_mean, grouped, paired_bootstrap_difference, succeeded
+from eval.intervals import bootstrap_mean
+from eval.metrics import grouped, paired_difference, succeeded
 from eval.table import interval, markdown_table, points
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER, Action, Grounding, Reads
@@ -143,7 +144,7 @@ def measured(played: dict[str, list[Episode]], steps: int) -> dict[str, dict]:
             "success": over_tasks(episodes, lambda episode: float(succeeded(episode))),
             "score": over_tasks(episodes, _score),
             "steps": fmean(len(episode.steps) for episode in episodes),
-            "success_difference": asdict(paired_bootstrap_difference(episodes, cut["none"])),
+            "success_difference": asdict(paired_difference(episodes, cut["none"])),
             "score_difference": over_tasks(episodes, _score, cut["none"]),
         }
         for name, episodes in cut.items()

@@ -36,7 +36,7 @@ from compiler.records import Compilation, CompileRequest
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from eval.evaluate import ModelCache, prepare
-from eval.metrics import Interval, bootstrap_mean
+from eval.intervals import Interval, bootstrap_mean
 from eval.table import interval, markdown_table
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest

@@ -18,7 +18,7 @@ import typer
 
 from agent.deliveries import AFTER_GRPO
 from agent.records import read_episodes
-from eval.metrics import results
+from eval.metrics import budgets_of, results
 from eval.table import print_results, to_markdown
 from runtime.store import to_json, write_atomically
 
@@ -28,6 +28,7 @@ def main(out: Annotated[Path, typer.Option()], rest: list[str]) -> None:
     seeds, overrides = [int(x) for x in rest if "=" not in x], [x for x in rest if "=" in x]
     pooled: dict[str, list] = {}
     by_seed: dict[str, dict[int, float]] = {}
+    budgets: dict[str, list[int]] = {}
     for seed in seeds:
         run = out / str(seed)
         if not (run / "results.json").exists():
@@ -40,7 +41,9 @@ def main(out: Annotated[Path, typer.Option()], rest: list[str]) -> None:
                 pooled.setdefault(name, []).append(episode)
         for name, row in json.loads((run / "results.json").read_text())["results"].items():
             by_seed.setdefault(name, {})[seed] = row["success"]["mean"]
-    summary = results(pooled, {"environment": "household", "split": "test", "seed": seeds, "success_by_seed": by_seed})
+            budgets[name] = budgets_of([row])
+    meta = {"environment": "household", "split": "test", "seed": seeds, "success_by_seed": by_seed}
+    summary = results(pooled, meta, budgets=budgets)
     write_atomically(out / "results.json", to_json(summary, indent=1))
     print_results(summary)
     print(to_markdown(summary))

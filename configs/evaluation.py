@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -26,8 +26,15 @@ class EvalConfig(Settings):
     split: str | None = None  # default: test (household), valid_seen (alfworld)
     limit: int | None = None
     max_steps: int = Field(default=15, ge=1)
+    # Success is told within each of these numbers of steps as well; one above `max_steps` stands for `max_steps`.
+    step_budgets: tuple[Annotated[int, Field(ge=1)], ...] = (15, 30, 50)
     concurrency: int = Field(default=64, ge=1)
     seed: int = 0
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Return the numbers of steps within which success is told, in order: `step_budgets` as far as is played."""
+        return tuple(sorted({min(budget, self.max_steps) for budget in self.step_budgets}))
 
     @field_validator("deliveries")
     @classmethod

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agent.records import Episode
+from agent.records import Episode, StepRecord
 from configs.load import read_yaml
 from configs.run_folder import CONFIG, flatten
 from eval.matrix import varying
-from eval.metrics import difference, grouped, groups_of, joined, ordered, split_name
+from eval.metrics import budgets_of, difference, grouped, groups_of, joined, ordered, split_name
 from eval.replays import REPLAYS, Replays, compared
 from eval.report import short, write_page
 from eval.runs import EpisodeSource, load_run
@@ -33,6 +33,7 @@ COMPARABLE: Mapping[str, str] = {
     "max_steps": "step limit",
 }
 PROVENANCE = ("memory_sha256", "executor_hash", "compiler_hash", "prompts", "git", "versions")  # may well differ
+_BARE = StepRecord(0, "", None, None, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,9 @@ class Run:
         """List a delivery's names in its results: several in a matrix, one for each group."""
         return [name for name in ordered(self.results["results"]) if split_name(name)[1] == delivery]
 
+    def budgets(self, name: str) -> list[int]:
+        return budgets_of([self.results["results"][name]])
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -70,7 +74,7 @@ def write_comparison(folders: Sequence[Path], out_path: Path | None = None, repl
         ValueError: fewer than two runs, one given twice, one without whole results, or damaged files.
     """
     runs = read_runs(folders)
-    played = {run.name: [replace(e, steps=[]) for e in run.source(False)] for run in runs}
+    played = {run.name: [bare(episode) for episode in run.source(False)] for run in runs}
     common = shared(played)
     page = {**_page(runs, differences(runs, common)), "warnings": warnings(runs, played, common)}
     heads = [replace(e, delivery=joined(name, e.delivery)) for name, of_run in common.items() for e in of_run]
@@ -128,6 +132,11 @@ def dotted(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {k: json.dumps(v) if isinstance(v, Mapping | list) else v for k, v in flatten(tree).items()}
 
 
+def bare(episode: Episode) -> Episode:
+    """Keep how an episode ended and after how many steps, not what happened in them: a run's texts fill the memory."""
+    return replace(episode, steps=[_BARE] * len(episode.steps))
+
+
 # What can be compared -------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +164,8 @@ def differences(runs: Sequence[Run], common: Mapping[str, Sequence[Episode]]) ->
             opposite = _opposite(name, first) or ""
             against = baseline.get(opposite, [])
             if {e.task_id for e in episodes} & {e.task_id for e in against}:
-                pairs.append(Pair(run.column(name), first.column(opposite), difference(episodes, against)))
+                both = [budget for budget in run.budgets(name) if budget in first.budgets(opposite)]
+                pairs.append(Pair(run.column(name), first.column(opposite), difference(episodes, against, both)))
     order = columns_of(runs)
     return sorted(pairs, key=lambda pair: order.index(pair.a))
 

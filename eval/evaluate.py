@@ -280,7 +280,7 @@ def _results(
         "config": config.model_dump(mode="json"),
     }
     pairs = [(name, base) for name in episodes if (base := baseline_of(config, cell, name))]
-    made = results(episodes, meta, pairs)
+    made = results(episodes, meta, pairs, dict.fromkeys(episodes, config.budgets))
     for name, summary in made["results"].items():
         summary |= {"delivery": name, "levels": levels}
     return made
@@ -340,7 +340,8 @@ def _pooled(
 ) -> dict[str, Any]:
     played = [(cell, name, joined(cell.group, name)) for cell in made for name in cell.config.deliveries]
     pairs = [(column, base) for cell, name, column in played if (base := baseline_of(config, cell, name))]
-    pooled = results(grouped(episodes, lambda episode: episode.delivery), meta, pairs)
+    budgets = {column: cell.config.budgets for cell, _, column in played}
+    pooled = results(grouped(episodes, lambda episode: episode.delivery), meta, pairs, budgets)
     for cell, name, column in played:
         levels = {axis: level for axis, level in cell.levels.items() if axis != SEED_AXIS}
         pooled["results"][column] |= {"delivery": name, "levels": levels}

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import NormalDist, fmean
+from dataclasses import asdict
+from fractions import Fraction
+from itertools import accumulate
+from math import inf
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,39 +21,17 @@ import numpy as np
 from agent.deliveries import DELIVERIES
 from agent.records import Episode, StepRecord
 from eval.errors import analyse
+from eval.intervals import Interval, PairedDifference, bootstrap_mean, paired, wilson
 from runtime.errors import StopReason, is_failure
 
 EMISSION_KINDS = ("EXPERIENCE", "BRIEF", "HYBRID", "NOACTION")
 GROUNDINGS = ("choice", "exact", "fuzzy", "failed")
 ROLES = ("compiler", "executor")
 CLOCKS = (*ROLES, "environment")
-HIGHER_IS_BETTER = {"success": True, "progress": True, "steps": False, "parse_error_rate": False,
-                    "grounding_failure_rate": False, "op_error_rate": False}  # fmt: skip
+HIGHER_IS_BETTER = {"success": True, "success_at": True, "progress": True, "steps": False, "steps_to_success": False,
+                    "cost_per_success": False, "parse_error_rate": False, "grounding_failure_rate": False,
+                    "op_error_rate": False}  # fmt: skip
 REQUIRED_META = ("environment", "split", "seed")
-
-LEVEL = 0.95
-RESAMPLES = 10_000
-_BLOCK_CELLS = 2**22  # the bootstrap draws in blocks of this many numbers (32 MiB), however many values there are
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A mean with the ends of its confidence interval, over `n` independent things."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-    stderr: float
-
-
-@dataclass(frozen=True, slots=True)
-class PairedDifference(Interval):
-    """Mean of a - b over `n` tasks that both played; `wins` and `losses` count the tasks where a or b did better."""
-
-    wins: int
-    losses: int
-
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -64,89 +45,22 @@ def grouped(values: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
     return dict(found)
 
 
-# intervals ------------------------------------------------------------------------------------------------------------
-
-
-def wilson(successes: int, n: int, level: float = LEVEL) -> Interval:
-    """Take the Wilson score interval of a proportion. Unlike mean +- z s.e. it stays in [0, 1] and is honest at 0 and n
-    of n.
-
-    Raises:
-        ValueError: n = 0, successes outside 0..n, or a level of 1 or more.
-    """
-    if n <= 0:
-        raise ValueError("an interval over zero episodes says nothing: check the split and `limit`")
-    if not 0 <= successes <= n:
-        raise ValueError(f"{successes} successes in {n} episodes")
-    z = NormalDist().inv_cdf(0.5 + level / 2)
-    p, shrink = successes / n, 1 + z * z / n
-    centre = (p + z * z / (2 * n)) / shrink
-    half = z / shrink * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
-    # At 0 and n of n one end is p itself; rounding must not push it past p.
-    low, high = max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
-    return Interval(p, low, high, n, (p * (1 - p) / n) ** 0.5)
-
-
-def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval:
-    """Take the mean with its percentile bootstrap interval, whatever the order of the values.
-
-    Raises:
-        ValueError: there are no values.
-    """
-    if not values:
-        raise ValueError("a bootstrap over zero values says nothing")
-    means = _resampled_means(values, seed)
-    low, high = np.quantile(means, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return Interval(fmean(values), float(low), float(high), len(values), float(means.std()))
-
-
-def paired_bootstrap_difference(a: Sequence[Episode], b: Sequence[Episode], seed: int = 0) -> PairedDifference:
-    """Take a - b in success, task by task, with a bootstrap over the tasks that both played.
-
-    Pairing takes out how hard each task is, so the interval is narrower than the two deliveries' own suggest.
-    Episodes of one task (several seeds) are averaged first: they are not independent of each other.
-
-    Raises:
-        ValueError: no task was played under both.
-    """
-    of_a, of_b = _success_by_task(a), _success_by_task(b)
-    tasks = sorted(of_a.keys() & of_b.keys())
-    if not tasks:
-        raise ValueError("no task was played under both deliveries: nothing to pair")
-    differences = [of_a[task] - of_b[task] for task in tasks]
-    wins, losses = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    return PairedDifference(**asdict(bootstrap_mean(differences, seed)), wins=wins, losses=losses)
-
-
-def _resampled_means(values: Sequence[float], seed: int) -> np.ndarray:
-    """Return [RESAMPLES] means of resamples with replacement: success, progress and their differences take few distinct
-    values, so how often each one occurs is drawn, instead of n indices."""
-    distinct, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
-    rng, block = np.random.default_rng(seed), max(1, _BLOCK_CELLS // len(distinct))
-    sizes = [min(block, RESAMPLES - start) for start in range(0, RESAMPLES, block)]
-    draws = [rng.multinomial(len(values), counts / counts.sum(), size=size) @ distinct for size in sizes]
-    return np.concatenate(draws) / len(values)
-
-
-def _success_by_task(episodes: Sequence[Episode]) -> dict[str, float]:
-    by_task = grouped(episodes, lambda episode: episode.task_id)
-    return {task: fmean(float(succeeded(episode)) for episode in of_task) for task, of_task in by_task.items()}
-
-
 # one delivery ---------------------------------------------------------------------------------------------------------
 
 
-def succeeded(episode: Episode) -> bool:
-    """Tell success as every table counts it: an episode that broke has none, whatever was recorded before it broke."""
-    return episode.success and not is_failure(episode.stop_reason)
+def succeeded(episode: Episode, within: float = inf) -> bool:
+    """Tell success, in at most so many steps, as every table counts it: an episode that broke has none, whatever was
+    recorded before it broke."""
+    return episode.success and not is_failure(episode.stop_reason) and len(episode.steps) <= within
 
 
-def summarise(episodes: Sequence[Episode]) -> dict[str, Any]:
+def summarise(episodes: Sequence[Episode], budgets: Sequence[int] = ()) -> dict[str, Any]:
     """Describe what a delivery did, ready for JSON; docs/results-format.md says each key.
 
-    Tokens are what a role read and wrote (prompt + generated). Rates and times per step are over all steps of all
-    episodes; shares are over the steps that have the thing at all (an emission, a grounded action).
-    `emission_mix` is {} and `parse_error_rate` None where no compiler spoke.
+    `budgets` are numbers of steps within which success is told as well, none above what the episodes were given. Tokens
+    are what a role read and wrote (prompt + generated). Rates and times per step are over all steps of all episodes;
+    shares are over the steps that have the thing at all (an emission, a grounded action). `emission_mix` is {} and
+    `parse_error_rate` None where no compiler spoke.
 
     Raises:
         ValueError: there are no episodes.
@@ -157,8 +71,11 @@ def summarise(episodes: Sequence[Episode]) -> dict[str, Any]:
     emissions = [step for step in steps if step.emission_kind]
     listed = [step.grounding for step in steps if step.grounding not in ("", "free")]
     stops = Counter(episode.stop_reason for episode in episodes)
+    used = {clock: usage(steps, clock) for clock in CLOCKS}
     return {
-        **_success_and_progress(episodes),
+        **_reached(episodes, budgets),
+        "steps_to_success": _steps_to_success(episodes),
+        "cost_per_success": _cost_per_success(used, sum(map(succeeded, episodes))),
         "executor_tokens_per_step": _tokens_per_step(steps, "executor"),
         "compiler_tokens_per_step": _tokens_per_step(steps, "compiler"),
         "emission_mix": _shares((step.emission_kind for step in emissions), EMISSION_KINDS),
@@ -170,17 +87,17 @@ def summarise(episodes: Sequence[Episode]) -> dict[str, Any]:
         # of the actions where the environment lists its commands
         "grounding_failure_rate": listed.count("failed") / len(listed) if listed else None,
         "seconds_per_step": {clock: _mean([s.seconds.get(clock, 0.0) for s in steps]) for clock in CLOCKS},
-        "usage": {clock: usage(steps, clock) for clock in CLOCKS},
+        "usage": used,
         "steps": fmean(len(episode.steps) for episode in episodes),
         "planner_steps": fmean(sum(bool(step.grounding) for step in episode.steps) for episode in episodes),
         "environment_steps": fmean(sum("environment" in s.seconds for s in episode.steps) for episode in episodes),
         "errors": analyse(episodes),
         "stop_reasons": {str(reason): stops[reason] for reason in StopReason if stops[reason]},
         "by_family": {
-            family: _success_and_progress(members) for family, members in _groups(episodes, lambda e: e.family).items()
+            family: _reached(members, budgets) for family, members in _groups(episodes, lambda e: e.family).items()
         },
         "by_kind": {
-            kind: {"success": _success(members)} for kind, members in _groups(episodes, lambda e: e.kind).items()
+            kind: _successes(members, budgets) for kind, members in _groups(episodes, lambda e: e.kind).items()
         },
     }
 
@@ -201,13 +118,45 @@ def usage(steps: Sequence[StepRecord], role: str) -> dict[str, Any]:
     return {**tokens, "tokens_cached": sum(cached) if cached else None, **taken}
 
 
-def _success(episodes: Sequence[Episode]) -> dict[str, Any]:
-    return asdict(wilson(sum(map(succeeded, episodes)), len(episodes)))
+def success_curve(summary: Mapping[str, Any]) -> list[Interval]:
+    """Give the success within 0, 1, 2, ... steps, to the largest budget or the longest success."""
+    solved: Mapping[str, int] = (summary["steps_to_success"] or {}).get("counts", {})
+    last = max(map(int, (*solved, *summary["success_at"])), default=0)
+    return [wilson(k, summary["success"]["n"]) for k in accumulate(solved.get(str(t), 0) for t in range(last + 1))]
 
 
-def _success_and_progress(episodes: Sequence[Episode]) -> dict[str, Any]:
+def _successes(episodes: Sequence[Episode], budgets: Sequence[int]) -> dict[str, Any]:
+    def rate(within: float) -> dict[str, Any]:
+        return asdict(wilson(sum(succeeded(episode, within) for episode in episodes), len(episodes)))
+
+    return {"success": rate(inf), "success_at": {str(budget): rate(budget) for budget in budgets}}
+
+
+def _reached(episodes: Sequence[Episode], budgets: Sequence[int]) -> dict[str, Any]:
     progress = bootstrap_mean([episode.progress for episode in episodes])
-    return {"success": _success(episodes), "progress": asdict(progress)}
+    return {**_successes(episodes, budgets), "progress": asdict(progress)}
+
+
+def _steps_to_success(episodes: Sequence[Episode]) -> dict[str, Any] | None:
+    """Say how many steps successes took; `counts`, how many took so many."""
+    taken = sorted(len(episode.steps) for episode in episodes if succeeded(episode))
+    if not taken:
+        return None
+    counts = {str(steps): n for steps, n in Counter(taken).items()}
+    return {**asdict(bootstrap_mean(taken)), "median": float(median(taken)), "counts": counts}
+
+
+def _cost_per_success(used: Mapping[str, Mapping[str, Any]], successes: int) -> dict[str, dict[str, float]] | None:
+    """Divide what both roles took in all episodes, failed ones too, by the number of successes."""
+    if not successes:
+        return None
+    return {
+        role: {
+            "tokens": (used[role]["tokens_in"] + used[role]["tokens_out"]) / successes,
+            "seconds": used[role]["seconds"] / successes,
+        }
+        for role in ROLES
+    }
 
 
 def _tokens_per_step(steps: Sequence[StepRecord], role: str) -> float:
@@ -233,14 +182,16 @@ def _groups(episodes: Sequence[Episode], label: Callable[[Episode], str]) -> dic
 
 
 def results(
-    per_delivery: Mapping[str, Sequence[Episode]], meta: Mapping[str, Any], pairs: Iterable[tuple[str, str]] = ()
-) -> dict[str, Any]:
+    per_delivery: Mapping[str, Sequence[Episode]], meta: Mapping[str, Any], pairs: Iterable[tuple[str, str]] = (),
+    budgets: Mapping[str, Sequence[int]] = {},
+) -> dict[str, Any]:  # fmt: skip
     """Make the content of `results.json`: a summary per delivery, the run's meta data, and the paired differences.
 
     Args:
         per_delivery: episodes by delivery name; in a matrix, `group/delivery`.
         meta: at least "environment", "split" and "seed"; anything else that is JSON goes in beside them.
         pairs: what is compared beyond what the deliveries' `compared_with` says.
+        budgets: numbers of steps by delivery name; see `summarise`.
 
     Raises:
         ValueError: no delivery, one without episodes, or incomplete or clashing meta data.
@@ -253,11 +204,12 @@ def results(
         raise ValueError(f"results need to say their {', '.join(missing)}")
     if clash := {"results", "paired_difference"} & meta.keys():
         raise ValueError(f"meta data cannot be called {', '.join(sorted(clash))}")
+    asked = {name: budgets.get(name, ()) for name in per_delivery}
     return {
-        "results": {name: summarise(per_delivery[name]) for name in ordered(per_delivery)},
+        "results": {name: summarise(per_delivery[name], asked[name]) for name in ordered(per_delivery)},
         **meta,
         "paired_difference": {
-            f"{a} - {b}": difference(per_delivery[a], per_delivery[b])
+            f"{a} - {b}": difference(per_delivery[a], per_delivery[b], [t for t in asked[a] if t in asked[b]])
             for a, b in dict.fromkeys((*_usual_pairs(per_delivery), *pairs))
             if a in per_delivery and b in per_delivery and _share_tasks(per_delivery[a], per_delivery[b])
         },
@@ -311,12 +263,39 @@ def _usual_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(joined(group, a), joined(group, b)) for group in groups for a, b in within]
 
 
-def difference(a: Sequence[Episode], b: Sequence[Episode]) -> dict[str, Any]:
-    """Pair all tasks, and those within each family: where soft tokens matter is a question about a family."""
+def budgets_of(summaries: Iterable[Mapping[str, Any]]) -> list[int]:
+    """List the budgets that any summary tells success at; results of before there were any have none."""
+    return sorted({int(budget) for summary in summaries for budget in summary.get("success_at", ())})
+
+
+def difference(a: Sequence[Episode], b: Sequence[Episode], budgets: Sequence[int] = ()) -> dict[str, Any]:
+    """Pair all tasks, at the end and `at` each budget, and those within each family: where soft tokens matter is a
+    question about a family."""
     of_a, of_b = _groups(a, lambda e: e.family), _groups(b, lambda e: e.family)
     shared = [family for family in of_a if family in of_b and _share_tasks(of_a[family], of_b[family])]
-    within = {family: asdict(paired_bootstrap_difference(of_a[family], of_b[family])) for family in shared}
-    return {**asdict(paired_bootstrap_difference(a, b)), "by_family": within}
+    return {
+        **asdict(paired_difference(a, b)),
+        "at": {str(budget): asdict(paired_difference(a, b, budget)) for budget in budgets},
+        "by_family": {family: asdict(paired_difference(of_a[family], of_b[family])) for family in shared},
+    }
+
+
+def paired_difference(
+    a: Sequence[Episode], b: Sequence[Episode], within: float = inf, seed: int = 0
+) -> PairedDifference:  # fmt: skip
+    """Take a - b in success within so many steps, over the tasks that both played.
+
+    Episodes of one task (several seeds) are averaged first: they are not independent of each other.
+
+    Raises:
+        ValueError: no task was played under both.
+    """
+    return paired(_success_by_task(a, within), _success_by_task(b, within), seed)
+
+
+def _success_by_task(episodes: Sequence[Episode], within: float) -> dict[str, Fraction]:
+    by_task = grouped(episodes, lambda episode: episode.task_id)
+    return {task: Fraction(sum(succeeded(e, within) for e in mine), len(mine)) for task, mine in by_task.items()}
 
 
 def _share_tasks(a: Sequence[Episode], b: Sequence[Episode]) -> bool:

@@ -96,7 +96,7 @@ def _before_and_after(
         episodes[stage] = list(read_episodes(folder / EPISODES))
     results = made["sft"]
     if before := [episode for episode in episodes["sft"] if episode.delivery == "compiled"]:
-        change = difference(episodes["grpo"], before)
+        change = difference(episodes["grpo"], before, config.budgets)
         results["paired_difference"][f"{AFTER_GRPO} - compiled"] = change
         console.print(f"  GRPO changed the success of text + soft by {points(change)}")
     results["results"][AFTER_GRPO] = made["grpo"]["results"]["compiled"]

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from agent.deliveries import recorded_step
 from agent.records import Episode, delivered, executor_request
-from eval.metrics import bootstrap_mean, display_name, grouped
+from eval.intervals import bootstrap_mean
+from eval.metrics import display_name, grouped
 from eval.plots import ACCENT, CONTROL, INK, figure_of, quiet, save_figure, titled
 from executor.hf import FrozenExecutor
 from lm.prompt import Prompt

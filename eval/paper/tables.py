@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from eval.metrics import ROLES, display_name, grouped, split_name, usage, wilson
+from eval.intervals import wilson
+from eval.metrics import ROLES, display_name, grouped, split_name, usage
 from eval.paper.specs import ALFWORLD, EFFICIENCY, SPECS, Column, Spec
 from eval.runs import episode_files, episodes_of, read_results
 

@@ -11,7 +11,8 @@ from PIL import Image
 from rich.console import Console
 
 from agent.records import Episode, StepRecord, episode_from_json, read_episodes
-from eval.metrics import bootstrap_mean, ordered, paired_bootstrap_difference, results, summarise, wilson
+from eval.intervals import bootstrap_mean, wilson
+from eval.metrics import ordered, paired_difference, results, summarise
 from eval.runs import episodes_of
 from eval.table import print_results, to_markdown
 from runtime.errors import StopReason
@@ -100,29 +101,29 @@ def test_bootstrap_depends_on_the_seed_only() -> None:
 
 def test_paired_difference_known_case() -> None:
     # Differences +1, +1, 0, 0: mean 0.5; all four resampled values equal with probability 1/16 > 2.5 % at either end.
-    pair = paired_bootstrap_difference(played("1110"), played("0010"), seed=0)
+    pair = paired_difference(played("1110"), played("0010"), seed=0)
     assert (pair.mean, pair.low, pair.high) == (0.5, 0.0, 1.0)
     assert (pair.n, pair.wins, pair.losses) == (4, 2, 0)
 
 
 def test_paired_difference_pairs_by_task_and_not_by_position() -> None:
     a = played("10")
-    assert paired_bootstrap_difference(a, a[::-1]).wins == 0
-    only_shared = paired_bootstrap_difference(played("111"), played("0"))
+    assert paired_difference(a, a[::-1]).wins == 0
+    only_shared = paired_difference(played("111"), played("0"))
     assert (only_shared.n, only_shared.mean) == (1, 1.0)
 
 
 def test_paired_difference_averages_the_seeds_of_a_task() -> None:
     a = [episode("t0", success=True), episode("t0", success=False, seed=1)]
-    pair = paired_bootstrap_difference(a, played("0"))
+    pair = paired_difference(a, played("0"))
     assert (pair.mean, pair.n) == (0.5, 1)
 
 
 def test_paired_difference_is_deterministic_and_refuses_strangers() -> None:
     a, b = played("110100111"), played("010110001")
-    assert paired_bootstrap_difference(a, b, seed=5) == paired_bootstrap_difference(a, b, seed=5)
+    assert paired_difference(a, b, seed=5) == paired_difference(a, b, seed=5)
     with pytest.raises(ValueError, match="nothing to pair"):
-        paired_bootstrap_difference(a, [episode("elsewhere")])
+        paired_difference(a, [episode("elsewhere")])
 
 
 # One delivery

@@ -12,8 +12,9 @@ import pytest
 from agent.records import Episode, StepRecord
 from configs.evaluation import EvalConfig
 from configs.load import CONFIGS, load_config
+from eval.intervals import bootstrap_mean, wilson
 from eval.matrix import cells, joined
-from eval.metrics import bootstrap_mean, summarise, wilson
+from eval.metrics import summarise
 from eval.paper.render import table_plot, to_markdown
 from eval.paper.specs import SPECS
 from eval.paper.tables import MEASURED, NOT_MEASURED, PAPER, TABLES, Table, paper_numbers, paper_table
