@@ -22,6 +22,7 @@ from eval.metrics import budgets_of, difference, grouped, groups_of, joined, ord
 from eval.replays import REPLAYS, Replays, compared
 from eval.report import short, write_page
 from eval.runs import EpisodeSource, load_run
+from eval.table import counted, telling_budgets
 
 # What must be the same for a difference to come from the runs and not from their tasks: key in results.json, in words.
 COMPARABLE: Mapping[str, str] = {
@@ -235,6 +236,9 @@ def _page(runs: Sequence[Run], pairs: Sequence[Pair]) -> dict[str, Any]:
         "by_delivery": grouped(columns, lambda column: split_name(column)[1]),
         "families": groups_of(summaries, "by_family"),
         "kinds": groups_of(summaries, "by_kind"),
+        "budgets": budgets_of(summaries.values()),
+        "telling": telling_budgets(summaries),
+        "counted": counted(summaries),
         "pairs": pairs,
         "main": main,
         "compared": (main[0].a, main[0].b) if main else (columns[0], columns[0]),

@@ -1,4 +1,4 @@
-"""Two figures: success by delivery with intervals, and the training losses. Drawn off screen, written as PNG."""
+"""Figures: success by delivery, success against steps, and the training losses. Drawn off screen, written as PNG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eval.metrics import display_name, groups_of, is_control, ordered, split_name
+from eval.metrics import display_name, grouped, groups_of, is_control, ordered, split_name, success_curve
+from eval.table import counted
 
 LOSSES: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order of the paper's equation
     "loss": "total loss",
@@ -33,6 +34,8 @@ UPDATES: Mapping[str, str] = {  # the same for the reinforcement learning stage
     "mismatch_kl": "engine against trainer, KL",
 }
 INK, MUTED, GRID, ACCENT, CONTROL = "#1f2933", "#6b7785", "#e3e7eb", "#2f6f8f", "#9aa5b1"
+CURVES = ("#6b7785", "#b3362b", "#c08a1e", "#2f77b5", "#7a55b0", "#1b7a4b")  # told apart by their markers, too
+MARKERS = "osD^vPX*h"
 DPI = 160
 LABEL_CHARACTERS = 36
 
@@ -52,6 +55,50 @@ def deliveries_plot(results: Mapping[str, Any], path: Path) -> Path:
     panels[0].set_yticks(heights, [_plain(display_name(delivery)) for delivery in deliveries], fontsize=9)
     panels[0].set_ylim(max(heights) + 0.7, min(heights) - 0.7)
     return save_figure(figure, path, "success, % of episodes (bar: 95 % interval)")
+
+
+def results_plots(results: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draw what results hold: success by delivery and, but for results of before it was counted, against steps."""
+    plots = [deliveries_plot(results, folder / "deliveries.png")]
+    if counted(results["results"]):
+        plots.append(steps_plot(results, folder / "steps.png"))
+    return plots
+
+
+def steps_plot(results: Mapping[str, Any], path: Path) -> Path:
+    """Draw the success within 1, 2, ... steps with its 95 % interval, a curve per delivery (controls dashed), marked at
+    the budgets; of a matrix a panel per group."""
+    groups = grouped(ordered(results["results"]), lambda name: split_name(name)[0])
+    deliveries = ordered({split_name(name)[1] for name in results["results"]})
+    columns = min(2, len(groups))
+    rows = -(-len(groups) // columns)
+    figure, panels = figure_of((2.6 + 4.4 * columns, 0.6 + 3.2 * rows), rows, columns, sharey=True)
+    for panel, (group, names) in zip(panels, groups.items(), strict=False):
+        for name in names:
+            _success_against_steps(panel, name, deliveries.index(split_name(name)[1]), results["results"][name])
+        titled(panel, _plain(group))
+        panel.set_ylim(-2, 102)
+        quiet(panel, grid="y")
+    for panel in panels[len(groups) :]:
+        panel.set_axis_off()
+    lines = {line.get_label(): line for panel in panels for line in panel.get_lines()}
+    shown = [lines[label] for name in deliveries if (label := _plain(display_name(name))) in lines]
+    figure.legend(handles=shown, loc="outside right upper", fontsize=8, frameon=False)
+    return save_figure(figure, path, "steps (% of episodes solved within them; band: 95 % interval)")
+
+
+def _success_against_steps(panel: Axes, name: str, number: int, summary: Mapping[str, Any]) -> None:
+    if "steps_to_success" not in summary:
+        return
+    curve, control = success_curve(summary), is_control(name)
+    mean, low, high = ([100 * getattr(point, end) for point in curve] for end in ("mean", "low", "high"))
+    steps, color = range(len(curve)), CURVES[number % len(CURVES)]
+    panel.fill_between(steps, low, high, color=color, alpha=0.06 if control else 0.16, linewidth=0)
+    panel.plot(
+        steps, mean, color=color, linewidth=1.0 if control else 1.8, linestyle="--" if control else "-",
+        marker=MARKERS[number % len(MARKERS)], markersize=5, markevery=[int(t) for t in summary["success_at"]],
+        label=_plain(display_name(split_name(name)[1])),
+    )  # fmt: skip
 
 
 def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:

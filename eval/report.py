@@ -25,15 +25,15 @@ from PIL import Image
 from agent.records import Episode
 from eval import table
 from eval.errors import KINDS as ERROR_KINDS
-from eval.metrics import EMISSION_KINDS, compared_pairs, display_name, groups_of, is_control, ordered
-from eval.plots import DPI, deliveries_plot, family_title, read_metrics, training_plot
+from eval.metrics import EMISSION_KINDS, budgets_of, compared_pairs, display_name, groups_of, is_control, ordered
+from eval.plots import DPI, family_title, read_metrics, results_plots, training_plot
 from eval.replays import MAX_BYTES, REPLAYS, Replays, compared, episode_view, load_chosen, named, select, utf8
 from eval.runs import EpisodeSource, load_run
 
 SHORT_HASH = 12  # characters of a hash that a reader compares
 SCREEN_DPI = 96
 SIDE_BY_SIDE = ("none", "static", "compiled")  # what a reader sees first
-CAPTIONS = {"deliveries": "Success by delivery", "training": "Training losses"}
+CAPTIONS = {"deliveries": "Success by delivery", "steps": "Success against steps", "training": "Training losses"}
 _TEMPLATES = Path(__file__).parent / "templates"
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -55,7 +55,7 @@ def write_run_report(run_dir: Path, out_path: Path | None = None, replays: Repla
         ValueError: there are no whole results yet, `episodes.jsonl` is damaged, or a task was not played.
     """
     results, source = load_run(run_dir)
-    plots = [deliveries_plot(results, run_dir / "plots" / "deliveries.png")]
+    plots = results_plots(results, run_dir / "plots")
     metrics_path = run_dir / "metrics.jsonl"
     if metrics_path.exists() and read_metrics(metrics_path):
         plots.append(training_plot(metrics_path, run_dir / "plots" / "training.png"))
@@ -119,6 +119,9 @@ def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
         "shown": sorted(deliveries, key=lambda name: name not in SIDE_BY_SIDE)[: len(SIDE_BY_SIDE)],
         "families": groups_of(results["results"], "by_family"),
         "kinds": groups_of(results["results"], "by_kind"),
+        "budgets": budgets_of(results["results"].values()),
+        "telling": table.telling_budgets(results["results"]),
+        "counted": table.counted(results["results"]),
         "facts": {k: short(v) for k, v in meta.items() if isinstance(v, str | int | float) and k != "complete"},
         "meta": json.dumps(meta, indent=2, ensure_ascii=False, default=str),
         "pairs": [{"a": a, "b": b, "all": pair} for a, b, pair in compared_pairs(results)],
@@ -159,7 +162,10 @@ def _environment() -> Environment:
     )  # fmt: skip
     environment.globals.update(
         display_name=display_name, family_title=family_title, is_control=is_control,
-        broken_episodes=table.broken_episodes, emission_kinds=EMISSION_KINDS, error_kinds=ERROR_KINDS,
+        broken_episodes=table.broken_episodes, p_value=table.p_value, emission_kinds=EMISSION_KINDS,
+        error_kinds=ERROR_KINDS,
     )  # fmt: skip
-    environment.filters.update(percent=table.percent, milliseconds=table.milliseconds)
+    environment.filters.update(
+        percent=table.percent, milliseconds=table.milliseconds, two_digits=table.two_digits
+    )  # fmt: skip
     return environment

@@ -22,7 +22,7 @@ from envs.registry import compiler_told, executor_told
 from eval.evaluate import ModelCache, evaluate
 from eval.matrix import Cell
 from eval.metrics import difference
-from eval.plots import deliveries_plot, training_plot
+from eval.plots import results_plots, training_plot
 from eval.report import write_report
 from eval.runs import EPISODES
 from eval.table import points
@@ -64,7 +64,7 @@ def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwr
     results |= {"seconds": seconds, "peak_memory_gib": peak}
     run.write_json("results.json", results)
     plots = [
-        deliveries_plot(results, out / "plots" / "deliveries.png"),
+        *results_plots(results, out / "plots"),
         training_plot(out / "sft" / "metrics.jsonl", out / "plots" / "training.png"),
         training_plot(out / "grpo" / "metrics.jsonl", out / "plots" / "grpo.png"),
     ]

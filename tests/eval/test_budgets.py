@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Mapping
 from fractions import Fraction
 from math import comb
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
 
 from agent.records import Episode, StepRecord
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
+from eval.compare import write_comparison
 from eval.intervals import sign_flip_p, wilson
 from eval.metrics import budgets_of, difference, results, success_curve, summarise
+from eval.plots import results_plots
+from eval.report import write_report
+from eval.table import print_results, to_markdown
 from runtime.errors import StopReason
+from tests.eval.pages import Page
 
 META = {"environment": "household", "split": "test", "seed": 7}
 COST = {"tokens": {"compiler_in": 40, "compiler_out": 10, "executor_in": 18, "executor_out": 2},
@@ -167,3 +177,87 @@ def test_pairs_are_compared_at_the_budgets_that_both_have() -> None:
     made = results(per_delivery, META, budgets={"none": (4, 10), "compiled": (4, 6)})
     assert list(made["paired_difference"]["compiled - none"]["at"]) == ["4"]
     assert budgets_of(made["results"].values()) == [4, 6, 10]
+
+
+# where it is shown
+
+
+def example() -> tuple[dict[str, Any], list[Episode]]:
+    per_delivery = {"none": played("9 - 9 -", delivery="none"), "compiled": played("3 4 9 -")}
+    made = results(per_delivery, META, budgets=dict.fromkeys(per_delivery, (4, 10)))
+    return made, [episode for episodes in per_delivery.values() for episode in episodes]
+
+
+def of_before(made: Mapping[str, Any]) -> dict[str, Any]:
+    """The same results as they were before successes were counted by steps."""
+    new = ("success_at", "steps_to_success", "cost_per_success")
+    pairs = {name: {k: v for k, v in pair.items() if k not in ("p", "at")}
+             for name, pair in made["paired_difference"].items()}  # fmt: skip
+    summaries = {name: {k: v for k, v in of.items() if k not in new} for name, of in made["results"].items()}
+    return {**made, "results": summaries, "paired_difference": pairs}
+
+
+def printed(made: Mapping[str, Any]) -> str:
+    out = io.StringIO()
+    print_results(made, Console(file=out, width=300))
+    return out.getvalue()
+
+
+def words(page: Page) -> str:
+    return " ".join(page.text.split())
+
+
+def test_the_table_tells_budgets_that_say_more_than_success() -> None:
+    text = printed(example()[0])
+    heads = text.splitlines()[2].split()
+    assert heads.count("≤") == 1 and "4" in heads  # within 10 steps is what is solved in the end
+    line = next(line for line in text.splitlines() if "compiled, text + soft  " in line)
+    # solved after 3, 4 and 9 steps, 26 with the failed one's: 26 * 50 / 3 and 26 * 20 / 3 tokens
+    assert "75.0 [30.1, 95.4]" in line and "50.0" in line and "5.3 [3.0, 9.0]" in line and "433/173" in line
+    assert "p = 1.000; ≤ 4 steps +50.0 [+0.0, +100.0], p = 0.500" in text
+    assert "| 433/173 |" in to_markdown(example()[0])
+
+
+def test_the_report_tells_each_budget_and_what_a_success_took(tmp_path: Path) -> None:
+    made, episodes = example()
+    page = Page(write_report(made, episodes, tmp_path / "report.html").read_text(encoding="utf-8"))
+    text = words(page)
+    assert "within 4 steps, %within 10 steps, % steps to success" in text
+    # 2 of 4 and 3 of 4; 4 and 9 steps: the median is 4
+    row = "compiled, text + soft 50.0 [15.0, 85.0] 75.0 [30.1, 95.4] 5.3 [3.0, 9.0] median 4, n 3 433 · 173 4.3 · 2.2"
+    assert row in text
+    assert "+25.0 [+0.0, +75.0] p = 1.000 +50.0 [+0.0, +100.0] p = 0.500" in text
+
+
+def test_curves_are_drawn_for_a_run_and_for_a_matrix(tmp_path: Path) -> None:
+    made, _ = example()
+    whole = {"results": {f"k={k}/{name}": of for k in (1, 2, 4) for name, of in made["results"].items()}}
+    for name, of in (("run", made), ("matrix", whole)):
+        [_, steps] = results_plots(of, tmp_path / name)
+        assert Image.open(steps).format == "PNG"
+
+
+def test_results_of_before_are_shown_without(tmp_path: Path) -> None:
+    made, episodes = example()
+    old = of_before(made)
+    assert "≤" not in printed(old) and "success\n" not in to_markdown(old) and "p =" not in printed(old)
+    page = Page(write_report(old, episodes, tmp_path / "old.html").read_text(encoding="utf-8"))
+    assert "price" not in page.text and "75.0" in page.text
+    assert [path.name for path in results_plots(old, tmp_path)] == ["deliveries.png"]
+
+
+def test_runs_are_compared_at_the_budgets_that_both_have(tmp_path: Path) -> None:
+    made, episodes = example()
+    for name, of in (("first", made), ("second", made), ("old", of_before(made))):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "results.json").write_text(json.dumps({**of, "config": {"name": name}}), encoding="utf-8")
+        lines = [json.dumps(episode.to_json()) for episode in episodes]
+        (folder / "episodes.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    page = Page(write_comparison([tmp_path / name for name in ("first", "second", "old")]).read_text(encoding="utf-8"))
+    data = json.loads(page.inside["script"][0])
+    assert data["second/compiled"]["at"].keys() == {"4", "10"} and data["old/compiled"]["at"] == {}
+    assert data["second/compiled"]["at"]["4"]["n"] == 4 and data["second/compiled"]["p"] == 1.0
+    text = words(page)
+    assert "second/compiled, text + soft 50.0 [15.0, 85.0] 75.0 [30.1, 95.4] 5.3 [3.0, 9.0]" in text
+    assert "old/compiled, text + soft – – – – –" in text

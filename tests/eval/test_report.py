@@ -13,7 +13,7 @@ from PIL import Image
 
 from agent.records import Episode
 from eval.metrics import results
-from eval.plots import deliveries_plot, read_metrics, training_plot
+from eval.plots import deliveries_plot, read_metrics, results_plots, training_plot
 from eval.replays import diff_state, outcome, select
 from eval.report import write_report, write_run_report
 from runtime.errors import StopReason
@@ -61,8 +61,8 @@ def test_a_run_folder_becomes_a_report(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n', encoding="utf-8")
     page = Page(write_run_report(tmp_path).read_text(encoding="utf-8"))
     assert page.text.count("goal of t") == 4
-    assert {"Success by delivery", "Training losses"} <= set(page.attributes("alt"))
-    assert sum(tag == "img" for tag, _ in page.tags) == 2 + 2 * 4 * 2  # figures, and every step's picture
+    assert {"Success by delivery", "Success against steps", "Training losses"} <= set(page.attributes("alt"))
+    assert sum(tag == "img" for tag, _ in page.tags) == 3 + 2 * 4 * 2  # figures, and every step's picture
 
 
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
@@ -219,9 +219,10 @@ def test_deliveries_without_a_compiler_show_no_state(tmp_path: Path) -> None:
 
 def test_figures_are_png_and_reproducible(tmp_path: Path) -> None:
     run_results = results(make_run(), META)
-    first, second = (deliveries_plot(run_results, tmp_path / name / "deliveries.png") for name in "ab")
-    assert first.read_bytes() == second.read_bytes()
-    assert Image.open(first).format == "PNG"
+    first, second = (results_plots(run_results, tmp_path / name) for name in "ab")
+    assert [path.name for path in first] == ["deliveries.png", "steps.png"]
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    assert all(Image.open(path).format == "PNG" for path in first)
 
 
 def test_training_plot_of_updates(tmp_path: Path) -> None:
