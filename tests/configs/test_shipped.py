@@ -33,6 +33,15 @@ def test_what_executors_read_is_the_papers_but_for_models_that_were_made_otherwi
                 assert stage.executor.reading == (everything if small else paper), name
 
 
+def test_real_games_are_played_under_every_delivery_and_its_controls_within_15_30_and_50_steps():
+    real = load_config(EvalConfig, "eval/alfworld")
+    assert (real.env.name, real.split, real.max_steps, real.budgets) == ("alfworld", "valid_seen", 50, (15, 30, 50))
+    controls = ("compiled_no_memory", "expert_compiler", "expert_random_entry", "compiled_shuffled_soft")
+    assert real.deliveries == ("none", "static", "static_top1", "compiled_text", "compiled", *controls)
+    papers = load_config(EvalConfig, "eval/table5-efficiency")
+    assert (papers.split, papers.deliveries) == ("valid_unseen", ("static", "compiled"))
+
+
 def test_paper_defaults():
     """Table 7."""
     sft = SftConfig()
