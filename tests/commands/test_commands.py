@@ -56,7 +56,9 @@ def test_quickstart_writes_results_report_and_plots(quickstart):
     assert set(results["seconds"]) == {"collect", "sft", "grpo", "eval", "total"}
     page = (quickstart / "report.html").read_text()
     assert "<html" in page and not re.search(r'(?:src|href)="https?://', page)
-    assert (quickstart / "plots" / "deliveries.png").stat().st_size > 5_000
+    assert all((quickstart / "plots" / f"{name}.png").stat().st_size > 5_000 for name in ("deliveries", "steps"))
+    [budget] = results["results"]["compiled"]["success_at"]
+    assert results["paired_difference"]["compiled_grpo - compiled"]["at"][budget]["n"] > 0
     for run in (quickstart / "sft", quickstart / "eval"):
         assert (run / "config.resolved.yaml").exists() and (run / "environment.json").exists()
 

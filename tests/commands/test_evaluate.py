@@ -122,6 +122,8 @@ def test_the_result_says_what_it_depends_on(tmp_path):
     assert set(results["paired_difference"]) == {
         f"{name} - none" for name in ("static", "static_top1", "disclosure", "expert_compiler")
     }
+    assert results["paired_difference"]["static - none"]["at"].keys() == none["success_at"].keys() == {"3"}
+    assert none["success_at"]["3"] == none["success"]
     assert none["errors"]["failed"] == 4 - round(4 * none["success"]["mean"])
     page = (tmp_path / "run" / "report.html").read_text()
     assert "How episodes failed" in page and "never found" in page
@@ -137,10 +139,11 @@ def test_a_matrix_loads_its_executor_once_and_resumes_by_cells(tmp_path, monkeyp
     assert set(results["results"]) == {f"memory={k}/{name}" for k in ("one", "four") for name in ("none", "static")}
     for summary in results["results"].values():
         assert summary["success"]["n"] == 6 and set(summary["success_by_seed"]) == {"0", "1"}
+        assert summary["success_at"] == {"3": summary["success"]}
     assert results["results"]["memory=four/static"]["levels"] == {"memory": "four"}
     against = {f"{name} - memory=one/none" for name in results["results"] if name != "memory=one/none"}
     assert against == set(results["paired_difference"])
-    assert all(pair["n"] == 6 for pair in results["paired_difference"].values())
+    assert all(pair["n"] == pair["at"]["3"]["n"] == 6 for pair in results["paired_difference"].values())
     assert set(results["cells"]) == {f"memory={k},seed={s}" for k in ("one", "four") for s in "01"}
     assert {row["cell"]["memory"] for row in lines(out)} == {"one", "four"}
     assert "memory=four" in (out / "report.html").read_text()
