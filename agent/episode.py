@@ -56,7 +56,7 @@ async def ask(env: Environment, call: Callable[..., T], *arguments: object) -> T
 
 
 class EpisodeExpert:
-    """The environment's expert, for teachers. They ask in the middle of a batch: a failure is kept for the episode that
+    """The environment's expert, for teachers. Some ask in the middle of a batch: a failure is kept for the episode that
     it belongs to, instead of failing the whole batch."""
 
     def __init__(self, env: Environment) -> None:
@@ -84,7 +84,7 @@ async def run_episode(
     EndpointStop, where no endpoint may be asked any more, for any episode."""
     episode, expert = _begin(spec, delivery, limits), EpisodeExpert(env)
     pasted = episode.memory_text if delivery.kind == "static" else ""
-    roles = _Roles(delivery, executor, expert, batcher, index)
+    roles = _Roles(delivery, executor, env, expert, batcher, index)
     try:
         state, history = BriefState(spec.goal), ()
         observed = await ask(env, env.reset, spec.task)
@@ -127,10 +127,13 @@ def _begin(spec: EpisodeSpec, delivery: Delivery, limits: Limits) -> Episode:
 
 @dataclass(frozen=True, slots=True)
 class _Roles:
-    """Compiler and executor as one episode asks them: in a batch with those of the others."""
+    """Compiler and executor as one episode asks them: in a batch with those of the others, or at once where the backend
+    wants no batch (`batched = False`). Those that ask the expert want none: it may plan for seconds in another process,
+    beside the experts of other episodes, and nobody has to wait until all have planned."""
 
     delivery: Delivery
     executor: Executor
+    env: Environment
     expert: EpisodeExpert
     batcher: StepBatcher
     index: int
@@ -140,25 +143,36 @@ class _Roles:
         if self.delivery.compiler is None:
             return step
         request = compile_request(step)
-        made = await self._ask("compiler", self.delivery.compiler.compile, request, record, CompilerFailure)
+        answer = self._answer(self.delivery.compiler, self.delivery.compiler.compile, request)
+        made, record.seconds["compiler"] = await self._guarded(answer, CompilerFailure)
         record.note_compilation(made)
         return replace(step, emission=made.emission, soft=made.soft if self.delivery.soft else None)
 
     async def act(self, step: StepInput, record: StepRecord) -> str:
         """Have the executor read goal, delivery, history and o_t, and decide on one action."""
         request = executor_request(step, self.executor)
-        made = await self._ask("executor", self.executor.act, request, record, ExecutorFailure)
+        answer = self._answer(self.executor, self.executor.act, request)
+        made, record.seconds["executor"] = await self._guarded(answer, ExecutorFailure)
         record.note_action(request, made)
         return made.action
 
-    async def _ask(
-        self, role: str, backend: Batch, request: object, record: StepRecord, failure: type[RuntimeError]
-    ) -> Any:
+    async def _answer(self, owner: object, backend: Batch, request: object) -> tuple[Any, float]:
+        """Return what the backend answers, and the seconds that this took (of a batch, its share)."""
+        if getattr(owner, "batched", True):
+            return await self.batcher.call(self.index, backend, request)
+        await asyncio.sleep(0)  # the loop turns between any two steps, so that Ctrl-C is heard
+        started = time.perf_counter()
+        [made] = await ask(self.env, backend, [request])
+        return made, time.perf_counter() - started
+
+    async def _guarded(self, answer: Awaitable[T], failure: type[RuntimeError]) -> T:
+        """Wait for an answer. Whatever goes wrong is the backend's failure, unless the expert's environment failed."""
         try:
-            made, record.seconds[role] = await self.batcher.call(self.index, backend, request)
+            made = await answer
         except EndpointStop:  # a spent budget, a wrong key: the run's end, not this episode's
             raise
         except Exception as error:
+            self.expert.check()
             raise failure(f"{type(error).__name__}: {error}") from error
         self.expert.check()
         return made

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 from agent.records import Episode
 from compiler.brief_state import MOST as MOST_SUBGOALS
@@ -68,6 +68,7 @@ class _Lead:
 class ExpertTeacher:
     """A `Compiler` that knows the expert's plan. `entry="random"` is the control that cites a wrong entry's place."""
 
+    batched: ClassVar[bool] = False  # the plan may take its environment seconds
     entry: Literal["right", "random"] = "right"
     seed: int = 0
     reader: TrajectoryReader = field(default_factory=TrajectoryReader)
@@ -281,6 +282,7 @@ class ExpertExecutor:
 
     Chance depends on seed, goal and history alone: an episode is the same whichever others are played beside it."""
 
+    batched: ClassVar[bool] = False
     noise: float = 0.0
     seed: int = 0
     accepts_soft: bool = False

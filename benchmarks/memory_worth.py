@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
+from typing import ClassVar
 
 from agent.deliveries import find
 from agent.episode import Limits, run_episodes
@@ -45,6 +46,7 @@ class Searcher:
     """Searches in random order for what the plan would find, and goes first where guidance says. Chance depends on
     seed, goal and history alone."""
 
+    batched: ClassVar[bool] = False
     seed: int
     accepts_soft: bool = False
     sees_images: bool = False

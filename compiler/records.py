@@ -99,6 +99,7 @@ def always(i: int) -> bool:
 
 
 class Compiler(Protocol):
-    """A backend: compiles a batch of states. Order of results is order of requests."""
+    """A backend: compiles a batch of states. Order of results is order of requests. With an attribute `batched = False`
+    the loop asks for one state at a time, and at once."""
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]: ...

@@ -77,7 +77,7 @@ EVERYTHING = Reads(state=True, soft_on="always")
 
 class Executor(Protocol):
     """A backend. `accepts_soft` is False where only text can be delivered (closed models); `sees_images` says whether
-    it is to be shown the current view, `reads` what of a compilation."""
+    it is to be shown the current view, `reads` what of a compilation. `batched` as in `compiler.records.Compiler`."""
 
     accepts_soft: bool
     sees_images: bool

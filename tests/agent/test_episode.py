@@ -1,14 +1,17 @@
 """The loop: order of events, named failures, deliveries, and batching that does not depend on timing."""
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
 
 from agent.deliveries import Delivery, ShuffledSoft, find, recorded_step
 from agent.episode import Limits, run_episodes
+from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import compile_request, episode_from_json, executor_request
 from data_gen.rows import rows_of
+from envs.base import EnvironmentFailure
 from runtime.errors import StopReason
 from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
 
@@ -120,6 +123,31 @@ def test_batches_depend_on_the_episodes_only():
     assert [e.task_id for e in episodes] == ["2", "4", "3", "1", "2"]
     assert recorder.batches == twin.batches and max(map(len, recorder.batches)) == 3
     assert [len(e.steps) for e in episodes] == [len(e.steps) for e in again] == [2, 4, 3, 1, 2]
+
+
+class Planner(CountingEnv):
+    """Plays in another process, and plans only while somebody else plans, too."""
+
+    in_process, both = False, threading.Barrier(2)
+
+    def expert(self):
+        self.both.wait(10)
+        return super().expert()
+
+
+def test_experts_in_other_processes_plan_side_by_side():
+    delivery = Delivery("teacher", "compiled", ExpertTeacher(), soft=False)
+    episodes = run_episodes(Planner, [spec(2), spec(2)], delivery, ExpertExecutor(), Limits(5), 2)
+    assert [episode.success for episode in episodes] == [True, True]
+
+
+def test_an_environment_that_fails_while_it_plans_is_named():
+    class Gone(CountingEnv):
+        def expert(self):
+            raise EnvironmentFailure("the planner is gone")
+
+    [episode] = run_episodes(Gone, [spec(2)], Delivery("expert", "none"), ExpertExecutor(), Limits(5))
+    assert (episode.stop_reason, episode.error) == (StopReason.ENVIRONMENT_FAILURE, "the planner is gone")
 
 
 def test_shuffled_soft_keeps_text_and_moves_soft():
