@@ -13,10 +13,11 @@ from pydantic import Field
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.scienceworld.prompts import COMPILING, INSTRUCTIONS
 from envs.scienceworld.simulator import Simulator, java_path, require_package
-from envs.scienceworld.trajectories import TELEPORT, ScienceWorldReader, is_move, rest_of_path, room_in
+from envs.scienceworld.trajectories import TELEPORT, ScienceWorldReader, is_move, rest_of_path, room_in, straighten
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports
 
 Admissible = Literal["none", "templates", "valid"]
+Answer = tuple[str, float, bool]  # of the simulator: text, score in [-1, 1], if the task is over
 
 FILE_SPLIT = "agentsquare"
 PER_KIND = 8  # episodes of a task type that fill a bank: a gold path takes seconds to plan, in genetics half a minute
@@ -33,6 +34,14 @@ PRESETS = {
 }
 
 
+@dataclass(frozen=True)
+class _Walk:
+    """A way from a task's start to success, and what the simulator answered on it; both empty where none is known."""
+
+    path: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+
+
 @dataclass
 class _Live:
     """The episode being played."""
@@ -43,7 +52,8 @@ class _Live:
     best: float = 0.0
     actions: list[str] = field(default_factory=list)
     rooms: list[str] = field(default_factory=list)  # where the agent was at the start and after each of the actions
-    gold: list[str] | None = None  # None: not asked for yet
+    walk: _Walk | None = None  # the expert's; None: not asked for yet
+    moved_on: bool = False  # the simulator's world is not where the episode is
 
     def score(self, text: str, score: float) -> float:
         """Return progress in [0, 1] after an answer of the simulator; it never falls."""
@@ -102,7 +112,7 @@ class ScienceWorldEnvironment:
         self._kinds = sorted(kinds) if kinds is not None else all_kinds()
         self._step_limit, self._admissible, self._timeout = step_limit, admissible, timeout
         self._listed: dict[str, list[Task]] = {}
-        self._golds: dict[tuple[str, str], list[str]] = {}  # by split and task
+        self._walks: dict[tuple[str, str], _Walk] = {}  # by split and task
         self._java: Simulator | None = None
         self._live: _Live | None = None
 
@@ -121,16 +131,16 @@ class ScienceWorldEnvironment:
         """Start the task's episode. The text is the room as first seen and what the agent carries."""
         self._live = None
         live = _Live(task, patterns(json.loads(task.data.get("subgoals", "[]"))))
-        simulator = self._load(live)
-        self._live, text = live, simulator.look()
+        text = self._load(task).look()
+        self._live = live
         live.rooms.append(room_in(text))
         return self._observe(text)
 
     def step(self, action: str) -> Transition:
         """Carry out one command. One that the simulator does not understand is answered so, in words."""
-        live, simulator = self._playing()
+        live = self._playing()
+        text, score, over = self._answer(live, action)
         live.actions.append(action)
-        text, score, over = simulator.step(action)
         live.rooms.append((is_move(action) and room_in(text)) or live.rooms[-1])
         progress = live.score(text, score)
         success = progress == 1.0
@@ -138,19 +148,19 @@ class ScienceWorldEnvironment:
         return Transition(self._observe(text), progress, success, over or len(live.actions) >= self._step_limit)
 
     def expert(self) -> list[str] | None:
-        """Return the rest of the simulator's gold path; None where it does not reach success, or something else was
-        done. Who has only looked and walked about is led on: by teleport to where the path goes on, if need be.
+        """Return what is left of the way that the simulator's gold path takes, without its detours; None where that
+        does not reach success, or something else was done. Who has only looked and walked about is led on: by teleport
+        to where the path goes on, if need be.
 
-        The path is planned, and walked to its end as a test, when first asked for; then the episode's commands are
-        played again. That takes a second, for the two genetics types a minute.
+        It is planned, and walked to its end as a test, when first asked for: a second, for the two genetics types ten.
         """
-        live, _ = self._playing()
-        if live.gold is None:
+        live = self._playing()
+        if live.walk is None:
             task = live.task.split, live.task.id
-            live.gold = self._golds[task] = self._golds[task] if task in self._golds else self._plan(live)
-        rest = rest_of_path(live.gold, live.actions, live.rooms)
+            live.walk = self._walks[task] = self._walks.get(task) or self._plan(live)
+        rest = rest_of_path(live.walk.path, live.actions, live.rooms)
         teleports = "teleportAction" in self._simplifications.split(",")
-        return rest if rest and (teleports or not rest[0].startswith(TELEPORT) or rest[0] in live.gold) else None
+        return rest if rest and (teleports or not rest[0].startswith(TELEPORT) or rest[0] in live.walk.path) else None
 
     def close(self) -> None:
         """End Java. A later reset starts it anew."""
@@ -170,18 +180,34 @@ class ScienceWorldEnvironment:
             self._java = Simulator(self._timeout)
         return self._java
 
-    def _playing(self) -> tuple[_Live, Simulator]:
+    def _playing(self) -> _Live:
         if self._live is None or self._java is None:
             raise EnvironmentFailure("no live episode: call reset(task) first")
-        return self._live, self._java
+        return self._live
 
-    def _load(self, live: _Live, gold: bool = False) -> Simulator:
-        """Build the world of the episode's task at its start, and play the episode's commands so far."""
-        kind, variation = live.task.data["task"], int(live.task.data["variation"])
-        simulator = self._simulator()
-        simulator.load(kind, variation, self._simplified(kind), gold)
-        for action in () if gold else live.actions:
+    def _answer(self, live: _Live, action: str) -> Answer:
+        """Return the simulator's answer to a command. On the expert's walk it has been given: the same commands bring
+        the same answers."""
+        t, walk = len(live.actions), live.walk
+        if walk and self._admissible == "none" and walk.path[: t + 1] == [*live.actions, action]:
+            live.moved_on = True
+            return walk.answers[t]
+        return self._caught_up(live).step(action)
+
+    def _caught_up(self, live: _Live) -> Simulator:
+        """Return the simulator with its world where the episode is."""
+        if not live.moved_on and self._java is not None:
+            return self._java
+        simulator = self._load(live.task)
+        for action in live.actions:
             simulator.step(action)
+        live.moved_on = False
+        return simulator
+
+    def _load(self, task: Task, gold: bool = False) -> Simulator:
+        """Build the world of a task at its start."""
+        simulator, kind = self._simulator(), task.data["task"]
+        simulator.load(kind, int(task.data["variation"]), self._simplified(kind), gold)
         return simulator
 
     def _simplified(self, kind: str) -> str:
@@ -190,17 +216,23 @@ class ScienceWorldEnvironment:
         names = self._simplifications.split(",")
         return ",".join(name for name in names if not (wired and name == "noElectricalAction"))
 
-    def _plan(self, live: _Live) -> list[str]:
-        """Find the gold path up to success, empty where it does not get there. The world is as it was after."""
-        simulator, walk = self._load(live, gold=True), _Live(live.task, live.subgoals)
-        path = simulator.gold()
-        for taken, action in enumerate(path, 1):
-            text, score, _ = simulator.step(action)
-            if walk.score(text, score) == 1.0:
-                path = path[:taken]
-                break
-        self._load(live)
-        return path if walk.best == 1.0 else []
+    def _plan(self, live: _Live) -> _Walk:
+        """Find a way to success. The gold path visits room after room for what it could go straight to; that is cut
+        short, unless the experiment needs the time."""
+        live.moved_on = True
+        gold = self._load(live.task, gold=True).gold()
+        return self._walked(live, straighten(gold, live.rooms[0])) or self._walked(live, gold) or _Walk()
+
+    def _walked(self, live: _Live, path: Sequence[str]) -> _Walk | None:
+        """Walk a path from the task's start up to success; None where it does not get there."""
+        simulator, alone, walk = self._load(live.task), _Live(live.task, live.subgoals), _Walk()
+        for action in path:
+            text, score, over = simulator.step(action)
+            walk.path.append(action)
+            walk.answers.append((text, score, over))
+            if alone.score(text, score) == 1.0:
+                return walk
+        return None
 
     def _list(self, split: str) -> list[Task]:
         if split == FILE_SPLIT:
@@ -213,13 +245,13 @@ class ScienceWorldEnvironment:
             goals = simulator.descriptions(kind, numbers)
             listed += [make_task(kind, i, goal, split) for i, goal in zip(numbers, goals, strict=True)]
         if self._live:
-            self._load(self._live)  # listing has torn down its world
+            self._live.moved_on = True  # listing has torn down its world
         return listed
 
     def _observe(self, text: str) -> Observation:
         if self._admissible == "none":
             return Observation(text)
-        _, simulator = self._playing()
+        simulator = self._caught_up(self._playing())
         commands = simulator.valid() if self._admissible == "valid" else simulator.templates()
         return Observation(text, admissible=tuple(sorted(set(commands))))
 

@@ -44,6 +44,26 @@ def destination(plan: Sequence[str]) -> tuple[int, str]:
     return moves, rooms[-1] if rooms else ""
 
 
+def straighten(path: Sequence[str], room: str) -> list[str]:
+    """Leave out of a path from `room` the walks that come back to a room with nothing done on the way, and the looks at
+    rooms that are only passed through."""
+    direct, walk = list[str](), list[tuple[str, str]]()  # the moves since the last step, each with the room before it
+    looks = list[str]()  # since the last move
+    for command in path:
+        if is_move(command):
+            walk.append((command, room))
+            looks.clear()
+            if m := _ARRIVE.fullmatch(command):
+                room = m["room"]
+                walk = walk[: next((i for i, (_, before) in enumerate(walk) if before == room), len(walk))]
+        elif is_harmless(command):
+            looks.append(command)
+        else:
+            direct += [*(move for move, _ in walk), *looks, command]
+            walk, looks = [], []
+    return [*direct, *(move for move, _ in walk), *looks]
+
+
 def rest_of_path(path: Sequence[str], actions: Sequence[str], rooms: Sequence[str]) -> list[str] | None:
     """Return what is left of a path after `actions`; None where they did something that is not on it.
 

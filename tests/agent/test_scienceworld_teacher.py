@@ -15,7 +15,7 @@ from compiler.records import CompileRequest
 from data_gen.experience import collect_experience
 from data_gen.rows import rows_of
 from data_gen.tasks import specs_for
-from envs.scienceworld.trajectories import ScienceWorldReader, destination, rest_of_path
+from envs.scienceworld.trajectories import ScienceWorldReader, destination, rest_of_path, straighten
 from envs.trajectories import Fact
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
@@ -40,6 +40,21 @@ def test_steps_rooms_and_milestones_are_read_off_a_path() -> None:
     assert READER.subgoals(BOIL, "boil water; focus on it", shown) == left  # of the pot, neither goal nor memory tells
     assert READER.searched((*BOIL[:3], "go to hallway", "look around")) == {"kitchen", "hallway"}
     assert READER.searched(BOIL) == frozenset()
+
+
+def test_a_path_is_straightened_where_nothing_is_done_on_the_way() -> None:
+    to = lambda room: (f"open door to {room}", f"go to {room}")
+    searched = (
+        *to("kitchen"), "look around", "open fridge", *to("bathroom"), "look around", *to("kitchen"), "look around",
+        *to("hallway"), "look around", *to("bedroom"), *to("hallway"), *to("workshop"), "look around", "pick up lead",
+        "wait1", *to("hallway"), *to("workshop"), "examine lead", *to("hallway"), "focus on lead",
+    )  # fmt: skip
+    assert straighten(searched, "hallway") == [
+        *to("kitchen"), "look around", "open fridge", *to("hallway"), *to("workshop"), "look around", "pick up lead",
+        "wait1", *to("hallway"), "focus on lead",
+    ]  # fmt: skip
+    assert straighten(BOIL, "hallway") == list(BOIL) and straighten((), "hallway") == []
+    assert straighten((*to("kitchen"), *to("hallway"), "look around"), "hallway") == ["look around"]
 
 
 @pytest.mark.parametrize(

@@ -141,17 +141,40 @@ def test_gold_paths_succeed(env: ScienceWorldEnvironment, kind: str) -> None:
 
 
 def test_two_processes_give_the_same_answers(env: ScienceWorldEnvironment) -> None:
-    """Thermometer readings, for one, depend on the order in which the simulator visits objects."""
-    env.reset(task_of("freeze", 1))
-    path = env.expert()
-    assert path
-    other = ScienceWorldEnvironment()
+    """Thermometer readings, for one, depend on the order in which the simulator visits objects. One follows the expert,
+    whose walk has been walked already, and leaves it; the other is never asked for an expert."""
+    task, other = task_of("freeze", 1), ScienceWorldEnvironment()
     try:
-        assert other.reset(task_of("freeze", 1)) == env.reset(task_of("freeze", 1))
-        for command in path:
+        assert other.reset(task) == env.reset(task)
+        path = env.expert()
+        assert path and len(path) > 16
+        for command in (*path[:12], "look around", *path[12:15], "inventory", *path[15:]):
             assert other.step(command) == env.step(command)
     finally:
         other.close()
+
+
+def test_who_follows_the_expert_costs_the_simulator_nothing(
+    env: ScienceWorldEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env.reset(task_of("find-plant", 4))
+    path = env.expert()
+    assert path
+    with monkeypatch.context() as patch:
+        patch.setattr(env._simulator(), "step", lambda action: pytest.fail(f"the simulator is asked for {action}"))
+        assert [env.step(command) for command in path][-1].success
+    env.step("look around")  # from where the path has led
+
+
+def test_the_expert_goes_straight(env: ScienceWorldEnvironment) -> None:
+    """Where the gold path looks for the lead in six rooms, in an order of its own, the expert knows the room."""
+    task = task_of("boil", 21)
+    env.reset(task)
+    path, gold = env.expert(), env._load(task, gold=True).gold()
+    assert path and len(path) < len(gold) - 20 and set(path) <= set(gold)
+    before = path[path.index("pick up lead") - 5 : path.index("pick up lead")]
+    assert before == ["open door to hallway", "go to hallway", "open door to workshop", "go to workshop", "look around"]
+    assert [env.step(command) for command in path][-1].success
 
 
 def test_answers_agree_with_the_packages_own_wrapper(
