@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from pydantic import Field
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
+from envs.scienceworld.agentsquare import VARIATIONS
 from envs.scienceworld.prompts import COMPILING, INSTRUCTIONS
 from envs.scienceworld.simulator import Simulator, java_path, require_package
 from envs.scienceworld.trajectories import TELEPORT, ScienceWorldReader, is_move, rest_of_path, room_in, straighten
@@ -19,7 +20,7 @@ from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, 
 Admissible = Literal["none", "templates", "valid"]
 Answer = tuple[str, float, bool]  # of the simulator: text, score in [-1, 1], if the task is over
 
-FILE_SPLIT = "agentsquare"
+FILE_SPLIT, LISTED_SPLIT = "agentsquare", "agentsquare_variations"
 PER_KIND = 8  # episodes of a task type that fill a bank: a gold path takes seconds to plan, in genetics half a minute
 OFFICIAL = ("train", "dev", "test")  # the simulator's own: 3,592, 1,796 and 1,819 variations
 
@@ -67,9 +68,10 @@ class ScienceWorldEnvironment:
     """30 kinds of school experiments in a house of ten places; one live episode, one Java process for all of them.
 
     Splits "train", "dev" and "test" are the simulator's own, scored by its score (0 to 100, here 0 to 1; -100 for a
-    fatal mistake, which ends the episode with the progress it had). Split "agentsquare" is `tasks_file`, scored as
+    fatal mistake, which ends the episode with the progress it had). Split "agentsquare_variations" is the 90 variations
+    that AgentSquare evaluates, with the simulator's goals and score. Split "agentsquare" is `tasks_file`, scored as
     AgentBoard and AgentSquare do: the share of subgoals whose expression an answer has matched, success when all have.
-    The simulator's own verdict neither ends such an episode nor counts, so figures compare with theirs: on 30 of their
+    There the simulator's own verdict neither ends an episode nor counts, so figures compare with theirs: on 30 of their
     tasks its gold paths always reach 100 and yet match all subgoals on 25 only.
 
     Args:
@@ -121,8 +123,8 @@ class ScienceWorldEnvironment:
 
         ValueError for no such split or a bad line of the task file, FileNotFoundError where that is not there.
         """
-        if split not in (*OFFICIAL, FILE_SPLIT):
-            raise ValueError(f"no split {split!r}: there are {', '.join((*OFFICIAL, FILE_SPLIT))}")
+        if split not in (*OFFICIAL, LISTED_SPLIT, FILE_SPLIT):
+            raise ValueError(f"no split {split!r}: there are {', '.join((*OFFICIAL, LISTED_SPLIT, FILE_SPLIT))}")
         if split not in self._listed:
             self._listed[split] = self._list(split)
         return list(self._listed[split])
@@ -237,11 +239,14 @@ class ScienceWorldEnvironment:
     def _list(self, split: str) -> list[Task]:
         if split == FILE_SPLIT:
             if self._tasks_file is None:
-                raise FileNotFoundError(f"the split {FILE_SPLIT!r} needs tasks_file: an AgentSquare test.jsonl")
+                raise FileNotFoundError(
+                    f"the split {FILE_SPLIT!r} needs tasks_file: an AgentSquare test.jsonl; {LISTED_SPLIT!r} has the "
+                    "same variations with the simulator's goals and score, and needs none"
+                )
             return [task for task in file_tasks(Path(self._tasks_file)) if task.kind in self._kinds]
         simulator, listed = self._simulator(), list[Task]()
         for kind in self._kinds:
-            numbers = simulator.variations(kind, split)
+            numbers = simulator.variations(kind, split) if split != LISTED_SPLIT else VARIATIONS.get(kind, ())
             goals = simulator.descriptions(kind, numbers)
             listed += [make_task(kind, i, goal, split) for i, goal in zip(numbers, goals, strict=True)]
         if self._live:

@@ -11,6 +11,7 @@ import pytest
 from compiler.language import Kind
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
+from configs.load import load_config
 from configs.training import SftConfig
 from data_gen.rows import load_rows
 
@@ -46,3 +47,16 @@ def test_it_is_collected_trained_on_and_evaluated_with_success_and_score(tmp_pat
     results = run_eval(EvalConfig.model_validate(asked), tmp_path / "eval")["results"]
     assert set(results) == {"none", "expert_compiler", "compiled"}
     assert all("success" in of and "progress" in of for of in results.values())
+
+
+def test_agentsquare_s_variations_are_evaluated_with_nothing_by_hand(tmp_path: Path) -> None:
+    """The shipped settings with tiny models in the place of the paper's: the bank fills itself from train."""
+    pytest.importorskip("scienceworld", reason="needs the extra scienceworld")
+    from eval.evaluate import run_eval
+
+    small = {"compiler.checkpoint": "null", "compiler.model": COMPILER["model"], "executor.model": EXECUTOR["model"],
+             "compiler.dtype": "float32", "executor.dtype": "float32", "executor.max_new_tokens": 8}  # fmt: skip
+    asked = ["deliveries=[none, expert_compiler]", "limit=1", "max_steps=2", "memory.experience_limit=1"]
+    overrides = [f"{key}={value}" for key, value in small.items()]
+    made = run_eval(load_config(EvalConfig, "eval/scienceworld-agentsquare", [*overrides, *asked]), tmp_path / "eval")
+    assert set(made["results"]) == {"none", "expert_compiler"} and (tmp_path / "eval" / "bank").is_symlink()

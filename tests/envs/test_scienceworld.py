@@ -19,6 +19,7 @@ pytest.importorskip("py4j", reason="needs the extra scienceworld")
 
 import envs.scienceworld.simulator as simulator_module
 from envs.base import Environment, EnvironmentFailure, Task
+from envs.scienceworld.agentsquare import VARIATIONS
 from envs.scienceworld.environment import NAMES, PRESETS, ScienceWorldEnvironment, all_kinds, file_tasks, make_task
 from envs.scienceworld.simulator import java_path
 
@@ -269,6 +270,19 @@ def test_sample_file(env: ScienceWorldEnvironment) -> None:
     assert sum(task.isolation["variation"][0] in train for task in tasks) == 30  # all: training must leave them out
 
 
+def test_the_variations_that_agentsquare_evaluates_are_real(env: ScienceWorldEnvironment) -> None:
+    """90 of 16 types, all of the simulator's train split; each starts, and its goal is the one of its number."""
+    tasks, simulator = env.tasks("agentsquare_variations"), env._simulator()
+    assert len({task.id for task in tasks}) == 90 and len({task.kind for task in tasks}) == 16
+    official = {kind: simulator.variations(kind, "train") for kind in VARIATIONS}
+    assert all(int(task.data["variation"]) in official[task.kind] for task in tasks)
+    for task in tasks[::9]:
+        assert task.goal and env.reset(task).text
+        assert simulator._call(simulator._server.getTaskDescription).strip() == task.goal
+    if SAMPLE.is_file():
+        assert {task.id for task in env.tasks("agentsquare")} <= {task.id for task in tasks}
+
+
 @pytest.mark.skipif(not SAMPLE.is_file(), reason="needs ../shared/data/scienceworld")
 def test_subgoals_by_hand(env: ScienceWorldEnvironment) -> None:
     """Subgoals of lifespan-longest-lived-then-shortest-lived/5: move outside, crocodile egg, baby mouse."""
@@ -314,9 +328,9 @@ def test_clear_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ScienceWorldEnvironment(admissible="all")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be positive"):
         ScienceWorldEnvironment(step_limit=0)
-    with pytest.raises(ValueError, match="no split 'valid': there are train, dev, test, agentsquare"):
+    with pytest.raises(ValueError, match=r"no split 'valid': there are train, .*, agentsquare"):
         ScienceWorldEnvironment().tasks("valid")
-    with pytest.raises(FileNotFoundError, match="needs tasks_file"):
+    with pytest.raises(FileNotFoundError, match=r"needs tasks_file.*'agentsquare_variations' has the same"):
         ScienceWorldEnvironment().tasks("agentsquare")
     with pytest.raises(FileNotFoundError, match="no ScienceWorld task file"):
         ScienceWorldEnvironment(tasks_file=str(tmp_path / "nothing.jsonl")).tasks("agentsquare")
