@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,15 @@ from configs.models import EXECUTOR_KEY
 from data_gen.collect import success_filter
 from data_gen.endpoint_teacher import TEACHING, WRITING
 from data_gen.rows import load_rows
+from envs.base import Environment, Task
 from envs.household.trajectories import HouseholdReader
+from envs.registry import Environments
 from lm.ledger import EndpointStop
 from memcompiler.cli import app
 from memcompiler.collect import run_collect
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
+from memory.trajectory import stated_goal
 from tests import vllm_engines
 from tests.faulty_server import FaultyServer, hashed
 
@@ -264,6 +268,38 @@ def test_another_models_actions_are_the_labels(tmp_path):
     accounts = json.loads((tmp_path / "executor" / "endpoints.json").read_text())
     assert accounts["executor"]["roles"]["executor"]["answers"] == 14 and accounts["executor"]["model"] == "other"
     assert set(accounts["teacher"]["roles"]) == {"teacher", "rationale"}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_filter_keeps_the_rows_of_successes(kept: bool, tmp_path: Path) -> None:
+    """Where the teacher's model acts, it can fail: it solves two of four tasks, and looks around in the others."""
+    asked = ("actor=teacher", "limit=4", "max_steps=40", f"successful_only={str(kept).lower()}")
+    with FaultyServer() as server:
+        config = load_config(CollectConfig, "collect/quickstart", settings(server, *asked))
+        with Environments(config.env) as envs:
+            tasks, env = envs.tasks(config.split)[:4], envs.lease()
+            plans = {stated_goal(task.goal, task.scene): plan_of(env, task) for task in tasks[::2]}
+        assert len(plans) == 2
+
+        def acts(messages):
+            if messages[0]["content"] == WRITING or messages[0]["content"].endswith(TEACHING):
+                return model(messages)
+            return next((next(plan) for goal, plan in plans.items() if goal in messages[-1]["content"]), "look")
+
+        server.answer = acts
+        episodes = collect(tmp_path / "run", server, *asked)
+    solved, rows = {task.id for task in tasks[::2]}, load_rows(tmp_path / "run" / "rows")
+    assert {episode["task_id"] for episode in episodes if episode["success"]} == solved
+    assert {row.task_id for row in rows} == (solved if kept else {task.id for task in tasks})
+    assert all(row.success == (row.task_id in solved) for row in rows)
+    summary = json.loads((tmp_path / "run" / "collect.json").read_text())
+    assert (summary["successes"], summary["episodes"]) == (2, 4)
+    assert summary["success_filter"].endswith("these episodes only" if kept else "rows are of all episodes")
+
+
+def plan_of(env: Environment, task: Task) -> Iterator[str]:
+    env.reset(task)
+    return iter(env.expert() or [])
 
 
 def test_it_may_start_from_another_bank(whole, tmp_path):
