@@ -21,7 +21,7 @@ Admissible = Literal["none", "templates", "valid"]
 Answer = tuple[str, float, bool]  # of the simulator: text, score in [-1, 1], if the task is over
 
 FILE_SPLIT, LISTED_SPLIT = "agentsquare", "agentsquare_variations"
-PER_KIND = 8  # episodes of a task type that fill a bank: a gold path takes seconds to plan, in genetics half a minute
+PER_KIND = 8  # episodes of a task type that fill a bank: a path takes a second to plan and walk, in genetics ten
 OFFICIAL = ("train", "dev", "test")  # the simulator's own: 3,592, 1,796 and 1,819 variations
 
 # A repetition without end of something that repeats without end takes a time exponential in the text's length.
