@@ -43,10 +43,11 @@ def compiler_parts(request: CompileRequest, images: bool = True) -> list[Part]:
 
 
 def _memory(entries: Sequence[MemoryEntry], images: bool) -> list[Part]:
+    """Write M: each entry's pictures behind its text, whose scene and objects they can then be read with."""
     parts = [Part(text="memory:\n")]
     for entry in entries:
         pictures = [Part(image=image) for image in pictures_of([entry])] if images else []
-        parts += [*pictures, Part(text=f"{entry.text}\n\n")]
+        parts += [Part(text=f"{entry.text}\n"), *pictures, Part(text="\n")]
     return parts
 
 

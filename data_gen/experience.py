@@ -200,9 +200,13 @@ def no_views(episode: Episode) -> Sequence[Image]:
 
 
 def kept_views(config: Config) -> Views:
+    """Make the rule for the views that entries keep, as environment and settings have it."""
+    return first_views(find(config.env.name).views, config.memory.pictures)
+
+
+def first_views(telling: Callable[[Sequence[str]], Sequence[int]], most: int) -> Views:
     """Make the rule for the views that entries keep: of those steps that the environment names as telling
-    (`EnvSpec.views`), the first `memory.pictures` that have a view, in the order in which they were seen."""
-    telling, most = find(config.env.name).views, config.memory.pictures
+    (`EnvSpec.views`), the first `most` that have a view, in the order in which they were seen."""
 
     def views(episode: Episode) -> Sequence[Image]:
         seen = {t: image for t, step in enumerate(episode.steps) if (image := step.image) is not None}

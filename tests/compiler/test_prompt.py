@@ -58,14 +58,14 @@ def test_memory_comes_first_and_is_byte_identical_all_episode_long():
     assert early.startswith(memory) and memory.startswith("memory:\n")
 
 
-def test_pictures_of_memory_stand_before_their_entry():
+def test_pictures_of_memory_stand_behind_their_entry():
     buffer = io.BytesIO()
     PICTURE.save(buffer, format="PNG")
     plain = entry(1, "the entry")
     seen = MemoryEntry("e", "the entry", plain.provenance, (buffer.getvalue(),))
     parts = compiler_parts(CompileRequest(GOAL, (seen,), STATE, "x", PICTURE))
-    kinds = ["image" if p.image else p.text.split("\n")[0] for p in parts]
-    assert kinds[:3] == ["memory:", "image", "the entry"] and sum(part.image is not None for part in parts) == 2
+    assert [part.text for part in parts[:2]] == ["memory:\nthe entry\n", ""] and parts[1].image is not None
+    assert parts[2].text.startswith("\ngoal: ") and sum(part.image is not None for part in parts) == 2
 
 
 def test_messages_hold_the_instructions_only_where_asked():

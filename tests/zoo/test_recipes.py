@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import TrainerCallback
 
 from lm.backbone import load_backbone
 from tests.tiny_models import tokenizer
-from zoo.household import episodes, recipes, stages
+from zoo.household import episodes, lessons, recipes, stages
 from zoo.household.curriculum import Level, TextCurriculum
 from zoo.household.models import make_executor
 
@@ -73,7 +74,22 @@ def test_situations_ask_for_the_mark_only_while_it_is_of_use():
     for situation in situations:
         taken = any(action.startswith("take ") for action in situation.request.history)
         assert (situation.marked is None) == (taken or situation.request.image is None)
-    assert any(situation.shows_mark for situation in situations)
+    assert any(situation.shows_place for situation in situations)
+    assert all(situation.marked == situation.shown and not situation.pictured for situation in situations)
+
+
+def test_what_only_a_picture_in_memory_shows_is_gathered_where_that_picture_is_there():
+    situations = [s for s in episodes.situations(3, seed=3, pictures=1) if s.marked is not None]
+    assert any(s.marked == "nothing" and s.shows_place for s in situations)  # M's
+    assert any(s.marked == s.shown != "nothing" for s in situations)  # the view's
+    assert any(s.shown == "nothing" for s in situations)  # what text tells
+    for situation in situations:
+        scene = situation.request.goal.split(":")[0].removeprefix("in ")
+        assert situation.shown in ("nothing", situation.marked, situation.pictured.get(scene))
+        asked = dict(lessons.conversation(situation, random.Random(0), emissions=True))
+        told = {ask: answer for ask, answer in asked.items() if ask.startswith("what is marked in ")}
+        assert told.items() <= {f"what is marked in {s}": place for s, place in situation.pictured.items()}.items()
+        assert len(told) == min(2, len(situation.pictured))
 
 
 @pytest.mark.slow
@@ -81,10 +97,10 @@ def test_both_recipes_leave_a_model_that_loads_and_its_record(tmp_path):
     levels = (Level("copy", 0, -1.0), Level("facts", 0, -1.0))
     text = ["copying", "look_up"]
     recipes.train_compiler(
-        tmp_path / "compiler", tmp_path / "work", 0, scenes=4, steps=(2, 2, 2), batch=6, levels=levels
+        tmp_path / "compiler", tmp_path / "work", 0, scenes=4, steps=(2, 2, 2, 2), batch=6, levels=levels
     )
     recipes.train_executor(tmp_path / "executor", tmp_path / "work", 0, scenes=2, steps=2, batch=4, levels=levels)
-    for name, made in (("compiler", [*text, "questions", "emissions", "gathering"]), ("executor", [*text, "clone"])):
+    for name, made in (("compiler", list(recipes.COMPILER)), ("executor", [*text, "clone"])):
         folder = tmp_path / name
         record = json.loads((folder / "RECORD.json").read_text())
         digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

@@ -7,15 +7,15 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agent.deliveries import Delivery, recorded_step
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import StepInput, compile_request
-from data_gen.experience import entries_of, explain
+from data_gen.experience import entries_of, explain, first_views, no_views
 from envs.base import Environment, Task
-from envs.household.environment import HouseholdEnvironment
+from envs.household.environment import HouseholdEnvironment, telling_views
 from envs.household.trajectories import HouseholdReader, subgoals, taken
 from executor.prompt import ExecutorRequest
 from executor.records import EVERYTHING, Action, Grounding, Reads
@@ -31,6 +31,7 @@ class EntryPool:
     """Experience of the pretraining scenes, and task memories drawn from it as a bank would retrieve them."""
 
     entries: list[MemoryEntry]
+    marks: dict[str, str] = field(default_factory=dict)  # the place that a home's entries show marked, by home
     by_scene: dict[str, list[MemoryEntry]] = field(init=False)
     by_thing: dict[str, list[MemoryEntry]] = field(init=False)
 
@@ -42,12 +43,16 @@ class EntryPool:
                 self.by_thing[fact[0]].append(entry)
 
     @classmethod
-    def collect(cls, env: Environment, tasks: Sequence[Task]) -> EntryPool:
-        """Collect what the environment's expert leaves in memory when it plays `tasks`."""
+    def collect(cls, env: HouseholdEnvironment, tasks: Sequence[Task], pictures: int = 0) -> EntryPool:
+        """Collect what the environment's expert leaves in memory when it plays `tasks`, `pictures` of each episode."""
         specs = [EpisodeSpec(task) for task in tasks]
         played = run_episodes(lambda: env, specs, Delivery("expert", "none"), ExpertExecutor(), Limits(50), 1)
         explain(played, TEACHER)
-        return cls(entries_of(played))
+        marks = dict[str, str]()
+        for task in tasks if pictures else ():
+            env.reset(task)
+            marks[_scene_key(task.id)] = env.marked_receptacle or ""
+        return cls(entries_of(played, first_views(telling_views, pictures) if pictures else no_views), marks)
 
     def memory_for(self, task: Task, thing: str, rng: random.Random, k: int) -> tuple[MemoryEntry, ...]:
         """Draw k entries in random order: the right one (if any), its scene's others, other scenes' same object.
@@ -79,16 +84,25 @@ def _subject(entry: MemoryEntry) -> tuple[str, str]:
     return (fact[0] if fact else "", entry.provenance.scene)
 
 
-def material(scenes: int, seed: int) -> tuple[Environment, list[EpisodeSpec]]:
-    """Make an environment of pretraining scenes, and its tasks, each with a task memory of two to six entries."""
+def material(scenes: int, seed: int, pictures: int = 0) -> tuple[HouseholdEnvironment, list[EpisodeSpec], EntryPool]:
+    """Make an environment of pretraining scenes, and its tasks, each with a task memory of two to six entries from a
+    pool; with pictures in memory a third of the tasks are such as only they decide, and a third such as views do."""
     rng = random.Random(seed)
-    env = HouseholdEnvironment(seed=seed, scenes={SPLIT: scenes}, images=True)
-    pool = EntryPool.collect(env, env.tasks(f"{SPLIT}_experience"))
+    visual, remembered = (0.34, 0.33) if pictures else (0.5, 0.0)
+    env = HouseholdEnvironment(seed, {SPLIT: scenes}, visual_share=visual, remembered_share=remembered)
+    pool = EntryPool.collect(env, env.tasks(f"{SPLIT}_experience"), pictures)
     specs = []
     for task in env.tasks(SPLIT):
         thing, _ = _object_of(env, task)
-        specs.append(EpisodeSpec(task, pool.memory_for(task, thing, rng, rng.choice([2, 3, 4, 4, 4, 5, 6]))))
-    return env, specs
+        memory = pool.memory_for(task, thing, rng, rng.choice([2, 3, 4, 4, 4, 5, 6]))
+        specs.append(EpisodeSpec(task, _some_with_pictures(memory, rng) if pictures else memory))
+    return env, specs, pool
+
+
+def _some_with_pictures(memory: Sequence[MemoryEntry], rng: random.Random) -> tuple[MemoryEntry, ...]:
+    """Leave their pictures to a random number of entries: which picture is whose is easily told where there are few."""
+    kept = rng.sample(range(len(memory)), rng.randint(0, len(memory)))
+    return tuple(entry if i in kept else replace(entry, images=()) for i, entry in enumerate(memory))
 
 
 def _object_of(env: Environment, task: Task) -> tuple[str, str]:
@@ -97,23 +111,38 @@ def _object_of(env: Environment, task: Task) -> tuple[str, str]:
     return taken(env.expert() or []) or ("", "")
 
 
-def situations(scenes: int, seed: int, max_steps: int = 20) -> list[Situation]:
-    """Collect what a compiler meets in `scenes` pretraining scenes, in the teacher's own episodes with detours."""
-    env, specs = material(scenes, seed)
-    marks = {s.task.id: _object_of(env, s.task)[1] if s.task.family == "visual" else "" for s in specs}
+def situations(scenes: int, seed: int, pictures: int = 0, max_steps: int = 20) -> list[Situation]:
+    """Collect what a compiler meets in `scenes` pretraining scenes, in the teacher's own episodes with detours; entries
+    keep `pictures` of their episode at most."""
+    env, specs, pool = material(scenes, seed, pictures)
     delivery = Delivery("expert_compiler", "compiled", TEACHER, soft=False)
     episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.2, seed), Limits(max_steps), concurrency=1)
     return [
-        _situation(recorded_step(episode, t, spec.memory), step.emission_text, marks[spec.task.id])
+        _situation(recorded_step(episode, t, spec.memory), step.emission_text, marks)
         for episode, spec in zip(episodes, specs, strict=True)
+        for marks in [_marks(env, spec, pool)]
         for t, step in enumerate(episode.steps)
         if step.emission_kind and step.action
     ]
 
 
-def _situation(step: StepInput, emission: str, mark: str) -> Situation:
+def _marks(env: Environment, spec: EpisodeSpec, pool: EntryPool) -> tuple[str, str, dict[str, str]]:
+    """Say what pictures mark: the view, any of what the task is about ("" for nothing), and by scene those in M."""
+    place, told = _object_of(env, spec.task)[1], defaultdict[str, set[str]](set)
+    for entry in spec.memory:
+        if entry.images:
+            told[entry.provenance.scene].add(pool.marks[_scene_key(entry.provenance.task_id)])
+    pictured = {scene: next(iter(places)) for scene, places in told.items() if len(places) == 1}  # labels repeat
+    if spec.task.family == "visual":
+        return place, place, pictured
+    return "", place if spec.task.family == "remembered" and spec.task.scene in pictured else "", pictured
+
+
+def _situation(step: StepInput, emission: str, marks: tuple[str, str, dict[str, str]]) -> Situation:
+    marked, shown, pictured = marks
     useful = step.image is not None and not any(action.startswith("take ") for action in step.history)
-    return Situation(compile_request(step), emission, (mark or "nothing") if useful else None)
+    of_use = (marked or "nothing", shown or "nothing") if useful else (None, None)
+    return Situation(compile_request(step), emission, *of_use, pictured)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,7 +204,7 @@ def executor_examples(scenes: int, seed: int, max_steps: int = 20) -> list[Execu
     none: nothing but goal, history and view; static: all of M pasted; guided: the teacher's state and guidance;
     misguided: the teacher cites a wrong entry, and the executor learns to search on after the disappointment.
     """
-    env, specs = material(scenes, seed)
+    env, specs, _ = material(scenes, seed)
     random.Random(seed).shuffle(specs)
     deliveries = (
         Delivery("none", "none"),

@@ -1,14 +1,15 @@
-"""The look-up gate: on held-out scenes, does a compiler base name the place that the right memory entry holds?
+"""The gate: on held-out scenes, does a compiler base find what entries say, and what pictures mark?
 
 Nothing downstream (soft tokens, GRPO, the comparison of deliveries) means anything before this holds: a compiler that
-cannot look up delivers noise. Task memories come from a real bank through real retrieval; the base answers "where is
-the mug" in free greedy text, and its answer counts if the place in it is the right one.
+cannot look up delivers noise. Task memories come from a real bank through real retrieval; the base answers in free
+greedy text, and its answer counts if the place in it is the right one.
 """
 
 from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,9 @@ from compiler.brief_state import BriefState
 from compiler.hf import MemoryCompiler
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest, Decoding
-from data_gen.experience import collect_experience
+from data_gen.experience import collect_experience, first_views
 from data_gen.tasks import specs_for
-from envs.household.environment import HouseholdEnvironment
+from envs.household.environment import HouseholdEnvironment, telling_views
 from envs.household.trajectories import taken
 from lm.backbone import Backbone, load_backbone
 from lm.prompt import Part
@@ -30,43 +31,79 @@ from memory.bank import MemoryBank
 from soft_mem.projector import Projector, ProjectorConfig
 from zoo.household.episodes import TEACHER
 
-THRESHOLD = 0.95
+THRESHOLD = 0.95  # of what entries say; what pictures mark, SFT may still teach
+ENTRIES, VIEW, PICTURES = "entries", "view", "pictures in memory"
+PLACE = re.compile(r"[a-z]+ \d+$")
 
 
 @dataclass(frozen=True)
 class GateResult:
+    """How often a base finds what one source of knowledge says."""
+
+    source: str
     accuracy: float
-    chance: float  # citing a random one of the retrieved entries
+    chance: float  # reading a random entry, receptacle or picture
     n: int
 
+    @property
+    def passed(self) -> bool:
+        return self.source != ENTRIES or self.accuracy > THRESHOLD
 
-def gate(model: str, scenes: int, seed: int) -> GateResult:
-    """Look-up accuracy of a compiler base on `scenes` held-out scenes."""
+
+@dataclass(frozen=True)
+class _Question:
+    source: str
+    request: CompileRequest
+    ask: str
+    place: str
+    chance: float
+
+
+def gate(model: str, scenes: int, seed: int, pictures: int = 0) -> list[GateResult]:
+    """Ask a compiler base, on `scenes` held-out scenes, for the places that entries, the view and (where entries keep
+    `pictures` of their episode) M's pictures tell."""
     backbone = load_backbone(model, torch.float32, "cpu")
     asker = _Asker(backbone, Projector(ProjectorConfig(backbone.hidden_size, 8, 1)), Decoding(max_new_tokens=24))
+    questions = list(_questions(scenes, seed, pictures))
+    asker.asks = {question.request.goal: question.ask for question in questions}
+    answers = asker.compile([question.request for question in questions])
+    right = [
+        bool(place := PLACE.search(answer.text.strip())) and place[0] == question.place
+        for answer, question in zip(answers, questions, strict=True)
+    ]
+    results = []
+    for source in (ENTRIES, VIEW, PICTURES) if pictures else (ENTRIES, VIEW):
+        mine = [i for i, question in enumerate(questions) if question.source == source]
+        share, chance = (sum(found[i] for i in mine) / len(mine) for found in (right, [q.chance for q in questions]))
+        results.append(GateResult(source, share, chance, len(mine)))
+    return results
+
+
+def _questions(scenes: int, seed: int, pictures: int) -> Iterator[_Question]:
+    """Yield a question for each task of the gate's scenes, as many of each family."""
 
     def make_env() -> HouseholdEnvironment:
-        return HouseholdEnvironment(seed=seed, scenes={"gate": scenes}, visual_share=0.0)
+        visual, remembered = (0.34, 0.33) if pictures else (0.5, 0.0)
+        return HouseholdEnvironment(seed, {"gate": scenes}, visual_share=visual, remembered_share=remembered)
 
     env = make_env()
     with tempfile.TemporaryDirectory() as folder:
-        bank = MemoryBank(Path(folder) / "bank")
-        collect_experience(make_env, env.tasks("gate_experience"), bank, TEACHER)
+        bank, views = MemoryBank(Path(folder) / "bank"), first_views(telling_views, pictures)
+        collect_experience(make_env, env.tasks("gate_experience"), bank, TEACHER, views)
         specs = specs_for(env.tasks("gate"), bank, 4)
-    requests, truths, chances = [], [], []
     for spec in specs:
-        entry = entry_for_goal(spec.goal, spec.memory)
-        fact = taken(entry.provenance.actions) if entry else None
-        if fact is None:
-            continue
-        asker.things[spec.goal] = fact[0]
-        requests.append(_request(env, spec))
-        truths.append(fact[1])
-        places = [taken(e.provenance.actions) for e in spec.memory]
-        chances.append(sum(p is not None and p[1] == fact[1] for p in places) / len(places))
-    answers = [re.findall(r"was in ([a-z]+ \d+)", c.text)[:1] for c in asker.compile(requests)]
-    right = [a == [t] for a, t in zip(answers, truths, strict=True)]
-    return GateResult(sum(right) / len(right), sum(chances) / len(chances), len(right))
+        request = _request(env, spec)
+        thing, place = taken(env.expert() or []) or ("", "")
+        if spec.task.family == "visual":
+            yield _Question(VIEW, request, "what is marked", place, 1 / len(env.game.receptacles))
+        elif spec.task.family == "remembered":
+            own = [entry.provenance.scene == spec.task.scene for entry in spec.memory]
+            asked = f"what is marked in {spec.task.scene}"
+            yield _Question(PICTURES, request, asked, place, sum(own) / len(own))
+        elif entry_for_goal(spec.goal, spec.memory):
+            places = [taken(entry.provenance.actions) for entry in spec.memory]
+            chance = sum(found is not None and found[1] == place for found in places) / len(places)
+            yield _Question(ENTRIES, request, f"where is the {thing}", place, chance)
 
 
 class _Asker(MemoryCompiler):
@@ -74,10 +111,10 @@ class _Asker(MemoryCompiler):
 
     def __init__(self, backbone: Backbone, projector: Projector, decoding: Decoding) -> None:
         super().__init__(backbone, projector, decoding)
-        self.things: dict[str, str] = {}
+        self.asks: dict[str, str] = {}
 
     def encode(self, request: CompileRequest):
-        ask = Part(text=f"\nask: where is the {self.things[request.goal]}")
+        ask = Part(text=f"\nask: {self.asks[request.goal]}")
         return self.backbone.encode([*compiler_parts(request, self.backbone.is_vlm), ask])
 
 

@@ -8,8 +8,8 @@ large base's attention brings along.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from agent.expert import entry_for_goal
 from compiler.prompt import compiler_parts
@@ -28,11 +28,13 @@ class Situation:
 
     request: CompileRequest
     emission: str  # the teacher's
-    marked: str | None  # the place that the picture marks, or "nothing"; None where that is of no use (any more)
+    marked: str | None  # the place that the view marks, or "nothing"; None where that is of no use (any more)
+    shown: str | None  # where the goal's object is, if only a picture (view's or M's) says it; as above
+    pictured: Mapping[str, str] = field(default_factory=dict)  # by scene the place that M's pictures of it mark
 
     @property
-    def shows_mark(self) -> bool:
-        return self.marked not in (None, "nothing")
+    def shows_place(self) -> bool:
+        return self.shown not in (None, "nothing")
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ class Lesson:
 
 
 def conversation(situation: Situation, rng: random.Random, emissions: bool) -> list[tuple[str, str]]:
-    """Three to five questions with their answers, in random order: several per prompt make the signal dense.
+    """Three to seven questions with their answers, in random order: several per prompt make the signal dense.
 
-    where: the place that the right memory entry holds, of the goal's object or of any entry's; marked: what the
-    picture marks; emission: the teacher's.
+    where: the place that the right memory entry holds, of the goal's object or of any entry's; marked: what the view
+    marks, or what M's picture of a scene does; emission: the teacher's.
     """
     request = situation.request
     facts = [fact for fact in map(_fact, request.memory) if fact]
@@ -58,6 +60,8 @@ def conversation(situation: Situation, rng: random.Random, emissions: bool) -> l
         talk.append((f"where is the {goal[1]}", location(*goal)))
     if situation.marked is not None:
         talk.append(("what is marked", situation.marked))
+    pictured = [(f"what is marked in {scene}", place) for scene, place in situation.pictured.items()]
+    talk += rng.sample(pictured, min(2, len(pictured)))
     if emissions:
         talk.append(("emission", situation.emission))
     rng.shuffle(talk)
@@ -79,14 +83,14 @@ def questions(backbone: Backbone, situation: Situation, rng: random.Random, emis
 def gathering(backbone: Backbone, situation: Situation, rng: random.Random) -> Lesson:
     """Put memory tokens behind an emission: they gather what the text does not say, the marked place.
 
-    Each of 4 to 8 memory tokens has to predict the place that the picture marks, or " nothing". The emission itself is
+    Each of 4 to 8 memory tokens has to predict the place that a picture shows, or " nothing". The emission itself is
     not learned here. SFT then has a direction to read; without this stage LoRA on q and v alone did not find the mark
     in a few hundred steps (measured: action loss 0.87 a token before and after).
     """
     prompt = backbone.encode(compiler_parts(situation.request))
     prompt = prompt.extended([*_tokenize(backbone, situation.emission), backbone.end_id])
     n = rng.randint(4, 8)
-    target = _tokenize(backbone, f" {situation.marked or 'nothing'}")
+    target = _tokenize(backbone, f" {situation.shown or 'nothing'}")
     labels = [IGNORE] * (len(prompt.ids) + 1) + target * n  # a memory token predicts at its own position: one more ...
     return Lesson(prompt.extended([backbone.memory_id] * (n + 1)), tuple(labels))  # ... stands at the end
 
@@ -101,13 +105,16 @@ def collate(backbone: Backbone, lessons: Sequence[Lesson]) -> Batch:
 def question_batch(
     backbone: Backbone, situations: Sequence[Situation], rng: random.Random, batch: int, emissions: bool = False
 ) -> Batch:
-    """Random situations, each with fresh questions."""
-    return collate(backbone, [questions(backbone, s, rng, emissions) for s in rng.sample(situations, batch)])
+    """Random situations with fresh questions; in half of them something is still looked for. In life it is one of
+    three, and only there does a mark tell anything: a base that met them so did not learn to read it (measured)."""
+    searching = rng.sample([s for s in situations if s.marked is not None], batch // 2)
+    drawn = [*searching, *rng.sample(situations, batch - len(searching))]
+    return collate(backbone, [questions(backbone, s, rng, emissions) for s in drawn])
 
 
 def gathering_batch(backbone: Backbone, situations: Sequence[Situation], rng: random.Random, batch: int) -> Batch:
-    """Two thirds gathering (mostly of marked views), one third questions, so that nothing is forgotten."""
-    shown = [s for s in situations if s.shows_mark]
+    """Two thirds gathering (mostly of what pictures show), one third questions, so that nothing is forgotten."""
+    shown = [s for s in situations if s.shows_place]
     gathered = [*rng.sample(shown, batch // 2), *rng.sample(situations, batch // 6)]
     lessons = [gathering(backbone, situation, rng) for situation in gathered]
     asked = rng.sample(situations, batch - len(lessons))

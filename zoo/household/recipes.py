@@ -5,8 +5,8 @@
 
 Both start with the same text curriculum (`curriculum.py`): copying, key-value recall, facts told with ever more words,
 memory documents of growing length, until look-up works. The compiler base then learns to answer questions about task
-memory and picture in the compiler's own prompt format, as an instruction-tuned VLM would, and to gather at the reserved
-memory tokens what a picture marks (`lessons.py`); to write emissions unasked, and to speak to an executor in soft
+memory and pictures in the compiler's own prompt format, as an instruction-tuned VLM would, and to gather at reserved
+memory tokens what a picture shows (`lessons.py`); to write emissions unasked, and to speak to an executor in soft
 tokens, is left to SFT. The executor clones a scripted executor (`episodes.py`) under `trl.SFTTrainer`, on prompts
 without memory, with all of M pasted, with right guidance and with wrong guidance. All scenes are of the split
 `pretrain`; no other split shares a layout.
@@ -39,6 +39,7 @@ from zoo.household.models import as_llama, make_compiler, make_executor, make_pr
 
 RATE = 2e-3
 TEXT = ("copying", "look_up")  # the stages that both recipes share
+COMPILER = (*TEXT, "questions", "emissions", "pictures", "gathering")
 
 
 def train_text(
@@ -65,12 +66,12 @@ def train_text(
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, scenes: int = 300, steps: tuple[int, int, int] = (700, 400, 160),
+    out: Path, work: Path, seed: int = 0, scenes: int = 300, steps: tuple[int, int, int, int] = (700, 400, 400, 160),
     batch: int = 24, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
     """Make the compiler base: text curriculum, questions, questions among which is "ask: emission" (a base that, like a
-    large instruction-tuned one, can write the language when asked), then gathering at the memory tokens (what they
-    gather reaches an executor only through SFT's projector)."""
+    large instruction-tuned one, can write the language when asked), the same with pictures in memory, then gathering at
+    the memory tokens (what they gather reaches an executor only through SFT's projector)."""
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
     tokenizer = make_tokenizer()
     processor = make_processor(tokenizer)
@@ -80,11 +81,15 @@ def train_compiler(
     model.model.language_model.load_state_dict(text_model.model.state_dict())  # for text the same function
     situations = episodes.situations(scenes, seed)
     held_out = episodes.situations(max(4, scenes // 25), seed + 1)
-    stage = partial(_compiler_stage, processor, situations, held_out, seed=seed, batch=batch, work=work)
-    model = stage(model, "questions", lessons.question_batch, steps=steps[0])
-    model = stage(model, "emissions", partial(lessons.question_batch, emissions=True), steps=steps[1])
-    model = stage(model, "gathering", lessons.gathering_batch, steps=steps[2])
-    finish("compiler", out, model, processor, work, (*TEXT, "questions", "emissions", "gathering"), settings)
+    stage = partial(_compiler_stage, processor, seed=seed, batch=batch, work=work)
+    asked_for_emissions = partial(lessons.question_batch, emissions=True)
+    model = stage(situations, held_out, model, "questions", lessons.question_batch, steps=steps[0])
+    model = stage(situations, held_out, model, "emissions", asked_for_emissions, steps=steps[1])
+    situations = episodes.situations(scenes // 2, seed, pictures=1)
+    held_out = episodes.situations(max(4, scenes // 25), seed + 1, pictures=1)
+    model = stage(situations, held_out, model, "pictures", asked_for_emissions, steps=steps[2])
+    model = stage(situations, held_out, model, "gathering", lessons.gathering_batch, steps=steps[3])
+    finish("compiler", out, model, processor, work, COMPILER, settings)
 
 
 def _compiler_stage(
