@@ -64,6 +64,15 @@ class _Lead:
     fact: Fact
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What is on its way to be found, and where M says that it may be."""
+
+    need: str  # "find mug"
+    places: tuple[str, ...]  # best first
+    ruled_out: frozenset[str]  # of these places, by view, history and Brief State
+
+
 @dataclass(slots=True)
 class ExpertTeacher:
     """A `Compiler` that knows the expert's plan. `entry="random"` is the control that cites a wrong entry's place."""
@@ -86,16 +95,28 @@ class ExpertTeacher:
             for episode in episodes
         ]
 
+    def search(self, request: CompileRequest) -> Search | None:
+        """Say what is looked for at this step and what is known of where; None where nothing is."""
+        request, plan = self._read(request)
+        if (need := self.reader.need(plan)) is None:
+            return None
+        places = tuple(lead.place for lead in self._leads(request, need.need))
+        return Search(need.need, places, frozenset(p for p in places if self._ruled_out(request, need.need, p)))
+
     def emission(self, request: CompileRequest) -> Emission:
-        related = (e for e in request.memory if self.reader.related(request.goal, e.provenance.goal))
-        request = replace(request, memory=tuple(related))
-        plan = (request.expert() if request.expert else None) or []
+        request, plan = self._read(request)
         need = self.reader.need(plan)
         ops = list(self._noted(request, request.state, plan, need)) if request.state is not None else []
         if need is not None:
             return self._searching(request, plan, need.need, ops)
         guidance = self._next_step(request, plan) if self.entry == "right" else None
         return Emission(*(guidance or ("", "")), tuple(ops))
+
+    def _read(self, request: CompileRequest) -> tuple[CompileRequest, Sequence[str]]:
+        """Leave out entries of M that say nothing about the goal; and ask for the expert's plan."""
+        related = (e for e in request.memory if self.reader.related(request.goal, e.provenance.goal))
+        plan = (request.expert() if request.expert else None) or []
+        return replace(request, memory=tuple(related)), plan
 
     def _searching(self, request: CompileRequest, plan: Sequence[str], need: str, ops: list[Op]) -> Emission:
         """Name the best place that is not ruled out; nothing where the agent stands there, or meets the need now."""

@@ -6,7 +6,7 @@ Commands around banks and rows are in data.py, those around environments in env.
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -298,16 +298,36 @@ def bench_delivery(
 # shipped models -------------------------------------------------------------------------------------------------------
 
 
+World = Annotated[Literal["household", "alfworld"], typer.Option(help="Generated homes, or ALFWorld's real games.")]
+Work = Annotated[Path, typer.Option(help="Stages and their checkpoints; the recipes of a world may share it.")]
+MadeIn = Annotated[Path | None, typer.Option(help="The model's folder (default: zoo/WORLD/NAME).", show_default=False)]
+WORK = Path("out/zoo/work")
+
+
 @zoo_app.command("gate")
 def zoo_gate(
-    model: Annotated[str, typer.Option(help="Compiler base to test.")] = "zoo/household/compiler",
-    scenes: Annotated[int, typer.Option(help="Held-out scenes.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the scenes.")] = 1,
-    pictures: Annotated[int, typer.Option(help="Pictures that an entry keeps; with them it is asked for, too.")] = 0,
+    model: Annotated[str, typer.Option(help="Compiler base to test (household).")] = "zoo/household/compiler",
+    scenes: Annotated[int, typer.Option(help="Held-out scenes (household).")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the scenes (household).")] = 1,
+    pictures: Annotated[int, typer.Option(help="Pictures an entry keeps, which are asked for (household).")] = 0,
+    world: World = "household",
+    executor: Annotated[str | None, typer.Option(help="Executor to test (alfworld).")] = None,
+    compiler: Annotated[str | None, typer.Option(help="Compiler or compiler base to test (alfworld).")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="The compiler's, after SFT or GRPO (alfworld).")] = None,
+    split: Annotated[str, typer.Option(help="Games to test on (alfworld).")] = "valid_seen",
+    limit: Annotated[int | None, typer.Option(help="The first so many of them (alfworld).")] = None,
+    work: Work = WORK,
 ) -> None:
-    """Test look-up: does the base name the places that entries say and pictures mark? Exits 1 where it does not find
-    more than 95 % of what entries say."""
+    """Test whether shipped models can do what all else rests on; exits 1 where one cannot.
+
+    household: does the compiler base name the places that entries say and pictures mark? alfworld: does an executor
+    find its own way, follow guidance and read pasted memory; does a compiler name the right place, keep silent, leave
+    out what is ruled out and cite entries that exist?
+    """
     from lm.backbone import model_path
+
+    if world == "alfworld":
+        _alfworld_gates(executor, compiler, checkpoint, split, limit, work / world / "gate")
     from zoo.household.gate import THRESHOLD, gate
 
     results = gate(model_path(model), scenes, seed, pictures)
@@ -321,32 +341,51 @@ def zoo_gate(
     raise typer.Exit(0 if passed else 1)
 
 
-Work = Annotated[Path, typer.Option(help="Stages and their checkpoints; both recipes may share it, and go on there.")]
+def _alfworld_gates(
+    executor: str | None, compiler: str | None, checkpoint: str | None, split: str, limit: int | None, work: Path
+) -> NoReturn:
+    """Print the gates of what is named, and exit."""
+    from lm.backbone import model_path, quiet
+    from zoo.alfworld.gate import compiler_gates, executor_gates
+
+    quiet()
+    shares = executor_gates(model_path(executor), work, split, limit) if executor else []
+    shares += compiler_gates(model_path(compiler), checkpoint, work, split, limit) if compiler else []
+    if not shares:
+        raise typer.BadParameter("name what to test: --executor FOLDER, --compiler FOLDER, or both")
+    for share in shares:
+        typer.echo(share)
+    raise typer.Exit(0 if all(share.passed for share in shares) else 1)
 
 
 @zoo_app.command("compiler")
-def zoo_compiler(out: Out = Path("zoo/household/compiler"), work: Work = Path("out/zoo/work"), seed: int = 0) -> None:
-    """Train the tiny compiler base from nothing (one CPU thread, under an hour); writes the model and RECORD.json."""
-    _make("compiler", out, work, seed)
+def zoo_compiler(out: MadeIn = None, work: Work = WORK, seed: int = 0, world: World = "household") -> None:
+    """Train a small compiler base from nothing on one CPU thread; writes the model and RECORD.json."""
+    _make("compiler", world, out, work, seed)
 
 
 @zoo_app.command("executor")
-def zoo_executor(out: Out = Path("zoo/household/executor"), work: Work = Path("out/zoo/work"), seed: int = 0) -> None:
-    """Train the tiny executor from nothing (one CPU thread, under an hour); writes the model and RECORD.json."""
-    _make("executor", out, work, seed)
+def zoo_executor(out: MadeIn = None, work: Work = WORK, seed: int = 0, world: World = "household") -> None:
+    """Train a small executor from nothing on one CPU thread; writes the model and RECORD.json."""
+    _make("executor", world, out, work, seed)
 
 
-def _make(name: str, out: Path, work: Path, seed: int) -> None:
+def _make(name: str, world: str, out: Path | None, work: Path, seed: int) -> None:
     """Make a model with one thread: its recipe gives the same weights again only with as many threads."""
     import torch
 
     from lm.backbone import quiet
-    from zoo.household.recipes import train_compiler, train_executor
 
     quiet()
     torch.set_num_threads(1)
-    recipe = {"compiler": train_compiler, "executor": train_executor}[name]
-    recipe(out, work / f"seed-{seed}", seed)
+    if world == "household":
+        from zoo.household import recipes
+    else:
+        from zoo.alfworld import recipes
+
+        work = work / world
+    recipe = {"compiler": recipes.train_compiler, "executor": recipes.train_executor}[name]
+    recipe(out or Path("zoo") / world / name, work / f"seed-{seed}", seed)
 
 
 def main() -> None:

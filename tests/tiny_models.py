@@ -14,12 +14,13 @@ from configs.models import Lora
 from lm.backbone import Backbone
 from memory.entry import MemoryEntry, Provenance
 from soft_mem.projector import Projector, ProjectorConfig
-from zoo.household.models import make_compiler, make_executor, make_processor, make_tokenizer
+from zoo.household.words import LEXICON
+from zoo.models import make_compiler, make_executor, make_processor, make_tokenizer
 
 
 @functools.cache
 def tokenizer():
-    return make_tokenizer()
+    return make_tokenizer(LEXICON)
 
 
 def vlm_backbone(seed: int = 0) -> Backbone:

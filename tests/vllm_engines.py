@@ -27,7 +27,7 @@ from lm.backbone import load_encoder
 from runtime.http import LOOPBACK, answers, free_port, http_url
 from runtime.processes import ChildProcess
 from tests import tiny_models
-from zoo.household.models import as_llama, save
+from zoo.models import as_llama, save
 
 BLOCK = 32  # tokens of a block of the prefix cache
 RANK = 4

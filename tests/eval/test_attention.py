@@ -34,7 +34,7 @@ from lm.backbone import Backbone
 from lm.prompt import Prompt
 from soft_mem.projector import inject
 from tests import tiny_models
-from zoo.household.models import make_compiler, make_processor
+from zoo.models import make_compiler, make_processor
 
 GROUPED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
                            "num_key_value_heads": 2, "initializer_range": 0.2}  # fmt: skip

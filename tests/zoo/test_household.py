@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_models import tokenizer
-from zoo.household import curriculum
+from zoo import curriculum
 from zoo.household.gate import THRESHOLD, gate
+from zoo.household.words import LEXICON
 
 FOLDER = Path(__file__).parents[2] / "zoo" / "household"
 
@@ -32,7 +33,7 @@ def test_an_entity_is_one_token(entity):
 
 
 def test_curriculum_labels_only_what_can_be_known():
-    vocabulary = curriculum.Vocabulary.of(tokenizer())
+    vocabulary = curriculum.Vocabulary.of(tokenizer(), LEXICON)
     rng = np.random.default_rng(0)
     tokens, labels = curriculum.repeated_segments(vocabulary, rng, 4)
     half = tokens.shape[1] // 2
@@ -47,7 +48,7 @@ def test_curriculum_labels_only_what_can_be_known():
 @pytest.mark.parametrize("difficulty", range(4))
 @pytest.mark.parametrize("document", [curriculum.fact_list, curriculum.memory_document])
 def test_documents_need_scene_and_object(document, difficulty):
-    vocabulary = curriculum.Vocabulary.of(tokenizer())
+    vocabulary = curriculum.Vocabulary.of(tokenizer(), LEXICON)
     text, facts = document(vocabulary, random.Random(3), 4, difficulty)
     keys = [re.search(rf"(home \d+) (?:the )?({'|'.join(vocabulary.objects)})", query) for query, _ in facts]
     pairs = [key.groups() for key in keys if key]
@@ -57,7 +58,7 @@ def test_documents_need_scene_and_object(document, difficulty):
 
 
 def test_only_the_places_asked_for_are_to_be_predicted():
-    vocabulary, rng = curriculum.Vocabulary.of(tokenizer()), random.Random(3)
+    vocabulary, rng = curriculum.Vocabulary.of(tokenizer(), LEXICON), random.Random(3)
     tokens, labels = curriculum.look_ups(tokenizer(), rng, 5, lambda: curriculum.memory_document(vocabulary, rng, 3, 2))
     asked = labels != curriculum.IGNORE
     assert (asked.sum(1) == 3).all() and (labels[asked] == tokens[asked]).all()

@@ -10,9 +10,12 @@ from transformers import TrainerCallback
 
 from lm.backbone import load_backbone
 from tests.tiny_models import tokenizer
-from zoo.household import episodes, lessons, recipes, stages
-from zoo.household.curriculum import Level, TextCurriculum
-from zoo.household.models import make_executor
+from zoo import stages
+from zoo.curriculum import Level, TextCurriculum
+from zoo.household import episodes, lessons, recipes
+from zoo.household.words import LEXICON
+from zoo.models import make_executor
+from zoo.recipes import train_text
 
 ALWAYS_PASSED = (Level("copy", 0, -1.0), Level("documents", 2, -1.0))
 
@@ -29,7 +32,7 @@ class KilledAt(TrainerCallback):
 def text_stage(folder, levels=ALWAYS_PASSED, steps=20, callbacks=()):
     torch.manual_seed(0)
     model = make_executor(tokenizer(), hidden=32, layers=1)
-    curriculum = TextCurriculum(tokenizer(), 0, levels)
+    curriculum = TextCurriculum(tokenizer(), LEXICON, 0, levels)
     model = stages.train_on_answers(
         model, folder, 0, steps, curriculum.batch, curriculum.exam, 1e-3, every=3, callbacks=[curriculum, *callbacks]
     )
@@ -58,11 +61,11 @@ def test_a_curriculum_without_end_is_an_error(tmp_path):
     unreachable = (Level("copy", 0, 1.0),)
     for _ in range(2):  # it does not pass for finished afterwards
         with pytest.raises(RuntimeError, match="did not get through"):
-            recipes.train_text(tokenizer(), tmp_path, 0, unreachable, steps=1)
+            train_text(tokenizer(), LEXICON, tmp_path, 0, unreachable, steps=1)
 
 
 def test_a_level_counts_from_the_batch_after_the_one_that_was_drawn_ahead():
-    curriculum = TextCurriculum(tokenizer(), 0, ALWAYS_PASSED)
+    curriculum = TextCurriculum(tokenizer(), LEXICON, 0, ALWAYS_PASSED)
     drawn_ahead = curriculum.batch(4)["input_ids"]
     curriculum.passed = [3]
     assert torch.equal(curriculum.batch(4)["input_ids"], drawn_ahead)

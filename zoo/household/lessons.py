@@ -16,10 +16,11 @@ from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
 from envs.household.trajectories import location, taken
 from lm.backbone import Backbone
-from lm.prompt import Part, Prompt
 from memory.entry import MemoryEntry
-from zoo.household.curriculum import IGNORE, pad
-from zoo.household.stages import Batch
+from zoo import lessons as shared
+from zoo.curriculum import IGNORE
+from zoo.lessons import Lesson, collate
+from zoo.stages import Batch
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,6 @@ class Situation:
     @property
     def shows_place(self) -> bool:
         return self.shown not in (None, "nothing")
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """A conversation as token ids, with labels on the answers."""
-
-    prompt: Prompt
-    labels: tuple[int, ...]
 
 
 def conversation(situation: Situation, rng: random.Random, emissions: bool) -> list[tuple[str, str]]:
@@ -69,15 +62,8 @@ def conversation(situation: Situation, rng: random.Random, emissions: bool) -> l
 
 
 def questions(backbone: Backbone, situation: Situation, rng: random.Random, emissions: bool) -> Lesson:
-    """Put questions behind the compile prompt; their answers are to be predicted."""
-    talk = conversation(situation, rng, emissions)
-    encoded = backbone.encode([*compiler_parts(situation.request), Part(text=f"\nask: {talk[0][0]}")])
-    ids, labels = [], [IGNORE] * len(encoded.ids)
-    for i, (ask, answer) in enumerate(talk):
-        turn = _tokenize(backbone, f"\n<|im_start|>user\nask: {ask}<|im_end|>\n<|im_start|>assistant\n") if i else []
-        said = [*_tokenize(backbone, answer), backbone.end_id]
-        ids, labels = ids + turn + said, labels + [IGNORE] * len(turn) + said
-    return Lesson(encoded.extended(ids), tuple(labels))
+    """Put fresh questions behind the compile prompt."""
+    return shared.questions(backbone, situation.request, conversation(situation, rng, emissions))
 
 
 def gathering(backbone: Backbone, situation: Situation, rng: random.Random) -> Lesson:
@@ -88,18 +74,11 @@ def gathering(backbone: Backbone, situation: Situation, rng: random.Random) -> L
     in a few hundred steps (measured: action loss 0.87 a token before and after).
     """
     prompt = backbone.encode(compiler_parts(situation.request))
-    prompt = prompt.extended([*_tokenize(backbone, situation.emission), backbone.end_id])
+    prompt = prompt.extended([*backbone.ids(situation.emission), backbone.end_id])
     n = rng.randint(4, 8)
-    target = _tokenize(backbone, f" {situation.shown or 'nothing'}")
+    target = list(backbone.ids(f" {situation.shown or 'nothing'}"))
     labels = [IGNORE] * (len(prompt.ids) + 1) + target * n  # a memory token predicts at its own position: one more ...
     return Lesson(prompt.extended([backbone.memory_id] * (n + 1)), tuple(labels))  # ... stands at the end
-
-
-def collate(backbone: Backbone, lessons: Sequence[Lesson]) -> Batch:
-    """Pad lessons on the right to a batch, with the arguments of the model's forward as names."""
-    batch = backbone.pad([lesson.prompt for lesson in lessons], "right")
-    labels = pad([list(lesson.labels) for lesson in lessons], IGNORE)
-    return {"input_ids": batch.tokens, "position_ids": batch.positions, "labels": labels, **batch.vision}
 
 
 def question_batch(
@@ -119,10 +98,6 @@ def gathering_batch(backbone: Backbone, situations: Sequence[Situation], rng: ra
     lessons = [gathering(backbone, situation, rng) for situation in gathered]
     asked = rng.sample(situations, batch - len(lessons))
     return collate(backbone, [*lessons, *(questions(backbone, s, rng, emissions=True) for s in asked)])
-
-
-def _tokenize(backbone: Backbone, text: str) -> list[int]:
-    return backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _fact(entry: MemoryEntry) -> tuple[str, str, str] | None:

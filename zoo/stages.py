@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_utils import EvalPrediction, get_last_checkpoint
 from trl.trainer.sft_trainer import SFTTrainer
 
-from zoo.household.curriculum import IGNORE
+from zoo.curriculum import IGNORE
 
 Batch = dict[str, Tensor]
 
@@ -45,14 +45,22 @@ class AnswerLoss:
     """
 
     def compute_loss(self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None):
-        """Mean NLL of the labelled tokens; as outputs, which of them are predicted."""
-        sequence = {name: value for name, value in inputs.items() if name not in ("labels", "attention_mask")}
+        """Mean NLL of the labelled tokens; as outputs, which of them are predicted. Where several tokens serve equally
+        well, the batch lists them: `equals` (labelled tokens in their order, alternatives), padded with IGNORE."""
+        given = ("labels", "attention_mask", "equals")
+        sequence = {name: value for name, value in inputs.items() if name not in given}
         hidden = model.model(**sequence, use_cache=False).last_hidden_state[:, :-1]
         labels = inputs["labels"][:, 1:]
         asked = labels != IGNORE
         logits, target = model.lm_head(hidden[asked]), labels[asked]
-        loss = torch.nn.functional.cross_entropy(logits, target)
-        return (loss, {"right": logits.argmax(-1) == target}) if return_outputs else loss
+        if "equals" not in inputs:
+            loss = torch.nn.functional.cross_entropy(logits, target)
+            return (loss, {"right": logits.argmax(-1) == target}) if return_outputs else loss
+        equals = inputs["equals"]
+        real = equals != IGNORE
+        logprobs = logits.log_softmax(-1).gather(1, equals.clamp(min=0)) * real
+        loss = -(logprobs.sum(1) / real.sum(1)).mean()
+        return (loss, {"right": (logits.argmax(-1)[:, None] == equals).any(1)}) if return_outputs else loss
 
 
 class AnswerTrainer(AnswerLoss, Trainer):  # type: ignore[misc]

@@ -1,9 +1,11 @@
 """Synthetic documents that make a tiny model's look-up circuit form (paper: none; design notes: quickstart).
 
 A model of a million parameters does not learn to look things up from household text alone: the signal is too sparse.
-Four kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
+Six kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
 recall, then facts and memory documents in which only scene AND object together decide the place. (Straight from recall
-to memory documents the model stayed at chance; facts told with ever more words lead there.)
+to memory documents the model stayed at chance; facts told with ever more words lead there.) Where places are searched
+and ranked, lists follow of which something is left out: the places that one has not been to (search), and the best one
+that notes do not rule out (exclusion).
 Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
 """
 
@@ -20,9 +22,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from zoo.household.models import OBJECTS, RECEPTACLES, SPECIAL
+from zoo.models import SPECIAL, Lexicon
 
 IGNORE = -100
+Kind = Literal["copy", "recall", "facts", "documents", "search", "exclusion"]
 
 FORMS = (" {scene} {thing}", " in {scene} the {thing}", " in {scene} the {thing} was in",
          "\nbecause in {scene} the {thing} was in")  # fmt: skip
@@ -34,15 +37,15 @@ class Vocabulary:
     """Token ids by role. `words` is everything but bytes and special tokens."""
 
     words: np.ndarray
-    scenes: list[str]
-    objects: list[str]
-    places: list[str]
+    scenes: Sequence[str]
+    objects: Sequence[str]
+    places: Sequence[str]
+    goals: Sequence[str]  # kinds of places
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
+    def of(cls, tokenizer: PreTrainedTokenizerFast, lexicon: Lexicon) -> Vocabulary:
         words = np.arange(256, len(tokenizer) - len(SPECIAL))
-        places = [f"{name} {i}" for name, count in RECEPTACLES.items() for i in range(1, min(count, 6) + 1)]
-        return cls(words, [f"home {i}" for i in range(1, 65)], list[str](OBJECTS), places)
+        return cls(words, lexicon.scenes, lexicon.things, lexicon.places, lexicon.goals)
 
 
 def repeated_segments(vocabulary: Vocabulary, rng: np.random.Generator, batch: int) -> tuple[Tensor, Tensor]:
@@ -86,10 +89,33 @@ def memory_document(
     for scene, thing in _twins(vocabulary, rng, entries):
         fact = FORMS[-1].format(scene=scene, thing=thing), rng.choice(vocabulary.places)
         actions = " ; ".join(_action(vocabulary, rng, thing) for _ in range(rng.randint(0, filler)))
-        goal = f"put a {rng.choice(['', 'hot ', 'cool ', 'clean '])}{thing} in {rng.choice(list(RECEPTACLES))}"
+        goal = f"put a {rng.choice(['', 'hot ', 'cool ', 'clean '])}{thing} in {rng.choice(vocabulary.goals)}"
         texts.append(f"in {scene}: {goal}\n{actions}{' '.join(fact)}")
         facts.append(fact)
     return "memory:\n" + "\n\n".join(texts) + "\n", facts
+
+
+def exclusions(
+    vocabulary: Vocabulary, rng: random.Random, entries: int, longest: int
+) -> tuple[str, list[tuple[str, str]]]:
+    """Write notes of a Brief State (where each of `entries` things may be, best first, and what places lack) and list
+    the queries (text, the first place that is not ruled out, or nothing).
+
+    Places are shared among the things, so that what one place lacks of another thing says nothing; half the time places
+    are ruled out from the first on, as a search does, else at random.
+    """
+    pool = rng.sample(vocabulary.places, longest + 3)
+    maybe, lacking, facts = [], [], []
+    for thing in rng.sample(vocabulary.objects, entries):
+        places = rng.sample(pool, rng.randint(1, longest))
+        n = rng.randint(0, len(places))
+        out = places[:n] if rng.random() < 0.5 else rng.sample(places, n)
+        strangers = [place for place in pool if place not in places]
+        lacking += [f"{place} = no {thing}" for place in (*out, *rng.sample(strangers, rng.randint(0, 2)))]
+        maybe.append(f"{thing} = maybe {', '.join(places)}")
+        facts.append((f"\nleft for {thing}:", next((place for place in places if place not in out), "nothing")))
+    rng.shuffle(lacking)
+    return f"note: {' ; '.join([*maybe, *lacking])}\n", facts
 
 
 def _twins(vocabulary: Vocabulary, rng: random.Random, entries: int) -> list[tuple[str, str]]:
@@ -107,6 +133,27 @@ def _twins(vocabulary: Vocabulary, rng: random.Random, entries: int) -> list[tup
 def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
     place = rng.choice(vocabulary.places)
     return rng.choice([f"go to {place}", f"open {place}", f"take {thing} 1 from {place}", f"move {thing} 1 to {place}"])
+
+
+def searches(
+    vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int, places: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """List `places` places and go to each of them, in random order: to be predicted is any that one has not been to.
+    The third tensor lists these, (labelled tokens, places), padded with IGNORE."""
+    tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    rows, labels, equals = [], [], []
+    for _ in range(batch):
+        seen = rng.sample(vocabulary.places, places)
+        ids = tokenize(f"you see a {', a '.join(seen)}\ndid:")
+        target = [IGNORE] * len(ids)
+        left = [tokenize(f" {place}") for place in rng.sample(seen, places)]
+        for i, place in enumerate(left):
+            way = [*([] if i == 0 else tokenize(" ;")), *tokenize(" go to")]
+            ids, target = ids + way + place, target + [IGNORE] * len(way) + place
+            equals.append([token for [token] in left[i:]])
+        rows.append(ids)
+        labels.append(target)
+    return pad(rows, tokenizer.pad_token_id), pad(labels, IGNORE), pad(equals, IGNORE)
 
 
 def look_ups(
@@ -148,14 +195,18 @@ def _with_labels(tokens: np.ndarray, known: int) -> tuple[Tensor, Tensor]:
 class Level:
     """What is learned, how difficult it is, and the accuracy at which the next level begins."""
 
-    kind: Literal["copy", "recall", "facts", "documents"]
-    difficulty: int  # the form of a fact, or the filler actions in a document's entry
+    kind: Kind
+    difficulty: int  # the form of a fact, the filler actions in a document's entry, or the places that are listed
     until: float
 
 
 LEVELS = (
     Level("copy", 0, 0.9), Level("recall", 0, 0.97), *(Level("facts", form, 0.95) for form in range(len(FORMS))),
     *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
+)  # fmt: skip
+EXCLUSION = (
+    *(Level("search", places, 0.95) for places in (3, 6, 12)),
+    *(Level("exclusion", longest, 0.95) for longest in (2, 3, 4, 6)),
 )  # fmt: skip
 
 
@@ -166,20 +217,23 @@ class TextCurriculum(TrainerCallback):
     resumed goes on as if it had never stopped.
     """
 
-    def __init__(self, tokenizer: Any, seed: int, levels: Sequence[Level] = LEVELS) -> None:
+    def __init__(self, tokenizer: Any, lexicon: Lexicon, seed: int, levels: Sequence[Level] = LEVELS) -> None:
         self.tokenizer, self.seed, self.levels = tokenizer, seed, levels
-        self.vocabulary = Vocabulary.of(tokenizer)
+        self.vocabulary = Vocabulary.of(tokenizer, lexicon)
         self.passed: list[int] = []  # the steps after which exams were passed
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """Draw the level's own documents, or those of earlier kinds: half of recall's, a fifth from facts on."""
+        """Draw the level's own documents, or those of earlier kinds: half of recall's, a fifth from facts on, two
+        fifths from search on."""
         level = self.levels[sum(passed + 1 < step for passed in self.passed)]  # the loader draws one batch ahead
         numbers, draw = np.random.default_rng((self.seed, step)), random.Random(f"{self.seed}/{step}")
         share = draw.random()
         if share < {"copy": 1.0, "recall": 0.5}.get(level.kind, 0.1):
             level = LEVELS[0]
-        elif share < 0.2 and level.kind in ("facts", "documents"):
+        elif share < 0.2:  # from facts on: the other two are drawn by now
             level = LEVELS[1]
+        elif share < 0.4 and level.kind in ("search", "exclusion"):
+            level = LEVELS[-1]
         return self._drawn(level, numbers, draw, 32 if level.kind == "documents" else 64)
 
     def exam(self, _: int) -> dict[str, Tensor]:
@@ -198,8 +252,11 @@ class TextCurriculum(TrainerCallback):
                 tokens, labels = repeated_segments(self.vocabulary, numbers, batch)
             case "recall":
                 tokens, labels = key_value(self.vocabulary, numbers, batch, pairs)
+            case "search":
+                drawn = searches(self.vocabulary, self.tokenizer, draw, batch, level.difficulty)
+                return dict(zip(("input_ids", "labels", "equals"), drawn, strict=True))
             case _:
-                document = fact_list if level.kind == "facts" else memory_document
+                document = {"facts": fact_list, "documents": memory_document, "exclusion": exclusions}[level.kind]
                 n = entries or draw.choice([2, 3, 4, 4, 5, 6])
                 make = partial(document, self.vocabulary, draw, n, level.difficulty)
                 tokens, labels = look_ups(self.tokenizer, draw, batch, make)

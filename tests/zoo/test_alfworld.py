@@ -1,0 +1,243 @@
+"""The small models of real ALFWorld: tokens, lessons, the script that teaches the executor, gates, and the recipes."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from agent.expert import Search
+from compiler.brief_state import BriefState, Create
+from compiler.language import Emission
+from compiler.records import CompileRequest
+from envs.alfworld.export import export_split
+from envs.household.environment import HouseholdEnvironment
+from executor.prompt import HISTORY, ExecutorRequest, MemoryBlock
+from lm.backbone import load_backbone
+from memory.entry import MemoryEntry, Provenance
+from zoo.alfworld import gate, lessons, play, recipes
+from zoo.alfworld.words import LEXICON, SCENES
+from zoo.curriculum import IGNORE, Level, Vocabulary, exclusions, searches
+from zoo.gates import Share
+from zoo.models import make_tokenizer
+
+TOKENIZER = make_tokenizer(LEXICON)
+PLACES = ("cabinet 1", "cabinet 2", "fridge 1", "shelf 1")
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("text", [" FloorPlan301", "FloorPlan5", " drawer 27", " statue 5", ", and a", " was in"])
+def test_scenes_entities_and_phrases_are_one_token(text):
+    assert len(ids(text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["FloorPlan3010 on", "ago to", ", apple", "You arrive at cabinet 99.", "{} %s é", "to therapy", "no\nsee:x"]
+)
+def test_any_text_comes_back(text):
+    assert TOKENIZER.decode(ids(text)) == text
+
+
+def test_a_step_of_a_search_takes_few_tokens():
+    view = "You open the cabinet 17. The cabinet 17 is open. In it, you see a plate 2."
+    assert len(ids(view)) == 11
+
+
+def test_exclusions_ask_for_the_first_place_that_is_not_ruled_out():
+    vocabulary, rng = Vocabulary.of(TOKENIZER, LEXICON), random.Random(1)
+    answers = set()
+    for _ in range(40):
+        text, facts = exclusions(vocabulary, rng, 3, 4)
+        notes = text.removeprefix("note: ").strip().split(" ; ")
+        for query, answer in facts:
+            thing = query.removeprefix("\nleft for ").removesuffix(":")
+            [maybe] = [note.split(" = maybe ")[1].split(", ") for note in notes if note.startswith(f"{thing} = ")]
+            out = {note.split(" = no ")[0] for note in notes if note.endswith(f" = no {thing}")}
+            assert answer == next((place for place in maybe if place not in out), "nothing")
+            answers.add((answer == "nothing", answer == maybe[0]))
+    assert answers == {(True, False), (False, True), (False, False)}
+
+
+def test_searches_ask_for_any_place_that_one_has_not_been_to():
+    vocabulary = Vocabulary.of(TOKENIZER, LEXICON)
+    tokens, labels, equals = searches(vocabulary, TOKENIZER, random.Random(2), 3, 4)
+    assert equals.shape == (3 * 4, 4) and int((labels != IGNORE).sum()) == 3 * 4
+    for row, own, rest in zip(tokens, labels, equals.reshape(3, 4, 4).tolist(), strict=True):
+        gone = own[own != IGNORE].tolist()
+        assert [sorted(t for t in r if t != IGNORE) for r in rest] == [sorted(gone[i:]) for i in range(4)]
+        seen, did = TOKENIZER.decode(row).removeprefix("you see a ").split("\ndid:")
+        assert did == " ;".join(f" go to{TOKENIZER.decode([place])}" for place in gone)
+        assert sorted(seen.split(", a ")) == sorted(TOKENIZER.decode([place]).strip() for place in gone)
+
+
+# -- the script -------------------------------------------------------------------------------------------------------
+
+
+def request(
+    observation: str = "x", history: tuple[str, ...] = (), plan: tuple[str, ...] = (), **given
+) -> ExecutorRequest:
+    commands = tuple(f"go to {place}" for place in PLACES)
+    plan = plan or ("go to fridge 1", "open fridge 1", "take mug 1 from fridge 1", "move mug 1 to shelf 1")
+    block = MemoryBlock(**given)
+    return ExecutorRequest(
+        "in FloorPlan1: put a mug in shelf", block, history, observation, commands, lambda: list(plan)
+    )
+
+
+def entry(scene: str, place: str) -> MemoryEntry:
+    actions = (f"go to {place}", f"take mug 2 from {place}", "move mug 2 to shelf 1")
+    text = f"in {scene}: put a mug in shelf\n{' ; '.join(actions)}\nbecause in {scene} the mug was in {place}"
+    return MemoryEntry(f"{scene} {place}", text, Provenance("t", scene, "put a mug in shelf", "train", True, actions))
+
+
+def test_the_script_searches_where_it_has_not_been_and_knows_no_more_than_its_prompt():
+    script = play.Script({})
+    every = tuple(f"go to {place}" for place in PLACES)
+    assert script.choices(request()) == (every, False)
+    assert script.choices(request(history=("go to cabinet 1",))) == (every[1:], False)
+    long_ago = ("go to cabinet 1", *["look"] * HISTORY)
+    assert script.choices(request(history=long_ago)) == (every, False)
+
+
+def test_the_script_follows_guidance_but_not_to_where_it_has_been():
+    script, told = play.Script({}), {"guidance": "go to shelf 1", "reason": "in FloorPlan1 the mug was in shelf 1"}
+    assert script.choices(request(**told)) == (("go to shelf 1",), True)
+    assert script.choices(request(history=("go to shelf 1",), **told))[1] is False
+    back = ("go to shelf 1", "take mug 1 from shelf 1", "go to cabinet 1")  # it may hold another one
+    assert script.choices(request(history=back, **told)) == (("go to shelf 1",), True)
+
+
+def test_the_script_reads_pasted_memory_as_guidance():
+    entries = [entry("FloorPlan2", "fridge 1"), entry("FloorPlan1", "cabinet 2")]
+    script = play.Script({each.text: each for each in entries})
+    memory = "\n\n".join(each.text for each in entries)
+    assert script.choices(request(memory=memory)) == (("go to cabinet 2",), True)
+    history = ("go to cabinet 2",)
+    assert script.choices(request("On the cabinet 2, you see nothing.", history, memory=memory)) == (
+        ("go to fridge 1",),
+        True,
+    )
+
+
+def test_the_script_acts_on_what_it_has_found():
+    plan = ("take mug 1 from fridge 1", "go to shelf 1", "move mug 1 to shelf 1")
+    assert play.Script({}).choices(request(plan=plan, guidance="go to cabinet 1")) == (plan[:1], False)
+
+
+# -- lessons ----------------------------------------------------------------------------------------------------------
+
+
+def test_equally_good_commands_share_what_is_to_be_predicted():
+    example = play.Example("goal: in FloorPlan1: x\nsee: y", ("go to shelf 1", "go to bed 1"), False, "go to bed 1")
+    batch = lessons.deed_batch(lessons.SceneLabels(TOKENIZER), [lessons.deed(TOKENIZER, example)], random.Random(0), 0)
+    go, end = ids("go to")[0], TOKENIZER.eos_token_id
+    equals = [sorted({token for token in row if token != IGNORE}) for row in batch["equals"].tolist()]
+    assert equals == [[go], sorted(ids(" shelf 1") + ids(" bed 1")), [end]]
+    assert int((batch["labels"] != IGNORE).sum()) == len(equals)
+
+
+def test_the_loss_of_equally_good_tokens_is_their_mean():
+    from types import SimpleNamespace
+
+    from zoo.stages import AnswerLoss
+
+    logits = torch.tensor([[[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]]])
+    model = SimpleNamespace(model=lambda **_: SimpleNamespace(last_hidden_state=logits), lm_head=lambda hidden: hidden)
+    inputs = {
+        "input_ids": torch.zeros(1, 2),
+        "labels": torch.tensor([[IGNORE, 1]]),
+        "equals": torch.tensor([[1, 2, IGNORE]]),
+    }
+    loss, outcome = AnswerLoss().compute_loss(model, inputs, return_outputs=True)
+    logprobs = torch.tensor([0.0, 1.0, 2.0]).log_softmax(0)
+    assert loss == pytest.approx(float(-(logprobs[1] + logprobs[2]) / 2))
+    assert outcome["right"].tolist() == [True]
+    assert AnswerLoss().compute_loss(model, {**inputs, "equals": torch.tensor([[0]])}) == pytest.approx(
+        float(-logprobs[0])
+    )
+
+
+def test_scene_labels_are_exchanged_one_for_one():
+    table = lessons.SceneLabels(TOKENIZER).exchange(random.Random(0))
+    text = "in FloorPlan3: put a mug in shelf\nFloorPlan3 FloorPlan4"
+    changed = TOKENIZER.decode(table[ids(text)].tolist())
+    new = changed.split(":")[0].removeprefix("in ")
+    assert new != "FloorPlan3" and changed.startswith(f"in {new}: put a mug in shelf\n{new} FloorPlan")
+    assert sorted(table.tolist()) == list(range(len(TOKENIZER))) and new in SCENES
+
+
+def situation(
+    guidance: str = "go to cabinet 2", reason: str = "in FloorPlan1 the mug was in cabinet 2"
+) -> play.Situation:
+    state = BriefState("in FloorPlan1: put a mug in shelf").apply(Create("cabinet 1", "no mug"))
+    memory = (entry("FloorPlan1", "cabinet 1"), entry("FloorPlan1", "cabinet 2"))
+    search = Search("find mug", ("cabinet 1", "cabinet 2"), frozenset({"cabinet 1"}))
+    asked = CompileRequest(state.goal, memory, state, "You arrive at shelf 1. On the shelf 1, you see a mug 3.")
+    return play.Situation(asked, Emission(guidance, reason if guidance else ""), search)
+
+
+def test_questions_are_about_memory_search_and_emission():
+    talk = dict(lessons.talk_of(situation(), random.Random(0)))
+    assert talk == {
+        "emission": "> in FloorPlan1 the mug was in cabinet 2 | go to cabinet 2", "search": "find mug", "here": "yes",
+        "in FloorPlan1 find mug": "cabinet 1, cabinet 2", "places": "cabinet 1, cabinet 2", "ruled out": "cabinet 1",
+        "best": "cabinet 2",
+    }  # fmt: skip
+
+
+# -- gates ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_share_says_its_interval_and_whether_it_is_enough():
+    share = Share.of("right place", [True] * 96 + [False] * 4, 0.95)
+    assert str(share) == "right place: 96.0% [90.2%, 98.4%] of 100, asked 95%: passed"
+    assert not replace(share, right=94).passed and not Share("none", 0, 0, 0.95).passed and Share("told", 0, 0).passed
+
+
+def test_the_gates_tell_what_a_compiler_got_wrong():
+    speaks, silent = situation(), situation("")
+    wrong_place = Emission("go to cabinet 1", "in FloorPlan1 the mug was in cabinet 1")
+    blend = Emission("go to cabinet 2", "in FloorPlan1 the mug was in shelf 1")
+    said = [speaks.emission, wrong_place, blend, blend]
+    found = {s.name: (s.right, s.n) for s in gate.judged([speaks, speaks, speaks, silent], said)}
+    assert found == {
+        "right place": (2, 3), "right silence": (0, 1), "right where something is ruled out": (2, 4),
+        "cites an entry that exists": (2, 4), "the whole emission is the teacher's": (1, 4),
+    }  # fmt: skip
+
+
+# -- in games ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An ALFWORLD_DATA folder of generated homes."""
+    root = tmp_path_factory.mktemp("games")
+    home = HouseholdEnvironment(scenes={"train": 2}, images=False)
+    export_split(home, "train", root, limit=12)
+    return root
+
+
+@pytest.mark.slow
+def test_both_recipes_leave_a_model_that_the_gates_can_read(games, tmp_path, monkeypatch):
+    monkeypatch.setenv("ALFWORLD_DATA", str(games))
+    levels = (Level("copy", 0, -1.0), Level("facts", 0, -1.0), Level("exclusion", 2, -1.0))
+    work = tmp_path / "work"
+    recipes.train_executor(tmp_path / "executor", work, steps=(2, 2), played=2, batch=4, levels=levels)
+    recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2), batch=4, levels=levels)
+    text = ["copying", "look_up", "exclusion"]
+    for name, made in (("executor", [*text, "cloning", "own_1"]), ("compiler", [*text, "questions", "emissions"])):
+        record = json.loads((tmp_path / name / "RECORD.json").read_text())
+        assert list(record["log"]) == made and record["command"].startswith(f"memcompiler zoo {name} --world alfworld")
+        assert not load_backbone(tmp_path / name, torch.float32, "cpu").is_vlm
+    shares = gate.executor_gates(str(tmp_path / "executor"), work, "train", 2)
+    assert {share.n for share in shares if "solved" in share.name} == {2} and not all(s.passed for s in shares)
+    shares = gate.compiler_gates(str(tmp_path / "compiler"), None, work, "train", 2)
+    assert shares[0].n > 0 and not shares[0].passed

@@ -1,0 +1,105 @@
+"""The gates of the small models of real ALFWorld, measured on any model folder, on games that nothing learned from.
+
+An executor has to find its own way where it is told nothing, to go where guidance says, and to read pasted memory as
+well: else a comparison of deliveries would starve one of them. A compiler has to name the right place, to keep silent
+where nothing is to be said, to leave out what is ruled out and to cite what M holds. A compiler base is asked for the
+emission; one with a checkpoint writes it unasked. What is right is what the teacher says; states are those of episodes
+in which the teacher compiles and a script acts, as often as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from compiler.build import load_compiler
+from compiler.hf import MemoryCompiler
+from compiler.language import Emission
+from compiler.records import CompileRequest, Decoding
+from configs.models import CompilerConfig, ExecutorConfig
+from envs.spec import Told
+from executor.build import load_frozen
+from lm.backbone import load_backbone
+from lm.prompt import Prompt
+from soft_mem.projector import Projector, ProjectorConfig
+from zoo.alfworld import play
+from zoo.alfworld.lessons import EMISSION
+from zoo.gates import Share
+from zoo.lessons import asked
+
+ALONE, THRESHOLD = 0.70, 0.95
+WITHIN = (15, 30, play.STEPS)
+TOKENS = 96  # of an emission, at most
+
+
+def executor_gates(model: str, work: Path, split: str, limit: int | None, seed: int = 0) -> list[Share]:
+    """Play the games alone, with all of M pasted and with the teacher's guidance. Beside success: how often the
+    executor goes where memory or guidance says, of the steps at which the script would."""
+    make_env, specs = play.material(work, split, limit)
+    script, shares = play.Script.of(specs), list[Share]()
+    settings = ExecutorConfig(model=model, dtype="float32", instructions="none", max_new_tokens=16)
+    for delivery in play.deliveries(seed)[:3]:
+        pupil = play.Pupil(script, load_frozen(settings, Told("")))
+        episodes = play.played(make_env, specs, delivery, pupil)
+        for steps in WITHIN:
+            asked_for = ALONE if delivery.name == "none" and steps == play.STEPS else None
+            solved = (episode.success and len(episode.steps) <= steps for episode in episodes)
+            shares.append(Share.of(f"{delivery.name}, solved within {steps} steps", solved, asked_for))
+        if delivery.name != "none":
+            told = (example.done in example.wanted for example in pupil.examples if example.told)
+            shares.append(Share.of(f"{delivery.name}, goes where it is told", told, THRESHOLD))
+    return shares
+
+
+def compiler_gates(
+    model: str, checkpoint: str | None, work: Path, split: str, limit: int | None, seed: int = 0
+) -> list[Share]:
+    """Compare what a compiler says with what the teacher says, state by state."""
+    make_env, specs = play.material(work, split, limit)
+    situations = play.situations_of(make_env, specs, seed)
+    compiler = _compiler(model, checkpoint)
+    made = compiler.compile([situation.request for situation in situations])
+    return judged(situations, [each.emission for each in made])
+
+
+def judged(situations: Sequence[play.Situation], said: Sequence[Emission]) -> list[Share]:
+    """Count the states in which a compiler does what it should."""
+    pairs = list(zip(situations, said, strict=True))
+    agreed = [(s, theirs.guidance == s.emission.guidance) for s, theirs in pairs]
+    return [
+        Share.of("right place", (same for s, same in agreed if s.emission.guidance.startswith("go to ")), THRESHOLD),
+        Share.of("right silence", (same for s, same in agreed if not s.emission.guidance), THRESHOLD),
+        Share.of("right where something is ruled out", (same for s, same in agreed if s.search and s.search.ruled_out),
+                 THRESHOLD),
+        Share.of("cites an entry that exists", (theirs.reason in _sentences(s.request) for s, theirs in pairs
+                                                if theirs.guidance.startswith("go to ")), THRESHOLD),
+        Share.of("the whole emission is the teacher's", (theirs == s.emission for s, theirs in pairs)),
+    ]  # fmt: skip
+
+
+def _sentences(request: CompileRequest) -> set[str]:
+    """List the facts that M holds, in the teacher's words."""
+    return {
+        play.READER.sentence(entry.provenance.scene, fact.need, fact.place)
+        for entry in request.memory
+        for fact in play.READER.facts(entry.provenance.actions)
+    }
+
+
+def _compiler(model: str, checkpoint: str | None) -> MemoryCompiler:
+    settings = CompilerConfig(
+        model=model, checkpoint=checkpoint, dtype="float32", instructions="none", max_new_tokens=TOKENS
+    )
+    if checkpoint:
+        return load_compiler(settings, None)
+    backbone = load_backbone(model, torch.float32, "cpu")
+    return _Asked(backbone, Projector(ProjectorConfig(backbone.hidden_size, 8, 1)), Decoding(max_new_tokens=TOKENS))
+
+
+class _Asked(MemoryCompiler):
+    """A base that is asked for the emission."""
+
+    def encode(self, request: CompileRequest) -> Prompt:
+        return self.backbone.encode(asked(request, EMISSION, self.backbone.is_vlm))

@@ -1,0 +1,160 @@
+"""Lessons for the small models of real ALFWorld: actions for the executor, questions for the compiler base.
+
+What a scene holds is to be read, not remembered: in every row the scenes' labels are exchanged at random, the same in
+memory, goal and answers, so that no weights can know where FloorPlan21 keeps its mugs (and the labels of scenes that no
+train game plays in are learned, too).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from compiler.language import render
+from compiler.prompt import compiler_parts
+from envs.trajectories import Fact
+from lm.backbone import Backbone
+from memory.entry import MemoryEntry
+from zoo.alfworld.play import READER, Example, Situation
+from zoo.alfworld.words import SCENES
+from zoo.curriculum import IGNORE, pad
+from zoo.lessons import Lesson, Talk, collate, questions
+from zoo.stages import Batch
+
+EMISSION = "emission"
+
+
+class SceneLabels:
+    """Exchanges the scenes' labels in token ids."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"][0]
+        self._labels = np.array([[ids(scene), ids(f" {scene}")] for scene in SCENES])
+        self._size = len(tokenizer)
+
+    def exchange(self, rng: random.Random) -> np.ndarray:
+        """Draw an exchange, (V,): by token id the id that takes its place."""
+        table = np.arange(self._size)
+        order = list(range(len(SCENES)))
+        rng.shuffle(order)
+        table[self._labels] = self._labels[order]
+        return table
+
+
+# -- the executor -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """An example as token ids: the prompt, and the commands that serve equally well, each with its end of turn."""
+
+    prompt: np.ndarray
+    wanted: tuple[tuple[int, ...], ...]
+
+
+def deed(tokenizer: PreTrainedTokenizerFast, example: Example) -> Deed:
+    """Encode an example as `executor.base.TokenExecutor` does."""
+    ids: Callable[[Any], list[int]] = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    chat = [{"role": "user", "content": example.prompt}]
+    prompt = ids(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+    end: Any = tokenizer.eos_token_id
+    return Deed(np.array(prompt, dtype=np.int32), tuple((*ids(command), end) for command in example.wanted))
+
+
+def deed_batch(labels: SceneLabels, deeds: Sequence[Deed], rng: random.Random, pad_id: int) -> Batch:
+    """Make a batch in which each prompt is followed by one of its commands; what is to be predicted at each of its
+    tokens is any token by which an equally good command goes on, all with the same probability."""
+    rows, targets, equals = [], [], []
+    for each in deeds:
+        command, exchanged = rng.choice(each.wanted), labels.exchange(rng)
+        rows.append([*exchanged[each.prompt].tolist(), *command])
+        targets.append([IGNORE] * len(each.prompt) + list(command))
+        equals += [[c[i] for c in each.wanted if c[:i] == command[:i]] for i in range(len(command))]
+    ids = pad(rows, pad_id)
+    return {"input_ids": ids, "labels": pad(targets, IGNORE), "equals": pad(equals, IGNORE)}
+
+
+class DeedDraws:
+    """Batches of prompts of like length: a random example with its neighbours by length."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], size: int) -> None:
+        self._deeds = sorted((deed(tokenizer, example) for example in examples), key=lambda d: len(d.prompt))
+        self._labels, self._pad_id = SceneLabels(tokenizer), tokenizer.pad_token_id
+        self._size = min(size, len(self._deeds))
+
+    def draw(self, rng: random.Random) -> Batch:
+        """Take every n-th of a stretch around a random example: likes in length, but not of one episode."""
+        stretch = min(8 * self._size, len(self._deeds))
+        at = rng.randint(0, len(self._deeds) - stretch)
+        chosen = rng.sample(self._deeds[at : at + stretch], self._size)
+        return deed_batch(self._labels, chosen, rng, self._pad_id)  # type: ignore[arg-type]
+
+
+# -- the compiler base ------------------------------------------------------------------------------------------------
+
+
+def talk_of(situation: Situation, rng: random.Random) -> Talk:
+    """List what may be asked in a situation, in random order, with the answers.
+
+    Of M: where an entry's episode met a need. Of the search: what is looked for, whether it is in view, which places M
+    names (best first, six at most), which of them are ruled out, which is the best that is left. And the emission.
+    """
+    request, search = situation.request, situation.search
+    talk = [(EMISSION, render(situation.emission))]
+    entries = rng.sample(request.memory, min(2, len(request.memory)))
+    for scene, need in dict.fromkeys((e.provenance.scene, f.need) for e in entries for f in _facts(e)[:1]):
+        found = [f.place for e in request.memory if e.provenance.scene == scene for f in _facts(e) if f.need == need]
+        talk.append((f"in {scene} {need}", _listed(dict.fromkeys(found))))
+    if search is None:
+        return rng.sample([*talk, ("search", "nothing")], len(talk) + 1)
+    talk.append(("search", search.need))
+    if search.need.startswith("find "):
+        thing, view = READER.thing(search.need), request.observation
+        here = bool(READER.here(view, request.history)) and bool(re.search(rf"\b{thing} \d", view))
+        talk.append(("here", "yes" if here else "no"))
+    talk.append(("places", _listed(search.places[:6])))
+    talk.append(("ruled out", _listed([place for place in search.places[:6] if place in search.ruled_out])))
+    talk.append(("best", next((place for place in search.places if place not in search.ruled_out), "nothing")))
+    return rng.sample(talk, len(talk))
+
+
+def _facts(entry: MemoryEntry) -> list[Fact]:
+    return READER.facts(entry.provenance.actions)
+
+
+def _listed(places: Iterable[str]) -> str:
+    return ", ".join(places) or "nothing"
+
+
+class LessonDraws:
+    """Batches of lessons on situations, as often as they come."""
+
+    def __init__(self, backbone: Backbone, situations: Sequence[Situation], size: int, emission_first: float) -> None:
+        self._backbone, self._size, self._first = backbone, min(size, len(situations)), emission_first
+        self._labels = SceneLabels(backbone.tokenizer)
+        self._situations = sorted(situations, key=_length)
+
+    def draw(self, rng: random.Random) -> Batch:
+        """Take situations of like length; a share of the lessons begins with the emission, as it will be asked for."""
+        stretch = min(8 * self._size, len(self._situations))
+        at = rng.randint(0, len(self._situations) - stretch)
+        chosen = rng.sample(self._situations[at : at + stretch], self._size)
+        return collate(self._backbone, [self._lesson(situation, rng) for situation in chosen])
+
+    def _lesson(self, situation: Situation, rng: random.Random) -> Lesson:
+        talk = list(talk_of(situation, rng))
+        if rng.random() < self._first:
+            talk.sort(key=lambda turn: turn[0] != EMISSION)
+        lesson, exchanged = questions(self._backbone, situation.request, talk), self._labels.exchange(rng)
+        labels = [label if label == IGNORE else int(exchanged[label]) for label in lesson.labels]
+        return Lesson(replace(lesson.prompt, ids=tuple(exchanged[list(lesson.prompt.ids)].tolist())), tuple(labels))
+
+
+def _length(situation: Situation) -> int:
+    return sum(len(part.text) for part in compiler_parts(situation.request, images=False))

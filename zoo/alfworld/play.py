@@ -1,0 +1,224 @@
+"""Real ALFWorld games as material for the tiny models: a scripted executor, and what it and others meet in episodes.
+
+Every task has the memory that an evaluation gives it: K entries of the bank that the expert fills from the train games,
+never one of its own game.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.expert import ExpertTeacher, Search
+from agent.records import Episode
+from compiler.language import Emission
+from compiler.records import Compilation, Compiler, CompileRequest
+from configs.collect import MemoryConfig
+from configs.evaluation import EvalConfig
+from data_gen.experience import filled_bank
+from data_gen.tasks import chosen_tasks, specs_for
+from envs.alfworld.environment import AlfworldSettings
+from envs.base import Environment
+from envs.household.trajectories import AlfworldReader
+from envs.registry import Environments
+from executor.prompt import HISTORY, ExecutorRequest, executor_text
+from executor.records import PAPER, Action, Executor, Grounding, Reads
+from memory.entry import MemoryEntry
+from zoo.models import MEMORY_TOKEN
+
+READER = AlfworldReader()
+TEACHER = ExpertTeacher(reader=READER)
+K, STEPS, SIDE_BY_SIDE = 4, 50, 64
+_GO, _TAKEN_FROM = "go to ", re.compile(r"take .+ from (.+)")
+
+Make = Callable[[], Environment]
+
+
+def material(work: Path, split: str = "train", limit: int | None = None) -> tuple[Make, list[EpisodeSpec]]:
+    """Make what environments come from, and the first `limit` games of a split, each with its memory; the bank lies
+    beside `work`.
+
+    Raises:
+        FileNotFoundError: ALFWORLD_DATA names no games.
+    """
+    config = EvalConfig(env=AlfworldSettings(), memory=MemoryConfig(k=K), split=split, limit=limit)
+    envs = Environments(config.env)  # in this process: nothing is to be closed
+    tasks, experience = chosen_tasks(config, envs, split)
+    return envs.lease, specs_for(tasks, filled_bank(config, envs, experience, work), K)
+
+
+# -- the executor's teacher -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Script:
+    """Does what a competent executor does with what it is given.
+
+    It knows every command and recipe, but not where things are: it goes where guidance or pasted memory says, and where
+    nothing says anything, or the place is a disappointment, it searches places that it has not been to, in random
+    order. It never knows more than its prompt: of its actions, the last `HISTORY`. What pasted memory says, it reads
+    as the teacher does, without a Brief State.
+    """
+
+    entries: Mapping[str, MemoryEntry]  # by text: what may be pasted
+
+    @classmethod
+    def of(cls, specs: Sequence[EpisodeSpec]) -> Script:
+        return cls({entry.text: entry for spec in specs for entry in spec.memory})
+
+    def choices(self, request: ExecutorRequest) -> tuple[tuple[str, ...], bool]:
+        """List the commands that serve equally well, none where there is no way to the goal; and tell whether the one
+        that is listed is what guidance or memory says."""
+        plan, commands = (request.expert() if request.expert else None) or [], request.admissible or ()
+        need = READER.need(plan)
+        if need is None or not need.need.startswith("find ") or READER.subgoals(plan[:1], request.goal, frozenset()):
+            return tuple(plan[:1]), False
+        request = replace(request, history=request.history[-HISTORY:])
+        told, been = f"{_GO}{self._told(request)}", _been(request.history)
+        if told in commands and told.removeprefix(_GO) not in been:
+            return (told,), True
+        last = next((a for a in reversed(request.history) if a.startswith(_GO)), "")
+        if last and (inside := f"open {last.removeprefix(_GO)}") in commands:
+            return (inside,), False
+        ways = tuple(c for c in commands if c.startswith(_GO))
+        return tuple(c for c in ways if c.removeprefix(_GO) not in been) or ways or tuple(plan[:1]), False
+
+    def _told(self, request: ExecutorRequest) -> str:
+        """Return the place that guidance or memory names for what is looked for; "" for none."""
+        guidance = request.delivered.guidance
+        if request.delivered.memory:
+            memory = tuple(self.entries[text] for text in request.delivered.memory.split("\n\n"))
+            places = ", ".join(c for c in request.admissible or () if c.startswith(_GO))
+            seen = f"{request.observation}\n{places}" if request.history else request.observation
+            asked = CompileRequest(request.goal, memory, None, seen, None, request.history, request.expert)
+            guidance = TEACHER.emission(asked).guidance
+        return guidance.removeprefix(_GO) if guidance.startswith(_GO) else ""
+
+
+def _been(history: Sequence[str]) -> set[str]:
+    """List the places that were gone to, but for those that something was last taken from: they may hold more."""
+    been = set[str]()
+    for command in history:
+        if command.startswith(_GO):
+            been.add(command.removeprefix(_GO))
+        elif found := _TAKEN_FROM.fullmatch(command):
+            been.discard(found[1])
+    return been
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What an executor met, and what the script would do there."""
+
+    prompt: str  # the user turn
+    wanted: tuple[str, ...]  # commands that serve equally well
+    told: bool  # guidance or memory says it
+    done: str  # what was done
+
+
+@dataclass
+class Pupil:
+    """An executor that acts while the script says at every state, its own ones, what it would do (DAgger, Ross et al.
+    2011). Without an `actor` the script itself acts, one time in `strays` as if it had been told nothing."""
+
+    script: Script
+    actor: Executor | None = None
+    strays: float = 0.0
+    seed: int = 0
+    accepts_soft: bool = False
+    sees_images: bool = False
+    reads: Reads = PAPER  # guidance with its reason, and no Brief State
+    examples: list[Example] = field(default_factory=list)
+
+    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+        wanted = [self.script.choices(request) for request in requests]
+        if self.actor is not None:
+            made = self.actor.act(requests)
+        else:
+            made = [self._drawn(request, *choices) for request, choices in zip(requests, wanted, strict=True)]
+        for request, (commands, told), action in zip(requests, wanted, made, strict=True):
+            if commands:
+                text = executor_text(request, MEMORY_TOKEN)
+                self.examples.append(Example(text, commands, told, action.action))
+        return made
+
+    def _drawn(self, request: ExecutorRequest, commands: tuple[str, ...], told: bool) -> Action:
+        """Draw one of the commands; chance depends on seed, goal and history alone."""
+        chance = random.Random(f"{self.seed} {request.goal} {request.history}")
+        if told and chance.random() < self.strays:
+            commands = tuple(c for c in request.admissible or () if c.startswith(_GO))
+        text = chance.choice(commands or ("look",))
+        return Action(text, Grounding.CHOICE, text, (), 0, 0)
+
+
+def deliveries(seed: int) -> tuple[Delivery, ...]:
+    """List the ways in which text reaches an executor; misguided: the teacher cites a wrong entry."""
+    return (
+        Delivery("none", "none"),
+        Delivery("static", "static"),
+        Delivery("guided", "compiled", TEACHER, soft=False),
+        Delivery("misguided", "compiled", ExpertTeacher("random", seed, READER), soft=False),
+    )
+
+
+def examples_of(
+    make_env: Make, specs: Sequence[EpisodeSpec], pupil: Pupil, seed: int, steps: int = STEPS
+) -> list[Example]:
+    """Play `specs`, an equal share of them under each delivery, and return what the script says of it all."""
+    ways = deliveries(seed)
+    for i, delivery in enumerate(ways):
+        played(make_env, specs[i :: len(ways)], delivery, pupil, steps)
+    return pupil.examples
+
+
+def played(
+    make_env: Make, specs: Sequence[EpisodeSpec], delivery: Delivery, executor: Executor, steps: int = STEPS
+) -> list[Episode]:
+    """Play all specs. Raises: RuntimeError, where an episode broke, for nothing is to be learned or measured then."""
+    episodes = run_episodes(make_env, specs, delivery, executor, Limits(steps), SIDE_BY_SIDE)
+    if broken := next((episode for episode in episodes if episode.error), None):
+        raise RuntimeError(f"{broken.task_id}, {delivery.name}: {broken.error}")
+    return episodes
+
+
+# -- the compiler's teacher -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a compiler meets, what the teacher says there, and from what it follows."""
+
+    request: CompileRequest  # without the expert
+    emission: Emission
+    search: Search | None
+
+
+@dataclass
+class Tap:
+    """The teacher, with a note of every state that it was asked about."""
+
+    situations: list[Situation] = field(default_factory=list)
+
+    def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
+        made = TEACHER.compile(requests)
+        for request, said in zip(requests, made, strict=True):
+            found = TEACHER.search(request)
+            self.situations.append(Situation(replace(request, expert=None), said.emission, found))
+        return made
+
+
+def situations_of(
+    make_env: Make, specs: Sequence[EpisodeSpec], seed: int, strays: float = 0.15, steps: int = STEPS
+) -> list[Situation]:
+    """Play `specs` with the teacher as compiler and a script that follows it, but for `strays`: all states, as often as
+    they come, in the order of their steps."""
+    tap = Tap()
+    compiler: Compiler = tap
+    pupil = Pupil(Script.of(specs), strays=strays, seed=seed)
+    played(make_env, specs, Delivery("expert_compiler", "compiled", compiler, soft=False), pupil, steps)
+    return tap.situations

@@ -1,0 +1,103 @@
+"""The recipes of the small models of real ALFWorld: from nothing and the train games, on CPU, with one thread.
+
+    memcompiler zoo executor --world alfworld --out OUT
+    memcompiler zoo compiler --world alfworld --out OUT
+
+Both begin with the text curriculum (`zoo/curriculum.py`), whose last stage is exclusion: places that one has not been
+to, and the best of a ranked list minus what notes rule out. The executor then clones a scripted one (`play.py`) under
+all text deliveries in equal shares, and goes through rounds in which it plays itself and learns what the script would
+do in the states that it came to. The compiler base learns to answer questions about task memory, search and emission in
+the compiler's own prompts, of states as often as they come (`lessons.py`); to write emissions unasked is left to SFT.
+
+Nothing of a valid game is in any of it: games and memory are those of the train split, and every 25th game is kept for
+the exams in the log.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from transformers import Qwen2ForCausalLM
+
+from agent.episode import EpisodeSpec
+from executor.hf import FrozenExecutor
+from lm.backbone import Backbone
+from zoo import recipes, stages
+from zoo.alfworld import play
+from zoo.alfworld.lessons import DeedDraws, LessonDraws
+from zoo.alfworld.words import LEXICON
+from zoo.curriculum import EXCLUSION, LEVELS, Kind, Level
+from zoo.models import as_llama, make_tokenizer
+from zoo.recipes import RATE
+
+TEXT: Mapping[str, tuple[float, tuple[Kind, ...]]] = {**recipes.TEXT, "exclusion": (RATE / 2, ("search", "exclusion"))}
+EXAM_OF = 25
+
+Draw = Callable[[random.Random], stages.Batch]
+
+
+def train_executor(
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (2400, 1200, 1200),
+    played: int = 1000, batch: int = 32, levels: Sequence[Level] = (*LEVELS, *EXCLUSION),
+) -> None:  # fmt: skip
+    """Make the executor: text curriculum, cloning, then for each further number of `steps` a round of its own episodes.
+
+    Args:
+        games: the first so many train games (default: all).
+        played: games of a round.
+    """
+    tokenizer = make_tokenizer(LEXICON)
+    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels, text=TEXT)
+    make_env, specs = play.material(work, limit=games)
+    script, (specs, kept) = play.Script.of(specs), _kept(specs)
+    exam = DeedDraws(tokenizer, play.examples_of(make_env, kept, play.Pupil(script, seed=seed), seed), 8 * batch).draw
+    examples = play.examples_of(make_env, specs, play.Pupil(script, seed=seed), seed)
+    names = ["cloning", *(f"own_{n}" for n in range(1, len(steps)))]
+    for n, name in enumerate(names):
+        if n:
+            actor = FrozenExecutor(Backbone(model, tokenizer))
+            mine = specs[(n - 1) * played % len(specs) :][:played]
+            examples += play.examples_of(make_env, mine, play.Pupil(script, actor, seed=seed), seed + n)
+            model.requires_grad_(True)
+        draw, rate = DeedDraws(tokenizer, examples, batch).draw, RATE / (4 if n else 2)
+        model = _stage(model, work / name, seed, steps[n], rate, draw, exam)
+    settings = {"seed": seed, "games": games, "steps": list(steps), "played": played, "batch": batch}
+    recipes.finish("executor --world alfworld", out, as_llama(model), tokenizer, work, (*TEXT, *names), settings)
+
+
+def train_compiler(
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (1600, 1600),
+    batch: int = 16, levels: Sequence[Level] = (*LEVELS, *EXCLUSION),
+) -> None:  # fmt: skip
+    """Make the compiler base: text curriculum, questions in random order, then mostly the emission first."""
+    tokenizer = make_tokenizer(LEXICON)
+    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels, text=TEXT)
+    make_env, specs = play.material(work, limit=games)
+    specs, kept = _kept(specs)
+    situations = play.situations_of(make_env, specs, seed)
+    held_out = play.situations_of(make_env, kept, seed)
+    draws = partial(LessonDraws, Backbone(model, tokenizer))
+    names = ("questions", "emissions")
+    for name, n, first in zip(names, steps, (0.2, 0.8), strict=True):
+        exam = draws(held_out, 64, emission_first=1.0).draw
+        model = _stage(model, work / name, seed, n, RATE / 2, draws(situations, batch, emission_first=first).draw, exam)
+    settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
+    recipes.finish("compiler --world alfworld", out, as_llama(model), tokenizer, work, (*TEXT, *names), settings)
+
+
+def _kept(specs: Sequence[EpisodeSpec]) -> tuple[list[EpisodeSpec], list[EpisodeSpec]]:
+    """Part the games that are learned from those that are kept for exams."""
+    return [spec for i, spec in enumerate(specs) if i % EXAM_OF], list(specs[::EXAM_OF])
+
+
+def _stage(
+    model: Qwen2ForCausalLM, folder: Path, seed: int, steps: int, rate: float, draw: Draw, exam: Draw
+) -> Qwen2ForCausalLM:
+    """Train on `draw`, with the accuracy on one batch of `exam` in the log."""
+    return stages.train_on_answers(
+        model, folder, seed, steps, lambda step: draw(random.Random(f"{seed}/{folder.name}/{step}")),
+        lambda _: exam(random.Random(seed)), rate, every=50,
+    )  # type: ignore[return-value]  # fmt: skip

@@ -1,0 +1,46 @@
+"""A lesson: questions with their answers behind a compiler's prompt, as tokens with labels on the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from compiler.prompt import compiler_parts
+from compiler.records import CompileRequest
+from lm.backbone import Backbone
+from lm.prompt import Part, Prompt
+from zoo.curriculum import IGNORE, pad
+from zoo.stages import Batch
+
+Talk = Sequence[tuple[str, str]]  # questions with their answers
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A conversation as token ids, with labels on the answers."""
+
+    prompt: Prompt
+    labels: tuple[int, ...]
+
+
+def asked(request: CompileRequest, question: str, images: bool = True) -> list[Part]:
+    """Write the compiler's own prompt with a question behind it."""
+    return [*compiler_parts(request, images), Part(text=f"\nask: {question}")]
+
+
+def questions(backbone: Backbone, request: CompileRequest, talk: Talk) -> Lesson:
+    """Put questions behind the compile prompt; their answers are to be predicted."""
+    encoded = backbone.encode(asked(request, talk[0][0], backbone.is_vlm))
+    ids, labels = list[int](), [IGNORE] * len(encoded.ids)
+    for i, (ask, answer) in enumerate(talk):
+        turn = backbone.ids(f"\n<|im_start|>user\nask: {ask}<|im_end|>\n<|im_start|>assistant\n") if i else ()
+        said = [*backbone.ids(answer), backbone.end_id]
+        ids, labels = [*ids, *turn, *said], [*labels, *[IGNORE] * len(turn), *said]
+    return Lesson(encoded.extended(ids), tuple(labels))
+
+
+def collate(backbone: Backbone, lessons: Sequence[Lesson]) -> Batch:
+    """Pad lessons on the right to a batch, with the arguments of the model's forward as names."""
+    batch = backbone.pad([lesson.prompt for lesson in lessons], "right")
+    labels = pad([list(lesson.labels) for lesson in lessons], IGNORE)
+    return {"input_ids": batch.tokens, "position_ids": batch.positions, "labels": labels, **batch.vision}
