@@ -311,7 +311,7 @@ def zoo_gate(
     seed: Annotated[int, typer.Option(help="Seed of the scenes (household).")] = 1,
     pictures: Annotated[int, typer.Option(help="Pictures an entry keeps, which are asked for (household).")] = 0,
     world: World = "household",
-    executor: Annotated[str | None, typer.Option(help="Executor to test (alfworld).")] = None,
+    executor: Annotated[str | None, typer.Option(help="Executor to test, or `script`, its teacher (alfworld).")] = None,
     compiler: Annotated[str | None, typer.Option(help="Compiler or compiler base to test (alfworld).")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="The compiler's, after SFT or GRPO (alfworld).")] = None,
     split: Annotated[str, typer.Option(help="Games to test on (alfworld).")] = "valid_seen",
@@ -346,10 +346,11 @@ def _alfworld_gates(
 ) -> NoReturn:
     """Print the gates of what is named, and exit."""
     from lm.backbone import model_path, quiet
-    from zoo.alfworld.gate import compiler_gates, executor_gates
+    from zoo.alfworld.gate import SCRIPT, compiler_gates, executor_gates
 
     quiet()
-    shares = executor_gates(model_path(executor), work, split, limit) if executor else []
+    named = executor if executor in (None, SCRIPT) else model_path(executor)
+    shares = executor_gates(named, work, split, limit) if named else []
     shares += compiler_gates(model_path(compiler), checkpoint, work, split, limit) if compiler else []
     if not shares:
         raise typer.BadParameter("name what to test: --executor FOLDER, --compiler FOLDER, or both")

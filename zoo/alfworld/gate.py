@@ -29,6 +29,7 @@ from zoo.alfworld.lessons import EMISSION
 from zoo.gates import Share
 from zoo.lessons import asked
 
+SCRIPT = "script"  # in the place of an executor's folder
 ALONE, THRESHOLD = 0.70, 0.95
 WITHIN = (15, 30, play.STEPS)
 TOKENS = 96  # of an emission, at most
@@ -36,12 +37,14 @@ TOKENS = 96  # of an emission, at most
 
 def executor_gates(model: str, work: Path, split: str, limit: int | None, seed: int = 0) -> list[Share]:
     """Play the games alone, with all of M pasted and with the teacher's guidance. Beside success: how often the
-    executor goes where memory or guidance says, of the steps at which the script would."""
+    executor goes where memory or guidance says, of the steps at which the script would. `SCRIPT` plays the script
+    itself: what an executor can reach that learns from it."""
     make_env, specs = play.material(work, split, limit)
     script, shares = play.Script.of(specs), list[Share]()
     settings = ExecutorConfig(model=model, dtype="float32", instructions="none", max_new_tokens=16)
     for delivery in play.deliveries(seed)[:3]:
-        pupil = play.Pupil(script, load_frozen(settings, Told("")))
+        actor = None if model == SCRIPT else load_frozen(settings, Told(""))
+        pupil = play.Pupil(script, actor, seed=seed)
         episodes = play.played(make_env, specs, delivery, pupil)
         for steps in WITHIN:
             asked_for = ALONE if delivery.name == "none" and steps == play.STEPS else None
