@@ -255,6 +255,8 @@ def test_a_call_cut_short_from_another_thread_costs_the_worker() -> None:
 
 def test_the_loop_never_asks_for_more_than_the_pool_has_and_batches_alike() -> None:
     class Batches(ExpertExecutor):
+        batched = True  # as models are
+
         def act(self, requests):
             seen.append([(r.history, r.expert()) for r in requests])
             return super().act(requests)
