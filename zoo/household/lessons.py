@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agent.expert import entry_for_goal
+from compiler.language import GUIDE
 from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
 from envs.household.trajectories import location, taken
@@ -36,6 +37,10 @@ class Situation:
     @property
     def shows_place(self) -> bool:
         return self.shown not in (None, "nothing")
+
+    @property
+    def speaks(self) -> bool:
+        return self.emission.startswith(GUIDE)
 
 
 def conversation(situation: Situation, rng: random.Random, emissions: bool) -> list[tuple[str, str]]:
@@ -84,10 +89,13 @@ def gathering(backbone: Backbone, situation: Situation, rng: random.Random) -> L
 def question_batch(
     backbone: Backbone, situations: Sequence[Situation], rng: random.Random, batch: int, emissions: bool = False
 ) -> Batch:
-    """Random situations with fresh questions; in half of them something is still looked for. In life it is one of
-    three, and only there does a mark tell anything: a base that met them so did not learn to read it (measured)."""
-    searching = rng.sample([s for s in situations if s.marked is not None], batch // 2)
-    drawn = [*searching, *rng.sample(situations, batch - len(searching))]
+    """Random situations with fresh questions; in half of them something is still looked for, and where emissions are
+    asked for the teacher speaks in half of those. In life these are one of three and one of twenty: a base that met
+    them so learned neither to read marks nor to speak (measured)."""
+    searching = [s for s in situations if s.marked is not None]
+    speaking = rng.sample([s for s in searching if s.speaks], batch // 4) if emissions else []
+    drawn = [*speaking, *rng.sample(searching, batch // 2 - len(speaking))]
+    drawn += rng.sample(situations, batch - len(drawn))
     return collate(backbone, [questions(backbone, s, rng, emissions) for s in drawn])
 
 
