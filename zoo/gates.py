@@ -1,11 +1,30 @@
-"""What a gate is: a share of cases in which a model did what it should, with its interval, and what is asked of it."""
+"""What a gate is: a share of cases in which a model did what it should, with its interval, and what is asked of it; and
+a compiler base that is asked questions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from eval.metrics import Interval, wilson
+from compiler.hf import MemoryCompiler
+from compiler.records import CompileRequest, Decoding
+from eval.intervals import Interval, wilson
+from lm.backbone import Backbone
+from lm.prompt import Prompt
+from soft_mem.projector import Projector, ProjectorConfig
+from zoo.lessons import asked
+
+
+class Asked(MemoryCompiler):
+    """A base that is asked a question behind its prompt, instead of being asked to compile."""
+
+    def __init__(self, backbone: Backbone, question: Callable[[CompileRequest], str], max_new_tokens: int) -> None:
+        projector = Projector(ProjectorConfig(backbone.hidden_size, 8, 1))  # what it gathers is of no use here
+        super().__init__(backbone, projector, Decoding(max_new_tokens=max_new_tokens))
+        self._question = question
+
+    def encode(self, request: CompileRequest) -> Prompt:
+        return self.backbone.encode(asked(request, self._question(request), self.backbone.is_vlm))
 
 
 @dataclass(frozen=True)

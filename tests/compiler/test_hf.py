@@ -70,11 +70,8 @@ def test_batching_does_not_change_results():
         torch.testing.assert_close(a.soft, b.soft, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("vlm", [True, False])
-def test_prompts_of_one_memory_share_their_beginning(vlm, monkeypatch):
-    compiler = tiny_models.memory_compiler(vlm)
-    a, b = tiny_models.request(0, image=vlm), tiny_models.request(1, image=vlm)
-    requests = [a, b, replace(a, observation="You see nothing."), tiny_models.request(2, image=vlm), a, b]
+def read_together(compiler, requests, monkeypatch):
+    """Compile in one batch, which changes no result; what was read once for several, and what was left of each."""
     alone = [compiler.compile([r])[0] for r in requests]
     read = []
     hidden = compiler.backbone.hidden
@@ -82,7 +79,15 @@ def test_prompts_of_one_memory_share_their_beginning(vlm, monkeypatch):
     for together, single in zip(compiler.compile(requests), alone, strict=True):
         assert together.emission_ids == single.emission_ids
         torch.testing.assert_close(together.soft, single.soft, atol=1e-5, rtol=1e-4)
-    beginnings, rest = read[:2]
+    return read[:2]
+
+
+@pytest.mark.parametrize("vlm", [True, False])
+def test_prompts_of_one_memory_share_their_beginning(vlm, monkeypatch):
+    compiler = tiny_models.memory_compiler(vlm)
+    a, b = tiny_models.request(0, image=vlm), tiny_models.request(1, image=vlm)
+    requests = [a, b, replace(a, observation="You see nothing."), tiny_models.request(2, image=vlm), a, b]
+    beginnings, rest = read_together(compiler, requests, monkeypatch)
     groups = [[compiler.encode(requests[i]) for i in rows] for rows in ((0, 2, 4), (1, 5))]
     common = [compiler.backbone.common(rows) for rows in groups]
     assert all(pictures == vlm for _, pictures in common)  # the view
@@ -113,17 +118,9 @@ def test_pictures_of_one_memory_are_read_once(monkeypatch):
 
     a, other = remembers(2, "red", "blue", "green"), remembers(2, "red", "blue", "white")
     requests = [a, replace(a, observation="You see nothing."), other, tiny_models.request(1), tiny_models.request(1)]
-    alone = [compiler.compile([r])[0] for r in requests]
-    read = []
-    hidden = compiler.backbone.hidden
-    monkeypatch.setattr(compiler.backbone, "hidden", lambda batch, *rest: read.append(batch) or hidden(batch, *rest))
-    for together, single in zip(compiler.compile(requests), alone, strict=True):
-        assert together.emission_ids == single.emission_ids
-        torch.testing.assert_close(together.soft, single.soft, atol=1e-5, rtol=1e-4)
-    assert [len(batch.grid) for batch in read[:2]] == [
-        2 + 1,
-        2 + 2 + 2,
-    ]  # red, blue, and the view of the last two; the third and the view
+    beginnings, rest = read_together(compiler, requests, monkeypatch)
+    assert len(beginnings.grid) == 2 + 1  # red, blue, and the view of the last two
+    assert len(rest.grid) == 2 + 2 + 2  # the third picture and the view
     assert compiler.backbone.common([compiler.encode(r) for r in requests[:3]])[1] == 2
 
 

@@ -314,6 +314,8 @@ def test_a_failing_close_does_not_lose_the_episode() -> None:
 
 def test_an_expert_that_fails_ends_its_own_episode_only() -> None:
     class Killer(ExpertExecutor):
+        batched = True  # both episodes are in one batch: the other one must not fail with it
+
         def act(self, requests):
             for request in requests:
                 if len(request.history) == 1 and request is requests[0]:

@@ -17,17 +17,14 @@ import torch
 from compiler.build import load_compiler
 from compiler.hf import MemoryCompiler
 from compiler.language import Emission
-from compiler.records import CompileRequest, Decoding
+from compiler.records import CompileRequest
 from configs.models import CompilerConfig, ExecutorConfig
 from envs.spec import Told
 from executor.build import load_frozen
 from lm.backbone import load_backbone
-from lm.prompt import Prompt
-from soft_mem.projector import Projector, ProjectorConfig
 from zoo.alfworld import play
 from zoo.alfworld.lessons import EMISSION
-from zoo.gates import Share
-from zoo.lessons import asked
+from zoo.gates import Asked, Share
 
 SCRIPT = "script"  # in the place of an executor's folder
 ALONE, THRESHOLD = 0.70, 0.95
@@ -97,12 +94,4 @@ def _compiler(model: str, checkpoint: str | None) -> MemoryCompiler:
     )
     if checkpoint:
         return load_compiler(settings, None)
-    backbone = load_backbone(model, torch.float32, "cpu")
-    return _Asked(backbone, Projector(ProjectorConfig(backbone.hidden_size, 8, 1)), Decoding(max_new_tokens=TOKENS))
-
-
-class _Asked(MemoryCompiler):
-    """A base that is asked for the emission."""
-
-    def encode(self, request: CompileRequest) -> Prompt:
-        return self.backbone.encode(asked(request, EMISSION, self.backbone.is_vlm))
+    return Asked(load_backbone(model, torch.float32, "cpu"), lambda _: EMISSION, TOKENS)

@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -28,6 +28,7 @@ from zoo.lessons import Lesson, Talk, collate, questions
 from zoo.stages import Batch
 
 EMISSION = "emission"
+T = TypeVar("T")
 
 
 class SceneLabels:
@@ -45,6 +46,13 @@ class SceneLabels:
         rng.shuffle(order)
         table[self._labels] = self._labels[order]
         return table
+
+
+def alike(by_length: Sequence[T], size: int, rng: random.Random) -> list[T]:
+    """Draw `size` of eight times as many neighbours by length: alike in length, but not of one episode."""
+    stretch = min(8 * size, len(by_length))
+    at = rng.randint(0, len(by_length) - stretch)
+    return rng.sample(by_length[at : at + stretch], size)
 
 
 # -- the executor -----------------------------------------------------------------------------------------------------
@@ -89,11 +97,8 @@ class DeedDraws:
         self._size = min(size, len(self._deeds))
 
     def draw(self, rng: random.Random) -> Batch:
-        """Take every n-th of a stretch around a random example: likes in length, but not of one episode."""
-        stretch = min(8 * self._size, len(self._deeds))
-        at = rng.randint(0, len(self._deeds) - stretch)
-        chosen = rng.sample(self._deeds[at : at + stretch], self._size)
-        return deed_batch(self._labels, chosen, rng, self._pad_id)  # type: ignore[arg-type]
+        """Take examples of like length."""
+        return deed_batch(self._labels, alike(self._deeds, self._size, rng), rng, self._pad_id)  # type: ignore[arg-type]
 
 
 # -- the compiler base ------------------------------------------------------------------------------------------------
@@ -142,9 +147,7 @@ class LessonDraws:
 
     def draw(self, rng: random.Random) -> Batch:
         """Take situations of like length; a share of the lessons begins with the emission, as it will be asked for."""
-        stretch = min(8 * self._size, len(self._situations))
-        at = rng.randint(0, len(self._situations) - stretch)
-        chosen = rng.sample(self._situations[at : at + stretch], self._size)
+        chosen = alike(self._situations, self._size, rng)
         return collate(self._backbone, [self._lesson(situation, rng) for situation in chosen])
 
     def _lesson(self, situation: Situation, rng: random.Random) -> Lesson:

@@ -18,17 +18,14 @@ import torch
 from agent.episode import EpisodeSpec
 from agent.expert import entry_for_goal
 from compiler.brief_state import BriefState
-from compiler.hf import MemoryCompiler
-from compiler.prompt import compiler_parts
-from compiler.records import CompileRequest, Decoding
+from compiler.records import CompileRequest
 from data_gen.experience import collect_experience, first_views
 from data_gen.tasks import specs_for
 from envs.household.environment import HouseholdEnvironment, telling_views
 from envs.household.trajectories import taken
-from lm.backbone import Backbone, load_backbone
-from lm.prompt import Part
+from lm.backbone import load_backbone
 from memory.bank import MemoryBank
-from soft_mem.projector import Projector, ProjectorConfig
+from zoo.gates import Asked
 from zoo.household.episodes import TEACHER
 
 THRESHOLD = 0.95  # of what entries say; what pictures mark, SFT may still teach
@@ -62,11 +59,10 @@ class _Question:
 def gate(model: str, scenes: int, seed: int, pictures: int = 0) -> list[GateResult]:
     """Ask a compiler base, on `scenes` held-out scenes, for the places that entries, the view and (where entries keep
     `pictures` of their episode) M's pictures tell."""
-    backbone = load_backbone(model, torch.float32, "cpu")
-    asker = _Asker(backbone, Projector(ProjectorConfig(backbone.hidden_size, 8, 1)), Decoding(max_new_tokens=24))
     questions = list(_questions(scenes, seed, pictures))
-    asker.asks = {question.request.goal: question.ask for question in questions}
-    answers = asker.compile([question.request for question in questions])
+    asks = {question.request.goal: question.ask for question in questions}
+    base = Asked(load_backbone(model, torch.float32, "cpu"), lambda request: asks[request.goal], max_new_tokens=24)
+    answers = base.compile([question.request for question in questions])
     right = [
         bool(place := PLACE.search(answer.text.strip())) and place[0] == question.place
         for answer, question in zip(answers, questions, strict=True)
@@ -104,18 +100,6 @@ def _questions(scenes: int, seed: int, pictures: int) -> Iterator[_Question]:
             places = [taken(entry.provenance.actions) for entry in spec.memory]
             chance = sum(found is not None and found[1] == place for found in places) / len(places)
             yield _Question(ENTRIES, request, f"where is the {thing}", place, chance)
-
-
-class _Asker(MemoryCompiler):
-    """The base asked a question instead of being asked to compile."""
-
-    def __init__(self, backbone: Backbone, projector: Projector, decoding: Decoding) -> None:
-        super().__init__(backbone, projector, decoding)
-        self.asks: dict[str, str] = {}
-
-    def encode(self, request: CompileRequest):
-        ask = Part(text=f"\nask: {self.asks[request.goal]}")
-        return self.backbone.encode([*compiler_parts(request, self.backbone.is_vlm), ask])
 
 
 def _request(env: HouseholdEnvironment, spec: EpisodeSpec) -> CompileRequest:
