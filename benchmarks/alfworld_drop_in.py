@@ -6,8 +6,8 @@ Each of both plays in a fresh process, the same games and commands in the same o
 random possible commands in every game, the first of which is not timed, until `--seconds` have passed. So the native
 engine comes to many rounds, in which games are met again, and reads each once; the original reads it every time. The
 original starts a process per game and takes all cores; the native engine takes one. Memory is what all of their
-processes hold at the end, pages that they share counted once (PSS, Linux). A batch of the original that would not fit
-is left out, and said.
+processes hold at the end, swap included, pages that they share counted once (PSS, Linux). A batch of the original that
+would not fit is left out, and said.
 """
 
 from __future__ import annotations
@@ -100,12 +100,13 @@ def memory() -> int:
     """Return the bytes of this process and its children; what they share is counted once."""
     own = Path("/proc/self/task").glob("*/children")
     children = [pid for listed in own for pid in listed.read_text().split()]
-    return sum(kib(Path(f"/proc/{pid}/smaps_rollup"), "Pss:") for pid in ("self", *children)) * 1024
+    files = [Path(f"/proc/{pid}/smaps_rollup") for pid in ("self", *children)]
+    return sum(kib(file, name) for file in files for name in ("Pss:", "SwapPss:")) * 1024
 
 
 def free() -> float:
-    """Return the MiB that a new process could take."""
-    return kib(Path("/proc/meminfo"), "MemAvailable:") / 1024
+    """Return the MiB that a new process could take, swap included."""
+    return sum(kib(Path("/proc/meminfo"), name) for name in ("MemAvailable:", "SwapFree:")) / 1024
 
 
 def kib(file: Path, name: str) -> int:

@@ -5,6 +5,7 @@ Commands around banks and rows are in data.py, those around environments in env.
 
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from configs.collect import CollectConfig
     from configs.evaluation import EvalConfig, QuickstartConfig
     from configs.training import GrpoConfig, SftConfig
+    from zoo.gates import Share
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, cls=OneLineErrors,
@@ -328,17 +330,9 @@ def zoo_gate(
 
     if world == "alfworld":
         _alfworld_gates(executor, compiler, checkpoint, split, limit, work / world / "gate")
-    from zoo.household.gate import THRESHOLD, gate
+    from zoo.household.gate import gate
 
-    results = gate(model_path(model), scenes, seed, pictures)
-    for found in results:
-        typer.echo(
-            f"{found.source}: {found.accuracy:.1%} of {found.n} questions in {scenes} held-out scenes (chance "
-            f"{found.chance:.1%})"
-        )
-    passed = all(found.passed for found in results)
-    typer.echo(f"entries above {THRESHOLD:.0%}: {'passed' if passed else 'FAILED'}")
-    raise typer.Exit(0 if passed else 1)
+    _told(gate(model_path(model), scenes, seed, pictures))
 
 
 def _alfworld_gates(
@@ -354,6 +348,11 @@ def _alfworld_gates(
     shares += compiler_gates(model_path(compiler), checkpoint, work, split, limit) if compiler else []
     if not shares:
         raise typer.BadParameter("name what to test: --executor FOLDER, --compiler FOLDER, or both")
+    _told(shares)
+
+
+def _told(shares: "Sequence[Share]") -> NoReturn:
+    """Print gates, and exit."""
     for share in shares:
         typer.echo(share)
     raise typer.Exit(0 if all(share.passed for share in shares) else 1)

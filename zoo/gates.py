@@ -35,11 +35,12 @@ class Share:
     right: int
     n: int
     threshold: float | None = None
+    chance: float | None = None  # the share that guessing would have
 
     @classmethod
-    def of(cls, name: str, cases: Iterable[bool], threshold: float | None = None) -> Share:
+    def of(cls, name: str, cases: Iterable[bool], threshold: float | None = None, chance: float | None = None) -> Share:
         made = list(cases)
-        return cls(name, sum(made), len(made), threshold)
+        return cls(name, sum(made), len(made), threshold, chance)
 
     @property
     def value(self) -> float:
@@ -62,4 +63,5 @@ class Share:
         if not self.n:
             return f"{self.name}: no cases{asked}"
         low, high = self.interval.low, self.interval.high
-        return f"{self.name}: {self.value:.1%} [{low:.1%}, {high:.1%}] of {self.n}{asked}"
+        guessed = "" if self.chance is None else f" (chance {self.chance:.1%})"
+        return f"{self.name}: {self.value:.1%} [{low:.1%}, {high:.1%}] of {self.n}{guessed}{asked}"

@@ -25,7 +25,7 @@ from envs.household.environment import HouseholdEnvironment, telling_views
 from envs.household.trajectories import taken
 from lm.backbone import load_backbone
 from memory.bank import MemoryBank
-from zoo.gates import Asked
+from zoo.gates import Asked, Share
 from zoo.household.episodes import TEACHER
 
 THRESHOLD = 0.95  # of what entries say; what pictures mark, SFT may still teach
@@ -34,45 +34,29 @@ PLACE = re.compile(r"[a-z]+ \d+$")
 
 
 @dataclass(frozen=True)
-class GateResult:
-    """How often a base finds what one source of knowledge says."""
-
-    source: str
-    accuracy: float
-    chance: float  # reading a random entry, receptacle or picture
-    n: int
-
-    @property
-    def passed(self) -> bool:
-        return self.source != ENTRIES or self.accuracy > THRESHOLD
-
-
-@dataclass(frozen=True)
 class _Question:
     source: str
     request: CompileRequest
     ask: str
     place: str
-    chance: float
+    chance: float  # to be right by reading a random entry, receptacle or picture
 
 
-def gate(model: str, scenes: int, seed: int, pictures: int = 0) -> list[GateResult]:
+def gate(model: str, scenes: int, seed: int, pictures: int = 0) -> list[Share]:
     """Ask a compiler base, on `scenes` held-out scenes, for the places that entries, the view and (where entries keep
     `pictures` of their episode) M's pictures tell."""
     questions = list(_questions(scenes, seed, pictures))
     asks = {question.request.goal: question.ask for question in questions}
     base = Asked(load_backbone(model, torch.float32, "cpu"), lambda request: asks[request.goal], max_new_tokens=24)
     answers = base.compile([question.request for question in questions])
-    right = [
-        bool(place := PLACE.search(answer.text.strip())) and place[0] == question.place
-        for answer, question in zip(answers, questions, strict=True)
-    ]
-    results = []
+    found = [PLACE.search(answer.text.strip()) for answer in answers]
+    shares = []
     for source in (ENTRIES, VIEW, PICTURES) if pictures else (ENTRIES, VIEW):
         mine = [i for i, question in enumerate(questions) if question.source == source]
-        share, chance = (sum(found[i] for i in mine) / len(mine) for found in (right, [q.chance for q in questions]))
-        results.append(GateResult(source, share, chance, len(mine)))
-    return results
+        right = ((place := found[i]) is not None and place[0] == questions[i].place for i in mine)
+        chance = sum(questions[i].chance for i in mine) / len(mine)
+        shares.append(Share.of(source, right, THRESHOLD if source == ENTRIES else None, chance))
+    return shares
 
 
 def _questions(scenes: int, seed: int, pictures: int) -> Iterator[_Question]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from agent.expert import entry_for_goal
 from compiler.language import GUIDE
@@ -23,6 +24,8 @@ from zoo.curriculum import IGNORE
 from zoo.lessons import Lesson, collate
 from zoo.stages import Batch
 
+NOTHING = "nothing"  # no picture marks a place, or no entry tells one
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -30,13 +33,14 @@ class Situation:
 
     request: CompileRequest
     emission: str  # the teacher's
+    sought: str  # the kind of the goal's object
     marked: str | None  # the place that the view marks, or "nothing"; None where that is of no use (any more)
     shown: str | None  # where the goal's object is, if only a picture (view's or M's) says it; as above
     pictured: Mapping[str, str] = field(default_factory=dict)  # by scene the place that M's pictures of it mark
 
     @property
     def shows_place(self) -> bool:
-        return self.shown not in (None, "nothing")
+        return self.shown not in (None, NOTHING)
 
     @property
     def speaks(self) -> bool:
@@ -44,26 +48,35 @@ class Situation:
 
 
 def conversation(situation: Situation, rng: random.Random, emissions: bool) -> list[tuple[str, str]]:
-    """Three to seven questions with their answers, in random order: several per prompt make the signal dense.
+    """Five to fifteen questions with their answers, in random order: several per prompt make the signal dense.
 
-    where: the place that the right memory entry holds, of the goal's object or of any entry's; marked: what the view
-    marks, or what M's picture of a scene does; emission: the teacher's.
+    where: the sentence that says where M's text puts the goal's object, or any entry's; place: the same as one word, or
+    "nothing" where no entry tells; marked: what the view marks, or what M's picture of a scene does; emission: the
+    teacher's, the first question of every other conversation. Its first token tells whether M knows the place: what
+    only ever answers in sentences that begin alike does not learn to know it at once (measured).
     """
     request = situation.request
     facts = [fact for fact in map(_fact, request.memory) if fact]
-    asked = [(f"where in {scene} is the {thing}", location(scene, thing, place)) for scene, thing, place in facts]
-    talk = rng.sample(asked, min(2, len(asked)))
+    told = rng.sample(facts, min(2, len(facts)))
+    talk = [(f"where in {scene} is the {thing}", location(scene, thing, place)) for scene, thing, place in told]
     entry = entry_for_goal(request.goal, request.memory)
-    if entry and (goal := _fact(entry)):
-        talk.append((f"where is the {goal[1]}", location(*goal)))
+    goal = _fact(entry) if entry else None
+    if goal:
+        talk.append((f"where is the {situation.sought}", location(*goal)))
+    talk.append(("place", goal[2] if goal else NOTHING))
+    places = {(scene, thing): place for scene, thing, place in facts}
+    pairs = list(product(sorted({scene for scene, _ in places}), sorted({thing for _, thing in places})))
+    for scene, thing in rng.sample(pairs, min(6, len(pairs))):
+        talk.append((f"place in {scene} of the {thing}", places.get((scene, thing), NOTHING)))
     if situation.marked is not None:
         talk.append(("what is marked", situation.marked))
     pictured = [(f"what is marked in {scene}", place) for scene, place in situation.pictured.items()]
     talk += rng.sample(pictured, min(2, len(pictured)))
-    if emissions:
-        talk.append(("emission", situation.emission))
+    emission = [("emission", situation.emission)] if emissions else []
+    if rng.random() < 0.5:
+        talk, emission = [*talk, *emission], []
     rng.shuffle(talk)
-    return talk
+    return [*emission, *talk]
 
 
 def questions(backbone: Backbone, situation: Situation, rng: random.Random, emissions: bool) -> Lesson:
@@ -81,7 +94,7 @@ def gathering(backbone: Backbone, situation: Situation, rng: random.Random) -> L
     prompt = backbone.encode(compiler_parts(situation.request))
     prompt = prompt.extended([*backbone.ids(situation.emission), backbone.end_id])
     n = rng.randint(4, 8)
-    target = list(backbone.ids(f" {situation.shown or 'nothing'}"))
+    target = list(backbone.ids(f" {situation.shown or NOTHING}"))
     labels = [IGNORE] * (len(prompt.ids) + 1) + target * n  # a memory token predicts at its own position: one more ...
     return Lesson(prompt.extended([backbone.memory_id] * (n + 1)), tuple(labels))  # ... stands at the end
 
@@ -94,7 +107,7 @@ def question_batch(
     them so learned neither to read marks nor to speak (measured)."""
     searching = [s for s in situations if s.marked is not None]
     speaking = rng.sample([s for s in searching if s.speaks], batch // 4) if emissions else []
-    drawn = [*speaking, *rng.sample(searching, batch // 2 - len(speaking))]
+    drawn = [*speaking, *rng.sample(searching, 3 * batch // 4 - len(speaking))]
     drawn += rng.sample(situations, batch - len(drawn))
     return collate(backbone, [questions(backbone, s, rng, emissions) for s in drawn])
 
