@@ -1,9 +1,11 @@
 """Synthetic documents that make a tiny model's look-up circuit form (paper: none; design notes: quickstart).
 
 A model of a million parameters does not learn to look things up from household text alone: the signal is too sparse.
-Six kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
+Seven kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
 recall, then facts and memory documents in which only scene AND object together decide the place. (Straight from recall
-to memory documents the model stayed at chance; facts told with ever more words lead there.) Where places are searched
+to memory documents the model stayed at chance; facts told with ever more words lead there.) Then the place, or that
+nothing tells it, is to be known from the goal at once: what has only ever continued a fact does not know, before it
+has begun to tell one, whether there is any. Where places are searched
 and ranked, lists follow of which something is left out: the places that one has not been to (search), and the best one
 that notes do not rule out (exclusion).
 Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
@@ -12,9 +14,10 @@ Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +28,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from zoo.models import SPECIAL, Lexicon
 
 IGNORE = -100
-Kind = Literal["copy", "recall", "facts", "documents", "search", "exclusion"]
+Kind = Literal["copy", "recall", "facts", "documents", "goals", "search", "exclusion"]
 
 FORMS = (" {scene} {thing}", " in {scene} the {thing}", " in {scene} the {thing} was in",
          "\nbecause in {scene} the {thing} was in")  # fmt: skip
@@ -85,14 +88,43 @@ def memory_document(
 
     Up to `filler` household actions on random places stand between an entry's head line and its reason.
     """
-    texts, facts = [], []
+    text, places = _memory(vocabulary, rng, entries, filler)
+    return text, _told(places)
+
+
+def goal_document(
+    vocabulary: Vocabulary, rng: random.Random, entries: int, filler: int
+) -> tuple[str, list[tuple[str, str]]]:
+    """Text of memory entries, and beside their queries goals, to which the place of the goal's object is the answer, or
+    "nothing": of the scenes and objects that entries are about, as many pairs that one of them tells of as others."""
+    text, places = _memory(vocabulary, rng, entries, filler)
+    pairs = product(sorted({scene for scene, _ in places}), sorted({thing for _, thing in places}))
+    untold = [pair for pair in pairs if pair not in places]
+    asked = [*places, *rng.sample(untold, min(len(places), len(untold)))]
+    goals = [(f"\ngoal: {_goal(vocabulary, rng, *pair)}\nplace:", places.get(pair, "nothing")) for pair in asked]
+    return text, [*_told(places), *goals]
+
+
+def _memory(
+    vocabulary: Vocabulary, rng: random.Random, entries: int, filler: int
+) -> tuple[str, dict[tuple[str, str], str]]:
+    """Text of memory entries, and the place that they tell, by scene and object."""
+    texts, places = [], {}
     for scene, thing in _twins(vocabulary, rng, entries):
-        fact = FORMS[-1].format(scene=scene, thing=thing), rng.choice(vocabulary.places)
+        places[scene, thing] = rng.choice(vocabulary.places)
         actions = " ; ".join(_action(vocabulary, rng, thing) for _ in range(rng.randint(0, filler)))
-        goal = f"put a {rng.choice(['', 'hot ', 'cool ', 'clean '])}{thing} in {rng.choice(vocabulary.goals)}"
-        texts.append(f"in {scene}: {goal}\n{actions}{' '.join(fact)}")
-        facts.append(fact)
-    return "memory:\n" + "\n\n".join(texts) + "\n", facts
+        reason = f"{FORMS[-1].format(scene=scene, thing=thing)} {places[scene, thing]}"
+        texts.append(f"{_goal(vocabulary, rng, scene, thing)}\n{actions}{reason}")
+    return "memory:\n" + "\n\n".join(texts) + "\n", places
+
+
+def _told(places: Mapping[tuple[str, str], str]) -> list[tuple[str, str]]:
+    return [(FORMS[-1].format(scene=scene, thing=thing), place) for (scene, thing), place in places.items()]
+
+
+def _goal(vocabulary: Vocabulary, rng: random.Random, scene: str, thing: str) -> str:
+    state, target = rng.choice(["", "hot ", "cool ", "clean "]), rng.choice(vocabulary.goals)
+    return f"in {scene}: put a {state}{thing} in {target}"
 
 
 def exclusions(
@@ -133,6 +165,9 @@ def _twins(vocabulary: Vocabulary, rng: random.Random, entries: int) -> list[tup
 def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
     place = rng.choice(vocabulary.places)
     return rng.choice([f"go to {place}", f"open {place}", f"take {thing} 1 from {place}", f"move {thing} 1 to {place}"])
+
+
+DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_document, "exclusion": exclusions}
 
 
 def searches(
@@ -203,6 +238,7 @@ class Level:
 LEVELS = (
     Level("copy", 0, 0.9), Level("recall", 0, 0.97), *(Level("facts", form, 0.95) for form in range(len(FORMS))),
     *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
+    Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.985),
 )  # fmt: skip
 EXCLUSION = (
     *(Level("search", places, 0.95) for places in (3, 6, 12)),
@@ -256,7 +292,7 @@ class TextCurriculum(TrainerCallback):
                 drawn = searches(self.vocabulary, self.tokenizer, draw, batch, level.difficulty)
                 return dict(zip(("input_ids", "labels", "equals"), drawn, strict=True))
             case _:
-                document = {"facts": fact_list, "documents": memory_document, "exclusion": exclusions}[level.kind]
+                document = DOCUMENTS[level.kind]
                 n = entries or draw.choice([2, 3, 4, 4, 5, 6])
                 make = partial(document, self.vocabulary, draw, n, level.difficulty)
                 tokens, labels = look_ups(self.tokenizer, draw, batch, make)

@@ -24,7 +24,7 @@ from zoo.models import Lexicon, make_executor, save
 RATE = 2e-3
 COPYING, LOOK_UP = "copying", "look_up"
 TEXT: Mapping[str, tuple[float, tuple[Kind, ...]]] = {
-    COPYING: (RATE, ("copy", "recall")), LOOK_UP: (RATE / 2, ("facts", "documents")),
+    COPYING: (RATE, ("copy", "recall")), LOOK_UP: (RATE / 2, ("facts", "documents", "goals")),
 }  # fmt: skip
 """The stages of text by name: the rate of each, and the kinds of documents that are learned."""
 

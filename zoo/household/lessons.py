@@ -48,13 +48,15 @@ class Situation:
 
 
 def conversation(situation: Situation, rng: random.Random, emissions: bool) -> list[tuple[str, str]]:
-    """Five to fifteen questions with their answers, in random order: several per prompt make the signal dense.
+    """Up to fifteen questions with their answers, in random order: several per prompt make the signal dense.
 
     where: the sentence that says where M's text puts the goal's object, or any entry's; place: the same as one word, or
     "nothing" where no entry tells; marked: what the view marks, or what M's picture of a scene does; emission: the
-    teacher's, the first question of every other conversation. Its first token tells whether M knows the place: what
-    only ever answers in sentences that begin alike does not learn to know it at once (measured).
+    teacher's, alone in every other conversation. Its first token says whether M knows the place: what only answers in
+    sentences that begin alike, or learns that token as one of a hundred, does not come to know it there (measured).
     """
+    if emissions and rng.random() < 0.5:
+        return [("emission", situation.emission)]
     request = situation.request
     facts = [fact for fact in map(_fact, request.memory) if fact]
     told = rng.sample(facts, min(2, len(facts)))
@@ -72,11 +74,10 @@ def conversation(situation: Situation, rng: random.Random, emissions: bool) -> l
         talk.append(("what is marked", situation.marked))
     pictured = [(f"what is marked in {scene}", place) for scene, place in situation.pictured.items()]
     talk += rng.sample(pictured, min(2, len(pictured)))
-    emission = [("emission", situation.emission)] if emissions else []
-    if rng.random() < 0.5:
-        talk, emission = [*talk, *emission], []
+    if emissions:
+        talk.append(("emission", situation.emission))
     rng.shuffle(talk)
-    return [*emission, *talk]
+    return talk
 
 
 def questions(backbone: Backbone, situation: Situation, rng: random.Random, emissions: bool) -> Lesson:
@@ -102,14 +103,9 @@ def gathering(backbone: Backbone, situation: Situation, rng: random.Random) -> L
 def question_batch(
     backbone: Backbone, situations: Sequence[Situation], rng: random.Random, batch: int, emissions: bool = False
 ) -> Batch:
-    """Random situations with fresh questions; in half of them something is still looked for, and where emissions are
-    asked for the teacher speaks in half of those. In life these are one of three and one of twenty: a base that met
-    them so learned neither to read marks nor to speak (measured)."""
-    searching = [s for s in situations if s.marked is not None]
-    speaking = rng.sample([s for s in searching if s.speaks], batch // 4) if emissions else []
-    drawn = [*speaking, *rng.sample(searching, 3 * batch // 4 - len(speaking))]
-    drawn += rng.sample(situations, batch - len(drawn))
-    return collate(backbone, [questions(backbone, s, rng, emissions) for s in drawn])
+    """Fresh questions about random situations."""
+    drawn = _drawn(situations, rng, batch, emissions)
+    return collate(backbone, [questions(backbone, situation, rng, emissions) for situation in drawn])
 
 
 def gathering_batch(backbone: Backbone, situations: Sequence[Situation], rng: random.Random, batch: int) -> Batch:
@@ -117,8 +113,18 @@ def gathering_batch(backbone: Backbone, situations: Sequence[Situation], rng: ra
     shown = [s for s in situations if s.shows_place]
     gathered = [*rng.sample(shown, batch // 2), *rng.sample(situations, batch // 6)]
     lessons = [gathering(backbone, situation, rng) for situation in gathered]
-    asked = rng.sample(situations, batch - len(lessons))
+    asked = _drawn(situations, rng, batch - len(lessons), emissions=True)
     return collate(backbone, [*lessons, *(questions(backbone, s, rng, emissions=True) for s in asked)])
+
+
+def _drawn(situations: Sequence[Situation], rng: random.Random, n: int, emissions: bool) -> list[Situation]:
+    """Draw situations: in three of four something is still looked for, and where emissions are asked for, the teacher
+    speaks in a third of those at least. In life these are one of three and one of twenty: a base that met them so
+    learned neither to read marks nor to speak (measured)."""
+    searching = [s for s in situations if s.marked is not None]
+    drawn = rng.sample([s for s in searching if s.speaks], n // 4) if emissions else []
+    drawn += rng.sample(searching, 3 * n // 4 - len(drawn))
+    return [*drawn, *rng.sample(situations, n - len(drawn))]
 
 
 def _fact(entry: MemoryEntry) -> tuple[str, str, str] | None:
