@@ -96,13 +96,15 @@ def goal_document(
     vocabulary: Vocabulary, rng: random.Random, entries: int, filler: int
 ) -> tuple[str, list[tuple[str, str]]]:
     """Text of memory entries, and beside their queries goals, to which the place of the goal's object is the answer, or
-    "nothing": of the scenes and objects that entries are about, as many pairs that one of them tells of as others."""
+    "nothing": of the scenes and objects that entries are about, as many pairs that one of them tells of as others.
+    Between a goal and its answer stand up to `filler` places that are seen, as they do in a compiler's prompt."""
     text, places = _memory(vocabulary, rng, entries, filler)
     pairs = product(sorted({scene for scene, _ in places}), sorted({thing for _, thing in places}))
     untold = [pair for pair in pairs if pair not in places]
     asked = [*places, *rng.sample(untold, min(len(places), len(untold)))]
-    goals = [(f"\ngoal: {_goal(vocabulary, rng, *pair)}\nplace:", places.get(pair, "nothing")) for pair in asked]
-    return text, [*_told(places), *goals]
+    goals = [f"\ngoal: {_goal(vocabulary, rng, *pair)}\n{_seen(vocabulary, rng, filler)}place:" for pair in asked]
+    answers = [places.get(pair, "nothing") for pair in asked]
+    return text, [*_told(places), *zip(goals, answers, strict=True)]
 
 
 def _memory(
@@ -148,6 +150,11 @@ def exclusions(
         facts.append((f"\nleft for {thing}:", next((place for place in places if place not in out), "nothing")))
     rng.shuffle(lacking)
     return f"note: {' ; '.join([*maybe, *lacking])}\n", facts
+
+
+def _seen(vocabulary: Vocabulary, rng: random.Random, longest: int) -> str:
+    seen = rng.sample(vocabulary.places, rng.randint(0, longest))
+    return f"see: you see a {', a '.join(seen)}.\n" if seen else ""
 
 
 def _twins(vocabulary: Vocabulary, rng: random.Random, entries: int) -> list[tuple[str, str]]:
@@ -238,7 +245,7 @@ class Level:
 LEVELS = (
     Level("copy", 0, 0.9), Level("recall", 0, 0.97), *(Level("facts", form, 0.95) for form in range(len(FORMS))),
     *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
-    Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.985),
+    Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.97),
 )  # fmt: skip
 EXCLUSION = (
     *(Level("search", places, 0.95) for places in (3, 6, 12)),

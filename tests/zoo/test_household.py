@@ -77,13 +77,20 @@ def test_shipped_weights_are_those_of_the_record(name):
 @pytest.mark.slow
 def test_the_gate():
     """On held-out scenes the base names the place that the right entry holds, and reads the mark of the view."""
-    entries, view = gate(str(FOLDER / "compiler"), scenes=24, seed=7)
+    entries, told, untold, view = gate(str(FOLDER / "compiler"), scenes=24, seed=7)
     assert entries.n >= 100 and entries.chance < 0.4 and entries.passed and entries.value >= 0.95
+    assert told.n == entries.n and untold.n == view.n  # whether an entry tells it, asked in one word
     assert view.n >= 100 and view.value > 5 * view.chance
 
 
 @pytest.mark.slow
 def test_the_gate_asks_for_pictures_in_memory_where_entries_keep_some():
     found = gate(str(FOLDER / "compiler"), scenes=2, seed=7, pictures=1)
-    assert [share.name for share in found] == ["entries", "view", "pictures in memory"]
+    assert [share.name for share in found] == [
+        "entries",
+        "at once, told",
+        "at once, not told",
+        "view",
+        "pictures in memory",
+    ]
     assert found[-1].n == 12 and found[-1].chance > 0.5  # most entries are of the task's own home

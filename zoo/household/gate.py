@@ -1,7 +1,9 @@
-"""The gate: on held-out scenes, does a compiler base find what entries say, and what pictures mark?
+"""The gate: on held-out scenes, does a compiler base find what entries say, and what pictures mark, and does it know at
+once whether any entry says it?
 
 Nothing downstream (soft tokens, GRPO, the comparison of deliveries) means anything before this holds: a compiler that
-cannot look up delivers noise. Task memories come from a real bank through real retrieval; the base answers in free
+cannot look up delivers noise, and one that must have begun to tell a fact before it knows whether there is any cannot
+choose between speech and silence. Task memories come from a real bank through real retrieval; the base answers in free
 greedy text, and its answer counts if the place in it is the right one.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,10 +29,11 @@ from lm.backbone import load_backbone
 from memory.bank import MemoryBank
 from zoo.gates import Asked, Share
 from zoo.household.episodes import TEACHER
+from zoo.household.lessons import NOTHING
 
 THRESHOLD = 0.95  # of what entries say; what pictures mark, SFT may still teach
-ENTRIES, VIEW, PICTURES = "entries", "view", "pictures in memory"
-PLACE = re.compile(r"[a-z]+ \d+$")
+ENTRIES, TOLD, UNTOLD, VIEW, PICTURES = "entries", "at once, told", "at once, not told", "view", "pictures in memory"
+ANSWER = re.compile(rf"[a-z]+ \d+$|{NOTHING}$")
 
 
 @dataclass(frozen=True)
@@ -38,29 +41,29 @@ class _Question:
     source: str
     request: CompileRequest
     ask: str
-    place: str
-    chance: float  # to be right by reading a random entry, receptacle or picture
+    answer: str
+    chance: float  # to be right by reading a random entry, receptacle or picture, or by always saying "nothing"
 
 
 def gate(model: str, scenes: int, seed: int, pictures: int = 0) -> list[Share]:
     """Ask a compiler base, on `scenes` held-out scenes, for the places that entries, the view and (where entries keep
-    `pictures` of their episode) M's pictures tell."""
+    `pictures` of their episode) M's pictures tell; and for the goal's in one word, where entries tell it and not."""
     questions = list(_questions(scenes, seed, pictures))
-    asks = {question.request.goal: question.ask for question in questions}
-    base = Asked(load_backbone(model, torch.float32, "cpu"), lambda request: asks[request.goal], max_new_tokens=24)
+    asks = {id(question.request): question.ask for question in questions}
+    base = Asked(load_backbone(model, torch.float32, "cpu"), lambda request: asks[id(request)], max_new_tokens=24)
     answers = base.compile([question.request for question in questions])
-    found = [PLACE.search(answer.text.strip()) for answer in answers]
+    found = [ANSWER.search(answer.text.strip()) for answer in answers]
     shares = []
-    for source in (ENTRIES, VIEW, PICTURES) if pictures else (ENTRIES, VIEW):
+    for source in (ENTRIES, TOLD, UNTOLD, VIEW, *((PICTURES,) if pictures else ())):
         mine = [i for i, question in enumerate(questions) if question.source == source]
-        right = ((place := found[i]) is not None and place[0] == questions[i].place for i in mine)
+        right = ((answer := found[i]) is not None and answer[0] == questions[i].answer for i in mine)
         chance = sum(questions[i].chance for i in mine) / len(mine)
         shares.append(Share.of(source, right, THRESHOLD if source == ENTRIES else None, chance))
     return shares
 
 
 def _questions(scenes: int, seed: int, pictures: int) -> Iterator[_Question]:
-    """Yield a question for each task of the gate's scenes, as many of each family."""
+    """Yield questions about each task of the gate's scenes, of which each family has as many."""
 
     def make_env() -> HouseholdEnvironment:
         visual, remembered = (0.34, 0.33) if pictures else (0.5, 0.0)
@@ -74,16 +77,20 @@ def _questions(scenes: int, seed: int, pictures: int) -> Iterator[_Question]:
     for spec in specs:
         request = _request(env, spec)
         thing, place = taken(env.expert() or []) or ("", "")
+        told = entry_for_goal(spec.goal, spec.memory)
+        if not told:
+            yield _Question(UNTOLD, replace(request), "place", NOTHING, 1.0)
         if spec.task.family == "visual":
             yield _Question(VIEW, request, "what is marked", place, 1 / len(env.game.receptacles))
         elif spec.task.family == "remembered":
             own = [entry.provenance.scene == spec.task.scene for entry in spec.memory]
             asked = f"what is marked in {spec.task.scene}"
             yield _Question(PICTURES, request, asked, place, sum(own) / len(own))
-        elif entry_for_goal(spec.goal, spec.memory):
+        elif told:
             places = [taken(entry.provenance.actions) for entry in spec.memory]
             chance = sum(found is not None and found[1] == place for found in places) / len(places)
             yield _Question(ENTRIES, request, f"where is the {thing}", place, chance)
+            yield _Question(TOLD, replace(request), "place", place, chance)
 
 
 def _request(env: HouseholdEnvironment, spec: EpisodeSpec) -> CompileRequest:

@@ -48,12 +48,14 @@ class Situation:
 
 
 def conversation(situation: Situation, rng: random.Random, emissions: bool) -> list[tuple[str, str]]:
-    """Up to fifteen questions with their answers, in random order: several per prompt make the signal dense.
+    """Up to fifteen questions with their answers: several per prompt make the signal dense.
 
-    where: the sentence that says where M's text puts the goal's object, or any entry's; place: the same as one word, or
-    "nothing" where no entry tells; marked: what the view marks, or what M's picture of a scene does; emission: the
-    teacher's, alone in every other conversation. Its first token says whether M knows the place: what only answers in
-    sentences that begin alike, or learns that token as one of a hundred, does not come to know it there (measured).
+    place: where M's text puts the goal's object, in one word, or "nothing" where no entry tells. It comes first, since
+    behind the same in a sentence it would be copied. In random order follow where: a sentence that says where M's text
+    puts the goal's object, or any entry's; place in: as place, of what entries are about; marked: what the view marks,
+    or what M's picture of a scene does; emission: the teacher's, alone in every other conversation. Its first token
+    says whether M knows the place: what only answers in sentences that begin alike, or learns that token as one of a
+    hundred, does not come to know it there (measured).
     """
     if emissions and rng.random() < 0.5:
         return [("emission", situation.emission)]
@@ -65,7 +67,6 @@ def conversation(situation: Situation, rng: random.Random, emissions: bool) -> l
     goal = _fact(entry) if entry else None
     if goal:
         talk.append((f"where is the {situation.sought}", location(*goal)))
-    talk.append(("place", goal[2] if goal else NOTHING))
     places = {(scene, thing): place for scene, thing, place in facts}
     pairs = list(product(sorted({scene for scene, _ in places}), sorted({thing for _, thing in places})))
     for scene, thing in rng.sample(pairs, min(6, len(pairs))):
@@ -77,7 +78,7 @@ def conversation(situation: Situation, rng: random.Random, emissions: bool) -> l
     if emissions:
         talk.append(("emission", situation.emission))
     rng.shuffle(talk)
-    return talk
+    return [("place", goal[2] if goal else NOTHING), *talk]
 
 
 def questions(backbone: Backbone, situation: Situation, rng: random.Random, emissions: bool) -> Lesson:
