@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalPrediction, get_last_checkpoint
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -119,12 +120,24 @@ def run(trainer: Trainer, folder: Path) -> PreTrainedModel:
     """Train from the last checkpoint, if there is one, to the end; the trained model, which lies in `folder` too."""
     if (folder / "model.safetensors").exists():
         return type(trainer.model).from_pretrained(folder)  # type: ignore[union-attr]
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.exists() else None)
+    last = get_last_checkpoint(str(folder)) if folder.exists() else None
+    if last and _ended(last):  # killed between its last checkpoint and its end: one more step would be another model
+        trainer.model = type(trainer.model).from_pretrained(last)  # type: ignore[union-attr]
+        trainer.state = TrainerState.load_from_json(f"{last}/{TRAINER_STATE_NAME}")
+    else:
+        trainer.train(resume_from_checkpoint=last)
     trainer.save_state()
     trainer.save_model(str(folder))
     return trainer.model  # type: ignore[return-value]
 
 
+def _ended(checkpoint: str) -> bool:
+    """Tell whether a callback let training stop at a checkpoint, before the last of its steps."""
+    state = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text())
+    stopped = state["stateful_callbacks"]["TrainerControl"]["args"]["should_training_stop"]
+    return stopped and state["global_step"] < state["max_steps"]
+
+
 def log_of(folder: Path) -> list[dict[str, float]]:
     """Read the log of a stage, row by row."""
-    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return json.loads((folder / TRAINER_STATE_NAME).read_text())["log_history"]

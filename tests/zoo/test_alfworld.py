@@ -228,12 +228,13 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_both_recipes_leave_a_model_that_the_gates_can_read(games, tmp_path, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(games))
-    levels = (Level("copy", 0, -1.0), Level("facts", 0, -1.0), Level("exclusion", 2, -1.0))
+    levels = [Level(kind, 3, -1.0) for kind in ("copy", "facts", "search", "exclusion")]
     work = tmp_path / "work"
     recipes.train_executor(tmp_path / "executor", work, steps=(2, 2), played=2, batch=4, levels=levels)
     recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2), batch=4, levels=levels)
-    text = ["copying", "look_up", "exclusion"]
-    for name, made in (("executor", [*text, "cloning", "own_1"]), ("compiler", [*text, "questions", "emissions"])):
+    executor = ["copying", "look_up", "search", "cloning", "own_1"]
+    compiler = ["copying", "look_up", "search", "exclusion", "questions", "emissions"]
+    for name, made in (("executor", executor), ("compiler", compiler)):
         record = json.loads((tmp_path / name / "RECORD.json").read_text())
         assert list(record["log"]) == made and record["command"].startswith(f"memcompiler zoo {name} --world alfworld")
         assert not load_backbone(tmp_path / name, torch.float32, "cpu").is_vlm

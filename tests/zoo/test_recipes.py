@@ -57,6 +57,14 @@ def test_a_finished_stage_is_read_and_not_made_again(tmp_path):
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
+def test_a_stage_that_was_killed_at_its_last_checkpoint_takes_no_further_step(tmp_path):
+    weights, _ = text_stage(tmp_path / "text")
+    (tmp_path / "text" / "model.safetensors").unlink()  # written after the checkpoint
+    again, _ = text_stage(tmp_path / "text", callbacks=[KilledAt(7)])
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert (tmp_path / "text" / "model.safetensors").exists()
+
+
 def test_a_curriculum_without_end_is_an_error(tmp_path):
     unreachable = (Level("copy", 0, 1.0),)
     for _ in range(2):  # it does not pass for finished afterwards

@@ -3,11 +3,12 @@
     memcompiler zoo executor --world alfworld --out OUT
     memcompiler zoo compiler --world alfworld --out OUT
 
-Both begin with the text curriculum (`zoo/curriculum.py`), whose last stage is exclusion: places that one has not been
-to, and the best of a ranked list minus what notes rule out. The executor then clones a scripted one (`play.py`) under
-all text deliveries in equal shares, and goes through rounds in which it plays itself and learns what the script would
-do in the states that it came to. The compiler base learns to answer questions about task memory, search and emission in
-the compiler's own prompts, of states as often as they come (`lessons.py`); to write emissions unasked is left to SFT.
+Both begin with the text curriculum (`zoo/curriculum.py`) and its search (places that one has not been to), the compiler
+base with exclusion, too (the best of a ranked list minus what notes rule out). The executor then clones a scripted one
+(`play.py`) under all text deliveries in equal shares, and goes through rounds in which it plays itself and learns what
+the script would do in the states that it came to. The compiler base learns to answer questions about task memory,
+search and emission in the compiler's own prompts, of states as often as they come (`lessons.py`); to write emissions
+unasked is left to SFT.
 
 Nothing of a valid game is in any of it: games and memory are those of the train split, and every 25th game is kept for
 the exams in the log.
@@ -33,7 +34,9 @@ from zoo.curriculum import EXCLUSION, LEVELS, Kind, Level
 from zoo.models import as_llama, make_tokenizer
 from zoo.recipes import RATE
 
-TEXT: Mapping[str, tuple[float, tuple[Kind, ...]]] = {**recipes.TEXT, "exclusion": (RATE / 2, ("search", "exclusion"))}
+SEARCH: Mapping[str, tuple[float, tuple[Kind, ...]]] = {**recipes.TEXT, "search": (RATE / 2, ("search",))}
+TEXT: Mapping[str, tuple[float, tuple[Kind, ...]]] = {**SEARCH, "exclusion": (RATE / 2, ("exclusion",))}
+"""The stages of text: the executor's end with search, and the compiler has to leave out what notes rule out, too."""
 EXAM_OF = 25
 
 Draw = Callable[[random.Random], stages.Batch]
@@ -50,7 +53,7 @@ def train_executor(
         played: games of a round.
     """
     tokenizer = make_tokenizer(LEXICON)
-    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels, text=TEXT)
+    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels, text=SEARCH)
     make_env, specs = play.material(work, limit=games)
     script, (specs, kept) = play.Script.of(specs), _kept(specs)
     exam = DeedDraws(tokenizer, play.examples_of(make_env, kept, play.Pupil(script, seed=seed), seed), 8 * batch).draw
@@ -65,7 +68,7 @@ def train_executor(
         draw, rate = DeedDraws(tokenizer, examples, batch).draw, RATE / (4 if n else 2)
         model = _stage(model, work / name, seed, steps[n], rate, draw, exam)
     settings = {"seed": seed, "games": games, "steps": list(steps), "played": played, "batch": batch}
-    recipes.finish("executor --world alfworld", out, as_llama(model), tokenizer, work, (*TEXT, *names), settings)
+    recipes.finish("executor --world alfworld", out, as_llama(model), tokenizer, work, (*SEARCH, *names), settings)
 
 
 def train_compiler(
