@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from zoo.models import SPECIAL, Lexicon
 
 IGNORE = -100
+NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
 Kind = Literal["copy", "recall", "facts", "documents", "goals", "search", "exclusion"]
 
 FORMS = (" {scene} {thing}", " in {scene} the {thing}", " in {scene} the {thing} was in",
@@ -103,7 +104,7 @@ def goal_document(
     untold = [pair for pair in pairs if pair not in places]
     asked = [*places, *rng.sample(untold, min(len(places), len(untold)))]
     goals = [f"\ngoal: {_goal(vocabulary, rng, *pair)}\n{_seen(vocabulary, rng, filler)}place:" for pair in asked]
-    answers = [places.get(pair, "nothing") for pair in asked]
+    answers = [places.get(pair, NOTHING) for pair in asked]
     return text, [*_told(places), *zip(goals, answers, strict=True)]
 
 
@@ -147,7 +148,7 @@ def exclusions(
         strangers = [place for place in pool if place not in places]
         lacking += [f"{place} = no {thing}" for place in (*out, *rng.sample(strangers, rng.randint(0, 2)))]
         maybe.append(f"{thing} = maybe {', '.join(places)}")
-        facts.append((f"\nleft for {thing}:", next((place for place in places if place not in out), "nothing")))
+        facts.append((f"\nleft for {thing}:", next((place for place in places if place not in out), NOTHING)))
     rng.shuffle(lacking)
     return f"note: {' ; '.join([*maybe, *lacking])}\n", facts
 

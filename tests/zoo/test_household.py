@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.tiny_models import tokenizer
 from zoo import curriculum
-from zoo.household.gate import gate
+from zoo.household.gate import THRESHOLD, gate
 from zoo.household.words import LEXICON
 
 FOLDER = Path(__file__).parents[2] / "zoo" / "household"
@@ -78,7 +78,7 @@ def test_shipped_weights_are_those_of_the_record(name):
 def test_the_gate():
     """On held-out scenes the base names the place that the right entry holds, and reads the mark of the view."""
     entries, told, untold, view = gate(str(FOLDER / "compiler"), scenes=24, seed=7)
-    assert entries.n >= 100 and entries.chance < 0.4 and entries.passed and entries.value >= 0.95
+    assert entries.n >= 100 and entries.chance < 0.4 and entries.passed and entries.value > THRESHOLD
     assert told.n == entries.n and untold.n == view.n  # whether an entry tells it, asked in one word
     assert view.n >= 100 and view.value > 5 * view.chance
 

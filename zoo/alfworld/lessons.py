@@ -23,7 +23,7 @@ from lm.backbone import Backbone
 from memory.entry import MemoryEntry
 from zoo.alfworld.play import READER, Example, Situation
 from zoo.alfworld.words import SCENES
-from zoo.curriculum import IGNORE, pad
+from zoo.curriculum import IGNORE, NOTHING, pad
 from zoo.lessons import Lesson, Talk, collate, questions
 from zoo.stages import Batch
 
@@ -117,7 +117,7 @@ def talk_of(situation: Situation, rng: random.Random) -> Talk:
         found = [f.place for e in request.memory if e.provenance.scene == scene for f in _facts(e) if f.need == need]
         talk.append((f"in {scene} {need}", _listed(dict.fromkeys(found))))
     if search is None:
-        return rng.sample([*talk, ("search", "nothing")], len(talk) + 1)
+        return rng.sample([*talk, ("search", NOTHING)], len(talk) + 1)
     talk.append(("search", search.need))
     if search.need.startswith("find "):
         thing, view = READER.thing(search.need), request.observation
@@ -125,7 +125,7 @@ def talk_of(situation: Situation, rng: random.Random) -> Talk:
         talk.append(("here", "yes" if here else "no"))
     talk.append(("places", _listed(search.places[:6])))
     talk.append(("ruled out", _listed([place for place in search.places[:6] if place in search.ruled_out])))
-    talk.append(("best", next((place for place in search.places if place not in search.ruled_out), "nothing")))
+    talk.append(("best", next((place for place in search.places if place not in search.ruled_out), NOTHING)))
     return rng.sample(talk, len(talk))
 
 
@@ -134,7 +134,7 @@ def _facts(entry: MemoryEntry) -> list[Fact]:
 
 
 def _listed(places: Iterable[str]) -> str:
-    return ", ".join(places) or "nothing"
+    return ", ".join(places) or NOTHING
 
 
 class LessonDraws:

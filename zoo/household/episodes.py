@@ -20,7 +20,8 @@ from envs.household.trajectories import HouseholdReader, subgoals, taken
 from executor.prompt import ExecutorRequest
 from executor.records import EVERYTHING, Action, Grounding, Reads
 from memory.entry import MemoryEntry
-from zoo.household.lessons import NOTHING, Situation
+from zoo.curriculum import NOTHING
+from zoo.household.lessons import Situation
 
 SPLIT = "pretrain"
 TEACHER = ExpertTeacher(reader=HouseholdReader())
@@ -118,18 +119,17 @@ def situations(scenes: int, seed: int, pictures: int = 0, max_steps: int = 20) -
     delivery = Delivery("expert_compiler", "compiled", TEACHER, soft=False)
     episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.2, seed), Limits(max_steps), concurrency=1)
     return [
-        _situation(recorded_step(episode, t, spec.memory), step.emission_text, thing, marks)
+        _situation(recorded_step(episode, t, spec.memory), step.emission_text, marks)
         for episode, spec in zip(episodes, specs, strict=True)
-        for thing, place in [_object_of(env, spec.task)]
-        for marks in [_marks(spec, place, pool)]
+        for marks in [_marks(env, spec, pool)]
         for t, step in enumerate(episode.steps)
         if step.emission_kind and step.action
     ]
 
 
-def _marks(spec: EpisodeSpec, place: str, pool: EntryPool) -> tuple[str, str, dict[str, str]]:
+def _marks(env: Environment, spec: EpisodeSpec, pool: EntryPool) -> tuple[str, str, dict[str, str]]:
     """Say what pictures mark: the view, any of what the task is about ("" for nothing), and by scene those in M."""
-    told = defaultdict[str, set[str]](set)
+    place, told = _object_of(env, spec.task)[1], defaultdict[str, set[str]](set)
     for entry in spec.memory:
         if entry.images:
             told[entry.provenance.scene].add(pool.marks[_scene_key(entry.provenance.task_id)])
@@ -139,11 +139,11 @@ def _marks(spec: EpisodeSpec, place: str, pool: EntryPool) -> tuple[str, str, di
     return "", place if spec.task.family == "remembered" and spec.task.scene in pictured else "", pictured
 
 
-def _situation(step: StepInput, emission: str, thing: str, marks: tuple[str, str, dict[str, str]]) -> Situation:
+def _situation(step: StepInput, emission: str, marks: tuple[str, str, dict[str, str]]) -> Situation:
     marked, shown, pictured = marks
     useful = step.image is not None and not any(action.startswith("take ") for action in step.history)
     of_use = (marked or NOTHING, shown or NOTHING) if useful else (None, None)
-    return Situation(compile_request(step), emission, thing, *of_use, pictured)
+    return Situation(compile_request(step), emission, *of_use, pictured)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ from envs.household.environment import HouseholdEnvironment, telling_views
 from envs.household.trajectories import taken
 from lm.backbone import load_backbone
 from memory.bank import MemoryBank
+from zoo.curriculum import NOTHING
 from zoo.gates import Asked, Share
 from zoo.household.episodes import TEACHER
-from zoo.household.lessons import NOTHING
 
 THRESHOLD = 0.95  # of what entries say; what pictures mark, SFT may still teach
 ENTRIES, TOLD, UNTOLD, VIEW, PICTURES = "entries", "at once, told", "at once, not told", "view", "pictures in memory"

@@ -20,11 +20,9 @@ from envs.household.trajectories import location, taken
 from lm.backbone import Backbone
 from memory.entry import MemoryEntry
 from zoo import lessons as shared
-from zoo.curriculum import IGNORE
+from zoo.curriculum import IGNORE, NOTHING
 from zoo.lessons import Lesson, collate
 from zoo.stages import Batch
-
-NOTHING = "nothing"  # no picture marks a place, or no entry tells one
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class Situation:
 
     request: CompileRequest
     emission: str  # the teacher's
-    sought: str  # the kind of the goal's object
     marked: str | None  # the place that the view marks, or "nothing"; None where that is of no use (any more)
     shown: str | None  # where the goal's object is, if only a picture (view's or M's) says it; as above
     pictured: Mapping[str, str] = field(default_factory=dict)  # by scene the place that M's pictures of it mark
@@ -66,7 +63,7 @@ def conversation(situation: Situation, rng: random.Random, emissions: bool) -> l
     entry = entry_for_goal(request.goal, request.memory)
     goal = _fact(entry) if entry else None
     if goal:
-        talk.append((f"where is the {situation.sought}", location(*goal)))
+        talk.append((f"where is the {goal[1]}", location(*goal)))
     places = {(scene, thing): place for scene, thing, place in facts}
     pairs = list(product(sorted({scene for scene, _ in places}), sorted({thing for _, thing in places})))
     for scene, thing in rng.sample(pairs, min(6, len(pairs))):
