@@ -4,8 +4,9 @@ A model of a million parameters does not learn to look things up from household 
 Seven kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
 recall, then facts and memory documents in which only scene AND object together decide the place. (Straight from recall
 to memory documents the model stayed at chance; facts told with ever more words lead there.) Then the place, or that
-nothing tells it, is to be known from the goal at once: what has only ever continued a fact does not know, before it
-has begun to tell one, whether there is any. Where places are searched
+nothing tells it, is to be known from the goal at once, past all that stands between a goal and the question in a
+compiler's prompt: what has only ever continued a fact does not know, before it has begun to tell one, whether there is
+any. Where places are searched
 and ranked, lists follow of which something is left out: the places that one has not been to (search), and the best one
 that notes do not rule out (exclusion).
 Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from zoo.models import SPECIAL, Lexicon
+from zoo.models import END_OF_TURN, SPECIAL, Lexicon
 
 IGNORE = -100
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
@@ -89,36 +90,33 @@ def memory_document(
 
     Up to `filler` household actions on random places stand between an entry's head line and its reason.
     """
-    text, places = _memory(vocabulary, rng, entries, filler)
-    return text, _told(places)
+    places = {pair: rng.choice(vocabulary.places) for pair in _twins(vocabulary, rng, entries)}
+    return _memory(vocabulary, rng, places, filler), _told(places)
 
 
 def goal_document(
     vocabulary: Vocabulary, rng: random.Random, entries: int, filler: int
 ) -> tuple[str, list[tuple[str, str]]]:
     """Text of memory entries, and beside their queries goals, to which the place of the goal's object is the answer, or
-    "nothing": of the scenes and objects that entries are about, as many pairs that one of them tells of as others.
-    Between a goal and its answer stand up to `filler` places that are seen, as they do in a compiler's prompt."""
-    text, places = _memory(vocabulary, rng, entries, filler)
-    pairs = product(sorted({scene for scene, _ in places}), sorted({thing for _, thing in places}))
-    untold = [pair for pair in pairs if pair not in places]
-    asked = [*places, *rng.sample(untold, min(len(places), len(untold)))]
-    goals = [f"\ngoal: {_goal(vocabulary, rng, *pair)}\n{_seen(vocabulary, rng, filler)}place:" for pair in asked]
+    "nothing": of the few scenes and objects that entries are about, as many pairs that one of them tells of as others.
+    Between a goal and the question stand a plan, notes and up to `filler` things seen, as in a compiler's prompt."""
+    few = entries // 2 + 2
+    pairs = list(product(rng.sample(vocabulary.scenes, few), rng.sample(vocabulary.objects, few)))
+    asked = rng.sample(pairs, min(2 * entries, len(pairs)))
+    places = {pair: rng.choice(vocabulary.places) for pair in asked[:entries]}
+    goals = [f"\ngoal: {_goal(vocabulary, rng, *pair)}{_state(vocabulary, rng, pair[1], filler)}" for pair in asked]
     answers = [places.get(pair, NOTHING) for pair in asked]
-    return text, [*_told(places), *zip(goals, answers, strict=True)]
+    return _memory(vocabulary, rng, places, filler), [*_told(places), *zip(goals, answers, strict=True)]
 
 
-def _memory(
-    vocabulary: Vocabulary, rng: random.Random, entries: int, filler: int
-) -> tuple[str, dict[tuple[str, str], str]]:
-    """Text of memory entries, and the place that they tell, by scene and object."""
-    texts, places = [], {}
-    for scene, thing in _twins(vocabulary, rng, entries):
-        places[scene, thing] = rng.choice(vocabulary.places)
+def _memory(vocabulary: Vocabulary, rng: random.Random, places: Mapping[tuple[str, str], str], filler: int) -> str:
+    """Text of memory entries that tell a place by scene and object."""
+    texts = []
+    for (scene, thing), place in places.items():
         actions = " ; ".join(_action(vocabulary, rng, thing) for _ in range(rng.randint(0, filler)))
-        reason = f"{FORMS[-1].format(scene=scene, thing=thing)} {places[scene, thing]}"
+        reason = f"{FORMS[-1].format(scene=scene, thing=thing)} {place}"
         texts.append(f"{_goal(vocabulary, rng, scene, thing)}\n{actions}{reason}")
-    return "memory:\n" + "\n\n".join(texts) + "\n", places
+    return "memory:\n" + "\n\n".join(texts) + "\n"
 
 
 def _told(places: Mapping[tuple[str, str], str]) -> list[tuple[str, str]]:
@@ -126,8 +124,26 @@ def _told(places: Mapping[tuple[str, str], str]) -> list[tuple[str, str]]:
 
 
 def _goal(vocabulary: Vocabulary, rng: random.Random, scene: str, thing: str) -> str:
-    state, target = rng.choice(["", "hot ", "cool ", "clean "]), rng.choice(vocabulary.goals)
-    return f"in {scene}: put a {state}{thing} in {target}"
+    target = rng.choice(vocabulary.goals)
+    task = rng.choice([
+        f"put a {rng.choice(['', 'hot ', 'cool ', 'clean '])}{thing} in {target}", f"put some {thing} on {target}",
+        f"{rng.choice(['heat', 'cool', 'clean'])} some {thing} and put it in {target}",
+    ])  # fmt: skip
+    return f"in {scene}: {task}"
+
+
+def _state(vocabulary: Vocabulary, rng: random.Random, thing: str, longest: int) -> str:
+    """Write what follows a goal: a Brief State, an observation of up to `longest` things, and the question."""
+    lines = []
+    if longest and rng.random() < 0.5:
+        lines += [f"now: find {thing}", f"next: put {thing} in {rng.choice(vocabulary.goals)}"]
+    if noted := rng.sample(vocabulary.places, rng.randint(0, longest // 4)):
+        lines.append(f"note: {' ; '.join(f'{place} = no {thing}' for place in noted)}")
+    if seen := rng.sample(vocabulary.places, rng.randint(0, longest)):
+        others = [f"{other} 1" for other in rng.sample(vocabulary.objects, rng.randint(0, 2))]
+        lines.append(f"see: You arrive at {seen[0]}. you see a {', a '.join([*seen, *others])}.")
+    question = rng.choice(["place:", f"ask: place{END_OF_TURN}\n<|im_start|>assistant\n"])
+    return "\n" + "\n".join([*lines, question])
 
 
 def exclusions(
@@ -151,11 +167,6 @@ def exclusions(
         facts.append((f"\nleft for {thing}:", next((place for place in places if place not in out), NOTHING)))
     rng.shuffle(lacking)
     return f"note: {' ; '.join([*maybe, *lacking])}\n", facts
-
-
-def _seen(vocabulary: Vocabulary, rng: random.Random, longest: int) -> str:
-    seen = rng.sample(vocabulary.places, rng.randint(0, longest))
-    return f"see: you see a {', a '.join(seen)}.\n" if seen else ""
 
 
 def _twins(vocabulary: Vocabulary, rng: random.Random, entries: int) -> list[tuple[str, str]]:
@@ -246,7 +257,7 @@ class Level:
 LEVELS = (
     Level("copy", 0, 0.9), Level("recall", 0, 0.97), *(Level("facts", form, 0.95) for form in range(len(FORMS))),
     *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
-    Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.97),
+    Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.98),
 )  # fmt: skip
 EXCLUSION = (
     *(Level("search", places, 0.95) for places in (3, 6, 12)),
@@ -278,7 +289,7 @@ class TextCurriculum(TrainerCallback):
             level = LEVELS[1]
         elif share < 0.4 and level.kind in ("search", "exclusion"):
             level = LEVELS[-1]
-        return self._drawn(level, numbers, draw, 32 if level.kind == "documents" else 64)
+        return self._drawn(level, numbers, draw, 32 if level.kind in ("documents", "goals") else 64)
 
     def exam(self, _: int) -> dict[str, Tensor]:
         """Draw the level's exam: 64 rows that do not change until it is passed."""

@@ -52,7 +52,8 @@ def conversation(situation: Situation, rng: random.Random, emissions: bool) -> l
     puts the goal's object, or any entry's; place in: as place, of what entries are about; marked: what the view marks,
     or what M's picture of a scene does; emission: the teacher's, alone in every other conversation. Its first token
     says whether M knows the place: what only answers in sentences that begin alike, or learns that token as one of a
-    hundred, does not come to know it there (measured).
+    hundred, does not come to know it there (measured). A place that is the answer begins with the space that it has in
+    M: to a tokenizer of whole words it would be another token without.
     """
     if emissions and rng.random() < 0.5:
         return [("emission", situation.emission)]
@@ -66,16 +67,19 @@ def conversation(situation: Situation, rng: random.Random, emissions: bool) -> l
         talk.append((f"where is the {goal[1]}", location(*goal)))
     places = {(scene, thing): place for scene, thing, place in facts}
     pairs = list(product(sorted({scene for scene, _ in places}), sorted({thing for _, thing in places})))
-    for scene, thing in rng.sample(pairs, min(6, len(pairs))):
-        talk.append((f"place in {scene} of the {thing}", places.get((scene, thing), NOTHING)))
+    asked = [
+        (f"place in {scene} of the {thing}", places.get((scene, thing), NOTHING))
+        for scene, thing in rng.sample(pairs, min(6, len(pairs)))
+    ]
     if situation.marked is not None:
-        talk.append(("what is marked", situation.marked))
+        asked.append(("what is marked", situation.marked))
     pictured = [(f"what is marked in {scene}", place) for scene, place in situation.pictured.items()]
-    talk += rng.sample(pictured, min(2, len(pictured)))
+    asked += rng.sample(pictured, min(2, len(pictured)))
+    talk += [(ask, f" {place}") for ask, place in asked]
     if emissions:
         talk.append(("emission", situation.emission))
     rng.shuffle(talk)
-    return [("place", goal[2] if goal else NOTHING), *talk]
+    return [("place", f" {goal[2] if goal else NOTHING}"), *talk]
 
 
 def questions(backbone: Backbone, situation: Situation, rng: random.Random, emissions: bool) -> Lesson:

@@ -38,7 +38,7 @@ COMPILER = (*TEXT, "questions", "emissions", "pictures", "gathering")
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, scenes: int = 300, steps: tuple[int, int, int, int] = (700, 400, 400, 160),
+    out: Path, work: Path, seed: int = 0, scenes: int = 300, steps: tuple[int, int, int, int] = (400, 300, 300, 160),
     batch: int = 24, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
     """Make the compiler base: text curriculum, questions, questions among which is "ask: emission" (a base that, like a
