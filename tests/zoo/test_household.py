@@ -57,6 +57,19 @@ def test_documents_need_scene_and_object(document, difficulty):
     assert all(f"{query} {place}" in text for query, place in facts)
 
 
+@pytest.mark.parametrize("filler", [0, 6, 12])
+def test_a_goals_place_is_what_the_entry_of_its_scene_and_object_tells(filler):
+    vocabulary = curriculum.Vocabulary.of(tokenizer(), LEXICON)
+    text, queries = curriculum.goal_document(vocabulary, random.Random(3), 4, filler)
+    goals = [(query, answer) for query, answer in queries if query.startswith("\ngoal: ")]
+    for query, answer in goals:
+        scene, task = query.removeprefix("\ngoal: in ").splitlines()[0].split(": ")
+        [thing] = [thing for thing in vocabulary.objects if re.search(rf"\b{thing} (in|on|and) ", task)]
+        told = re.search(rf"because in {scene} the {thing} was in (.*)", text)
+        assert answer == (told[1] if told else curriculum.NOTHING)
+    assert sum(answer == curriculum.NOTHING for _, answer in goals) == 4 and len(goals) == 8
+
+
 def test_only_the_places_asked_for_are_to_be_predicted():
     vocabulary, rng = curriculum.Vocabulary.of(tokenizer(), LEXICON), random.Random(3)
     tokens, labels = curriculum.look_ups(tokenizer(), rng, 5, lambda: curriculum.memory_document(vocabulary, rng, 3, 2))
