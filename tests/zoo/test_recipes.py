@@ -109,7 +109,7 @@ def test_both_recipes_leave_a_model_that_loads_and_its_record(tmp_path):
     levels = (Level("copy", 0, -1.0), Level("facts", 0, -1.0))
     text = ["copying", "look_up"]
     recipes.train_compiler(
-        tmp_path / "compiler", tmp_path / "work", 0, scenes=4, steps=(2, 2, 2, 2), batch=6, levels=levels
+        tmp_path / "compiler", tmp_path / "work", 0, scenes=4, steps=(2, 2, 2), batch=6, levels=levels
     )
     recipes.train_executor(tmp_path / "executor", tmp_path / "work", 0, scenes=2, steps=2, batch=4, levels=levels)
     for name, made in (("compiler", list(recipes.COMPILER)), ("executor", [*text, "clone"])):

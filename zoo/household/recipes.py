@@ -34,16 +34,16 @@ from zoo.household.words import LEXICON
 from zoo.models import as_llama, make_compiler, make_processor, make_tokenizer
 from zoo.recipes import RATE, TEXT, finish, train_text
 
-COMPILER = (*TEXT, "questions", "emissions", "pictures", "gathering")
+COMPILER = (*TEXT, "questions", "emissions", "gathering")
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, scenes: int = 300, steps: tuple[int, int, int, int] = (400, 300, 300, 160),
+    out: Path, work: Path, seed: int = 0, scenes: int = 300, steps: tuple[int, int, int] = (400, 450, 160),
     batch: int = 24, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
-    """Make the compiler base: text curriculum, questions, questions among which is "ask: emission" (a base that, like a
-    large instruction-tuned one, can write the language when asked), the same with pictures in memory, then gathering at
-    the memory tokens (what they gather reaches an executor only through SFT's projector)."""
+    """Make the compiler base: text curriculum, questions, questions about M's pictures among which is "ask: emission" (a
+    base that, like a large instruction-tuned one, can write the language when asked), then gathering at the memory
+    tokens (what they gather reaches an executor only through SFT's projector)."""
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
     tokenizer = make_tokenizer(LEXICON)
     processor = make_processor(tokenizer)
@@ -54,13 +54,12 @@ def train_compiler(
     situations = episodes.situations(scenes, seed)
     held_out = episodes.situations(max(4, scenes // 25), seed + 1)
     stage = partial(_compiler_stage, processor, seed=seed, batch=batch, work=work)
-    asked_for_emissions = partial(lessons.question_batch, emissions=True)
     model = stage(situations, held_out, model, "questions", lessons.question_batch, steps=steps[0])
-    model = stage(situations, held_out, model, "emissions", asked_for_emissions, steps=steps[1])
     situations = episodes.situations(scenes // 2, seed, pictures=1)
     held_out = episodes.situations(max(4, scenes // 25), seed + 1, pictures=1)
-    model = stage(situations, held_out, model, "pictures", asked_for_emissions, steps=steps[2])
-    model = stage(situations, held_out, model, "gathering", lessons.gathering_batch, steps=steps[3])
+    asked_for_emissions = partial(lessons.question_batch, emissions=True)
+    model = stage(situations, held_out, model, "emissions", asked_for_emissions, steps=steps[1])
+    model = stage(situations, held_out, model, "gathering", lessons.gathering_batch, steps=steps[2])
     finish("compiler", out, model, processor, work, COMPILER, settings)
 
 
