@@ -41,7 +41,7 @@ def train_compiler(
     out: Path, work: Path, seed: int = 0, scenes: int = 300, steps: tuple[int, int, int] = (400, 450, 160),
     batch: int = 24, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
-    """Make the compiler base: text curriculum, questions, questions about M's pictures among which is "ask: emission" (a
+    """Make the compiler base: text curriculum, questions, then also questions about M's pictures and "ask: emission" (a
     base that, like a large instruction-tuned one, can write the language when asked), then gathering at the memory
     tokens (what they gather reaches an executor only through SFT's projector)."""
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
