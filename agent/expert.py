@@ -2,10 +2,12 @@
 
 The plan says what is needed next; what is said about it comes from M alone. While something is on its way to be found,
 the guidance names the place where the entries found its like: in this scene by name, ranked by how many entries say so,
-then in other scenes by kind of place, as this scene names it (noted at the first view, which lists the scene's places).
-A place that view, history or Brief State rule out is passed over; when all are, that is said once. Where an environment
-has recipes, the plan's next command is said if past episodes gave its like at the same point. How commands and views
-read is the environment's own matter (`envs.trajectories`).
+then in other scenes by kind of place, as this scene names it. A place that view, history or Brief State rule out is
+passed over; when all are, that is said once. The Brief State keeps what places lack; and where scenes are alike the
+places that are to be tried, best first. They are noted at the first view, which lists the scene's places, and one that
+lacks the thing leaves the list, so that to choose is to take the first of it. Where an environment has recipes, the
+plan's next command is said if past episodes gave its like at the same point. How commands and views read is the
+environment's own matter (`envs.trajectories`).
 
 It does not look at pictures: what only the view shows is left to the soft tokens, which learn it from the action loss.
 """
@@ -69,8 +71,8 @@ class Search:
     """What is on its way to be found, and where M says that it may be."""
 
     need: str  # "find mug"
-    places: tuple[str, ...]  # best first
-    ruled_out: frozenset[str]  # of these places, by view, history and Brief State
+    places: tuple[str, ...]  # that are left, best first
+    ruled_out: frozenset[str]  # that M speaks for, too, and that were looked into in vain
 
 
 @dataclass(slots=True)
@@ -100,8 +102,11 @@ class ExpertTeacher:
         request, plan = self._read(request)
         if (need := self.reader.need(plan)) is None:
             return None
-        places = tuple(lead.place for lead in self._leads(request, need.need))
-        return Search(need.need, places, frozenset(p for p in places if self._ruled_out(request, need.need, p)))
+        left = tuple(lead.place for lead in self._left(request, need.need, self._leads(request, need.need)))
+        seen = {*self.reader.searched(request.history), self.reader.lacking(need.need, request.observation)}
+        told = [fact.place for _, fact in self._answers(request, need.need)]
+        vain = (p for p in seen.difference(left) if any(p == t or p in self.reader.likes(t, p) for t in told))
+        return Search(need.need, left, frozenset(vain))
 
     def emission(self, request: CompileRequest) -> Emission:
         request, plan = self._read(request)
@@ -122,7 +127,7 @@ class ExpertTeacher:
         """Name the best place that is not ruled out; nothing where the agent stands there, or meets the need now."""
         right = self.entry == "right"
         leads = self._leads(request, need) if right else self._random_lead(request, need)
-        left = [lead for lead in leads if not self._ruled_out(request, need, lead.place)]
+        left = self._left(request, need, leads)
         meets = right and self.reader.subgoals(plan[:1], request.goal, frozenset(plan[:1]))
         if meets or (left and left[0].place in self.reader.here(request.observation, request.history)):
             return Emission(ops=tuple(ops))
@@ -169,8 +174,8 @@ class ExpertTeacher:
         """Return the text that names this scene's places: the first view, later what was noted of it."""
         if not request.history:
             return request.observation
-        noted = request.state.belief(self.reader.thing(need)) if request.state is not None else None
-        return noted if noted and noted.startswith(MAYBE) else request.observation
+        listed = self._listed(request, need)
+        return request.observation if listed is None else ", ".join(listed)
 
     def _random_lead(self, request: CompileRequest, need: str) -> list[_Lead]:
         """Draw an entry that does not answer the need, and claim that its first place does."""
@@ -227,11 +232,21 @@ class ExpertTeacher:
         place, thing = self.reader.filled(request.history[-1]) if request.history else ("", "")
         if place and f"no {thing}" in _noted_of(state, place):
             yield Delete(place)
-        if need is None or not (place := self.reader.lacking(need.need, request.observation)):
-            return
-        missing, known = f"no {self.reader.thing(need.need)}", _noted_of(state, place)
-        if missing not in known:
-            yield Update(place, ", ".join((*known, missing))) if known else Create(place, missing)
+        if need is not None and (place := self.reader.lacking(need.need, request.observation)):
+            missing, known = f"no {self.reader.thing(need.need)}", _noted_of(state, place)
+            if place not in (self._listed(request, need.need) or ()) and missing not in known:
+                yield Update(place, ", ".join((*known, missing))) if known else Create(place, missing)
+        yield from self._not_here(request, plan, need)
+
+    def _not_here(self, request: CompileRequest, plan: Sequence[str], need: Fact | None) -> Iterator[Op]:
+        """Take the place in view from the lists of what it lacks, whatever is looked for now."""
+        for other in dict.fromkeys(fact.need for fact in self.reader.facts(plan)):
+            place, listed = self.reader.lacking(other, request.observation), self._listed(request, other) or ()
+            if place not in listed:
+                continue
+            left = [tried for tried in listed if tried != place]
+            if left or need is None or other != need.need:  # else it is said that memory knows no other
+                yield Update(self.reader.thing(other), MAYBE + ", ".join(left) if left else NOWHERE)
 
     def _progress(self, request: CompileRequest, state: BriefState, plan: Sequence[str]) -> list[Op]:
         """Keep the state's subgoals in step with what is left of the plan."""
@@ -249,21 +264,30 @@ class ExpertTeacher:
         return [Update(PLAN, "; ".join(left))]
 
     def _to_try(self, request: CompileRequest, state: BriefState, plan: Sequence[str]) -> Iterator[Op]:
-        """Name this scene's places of the kinds where other scenes had what the plan needs: later views do not."""
-        for need in dict.fromkeys(fact.need for fact in self.reader.facts(plan)):
-            alike = [lead.place for lead in self._leads(request, need) if lead.scene not in ("", _scene(request.goal))]
-            if alike and state.belief(self.reader.thing(need)) is None:
-                yield Create(self.reader.thing(need), MAYBE + ", ".join(alike[:MOST]))
+        """Name the places where M says that what the plan needs may be: later views do not list this scene's."""
+        for need in dict.fromkeys(fact.need for fact in self.reader.facts(plan)) if self.reader.alike else ():
+            places = [lead.place for lead in self._leads(request, need)]
+            if places and state.belief(self.reader.thing(need)) is None:
+                yield Create(self.reader.thing(need), MAYBE + ", ".join(places[:MOST]))
 
-    def _ruled_out(self, request: CompileRequest, need: str, place: str) -> bool:
-        """Tell whether history, view or Brief State speak against a place. History alone says that it was looked into,
-        not that nothing was there: who wandered off after a find has to come back by himself."""
-        return place in self.reader.searched(request.history) or self._lacks(request, need, place)
+    def _listed(self, request: CompileRequest, need: str) -> tuple[str, ...] | None:
+        """Return the places that the state says are still to be tried; None where it says nothing of the kind."""
+        noted = request.state.belief(self.reader.thing(need)) if request.state is not None else None
+        return tuple(noted.removeprefix(MAYBE).split(", ")) if noted and noted.startswith(MAYBE) else None
+
+    def _left(self, request: CompileRequest, need: str, leads: Sequence[_Lead]) -> list[_Lead]:
+        """Leave out the places that history, view or Brief State speak against. History alone says that one was looked
+        into, not that nothing was there: who wandered off after a find has to come back by himself."""
+        been = self.reader.searched(request.history) if self._listed(request, need) is None else ()
+        return [lead for lead in leads if lead.place not in been and not self._lacks(request, need, lead.place)]
 
     def _lacks(self, request: CompileRequest, need: str, place: str) -> bool:
         """Tell whether view or Brief State say that the place does not hold what is needed."""
-        seen = place == self.reader.lacking(need, request.observation)
-        return seen or f"no {self.reader.thing(need)}" in _noted_of(request.state, place)
+        if place == self.reader.lacking(need, request.observation):
+            return True
+        if self.entry == "right" and (listed := self._listed(request, need)) is not None:
+            return place not in listed
+        return f"no {self.reader.thing(need)}" in _noted_of(request.state, place)
 
     def _given_up(self, request: CompileRequest, need: str, ops: Sequence[Op]) -> Emission:
         """Say once that all places that M knows of have been tried; the Brief State keeps that it was said."""

@@ -6,9 +6,8 @@ recall, then facts and memory documents in which only scene AND object together 
 to memory documents the model stayed at chance; facts told with ever more words lead there.) Then the place, or that
 nothing tells it, is to be known from the goal at once, past all that stands between a goal and the question in a
 compiler's prompt: what has only ever continued a fact does not know, before it has begun to tell one, whether there is
-any. Where places are searched
-and ranked, lists follow of which something is left out: the places that one has not been to (search), and the best one
-that notes do not rule out (exclusion).
+any. Where places are searched and ranked, lists follow of which something is left out: the places that one has not been
+to (search), and those of a Brief State's but for the one in view (lists).
 Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
 """
 
@@ -30,7 +29,7 @@ from zoo.models import END_OF_TURN, SPECIAL, Lexicon
 
 IGNORE = -100
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
-Kind = Literal["copy", "recall", "facts", "documents", "goals", "search", "exclusion"]
+Kind = Literal["copy", "recall", "facts", "documents", "goals", "search", "lists"]
 
 FORMS = (" {scene} {thing}", " in {scene} the {thing}", " in {scene} the {thing} was in",
          "\nbecause in {scene} the {thing} was in")  # fmt: skip
@@ -146,27 +145,24 @@ def _state(vocabulary: Vocabulary, rng: random.Random, thing: str, longest: int)
     return "\n" + "\n".join([*lines, question])
 
 
-def exclusions(
+def ranked_lists(
     vocabulary: Vocabulary, rng: random.Random, entries: int, longest: int
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Write notes of a Brief State (where each of `entries` things may be, best first, and what places lack) and list
-    the queries (text, the first place that is not ruled out, or nothing).
+    """Write notes of a Brief State, where each of `entries` things may be, best first, with a view of a place; and list
+    the queries (text, the places but for the one in view, or nothing).
 
-    Places are shared among the things, so that what one place lacks of another thing says nothing; half the time places
-    are ruled out from the first on, as a search does, else at random.
+    The place in view is one of a list's, mostly its first, as when a list is gone through.
     """
-    pool = rng.sample(vocabulary.places, longest + 3)
-    maybe, lacking, facts = [], [], []
-    for thing in rng.sample(vocabulary.objects, entries):
-        places = rng.sample(pool, rng.randint(1, longest))
-        n = rng.randint(0, len(places))
-        out = places[:n] if rng.random() < 0.5 else rng.sample(places, n)
-        strangers = [place for place in pool if place not in places]
-        lacking += [f"{place} = no {thing}" for place in (*out, *rng.sample(strangers, rng.randint(0, 2)))]
-        maybe.append(f"{thing} = maybe {', '.join(places)}")
-        facts.append((f"\nleft for {thing}:", next((place for place in places if place not in out), NOTHING)))
-    rng.shuffle(lacking)
-    return f"note: {' ; '.join([*maybe, *lacking])}\n", facts
+    things = rng.sample(vocabulary.objects, entries)
+    maybe = {thing: rng.sample(vocabulary.places, rng.randint(1, longest)) for thing in things}
+    tried = maybe[rng.choice(things)]
+    at = tried[0] if rng.random() < 0.6 else rng.choice(tried)
+    notes = " ; ".join(f"{thing} = maybe {', '.join(places)}" for thing, places in maybe.items())
+    left = {thing: [place for place in places if place != at] for thing, places in maybe.items()}
+    view = f"On the {at}, you see a {rng.choice(vocabulary.objects)} 1."
+    return f"note: {notes}\nsee: {view}\n", [
+        (f"\nleft for {thing}:", ", ".join(places) or NOTHING) for thing, places in left.items()
+    ]
 
 
 def _twins(vocabulary: Vocabulary, rng: random.Random, entries: int) -> list[tuple[str, str]]:
@@ -186,7 +182,7 @@ def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
     return rng.choice([f"go to {place}", f"open {place}", f"take {thing} 1 from {place}", f"move {thing} 1 to {place}"])
 
 
-DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_document, "exclusion": exclusions}
+DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_document, "lists": ranked_lists}
 
 
 def searches(
@@ -259,10 +255,8 @@ LEVELS = (
     *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
     Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.98),
 )  # fmt: skip
-EXCLUSION = (
-    *(Level("search", places, 0.95) for places in (3, 6, 12)),
-    *(Level("exclusion", longest, 0.95) for longest in (2, 3, 4, 6)),
-)  # fmt: skip
+SEARCH = tuple(Level("search", places, 0.95) for places in (3, 6, 12))
+LISTS = tuple(Level("lists", longest, 0.97) for longest in (2, 4, 6))
 
 
 class TextCurriculum(TrainerCallback):
@@ -287,7 +281,7 @@ class TextCurriculum(TrainerCallback):
             level = LEVELS[0]
         elif share < 0.2:  # from facts on: the other two are drawn by now
             level = LEVELS[1]
-        elif share < 0.4 and level.kind in ("search", "exclusion"):
+        elif share < 0.4 and level.kind in ("search", "lists"):
             level = LEVELS[-1]
         return self._drawn(level, numbers, draw, 32 if level.kind in ("documents", "goals") else 64)
 

@@ -19,5 +19,6 @@ A memory entry tells an earlier episode: its scene and goal, the commands, why i
 (cabinet 4) are the same ones, while things may lie elsewhere; from another scene, only the kind of place carries \
 over. Say where to look or what to do next in those commands, with names that this scene has, and only while it is \
 needed: not for a thing that is in view or in hand, nor a place that a note or the actions rule out. The plan has \
-steps such as find mug; heat mug; put mug in cabinet. Note a searched place by what it lacks (`cabinet 1: no mug`), \
-and a command that keeps failing."""
+steps such as find mug; heat mug; put mug in cabinet. Note where a thing may be, best first \
+(`mug: maybe shelf 2, shelf 1`), drop a place from that once it is seen to lack it, and note other searched places by \
+what they lack (`cabinet 1: no mug`), and a command that keeps failing."""

@@ -117,7 +117,7 @@ def test_a_place_of_another_scene_is_named_as_this_one_names_its_kind_and_noted_
     )
     state = state.apply(first.ops[0])
     later = said(memory, "On the shelf 2, you see nothing.", ("go to shelf 2",), state)
-    assert later.guidance == "go to shelf 1" and later.ops == (Create("shelf 2", "no mug"),)
+    assert later.guidance == "go to shelf 1" and later.ops == (Update("mug", "maybe shelf 1"),)
     assert said(memory, "On the desk 1, you see nothing.", ("go to desk 1",)).guidance == ""  # nothing was noted
 
 

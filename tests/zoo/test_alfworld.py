@@ -21,7 +21,7 @@ from lm.backbone import load_backbone
 from memory.entry import MemoryEntry, Provenance
 from zoo.alfworld import gate, lessons, play, recipes
 from zoo.alfworld.words import LEXICON, SCENES
-from zoo.curriculum import IGNORE, Level, Vocabulary, exclusions, searches
+from zoo.curriculum import IGNORE, Level, Vocabulary, ranked_lists, searches
 from zoo.gates import Share
 from zoo.models import make_tokenizer
 
@@ -50,19 +50,19 @@ def test_a_step_of_a_search_takes_few_tokens():
     assert len(ids(view)) == 11
 
 
-def test_exclusions_ask_for_the_first_place_that_is_not_ruled_out():
+def test_lists_ask_for_what_is_left_but_for_the_place_in_view():
     vocabulary, rng = Vocabulary.of(TOKENIZER, LEXICON), random.Random(1)
-    answers = set()
+    ways = set()
     for _ in range(40):
-        text, facts = exclusions(vocabulary, rng, 3, 4)
-        notes = text.removeprefix("note: ").strip().split(" ; ")
+        text, facts = ranked_lists(vocabulary, rng, 3, 3)
+        notes, view = text.removeprefix("note: ").split("\nsee: On the ")
+        at = view.split(",")[0]
         for query, answer in facts:
             thing = query.removeprefix("\nleft for ").removesuffix(":")
-            [maybe] = [note.split(" = maybe ")[1].split(", ") for note in notes if note.startswith(f"{thing} = ")]
-            out = {note.split(" = no ")[0] for note in notes if note.endswith(f" = no {thing}")}
-            assert answer == next((place for place in maybe if place not in out), "nothing")
-            answers.add((answer == "nothing", answer == maybe[0]))
-    assert answers == {(True, False), (False, True), (False, False)}
+            [maybe] = [note.split(" = maybe ")[1].split(", ") for note in notes.split(" ; ") if note.startswith(thing)]
+            assert answer == (", ".join(place for place in maybe if place != at) or "nothing")
+            ways.add((at in maybe, answer == "nothing"))
+    assert ways == {(True, True), (True, False), (False, False)}
 
 
 def test_searches_ask_for_any_place_that_one_has_not_been_to():
@@ -178,7 +178,7 @@ def situation(
 ) -> play.Situation:
     state = BriefState("in FloorPlan1: put a mug in shelf").apply(Create("cabinet 1", "no mug"))
     memory = (entry("FloorPlan1", "cabinet 1"), entry("FloorPlan1", "cabinet 2"))
-    search = Search("find mug", ("cabinet 1", "cabinet 2"), frozenset({"cabinet 1"}))
+    search = Search("find mug", ("cabinet 2", "cabinet 3"), frozenset({"cabinet 1"}))
     asked = CompileRequest(state.goal, memory, state, "You arrive at shelf 1. On the shelf 1, you see a mug 3.")
     return play.Situation(asked, Emission(guidance, reason if guidance else ""), search)
 
@@ -187,8 +187,7 @@ def test_questions_are_about_memory_search_and_emission():
     talk = dict(lessons.talk_of(situation(), random.Random(0)))
     assert talk == {
         "emission": "> in FloorPlan1 the mug was in cabinet 2 | go to cabinet 2", "search": "find mug", "here": "yes",
-        "in FloorPlan1 find mug": "cabinet 1, cabinet 2", "places": "cabinet 1, cabinet 2", "ruled out": "cabinet 1",
-        "best": "cabinet 2",
+        "in FloorPlan1 find mug": " cabinet 1, cabinet 2", "left": " cabinet 2, cabinet 3", "best": " cabinet 2",
     }  # fmt: skip
 
 
@@ -228,12 +227,12 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_both_recipes_leave_a_model_that_the_gates_can_read(games, tmp_path, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(games))
-    levels = [Level(kind, 3, -1.0) for kind in ("copy", "facts", "search", "exclusion")]
+    levels = [Level(kind, 3, -1.0) for kind in ("copy", "facts", "search", "lists")]
     work = tmp_path / "work"
     recipes.train_executor(tmp_path / "executor", work, steps=(2, 2), played=2, batch=4, levels=levels)
     recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2), batch=4, levels=levels)
     executor = ["copying", "look_up", "search", "cloning", "own_1"]
-    compiler = ["copying", "look_up", "search", "exclusion", "questions", "emissions"]
+    compiler = ["copying", "look_up", "lists", "questions", "emissions"]
     for name, made in (("executor", executor), ("compiler", compiler)):
         record = json.loads((tmp_path / name / "RECORD.json").read_text())
         assert list(record["log"]) == made and record["command"].startswith(f"memcompiler zoo {name} --world alfworld")

@@ -107,8 +107,9 @@ class DeedDraws:
 def talk_of(situation: Situation, rng: random.Random) -> Talk:
     """List what may be asked in a situation, in random order, with the answers.
 
-    Of M: where an entry's episode met a need. Of the search: what is looked for, whether it is in view, which places M
-    names (best first, six at most), which of them are ruled out, which is the best that is left. And the emission.
+    Of M: where an entry's episode met a need. Of the search: what is looked for, whether it is in view, which places of
+    those that M names are left (best first, six at most), which is the best. And the emission. Places begin with the
+    space that they have in M, without which they would be other tokens.
     """
     request, search = situation.request, situation.search
     talk = [(EMISSION, render(situation.emission))]
@@ -123,9 +124,7 @@ def talk_of(situation: Situation, rng: random.Random) -> Talk:
         thing, view = READER.thing(search.need), request.observation
         here = bool(READER.here(view, request.history)) and bool(re.search(rf"\b{thing} \d", view))
         talk.append(("here", "yes" if here else "no"))
-    talk.append(("places", _listed(search.places[:6])))
-    talk.append(("ruled out", _listed([place for place in search.places[:6] if place in search.ruled_out])))
-    talk.append(("best", next((place for place in search.places if place not in search.ruled_out), NOTHING)))
+    talk += [("left", _listed(search.places[:6])), ("best", _listed(search.places[:1]))]
     return rng.sample(talk, len(talk))
 
 
@@ -134,7 +133,7 @@ def _facts(entry: MemoryEntry) -> list[Fact]:
 
 
 def _listed(places: Iterable[str]) -> str:
-    return ", ".join(places) or NOTHING
+    return f" {', '.join(places) or NOTHING}"
 
 
 class LessonDraws:

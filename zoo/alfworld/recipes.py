@@ -3,8 +3,8 @@
     memcompiler zoo executor --world alfworld --out OUT
     memcompiler zoo compiler --world alfworld --out OUT
 
-Both begin with the text curriculum (`zoo/curriculum.py`) and its search (places that one has not been to), the compiler
-base with exclusion, too (the best of a ranked list minus what notes rule out). The executor then clones a scripted one
+Both begin with the text curriculum (`zoo/curriculum.py`); the executor goes on with search (places that one has not
+been to), the compiler base with lists (a Brief State's, but for the place in view). The executor then clones a script
 (`play.py`) under all text deliveries in equal shares, and goes through rounds in which it plays itself and learns what
 the script would do in the states that it came to. The compiler base learns to answer questions about task memory,
 search and emission in the compiler's own prompts, of states as often as they come (`lessons.py`); to write emissions
@@ -30,13 +30,14 @@ from zoo import recipes, stages
 from zoo.alfworld import play
 from zoo.alfworld.lessons import DeedDraws, LessonDraws
 from zoo.alfworld.words import LEXICON
-from zoo.curriculum import EXCLUSION, LEVELS, Kind, Level
+from zoo.curriculum import LEVELS, LISTS, SEARCH, Kind, Level
 from zoo.models import as_llama, make_tokenizer
 from zoo.recipes import RATE
 
-SEARCH: Mapping[str, tuple[float, tuple[Kind, ...]]] = {**recipes.TEXT, "search": (RATE / 2, ("search",))}
-TEXT: Mapping[str, tuple[float, tuple[Kind, ...]]] = {**SEARCH, "exclusion": (RATE / 2, ("exclusion",))}
-"""The stages of text: the executor's end with search, and the compiler has to leave out what notes rule out, too."""
+Stages = Mapping[str, tuple[float, tuple[Kind, ...]]]
+EXECUTOR: Stages = {**recipes.TEXT, "search": (RATE / 2, ("search",))}
+COMPILER: Stages = {**recipes.TEXT, "lists": (RATE / 2, ("lists",))}
+"""The stages of text."""
 EXAM_OF = 25
 
 Draw = Callable[[random.Random], stages.Batch]
@@ -44,7 +45,7 @@ Draw = Callable[[random.Random], stages.Batch]
 
 def train_executor(
     out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (2400, 1200, 1200),
-    played: int = 1000, batch: int = 32, levels: Sequence[Level] = (*LEVELS, *EXCLUSION),
+    played: int = 1000, batch: int = 32, levels: Sequence[Level] = (*LEVELS, *SEARCH),
 ) -> None:  # fmt: skip
     """Make the executor: text curriculum, cloning, then for each further number of `steps` a round of its own episodes.
 
@@ -53,7 +54,7 @@ def train_executor(
         played: games of a round.
     """
     tokenizer = make_tokenizer(LEXICON)
-    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels, text=SEARCH)
+    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels, text=EXECUTOR)
     make_env, specs = play.material(work, limit=games)
     script, (specs, kept) = play.Script.of(specs), _kept(specs)
     exam = DeedDraws(tokenizer, play.examples_of(make_env, kept, play.Pupil(script, seed=seed), seed), 8 * batch).draw
@@ -68,16 +69,16 @@ def train_executor(
         draw, rate = DeedDraws(tokenizer, examples, batch).draw, RATE / (4 if n else 2)
         model = _stage(model, work / name, seed, steps[n], rate, draw, exam)
     settings = {"seed": seed, "games": games, "steps": list(steps), "played": played, "batch": batch}
-    recipes.finish("executor --world alfworld", out, as_llama(model), tokenizer, work, (*SEARCH, *names), settings)
+    recipes.finish("executor --world alfworld", out, as_llama(model), tokenizer, work, (*EXECUTOR, *names), settings)
 
 
 def train_compiler(
     out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (1600, 1600),
-    batch: int = 16, levels: Sequence[Level] = (*LEVELS, *EXCLUSION),
+    batch: int = 16, levels: Sequence[Level] = (*LEVELS, *LISTS),
 ) -> None:  # fmt: skip
     """Make the compiler base: text curriculum, questions in random order, then mostly the emission first."""
     tokenizer = make_tokenizer(LEXICON)
-    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels, text=TEXT)
+    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels, text=COMPILER)
     make_env, specs = play.material(work, limit=games)
     specs, kept = _kept(specs)
     situations = play.situations_of(make_env, specs, seed)
@@ -88,7 +89,7 @@ def train_compiler(
         exam = draws(held_out, 64, emission_first=1.0).draw
         model = _stage(model, work / name, seed, n, RATE / 2, draws(situations, batch, emission_first=first).draw, exam)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    recipes.finish("compiler --world alfworld", out, as_llama(model), tokenizer, work, (*TEXT, *names), settings)
+    recipes.finish("compiler --world alfworld", out, as_llama(model), tokenizer, work, (*COMPILER, *names), settings)
 
 
 def _kept(specs: Sequence[EpisodeSpec]) -> tuple[list[EpisodeSpec], list[EpisodeSpec]]:
