@@ -48,7 +48,6 @@ VARIANTS = {  # name: settings of GRPO
     ],
     "linear": [LINEAR],
 }
-FAMILIES = ("", "text", "visual")
 Outcomes = dict[str, tuple[str, bool]]  # task: family, success
 
 
@@ -102,7 +101,8 @@ def rows(root: Path, a: argparse.Namespace) -> Iterator[dict]:
     updates = range(0, a.updates + 1, a.every)
     for name in a.variants:
         every = {u: {k: v for s in a.seeds for k, v in outcomes(root, s, name, u).items()} for u in updates}
-        for family, update in itertools.product(FAMILIES, updates):
+        families = ["", *sorted({family for family, _ in every[0].values()})]
+        for family, update in itertools.product(families, updates):
             tasks = [k for k, (of, _) in every[0].items() if family in ("", of)]
             success = [float(every[update][k][1]) for k in tasks]
             change = [after - float(every[0][k][1]) for after, k in zip(success, tasks, strict=True)]
@@ -117,15 +117,16 @@ def rows(root: Path, a: argparse.Namespace) -> Iterator[dict]:
 
 
 def plot(found: list[dict], root: Path, a: argparse.Namespace) -> None:
-    figure = Figure(figsize=(13, 3.4), dpi=150, layout="constrained")
-    training, *held = figure.subplots(1, 4, sharey=True)
+    families = list(dict.fromkeys(row["family"] for row in found))
+    figure = Figure(figsize=(3.25 * (1 + len(families)), 3.4), dpi=150, layout="constrained")
+    training, *held = figure.subplots(1, 1 + len(families), sharey=True)
     for i, name in enumerate(a.variants):
         files = [root / str(seed) / name / "grpo" / "metrics.jsonl" for seed in a.seeds]
         updates = list(zip(*([row["reward"] for row in JsonLines(file)] for file in files), strict=True))
         low, curve, high = ([100 * f(rewards) for rewards in updates] for f in (min, fmean, max))
         training.fill_between(range(1, len(curve) + 1), low, high, color=f"C{i}", alpha=0.12, lw=0)
         training.plot(range(1, len(curve) + 1), curve, color=f"C{i}", label=name)
-        for panel, family in zip(held, ("all", *FAMILIES[1:]), strict=True):
+        for panel, family in zip(held, families, strict=True):
             line = [r for r in found if (r["variant"], r["family"]) == (name, family)]
             at, low, high = [r["update"] for r in line], *([r["success"][end] for r in line] for end in ("low", "high"))
             panel.fill_between(at, [100 * x for x in low], [100 * x for x in high], color=f"C{i}", alpha=0.12, lw=0)
