@@ -253,7 +253,7 @@ class Level:
 LEVELS = (
     Level("copy", 0, 0.9), Level("recall", 0, 0.97), *(Level("facts", form, 0.95) for form in range(len(FORMS))),
     *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
-    Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.98),
+    Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.975),
 )  # fmt: skip
 SEARCH = tuple(Level("search", places, 0.95) for places in (3, 6, 12))
 LISTS = tuple(Level("lists", longest, 0.97) for longest in (2, 4, 6))

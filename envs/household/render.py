@@ -8,6 +8,7 @@ for, a mark that nothing else resembles.
 
 import colorsys
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,37 +38,61 @@ class Renderer:
         game = engine.game
         self.cells = cells_of([receptacle.name for receptacle in game.receptacles])
         self._item_colours = [_colour(_share(item.type), 0.9, 1.0) for item in game.items]
-        self._plan = np.full((GRID * CELL, GRID * CELL, 3), BACKGROUND, dtype=np.uint8)
-        for index, cell in self.cells.items():
-            top, left = _corner(cell)
-            self._plan[top + 1 : top + 7, left + 1 : left + 7] = _receptacle_colour(game.receptacles[index].type)
+        self._plan = floor_plan({cell: game.receptacles[index].type for index, cell in self.cells.items()})
 
     def draw(self, state: State, marked: int | None = None) -> "Image":
         """Draw the view in `state`; `marked` is the receptacle that wears the mark, if any."""
-        from PIL import Image
-
         pixels = self._plan.copy()
         for index in bits(state.opened):
             if index in self.cells:
-                top, left = _corner(self.cells[index])
-                pixels[top + 2 : top + 6, left + 2 : left + 6] = _INSIDE
+                draw_open(pixels, self.cells[index])
         for index in self._engine.here(state):
             if index in self.cells:
-                top, left = _corner(self.cells[index])
-                # Up to six things along the upper two rows; more would not be told apart at this size.
                 shown = bits(state.contents[index]) if self._engine.is_open(state, index) else ()
-                for slot, item in zip(range(6), shown, strict=False):
-                    row, column = top + 2 + slot // 3, left + 1 + 2 * (slot % 3)
-                    pixels[row, column : column + 2] = self._item_colours[item]
-                pixels[top + 4 : top + 7, left + 3 : left + 5] = AGENT
+                draw_agent(pixels, self.cells[index], [self._item_colours[item] for item in shown])
         if marked is not None and marked in self.cells:
-            top, left = _corner(self.cells[marked])
-            pixels[top, left : left + CELL] = pixels[top + CELL - 1, left : left + CELL] = MARK
-            pixels[top : top + CELL, left] = pixels[top : top + CELL, left + CELL - 1] = MARK
-        image = Image.fromarray(pixels)
-        if self._size != GRID * CELL:
-            image = image.resize((self._size, self._size), Image.Resampling.NEAREST)
-        return image
+            draw_mark(pixels, self.cells[marked])
+        return picture(pixels, self._size)
+
+
+def floor_plan(types: Mapping[int, str]) -> np.ndarray:
+    """Draw receptacles, given as types by cell, shut and with nobody there: (64, 64, 3) bytes."""
+    pixels = np.full((GRID * CELL, GRID * CELL, 3), BACKGROUND, dtype=np.uint8)
+    for cell, kind in types.items():
+        top, left = _corner(cell)
+        pixels[top + 1 : top + 7, left + 1 : left + 7] = _receptacle_colour(kind)
+    return pixels
+
+
+def draw_open(pixels: np.ndarray, cell: int) -> None:
+    """Show that a cell's receptacle is open."""
+    top, left = _corner(cell)
+    pixels[top + 2 : top + 6, left + 2 : left + 6] = _INSIDE
+
+
+def draw_agent(pixels: np.ndarray, cell: int, things: Sequence[tuple[int, int, int]]) -> None:
+    """Show the agent at a cell, and the things there, by colour: six along the upper two rows, for more would not be
+    told apart at this size."""
+    top, left = _corner(cell)
+    for slot, colour in enumerate(things[:6]):
+        row, column = top + 2 + slot // 3, left + 1 + 2 * (slot % 3)
+        pixels[row, column : column + 2] = colour
+    pixels[top + 4 : top + 7, left + 3 : left + 5] = AGENT
+
+
+def draw_mark(pixels: np.ndarray, cell: int) -> None:
+    """Put the mark around a cell."""
+    top, left = _corner(cell)
+    pixels[top, left : left + CELL] = pixels[top + CELL - 1, left : left + CELL] = MARK
+    pixels[top : top + CELL, left] = pixels[top : top + CELL, left + CELL - 1] = MARK
+
+
+def picture(pixels: np.ndarray, size: int = GRID * CELL) -> "Image":
+    """Make an image of so many pixels a side."""
+    from PIL import Image
+
+    image = Image.fromarray(pixels)
+    return image if size == GRID * CELL else image.resize((size, size), Image.Resampling.NEAREST)
 
 
 def cells_of(names: list[str]) -> dict[int, int]:

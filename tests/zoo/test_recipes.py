@@ -3,16 +3,18 @@
 import hashlib
 import json
 import random
+import re
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
+from envs.household.render import MARK, RECEPTACLE_NAMES
 from lm.backbone import load_backbone
 from tests.tiny_models import tokenizer
 from zoo import stages
 from zoo.curriculum import Level, TextCurriculum
-from zoo.household import episodes, lessons, recipes
+from zoo.household import episodes, lessons, pictures, recipes
 from zoo.household.words import LEXICON
 from zoo.models import make_executor
 from zoo.recipes import train_text
@@ -104,12 +106,36 @@ def test_what_only_a_picture_in_memory_shows_is_gathered_where_that_picture_is_t
         assert len(told) == min(2, len(situation.pictured))
 
 
+def test_lessons_in_pictures_ask_for_what_each_of_them_marks():
+    backbone, answers = load_backbone("zoo/household/compiler", torch.float32, "cpu"), set()
+    for seed in range(20):
+        lesson = pictures.picture_lesson(backbone, random.Random(seed))
+        text = backbone.tokenizer.decode(lesson.prompt.ids)
+        told = re.findall(r"ask: what is marked(?: in (home \d+))?<.*?assistant\n (.*?)<", text, re.DOTALL)
+        homes = re.findall(r"because in (home \d+) the \w+ was in [a-z]+ \d+\n<\|vision_start", text)
+        assert len(told) == len(homes) + 1 == len(lesson.prompt.images)
+        assert [dict(told)[home] for home in (*homes, "")] == list(map(marked_in, lesson.prompt.images))
+        answers |= {answer == "nothing" for _, answer in told}
+        view = pictures.view_lesson(backbone, random.Random(seed)).prompt
+        asked = f"what is marked<|im_end|>\n<|im_start|>assistant\n {marked_in(*view.images)}<|im_end|>"
+        assert backbone.tokenizer.decode(view.ids).endswith(asked)
+    assert answers == {True, False}
+
+
+def marked_in(image) -> str:
+    """The place whose cell wears the mark."""
+    corners = {name: (cell % 8 * 8, cell // 8 * 8) for cell, name in enumerate(RECEPTACLE_NAMES)}
+    found = [name for name, corner in corners.items() if image.getpixel(corner) == MARK]
+    assert len(found) < 2
+    return found[0] if found else "nothing"
+
+
 @pytest.mark.slow
 def test_both_recipes_leave_a_model_that_loads_and_its_record(tmp_path):
     levels = (Level("copy", 0, -1.0), Level("facts", 0, -1.0))
     text = ["copying", "look_up"]
     recipes.train_compiler(
-        tmp_path / "compiler", tmp_path / "work", 0, scenes=4, steps=(2, 2, 2), batch=6, levels=levels
+        tmp_path / "compiler", tmp_path / "work", 0, scenes=4, steps=(2, 2, 2, 2), batch=6, levels=levels
     )
     recipes.train_executor(tmp_path / "executor", tmp_path / "work", 0, scenes=2, steps=2, batch=4, levels=levels)
     for name, made in (("compiler", list(recipes.COMPILER)), ("executor", [*text, "clone"])):

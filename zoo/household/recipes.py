@@ -29,21 +29,21 @@ from trl.trainer.sft_config import SFTConfig
 from lm.backbone import Backbone
 from zoo import stages
 from zoo.curriculum import LEVELS, Level
-from zoo.household import episodes, lessons
+from zoo.household import episodes, lessons, pictures
 from zoo.household.words import LEXICON
 from zoo.models import as_llama, make_compiler, make_processor, make_tokenizer
 from zoo.recipes import RATE, TEXT, finish, train_text
 
-COMPILER = (*TEXT, "questions", "emissions", "gathering")
+COMPILER = (*TEXT, "marks", "questions", "emissions", "gathering")
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, scenes: int = 300, steps: tuple[int, int, int] = (400, 450, 160),
+    out: Path, work: Path, seed: int = 0, scenes: int = 300, steps: tuple[int, int, int, int] = (600, 400, 450, 160),
     batch: int = 24, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
-    """Make the compiler base: text curriculum, questions, then also questions about M's pictures and "ask: emission" (a
-    base that, like a large instruction-tuned one, can write the language when asked), then gathering at the memory
-    tokens (what they gather reaches an executor only through SFT's projector)."""
+    """Make the compiler base: text curriculum, marks in pictures, questions, then also questions about M's pictures and
+    "ask: emission" (a base that, like a large instruction-tuned one, can write the language when asked), then gathering
+    at the memory tokens (what they gather reaches an executor only through SFT's projector)."""
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
     tokenizer = make_tokenizer(LEXICON)
     processor = make_processor(tokenizer)
@@ -51,15 +51,24 @@ def train_compiler(
     set_seed(seed)
     model: Any = make_compiler(tokenizer)
     model.model.language_model.load_state_dict(text_model.model.state_dict())  # for text the same function
+    backbone = Backbone(model, processor)
+    views = steps[0] // 3  # in so many steps nothing but views is asked for
+    model = stages.train_on_answers(
+        model, work / "marks", seed, steps[0],
+        lambda step: pictures.picture_batch(
+            backbone, random.Random(f"{seed}/marks/{step}"), 3 * batch if step <= views else batch, step <= views
+        ),
+        lambda _: pictures.picture_batch(backbone, random.Random(seed), 64, views=False), RATE / 2, 50,
+    )  # fmt: skip
     situations = episodes.situations(scenes, seed)
     held_out = episodes.situations(max(4, scenes // 25), seed + 1)
     stage = partial(_compiler_stage, processor, seed=seed, batch=batch, work=work)
-    model = stage(situations, held_out, model, "questions", lessons.question_batch, steps=steps[0])
+    model = stage(situations, held_out, model, "questions", lessons.question_batch, steps=steps[1])
     situations = episodes.situations(scenes // 2, seed, pictures=1)
     held_out = episodes.situations(max(4, scenes // 25), seed + 1, pictures=1)
     asked_for_emissions = partial(lessons.question_batch, emissions=True)
-    model = stage(situations, held_out, model, "emissions", asked_for_emissions, steps=steps[1])
-    model = stage(situations, held_out, model, "gathering", lessons.gathering_batch, steps=steps[2])
+    model = stage(situations, held_out, model, "emissions", asked_for_emissions, steps=steps[2])
+    model = stage(situations, held_out, model, "gathering", lessons.gathering_batch, steps=steps[3])
     finish("compiler", out, model, processor, work, COMPILER, settings)
 
 
