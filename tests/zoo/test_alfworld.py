@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from agent.expert import Search
+from agent.expert import MOST, Search
 from compiler.brief_state import BriefState, Create
 from compiler.language import Emission
 from compiler.records import CompileRequest
@@ -21,7 +22,7 @@ from lm.backbone import load_backbone
 from memory.entry import MemoryEntry, Provenance
 from zoo.alfworld import gate, lessons, play, recipes
 from zoo.alfworld.words import LEXICON, SCENES
-from zoo.curriculum import IGNORE, Level, Vocabulary, ranked_lists, searches
+from zoo.curriculum import IGNORE, Level, Vocabulary, kinds_document, ranked_lists, searches
 from zoo.gates import Share
 from zoo.models import make_tokenizer
 
@@ -58,11 +59,26 @@ def test_lists_ask_for_what_is_left_but_for_the_place_in_view():
         notes, view = text.removeprefix("note: ").split("\nsee: On the ")
         at = view.split(",")[0]
         for query, answer in facts:
-            thing = query.removeprefix("\nleft for ").removesuffix(":")
+            thing = re.search(r"left for (\w+)", query)[1]
             [maybe] = [note.split(" = maybe ")[1].split(", ") for note in notes.split(" ; ") if note.startswith(thing)]
             assert answer == (", ".join(place for place in maybe if place != at) or "nothing")
             ways.add((at in maybe, answer == "nothing"))
     assert ways == {(True, True), (True, False), (False, False)}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_kinds_are_ranked_as_the_teacher_ranks_them(seed):
+    text, facts = kinds_document(Vocabulary.of(TOKENIZER, LEXICON), random.Random(seed), 4, 4)
+    memory, state = text.removeprefix("memory:\n").split("\n\ngoal: ")
+    goal, view = state.split("\nsee: ")
+    told = [re.search(r"because in (\w+) the (\w+) was in (.*)", line).groups() for line in memory.split("\n\n")]
+    taken = [(scene, f"take {thing} 1 from {place}") for scene, thing, place in told]
+    entries = [MemoryEntry(str(i), "", Provenance("", s, "", "", True, (a,))) for i, (s, a) in enumerate(taken)]
+    for query, answer in facts:
+        thing = re.search(r"left for (\w+)", query)[1]
+        plan = (f"take {thing} 1 from nowhere 1",)
+        search = play.TEACHER.search(CompileRequest(goal, tuple(entries), None, view, expert=lambda plan=plan: [*plan]))
+        assert answer == (", ".join(search.places[:MOST]) or "nothing")
 
 
 def test_searches_ask_for_any_place_that_one_has_not_been_to():
@@ -187,7 +203,8 @@ def test_questions_are_about_memory_search_and_emission():
     talk = dict(lessons.talk_of(situation(), random.Random(0)))
     assert talk == {
         "emission": "> in FloorPlan1 the mug was in cabinet 2 | go to cabinet 2", "search": "find mug", "here": "yes",
-        "in FloorPlan1 find mug": " cabinet 1, cabinet 2", "left": " cabinet 2, cabinet 3", "best": " cabinet 2",
+        "in FloorPlan1 find mug": " cabinet 1, cabinet 2", "left for mug": " cabinet 2, cabinet 3",
+        "best": " cabinet 2",
     }  # fmt: skip
 
 

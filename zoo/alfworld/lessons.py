@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from agent.expert import MOST
 from compiler.language import render
 from compiler.prompt import compiler_parts
 from envs.trajectories import Fact
@@ -124,7 +125,8 @@ def talk_of(situation: Situation, rng: random.Random) -> Talk:
         thing, view = READER.thing(search.need), request.observation
         here = bool(READER.here(view, request.history)) and bool(re.search(rf"\b{thing} \d", view))
         talk.append(("here", "yes" if here else "no"))
-    talk += [("left", _listed(search.places[:6])), ("best", _listed(search.places[:1]))]
+    talk.append((f"left for {READER.thing(search.need)}", _listed(search.places[:MOST])))
+    talk.append(("best", _listed(search.places[:1])))
     return rng.sample(talk, len(talk))
 
 

@@ -4,7 +4,7 @@
     memcompiler zoo compiler --world alfworld --out OUT
 
 Both begin with the text curriculum (`zoo/curriculum.py`); the executor goes on with search (places that one has not
-been to), the compiler base with lists (a Brief State's, but for the place in view). The executor then clones a script
+been to), the compiler base with lists (of places of the kinds that memory names). The executor then clones a script
 (`play.py`) under all text deliveries in equal shares, and goes through rounds in which it plays itself and learns what
 the script would do in the states that it came to. The compiler base learns to answer questions about task memory,
 search and emission in the compiler's own prompts, of states as often as they come (`lessons.py`); to write emissions
@@ -36,7 +36,7 @@ from zoo.recipes import RATE
 
 Stages = Mapping[str, tuple[float, tuple[Kind, ...]]]
 EXECUTOR: Stages = {**recipes.TEXT, "search": (RATE / 2, ("search",))}
-COMPILER: Stages = {**recipes.TEXT, "lists": (RATE / 2, ("lists",))}
+COMPILER: Stages = {**recipes.TEXT, "lists": (RATE / 2, ("kinds", "lists"))}
 """The stages of text."""
 EXAM_OF = 25
 
