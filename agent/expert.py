@@ -240,7 +240,7 @@ class ExpertTeacher:
 
     def _not_here(self, request: CompileRequest, plan: Sequence[str], need: Fact | None) -> Iterator[Op]:
         """Take the place in view from the lists of what it lacks, whatever is looked for now."""
-        for other in dict.fromkeys(fact.need for fact in self.reader.facts(plan)):
+        for other in self._needs(plan):
             place, listed = self.reader.lacking(other, request.observation), self._listed(request, other) or ()
             if place not in listed:
                 continue
@@ -265,10 +265,14 @@ class ExpertTeacher:
 
     def _to_try(self, request: CompileRequest, state: BriefState, plan: Sequence[str]) -> Iterator[Op]:
         """Name the places where M says that what the plan needs may be: later views do not list this scene's."""
-        for need in dict.fromkeys(fact.need for fact in self.reader.facts(plan)) if self.reader.alike else ():
+        for need in self._needs(plan) if self.reader.alike else ():
             places = [lead.place for lead in self._leads(request, need)]
             if places and state.belief(self.reader.thing(need)) is None:
                 yield Create(self.reader.thing(need), MAYBE + ", ".join(places[:MOST]))
+
+    def _needs(self, plan: Sequence[str]) -> list[str]:
+        """List what the plan needs, each once."""
+        return list(dict.fromkeys(fact.need for fact in self.reader.facts(plan)))
 
     def _listed(self, request: CompileRequest, need: str) -> tuple[str, ...] | None:
         """Return the places that the state says are still to be tried; None where it says nothing of the kind."""

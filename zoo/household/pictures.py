@@ -21,7 +21,7 @@ from lm.prompt import Part
 from memory.entry import MemoryEntry, Provenance
 from memory.trajectory import png_bytes
 from zoo import lessons as shared
-from zoo.curriculum import FORMS, IGNORE, NOTHING
+from zoo.curriculum import FORMS, NOTHING
 from zoo.household.words import LEXICON
 from zoo.lessons import Lesson, collate
 from zoo.stages import Batch
@@ -37,9 +37,8 @@ def view_lesson(backbone: Backbone, rng: random.Random) -> Lesson:
     """Draw a view with nothing around it, and ask what it marks. Reading marks forms here in a hundred steps or two;
     behind whole prompts it did not begin to in as many (measured)."""
     mark = _mark(rng)
-    view = [Part(text="view: "), Part(image=drawn(_room(mark, rng), mark, rng)), Part(text="\nask: what is marked")]
-    prompt, answer = backbone.encode(view), [*backbone.ids(f" {mark or NOTHING}"), backbone.end_id]
-    return Lesson(prompt.extended(answer), (*[IGNORE] * len(prompt.ids), *answer))
+    view = [Part(text="view: "), Part(image=drawn(_room(mark, rng), mark, rng))]
+    return shared.questions_about(backbone, view, [("what is marked", f" {mark or NOTHING}")])
 
 
 def picture_lesson(backbone: Backbone, rng: random.Random) -> Lesson:
