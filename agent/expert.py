@@ -279,17 +279,21 @@ class ExpertTeacher:
         noted = request.state.belief(self.reader.thing(need)) if request.state is not None else None
         return tuple(noted.removeprefix(MAYBE).split(", ")) if noted and noted.startswith(MAYBE) else None
 
+    def _to_choose_from(self, request: CompileRequest, need: str) -> tuple[str, ...] | None:
+        """Return the list that a lead has to be on; the control's leads are random places, which stand on none."""
+        return self._listed(request, need) if self.entry == "right" else None
+
     def _left(self, request: CompileRequest, need: str, leads: Sequence[_Lead]) -> list[_Lead]:
         """Leave out the places that history, view or Brief State speak against. History alone says that one was looked
         into, not that nothing was there: who wandered off after a find has to come back by himself."""
-        been = self.reader.searched(request.history) if self._listed(request, need) is None else ()
+        been = self.reader.searched(request.history) if self._to_choose_from(request, need) is None else ()
         return [lead for lead in leads if lead.place not in been and not self._lacks(request, need, lead.place)]
 
     def _lacks(self, request: CompileRequest, need: str, place: str) -> bool:
         """Tell whether view or Brief State say that the place does not hold what is needed."""
         if place == self.reader.lacking(need, request.observation):
             return True
-        if self.entry == "right" and (listed := self._listed(request, need)) is not None:
+        if (listed := self._to_choose_from(request, need)) is not None:
             return place not in listed
         return f"no {self.reader.thing(need)}" in _noted_of(request.state, place)
 

@@ -156,6 +156,10 @@ def test_the_control_says_what_an_entry_says_that_does_not_answer() -> None:
     memory = (found("FloorPlan1", "safe 1"), pen, found("FloorPlan2", "desk 1"))
     assert said(memory, teacher=control) == Emission("go to shelf 1", "in FloorPlan1 the mug was in shelf 1")
     assert said((memory[0], memory[2]), teacher=control).kind is Kind.NOACTION
+    listed = BriefState("goal").apply(Create("mug", "maybe safe 1"))
+    assert said(memory, "You arrive at desk 1.", ("go to desk 1",), listed, teacher=control).guidance == "go to shelf 1"
+    history = ("go to shelf 1", "go to desk 1")
+    assert said(memory, "You arrive at desk 1.", history, listed, teacher=control).guidance == ""  # no place is left
 
 
 def test_without_a_language_of_its_own_an_environment_has_its_recipes_followed() -> None:
