@@ -137,8 +137,11 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 def family_title(family: str) -> str:
     """Say in words what a family asks for; an unknown one by its own name."""
-    titles = {"": "all tasks", "text": "fact in the text", "visual": "fact in the picture"}
-    return {**titles, "remembered": "fact in memory's picture"}.get(family, family)
+    titles = {
+        "": "all tasks", "text": "fact in the text", "visual": "fact in the picture",
+        "remembered": "fact in memory's picture",
+    }  # fmt: skip
+    return titles.get(family, family)
 
 
 def _plain(name: str) -> str:
