@@ -45,7 +45,7 @@ class _Question:
     chance: float  # to be right by reading a random entry, receptacle or picture, or by always saying "nothing"
 
 
-def gate(model: str, scenes: int, seed: int, pictures: int = 0) -> list[Share]:
+def gate(model: str, scenes: int, seed: int, pictures: int) -> list[Share]:
     """Ask a compiler base, on `scenes` held-out scenes, for the places that entries, the view and (where entries keep
     `pictures` of their episode) M's pictures tell; and for the goal's in one word, where entries tell it and not."""
     questions = list(_questions(scenes, seed, pictures))
