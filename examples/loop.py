@@ -27,8 +27,8 @@ from executor.build import load_executor
 from lm.backbone import quiet
 
 
-def main(checkpoint: str | None = None, number: int = 0) -> bool:
-    """Play test task `number`; tell whether it succeeded."""
+def main(checkpoint: str | None = None, number: int = 14) -> bool:
+    """Play test task `number` (14: memory's text tells where its plate is); tell whether it succeeded."""
     quiet()
     own = [f"compiler.checkpoint={checkpoint or 'null'}", "env.scenes={train: 1, test: 2}"]
     settings = load_config(EvalConfig, "eval/quickstart", own)

@@ -311,7 +311,7 @@ def zoo_gate(
     model: Annotated[str, typer.Option(help="Compiler base to test (household).")] = "zoo/household/compiler",
     scenes: Annotated[int, typer.Option(help="Held-out scenes (household).")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the scenes (household).")] = 1,
-    pictures: Annotated[int, typer.Option(help="Pictures an entry keeps, which are asked for (household).")] = 1,
+    pictures: Annotated[int, typer.Option(help="Pictures an entry keeps, which are asked for (household).")] = 0,
     world: World = "household",
     executor: Annotated[str | None, typer.Option(help="Executor to test, or `script`, its teacher (alfworld).")] = None,
     compiler: Annotated[str | None, typer.Option(help="Compiler or compiler base to test (alfworld).")] = None,
