@@ -90,6 +90,7 @@ def arguments(folder: Path, seed: int, steps: int, rate: float, every: int, warm
         "output_dir": str(folder), "seed": seed, "max_steps": steps, "learning_rate": rate, "warmup_steps": warmup,
         "adam_beta2": 0.95, "weight_decay": 0.05, "logging_steps": every, "save_steps": every, "save_total_limit": 2,
         "use_cpu": True, "disable_tqdm": True, "report_to": "none",
+        "use_cache": True,  # what the config of the model that is saved says; losses here ask for none
         **(cosine if warmup < 1 else {"lr_scheduler_type": "constant_with_warmup"}),
     }  # fmt: skip
 
