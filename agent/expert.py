@@ -2,8 +2,9 @@
 
 The plan says what is needed next; what is said about it comes from M alone. While something is on its way to be found,
 the guidance names the place where the entries found its like: in this scene by name, ranked by how many entries say so,
-then in other scenes by kind of place, as this scene names it. A place that view, history or Brief State rule out is
-passed over; when all are, that is said once. The Brief State keeps what places lack; and where scenes are alike the
+then in other scenes by kind of place, as this scene names it (one entry's word counts where none of this scene has any,
+else two have to agree). A place that view, history or Brief State rule out is passed over; when all are, that is said
+once. The Brief State keeps what places lack; and where scenes are alike the
 places that are to be tried, best first. They are noted at the first view, which lists the scene's places, and one that
 lacks the thing leaves the list, so that to choose is to take the first of it. Where an environment has recipes, the
 plan's next command is said if past episodes gave its like at the same point. How commands and views read is the
@@ -142,7 +143,8 @@ class ExpertTeacher:
 
     def _leads(self, request: CompileRequest, need: str) -> list[_Lead]:
         """List the places where M says the need is met, best first: this scene's by name, then those of the kinds that
-        other scenes' entries name; of each, the ones that most entries speak for."""
+        other scenes' entries name (beside this scene's own, only what two of them agree on: one alone says little); of
+        each, the ones that most entries speak for."""
         here, elsewhere = list[_Lead](), list[_Lead]()
         for entry, fact in self._answers(request, need):
             lead = _Lead(fact.place, entry.provenance.scene, fact)
@@ -154,7 +156,7 @@ class ExpertTeacher:
             for place in self.reader.likes(lead.place, known)
         ]  # fmt: skip
         ranked = dict[str, _Lead]()
-        for lead in (*_most_said(here), *_most_said(alike)):
+        for lead in (*_most_said(here), *_most_said(alike, at_least=2 if here else 1)):
             ranked.setdefault(lead.place, lead)
         return list(ranked.values())
 
@@ -317,11 +319,12 @@ def _noted_of(state: BriefState | None, place: str) -> tuple[str, ...]:
     return tuple(known.split(", ")) if known else ()
 
 
-def _most_said(leads: Sequence[_Lead]) -> list[_Lead]:
-    """Put the places that most leads name first, each once, with the first lead that names it."""
+def _most_said(leads: Sequence[_Lead], at_least: int = 1) -> list[_Lead]:
+    """Put the places that most leads name first, each once, with the first lead that names it; those of fewer than
+    `at_least` are left out."""
     votes = Counter(lead.place for lead in leads)
     first = {lead.place: lead for lead in reversed(leads)}
-    return [first[place] for place, _ in votes.most_common()]
+    return [first[place] for place, n in votes.most_common() if n >= at_least]
 
 
 def _words(text: str) -> set[str]:

@@ -1,20 +1,18 @@
 """Synthetic documents that make a tiny model's look-up circuit form (paper: none; design notes: quickstart).
 
 A model of a million parameters does not learn to look things up from household text alone: the signal is too sparse.
-Seven kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
+Six kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
 recall, then facts and memory documents in which only scene AND object together decide the place. (Straight from recall
 to memory documents the model stayed at chance; facts told with ever more words lead there.) Then the place, or that
 nothing tells it, is to be known from the goal at once, past all that stands between a goal and the question in a
 compiler's prompt: what has only ever continued a fact does not know, before it has begun to tell one, whether there is
-any. Where places are searched and ranked, there follow the places that one has not been to (search), a scene's places
-of the kinds that memory names (kinds), and a Brief State's list of them but for the one in view (lists).
+any. Where places are searched, there follow those that one has not been to (search).
 Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +24,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from agent.expert import MOST
 from zoo.models import END_OF_TURN, SPECIAL, Lexicon
 
 IGNORE = -100
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
-Kind = Literal["copy", "recall", "facts", "documents", "goals", "search", "kinds", "lists"]
+Kind = Literal["copy", "recall", "facts", "documents", "goals", "search"]
 
 FORMS = (" {scene} {thing}", " in {scene} the {thing}", " in {scene} the {thing} was in",
          "\nbecause in {scene} the {thing} was in")  # fmt: skip
@@ -151,59 +148,6 @@ def _question(rng: random.Random, name: str) -> str:
     return rng.choice([f"{name}:", f"ask: {name}{END_OF_TURN}\n<|im_start|>assistant\n"])
 
 
-def kinds_document(
-    vocabulary: Vocabulary, rng: random.Random, entries: int, kinds: int
-) -> tuple[str, list[tuple[str, str]]]:
-    """Write `entries` memory entries and the first view of a scene with places of `kinds` kinds; list the queries
-    (text, where each of two things may be, or nothing): as the teacher ranks them, the places that this scene's
-    entries name, then those of the kinds that other scenes' do, in the view's order; `MOST` at most."""
-    by_kind: dict[str, list[str]] = {}
-    for place in vocabulary.places:
-        by_kind.setdefault(place.rsplit(" ", 1)[0], []).append(place)
-    room = {kind: by_kind[kind][: rng.randint(1, 4)][::-1] for kind in rng.sample(sorted(by_kind), kinds)}
-    seen = [place for places in room.values() for place in places]
-    scene, *others = rng.sample(vocabulary.scenes, entries + 1)
-    things = rng.sample(vocabulary.objects, 2)
-    found = [(rng.choice(things), rng.choice([scene, other])) for other in others]
-    told = [(thing, where, rng.choice(seen if where == scene else vocabulary.places)) for thing, where in found]
-    if all(where == scene for _, where, _ in told) or rng.random() < 0.7:  # a kind that this scene has, too
-        told[0] = (told[0][0], others[0], rng.choice(by_kind[rng.choice(sorted(room))]))
-    rng.shuffle(told)
-    memory = "\n\n".join(
-        f"{_goal(vocabulary, rng, where, thing)}{FORMS[-1].format(scene=where, thing=thing)} {place}"
-        for thing, where, place in told
-    )
-    text = f"memory:\n{memory}\n\ngoal: {_goal(vocabulary, rng, scene, things[0])}\nsee: you see a {', a '.join(seen)}."
-    queries = []
-    for thing in things:
-        here = Counter(place for of, where, place in told if (of, where) == (thing, scene))
-        named = Counter(place.rsplit(" ", 1)[0] for of, where, place in told if of == thing and where != scene)
-        alike = (place for kind, _ in named.most_common() for place in room.get(kind, ()))
-        places = dict.fromkeys([*(place for place, _ in here.most_common()), *alike])
-        queries.append((f"\n{_question(rng, f'left for {thing}')}", ", ".join(list(places)[:MOST]) or NOTHING))
-    return text, queries
-
-
-def ranked_lists(
-    vocabulary: Vocabulary, rng: random.Random, entries: int, longest: int
-) -> tuple[str, list[tuple[str, str]]]:
-    """Write notes of a Brief State, where each of `entries` things may be, best first, with a view of a place; and list
-    the queries (text, the places but for the one in view, or nothing).
-
-    The place in view is one of a list's, mostly its first, as when a list is gone through.
-    """
-    things = rng.sample(vocabulary.objects, entries)
-    maybe = {thing: rng.sample(vocabulary.places, rng.randint(1, longest)) for thing in things}
-    tried = maybe[rng.choice(things)]
-    at = tried[0] if rng.random() < 0.6 else rng.choice(tried)
-    notes = " ; ".join(f"{thing} = maybe {', '.join(places)}" for thing, places in maybe.items())
-    left = {thing: [place for place in places if place != at] for thing, places in maybe.items()}
-    view = f"On the {at}, you see a {rng.choice(vocabulary.objects)} 1."
-    return f"note: {notes}\nsee: {view}\n", [
-        (f"\n{_question(rng, f'left for {thing}')}", ", ".join(places) or NOTHING) for thing, places in left.items()
-    ]
-
-
 def _twins(vocabulary: Vocabulary, rng: random.Random, entries: int) -> list[tuple[str, str]]:
     """(scene, object) of every entry. They come in twins that share the object (in another scene) or the scene (with
     another object), so that neither key alone decides."""
@@ -221,8 +165,7 @@ def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
     return rng.choice([f"go to {place}", f"open {place}", f"take {thing} 1 from {place}", f"move {thing} 1 to {place}"])
 
 
-DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_document, "kinds": kinds_document,
-             "lists": ranked_lists}  # fmt: skip
+DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_document}
 
 
 def searches(
@@ -296,9 +239,6 @@ LEVELS = (
     Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.975),
 )  # fmt: skip
 SEARCH = tuple(Level("search", places, 0.95) for places in (3, 6, 12))
-LISTS = (
-    *(Level("kinds", kinds, 0.95) for kinds in (2, 4, 8)), *(Level("lists", longest, 0.97) for longest in (2, 4, 6)),
-)  # fmt: skip
 
 
 class TextCurriculum(TrainerCallback):
@@ -323,7 +263,7 @@ class TextCurriculum(TrainerCallback):
             level = LEVELS[0]
         elif share < 0.2:  # from facts on: the other two are drawn by now
             level = LEVELS[1]
-        elif share < 0.4 and level.kind in ("search", "kinds", "lists"):
+        elif share < 0.4 and level.kind == "search":
             level = LEVELS[-1]
         return self._drawn(level, numbers, draw, 32 if level.kind in ("documents", "goals") else 64)
 

@@ -121,6 +121,15 @@ def test_a_place_of_another_scene_is_named_as_this_one_names_its_kind_and_noted_
     assert said(memory, "On the desk 1, you see nothing.", ("go to desk 1",)).guidance == ""  # nothing was noted
 
 
+def test_beside_this_scenes_own_places_count_those_on_which_two_other_scenes_agree() -> None:
+    state = BriefState("goal").apply(Create("plan", "find mug; put mug in desk"))
+    here, desk, sofa = found("FloorPlan1", "safe 1"), found("FloorPlan2", "shelf 9"), found("FloorPlan3", "desk 1")
+    noted = lambda *memory: said(memory, state=state).ops
+    assert noted(here, desk, sofa) == (Create("mug", "maybe safe 1"),)
+    assert noted(here, desk, sofa, found("FloorPlan4", "shelf 2")) == (Create("mug", "maybe safe 1, shelf 2, shelf 1"),)
+    assert noted(desk, sofa) == (Create("mug", "maybe shelf 2, shelf 1, desk 1"),)
+
+
 def test_that_memory_knows_no_more_is_said_once() -> None:
     state = BriefState("goal").apply(Create("plan", "find mug; put mug in desk"))
     view, history, memory = "On the shelf 1, you see nothing.", ("go to shelf 1",), (found("FloorPlan1", "shelf 1"),)

@@ -22,7 +22,7 @@ from lm.backbone import load_backbone
 from memory.entry import MemoryEntry, Provenance
 from zoo.alfworld import gate, lessons, play, recipes
 from zoo.alfworld.words import LEXICON, SCENES
-from zoo.curriculum import IGNORE, Level, Vocabulary, kinds_document, ranked_lists, searches
+from zoo.curriculum import IGNORE, Level, Vocabulary, searches
 from zoo.gates import Share
 from zoo.models import make_tokenizer
 
@@ -49,36 +49,6 @@ def test_any_text_comes_back(text):
 def test_a_step_of_a_search_takes_few_tokens():
     view = "You open the cabinet 17. The cabinet 17 is open. In it, you see a plate 2."
     assert len(ids(view)) == 11
-
-
-def test_lists_ask_for_what_is_left_but_for_the_place_in_view():
-    vocabulary, rng = Vocabulary.of(TOKENIZER, LEXICON), random.Random(1)
-    ways = set()
-    for _ in range(40):
-        text, facts = ranked_lists(vocabulary, rng, 3, 3)
-        notes, view = text.removeprefix("note: ").split("\nsee: On the ")
-        at = view.split(",")[0]
-        for query, answer in facts:
-            thing = re.search(r"left for (\w+)", query)[1]
-            [maybe] = [note.split(" = maybe ")[1].split(", ") for note in notes.split(" ; ") if note.startswith(thing)]
-            assert answer == (", ".join(place for place in maybe if place != at) or "nothing")
-            ways.add((at in maybe, answer == "nothing"))
-    assert ways == {(True, True), (True, False), (False, False)}
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_kinds_are_ranked_as_the_teacher_ranks_them(seed):
-    text, facts = kinds_document(Vocabulary.of(TOKENIZER, LEXICON), random.Random(seed), 4, 4)
-    memory, state = text.removeprefix("memory:\n").split("\n\ngoal: ")
-    goal, view = state.split("\nsee: ")
-    told = [re.search(r"because in (\w+) the (\w+) was in (.*)", line).groups() for line in memory.split("\n\n")]
-    taken = [(scene, f"take {thing} 1 from {place}") for scene, thing, place in told]
-    entries = [MemoryEntry(str(i), "", Provenance("", s, "", "", True, (a,))) for i, (s, a) in enumerate(taken)]
-    for query, answer in facts:
-        thing = re.search(r"left for (\w+)", query)[1]
-        plan = (f"take {thing} 1 from nowhere 1",)
-        search = play.TEACHER.search(CompileRequest(goal, tuple(entries), None, view, expert=lambda plan=plan: [*plan]))
-        assert answer == (", ".join(search.places[:MOST]) or "nothing")
 
 
 def test_searches_ask_for_any_place_that_one_has_not_been_to():
@@ -244,12 +214,12 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_both_recipes_leave_a_model_that_the_gates_can_read(games, tmp_path, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(games))
-    levels = [Level(kind, 3, -1.0) for kind in ("copy", "facts", "search", "lists")]
+    levels = [Level(kind, 3, -1.0) for kind in ("copy", "facts", "search")]
     work = tmp_path / "work"
     recipes.train_executor(tmp_path / "executor", work, steps=(2, 2), played=2, batch=4, levels=levels)
     recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2), batch=4, levels=levels)
     executor = ["copying", "look_up", "search", "cloning", "own_1"]
-    compiler = ["copying", "look_up", "lists", "questions", "emissions"]
+    compiler = ["copying", "look_up", "questions", "emissions"]
     for name, made in (("executor", executor), ("compiler", compiler)):
         record = json.loads((tmp_path / name / "RECORD.json").read_text())
         assert list(record["log"]) == made and record["command"].startswith(f"memcompiler zoo {name} --world alfworld")

@@ -3,12 +3,11 @@
     memcompiler zoo executor --world alfworld --out OUT
     memcompiler zoo compiler --world alfworld --out OUT
 
-Both begin with the text curriculum (`zoo/curriculum.py`); the executor goes on with search (places that one has not
-been to), the compiler base with lists (of places of the kinds that memory names). The executor then clones a script
-(`play.py`) under all text deliveries in equal shares, and goes through rounds in which it plays itself and learns what
-the script would do in the states that it came to. The compiler base learns to answer questions about task memory,
-search and emission in the compiler's own prompts, of states as often as they come (`lessons.py`); to write emissions
-unasked is left to SFT.
+Both begin with the text curriculum (`zoo/curriculum.py`). The executor goes on with search (places that one has not
+been to), clones a script (`play.py`) under all text deliveries in equal shares, and goes through rounds in which it
+plays itself and learns what the script would do in the states that it came to. The compiler base learns to answer
+questions about task memory, search and emission in the compiler's own prompts, of states as often as they come
+(`lessons.py`); to write emissions unasked is left to SFT.
 
 Nothing of a valid game is in any of it: games and memory are those of the train split, and every 25th game is kept for
 the exams in the log.
@@ -30,14 +29,13 @@ from zoo import recipes, stages
 from zoo.alfworld import play
 from zoo.alfworld.lessons import DeedDraws, LessonDraws
 from zoo.alfworld.words import LEXICON
-from zoo.curriculum import LEVELS, LISTS, SEARCH, Kind, Level
+from zoo.curriculum import LEVELS, SEARCH, Kind, Level
 from zoo.models import as_llama, make_tokenizer
 from zoo.recipes import RATE
 
 Stages = Mapping[str, tuple[float, tuple[Kind, ...]]]
 EXECUTOR: Stages = {**recipes.TEXT, "search": (RATE / 2, ("search",))}
-COMPILER: Stages = {**recipes.TEXT, "lists": (RATE / 2, ("kinds", "lists"))}
-"""The stages of text."""
+"""The stages of text; those of the compiler base are all worlds'."""
 EXAM_OF = 25
 
 Draw = Callable[[random.Random], stages.Batch]
@@ -74,11 +72,11 @@ def train_executor(
 
 def train_compiler(
     out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (1600, 1600),
-    batch: int = 16, levels: Sequence[Level] = (*LEVELS, *LISTS),
+    batch: int = 16, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
     """Make the compiler base: text curriculum, questions in random order, then mostly the emission first."""
     tokenizer = make_tokenizer(LEXICON)
-    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels, text=COMPILER)
+    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels)
     make_env, specs = play.material(work, limit=games)
     specs, kept = _kept(specs)
     situations = play.situations_of(make_env, specs, seed)
@@ -89,7 +87,7 @@ def train_compiler(
         exam = draws(held_out, 64, emission_first=1.0).draw
         model = _stage(model, work / name, seed, n, RATE / 2, draws(situations, batch, emission_first=first).draw, exam)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    recipes.finish("compiler --world alfworld", out, as_llama(model), tokenizer, work, (*COMPILER, *names), settings)
+    recipes.finish("compiler --world alfworld", out, as_llama(model), tokenizer, work, (*recipes.TEXT, *names), settings)
 
 
 def _kept(specs: Sequence[EpisodeSpec]) -> tuple[list[EpisodeSpec], list[EpisodeSpec]]:
