@@ -101,7 +101,7 @@ def test_the_script_follows_guidance_but_not_to_where_it_has_been():
 
 
 def test_the_script_reads_pasted_memory_as_guidance():
-    entries = [entry("FloorPlan2", "fridge 1"), entry("FloorPlan1", "cabinet 2")]
+    entries = [entry("FloorPlan2", "shelf 1"), entry("FloorPlan1", "cabinet 2"), entry("FloorPlan1", "fridge 1")]
     script = play.Script({each.text: each for each in entries})
     memory = "\n\n".join(each.text for each in entries)
     assert script.choices(request(memory=memory)) == (("go to cabinet 2",), True)

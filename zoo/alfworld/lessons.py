@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +30,7 @@ from zoo.lessons import Lesson, Talk, collate, questions
 from zoo.stages import Batch
 
 EMISSION = "emission"
+TOLD, UNTOLD = 4, 2  # questions in a situation about what M tells and does not tell, at most
 T = TypeVar("T")
 
 
@@ -108,16 +110,19 @@ class DeedDraws:
 def talk_of(situation: Situation, rng: random.Random) -> Talk:
     """List what may be asked in a situation, in random order, with the answers.
 
-    Of M: where an entry's episode met a need. Of the search: what is looked for, whether it is in view, which places of
-    those that M names are left (best first, six at most), which is the best. And the emission. Places begin with the
-    space that they have in M, without which they would be other tokens.
+    Of M: where a scene's entries met a need, which some tell and some do not. Of the search: what is looked for, whether
+    it is in view, which places of those that M names are left (best first, six at most), which is the best. And the
+    emission. Places begin with the space that they have in M, without which they would be other tokens.
     """
     request, search = situation.request, situation.search
     talk = [(EMISSION, render(situation.emission))]
-    entries = rng.sample(request.memory, min(2, len(request.memory)))
-    for scene, need in dict.fromkeys((e.provenance.scene, f.need) for e in entries for f in _facts(e)[:1]):
-        found = [f.place for e in request.memory if e.provenance.scene == scene for f in _facts(e) if f.need == need]
-        talk.append((f"in {scene} {need}", _listed(dict.fromkeys(found))))
+    told = dict[tuple[str, str], dict[str, None]]()
+    for entry in request.memory:
+        for fact in _facts(entry):
+            told.setdefault((entry.provenance.scene, fact.need), {})[fact.place] = None
+    untold = [pair for pair in product(*map(dict.fromkeys, zip(*told, strict=True))) if pair not in told]
+    for asked in (*_some(told, TOLD, rng), *_some(untold, UNTOLD, rng)):
+        talk.append(("in {} {}".format(*asked), _listed(told.get(asked, ()))))
     if search is None:
         return rng.sample([*talk, ("search", NOTHING)], len(talk) + 1)
     talk.append(("search", search.need))
@@ -128,6 +133,10 @@ def talk_of(situation: Situation, rng: random.Random) -> Talk:
     talk.append((f"left for {READER.thing(search.need)}", _listed(search.places[:MOST])))
     talk.append(("best", _listed(search.places[:1])))
     return rng.sample(talk, len(talk))
+
+
+def _some(pool: Collection[T], most: int, rng: random.Random) -> list[T]:
+    return rng.sample(list(pool), min(most, len(pool)))
 
 
 def _facts(entry: MemoryEntry) -> list[Fact]:
