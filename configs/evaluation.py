@@ -55,10 +55,10 @@ class EvalConfig(Settings):
 
 
 class QuickstartConfig(Settings):
-    """The main job: collect, SFT, rollouts, evaluation. One file holds all of it."""
+    """The main job: collect, SFT, GRPO, evaluation. One file holds all of it."""
 
     seed: int = 0  # scenes, SFT and evaluation take it from here (quickstart.yaml refers to it)
     collect: CollectConfig
     sft: SftConfig
-    grpo: GrpoConfig
+    grpo: GrpoConfig | None = None  # null: SFT is evaluated, and that is all
     eval: EvalConfig

@@ -43,7 +43,7 @@ from eval.matrix import SEED_AXIS, Cell, axes, baseline_of, cells, check_baselin
 from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
 from eval.provenance import identity
 from eval.report import write_run_report
-from eval.runs import EpisodeRecord, episodes_of
+from eval.runs import RESULTS, EpisodeRecord, episodes_of
 from eval.table import print_results
 from executor.build import load_executor
 from executor.records import Executor
@@ -52,7 +52,6 @@ from runtime.progress import progress
 
 log = logging.getLogger("memcompiler.eval")
 console = Console(width=120)
-RESULTS = "results.json"
 Episodes = Mapping[str, Sequence[Episode]]  # by delivery
 
 

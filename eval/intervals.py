@@ -37,9 +37,9 @@ class PairedDifference(Interval):
     p: float
 
 
-def wilson(successes: int, n: int, level: float = LEVEL) -> Interval:
+def wilson(successes: int | Fraction, n: int, level: float = LEVEL) -> Interval:
     """Take the Wilson score interval of a proportion. Unlike mean +- z s.e. it stays in [0, 1] and is honest at 0 and n
-    of n.
+    of n. Things that succeed in part (a task in two of three runs) add a fraction.
 
     Raises:
         ValueError: n = 0, successes outside 0..n, or a level of 1 or more.
@@ -49,7 +49,7 @@ def wilson(successes: int, n: int, level: float = LEVEL) -> Interval:
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes in {n} episodes")
     z = NormalDist().inv_cdf(0.5 + level / 2)
-    p, shrink = successes / n, 1 + z * z / n
+    p, shrink = float(successes / n), 1 + z * z / n
     centre = (p + z * z / (2 * n)) / shrink
     half = z / shrink * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
     # At 0 and n of n one end is p itself; rounding must not push it past p.

@@ -122,12 +122,19 @@ def success_curve(summary: Mapping[str, Any]) -> list[Interval]:
     """Give the success within 0, 1, 2, ... steps, to the largest budget or the longest success."""
     solved: Mapping[str, int] = (summary["steps_to_success"] or {}).get("counts", {})
     last = max(map(int, (*solved, *summary["success_at"])), default=0)
-    return [wilson(k, summary["success"]["n"]) for k in accumulate(solved.get(str(t), 0) for t in range(last + 1))]
+    tasks, episodes = summary["success"]["n"], sum(summary["stop_reasons"].values())
+    within = accumulate(solved.get(str(t), 0) for t in range(last + 1))
+    return [wilson(Fraction(k * tasks, episodes), tasks) for k in within]
 
 
 def _successes(episodes: Sequence[Episode], budgets: Sequence[int]) -> dict[str, Any]:
+    """Give the success with its interval over tasks: several episodes of one task (seeds) are not independent, and
+    their mean varies at most as one of them does."""
+    tasks = len({episode.task_id for episode in episodes})
+
     def rate(within: float) -> dict[str, Any]:
-        return asdict(wilson(sum(succeeded(episode, within) for episode in episodes), len(episodes)))
+        solved = sum(succeeded(episode, within) for episode in episodes)
+        return asdict(wilson(Fraction(solved * tasks, len(episodes)), tasks))
 
     return {"success": rate(inf), "success_at": {str(budget): rate(budget) for budget in budgets}}
 

@@ -13,7 +13,7 @@ from agent.records import Episode, read_episodes
 from eval.metrics import grouped, joined
 from runtime.store import JsonLines, RecordError
 
-EPISODES = "episodes.jsonl"
+EPISODES, RESULTS = "episodes.jsonl", "results.json"
 EpisodeSource = Callable[[bool], Iterable[Episode]]  # called with whether pictures are wanted: numbers need none
 
 
@@ -61,7 +61,7 @@ def read_results(run: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is none, or it is not whole; says what to do.
     """
-    path = run / "results.json"
+    path = run / RESULTS
     if not path.is_file():
         raise ValueError(f"{path} does not exist: evaluate first (memcompiler eval -c CONFIG --out {run})")
     try:
@@ -86,7 +86,7 @@ def load_run(run: Path) -> tuple[dict[str, Any], EpisodeSource]:
     results = read_results(run)
     for path in episode_files(run, results):
         if not path.exists():
-            inside = sorted(file.parent.name for file in path.parent.glob("*/results.json"))
+            inside = sorted(file.parent.name for file in path.parent.glob(f"*/{RESULTS}"))
             hint = f"; there are runs inside: {', '.join(inside)}" if inside else ""
             raise FileNotFoundError(
                 f"{path} is missing: name a run folder of `memcompiler eval`, which writes it{hint}"

@@ -1,10 +1,10 @@
-"""`memcompiler quickstart`: collect, train (SFT, then GRPO), evaluate and report, once and small."""
+"""`memcompiler quickstart`: collect, train (SFT, then GRPO if asked for), evaluate and report, once and small."""
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,22 +43,26 @@ def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> 
 
 
 def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwrite") -> None:
-    """Collect, train (SFT, then GRPO), evaluate, report; each stage is the command of the same name."""
+    """Collect, train (SFT, then GRPO if asked for), evaluate, report; each stage is the command of the same name."""
     started, seconds = time.perf_counter(), {}
     run = RunFolder.create(out, config, on_exists=on_exists)
-    with _stage("1/4 collect: the expert plays the training scenes", seconds, "collect"):
+    with _stage("collect: the expert plays the training scenes", seconds, "collect"):
         run_collect(config.collect, out / "collect", on_exists)
     sft = config.sft.model_copy(update={"rows": str(out / "collect" / "rows")})
-    with _stage("2/4 SFT: LoRA and projector against the frozen executor", seconds, "sft"):
+    with _stage("SFT: LoRA and projector against the frozen executor", seconds, "sft"):
         train_sft(sft, out / "sft", on_exists)
         executor = load_executor(config.eval.executor, executor_told(config.eval.env))
         state = checkpoint.read_state(checkpoint.find(out / "sft"))
         frozen = state["executor_hash"] == executor.hash()
         console.print(f"  executor unchanged: {frozen} (sha256 {executor.hash()[:16]}...)")
-    with _stage("3/4 GRPO: text and soft tokens from success alone", seconds, "grpo"):
-        run_train_grpo(_from(config.grpo, out / "sft"), out / "grpo", on_exists)
-    with _stage("4/4 evaluation on held-out scenes", seconds, "eval"):
-        results, episodes = _before_and_after(config.eval, out, executor, on_exists)
+    if config.grpo is not None:
+        with _stage("GRPO: text and soft tokens from success alone", seconds, "grpo"):
+            run_train_grpo(_from(config.grpo, out / "sft"), out / "grpo", on_exists)
+    with _stage("evaluation on held-out scenes", seconds, "eval"):
+        results, episodes = _evaluated(config.eval, out, "sft", config.eval.deliveries, executor, on_exists)
+        if config.grpo is not None:
+            after, played = _evaluated(config.eval, out, "grpo", ("compiled",), executor, on_exists)
+            episodes += _add_after_grpo(results, episodes, after, played, config.eval.budgets)
     seconds["total"] = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     results |= {"seconds": seconds, "peak_memory_gib": peak}
@@ -66,7 +70,7 @@ def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwr
     plots = [
         *results_plots(results, out / "plots"),
         training_plot(out / "sft" / "metrics.jsonl", out / "plots" / "training.png"),
-        training_plot(out / "grpo" / "metrics.jsonl", out / "plots" / "grpo.png"),
+        *([training_plot(out / "grpo" / "metrics.jsonl", out / "plots" / "grpo.png")] if config.grpo else ()),
     ]
     write_report(results, episodes, out / "report.html", plots)
     stages = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
@@ -81,33 +85,37 @@ def _from(config: Starting, start: Path) -> Starting:
     return config.model_copy(update={"compiler": config.compiler.model_copy(update={"checkpoint": str(start)})})
 
 
-def _before_and_after(
-    config: EvalConfig, out: Path, executor: AnyExecutor, on_exists: str
+def _evaluated(
+    config: EvalConfig, out: Path, stage: str, deliveries: tuple[str, ...], executor: AnyExecutor, on_exists: str
 ) -> tuple[dict[str, Any], list[Episode]]:
-    """Evaluate all deliveries after SFT, and the full one again after GRPO (`compiled_grpo`): results and episodes."""
-    made: dict[str, dict[str, Any]] = {}
-    episodes: dict[str, list[Episode]] = {}
-    for stage, names, folder in (("sft", config.deliveries, out / "eval"), ("grpo", ("compiled",), out / "eval-grpo")):
-        cell = _from(config, out / stage).model_copy(update={"deliveries": names})
-        with ModelCache.holding(
-            cell, executor, load_compiler(cell.compiler, executor, cell.seed, compiler_told(cell.env))
-        ) as loaded:
-            made[stage] = evaluate(Cell({}, cell), folder, loaded, on_exists)
-        episodes[stage] = list(read_episodes(folder / EPISODES))
-    results = made["sft"]
-    if before := [episode for episode in episodes["sft"] if episode.delivery == "compiled"]:
-        change = difference(episodes["grpo"], before, config.budgets)
+    """Evaluate deliveries with a stage's checkpoint: results and episodes."""
+    cell = _from(config, out / stage).model_copy(update={"deliveries": deliveries})
+    folder = out / ("eval" if stage == "sft" else f"eval-{stage}")
+    with ModelCache.holding(
+        cell, executor, load_compiler(cell.compiler, executor, cell.seed, compiler_told(cell.env))
+    ) as loaded:
+        results = evaluate(Cell({}, cell), folder, loaded, on_exists)
+    return results, list(read_episodes(folder / EPISODES))
+
+
+def _add_after_grpo(
+    results: dict[str, Any], episodes: Sequence[Episode], after: Mapping[str, Any], played: list[Episode],
+    budgets: Sequence[int],
+) -> list[Episode]:  # fmt: skip
+    """Add the full delivery's results after GRPO as `compiled_grpo`; its episodes, named so."""
+    if before := [episode for episode in episodes if episode.delivery == "compiled"]:
+        change = difference(played, before, budgets)
         results["paired_difference"][f"{AFTER_GRPO} - compiled"] = change
         console.print(f"  GRPO changed the success of text + soft by {points(change)}")
-    results["results"][AFTER_GRPO] = made["grpo"]["results"]["compiled"]
-    for episode in episodes["grpo"]:
+    results["results"][AFTER_GRPO] = after["results"]["compiled"]
+    for episode in played:
         episode.delivery = AFTER_GRPO
-    return results, episodes["sft"] + episodes["grpo"]
+    return played
 
 
 @contextmanager
 def _stage(title: str, seconds: dict[str, float], name: str) -> Iterator[None]:
-    console.rule(title, align="left")
+    console.rule(f"{len(seconds) + 1}. {title}", align="left")
     started = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - started

@@ -8,7 +8,7 @@ from configs.load import CONFIGS, ConfigError, load_config, to_yaml
 from configs.models import ServeConfig
 from configs.training import GrpoConfig, SftConfig
 
-SCHEMAS = {"quickstart.yaml": QuickstartConfig, "sft": SftConfig, "eval": EvalConfig,
+SCHEMAS = {"quickstart.yaml": QuickstartConfig, "alfworld.yaml": QuickstartConfig, "sft": SftConfig, "eval": EvalConfig,
            "collect": CollectConfig, "grpo": GrpoConfig, "serve": ServeConfig}  # fmt: skip
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 
