@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from agent.expert import MOST, Search
+from agent.expert import Search
 from compiler.brief_state import BriefState, Create
 from compiler.language import Emission
 from compiler.records import CompileRequest

@@ -110,9 +110,9 @@ class DeedDraws:
 def talk_of(situation: Situation, rng: random.Random) -> Talk:
     """List what may be asked in a situation, in random order, with the answers.
 
-    Of M: where a scene's entries met a need, which some tell and some do not. Of the search: what is looked for, whether
-    it is in view, which places of those that M names are left (best first, six at most), which is the best. And the
-    emission. Places begin with the space that they have in M, without which they would be other tokens.
+    Of M: where a scene's entries met a need, which some tell and some do not. Of the search: what is looked for,
+    whether it is in view, which places of those that M names are left (best first, six at most), which is the best. And
+    the emission. Places begin with the space that they have in M, without which they would be other tokens.
     """
     request, search = situation.request, situation.search
     talk = [(EMISSION, render(situation.emission))]
@@ -120,9 +120,10 @@ def talk_of(situation: Situation, rng: random.Random) -> Talk:
     for entry in request.memory:
         for fact in _facts(entry):
             told.setdefault((entry.provenance.scene, fact.need), {})[fact.place] = None
-    untold = [pair for pair in product(*map(dict.fromkeys, zip(*told, strict=True))) if pair not in told]
-    for asked in (*_some(told, TOLD, rng), *_some(untold, UNTOLD, rng)):
-        talk.append(("in {} {}".format(*asked), _listed(told.get(asked, ()))))
+    scenes, needs = (dict.fromkeys(pair[i] for pair in told) for i in (0, 1))
+    untold = [pair for pair in product(scenes, needs) if pair not in told]
+    for scene, need in (*_some(told, TOLD, rng), *_some(untold, UNTOLD, rng)):
+        talk.append((f"in {scene} {need}", _listed(told.get((scene, need), ()))))
     if search is None:
         return rng.sample([*talk, ("search", NOTHING)], len(talk) + 1)
     talk.append(("search", search.need))

@@ -85,12 +85,13 @@ def train_compiler(
     situations = play.situations_of(make_env, specs, seed)
     held_out = play.situations_of(make_env, kept, seed)
     draws = partial(LessonDraws, Backbone(model, tokenizer))
-    names = ("questions", "emissions")
+    names, exam = ("questions", "emissions"), draws(held_out, 64, emission_first=1.0).draw
     for name, n, first in zip(names, steps, (0.2, 0.8), strict=True):
-        exam = draws(held_out, 64, emission_first=1.0).draw
-        model = _stage(model, work / name, seed, n, RATE / 2, draws(situations, batch, emission_first=first).draw, exam)
+        draw = draws(situations, batch, emission_first=first).draw
+        model = _stage(model, work / name, seed, n, RATE / 2, draw, exam)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    recipes.finish("compiler --world alfworld", out, as_llama(model), tokenizer, work, (*recipes.TEXT, *names), settings)
+    made = (*recipes.TEXT, *names)
+    recipes.finish("compiler --world alfworld", out, as_llama(model), tokenizer, work, made, settings)
 
 
 def _kept(specs: Sequence[EpisodeSpec]) -> tuple[list[EpisodeSpec], list[EpisodeSpec]]:
