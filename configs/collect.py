@@ -50,6 +50,7 @@ class CollectConfig(Settings):
     memory: MemoryConfig = MemoryConfig()
     split: str = "train"
     limit: int | None = None
+    brief_state: bool = True  # False: teacher and rows without one, for compilers that are to do without (Table 3)
     noise: float = Field(default=0.15, ge=0, le=1)  # share of steps on which the expert strays: rows cover recovery
     successful_only: bool = True  # False: rows of episodes that failed, too; their labels are the expert's all the same
     deduplicate: bool = False  # one row of those with the same compiler input and emission

@@ -54,6 +54,7 @@ class Collection:
     size: int  # tasks of a round, which are played side by side
     k: int  # entries retrieved for a task
     limits: Limits
+    brief_state: bool  # whether the teacher has one
     seeded: int  # entries that a bank which grows held before the first round
     grows: bool  # every round's episodes go to the bank, each with why it went so
     views: Views  # that their entries keep
@@ -81,7 +82,8 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
     size = config.concurrency or (ENDPOINT_ROUND if grows else ROUND)
     limits = Limits(config.max_steps, config.seed)
     views = kept_views(config)
-    return Collection(mine, bank, run.path / EPISODES, size, config.memory.k, limits, seeded, grows, views)
+    k, record = config.memory.k, run.path / EPISODES
+    return Collection(mine, bank, record, size, k, limits, config.brief_state, seeded, grows, views)
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, 
     """
     if done := restore(of):
         console.print(f"  resumed at task {done} of {len(of.tasks)}")
-    delivery = Delivery("teacher", "compiled", teacher, soft=False)
+    delivery = Delivery("teacher", "compiled", teacher, soft=False, brief_state=of.brief_state)
     with progress("teacher", len(of.tasks), done) as advance:
         for start in range(done, len(of.tasks), of.size):
             specs = specs_for(of.tasks[start : start + of.size], of.bank, of.k)
@@ -146,6 +148,8 @@ def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Map
     collection is whole. Returns what it says, `facts` among it."""
     listed = executor_told(config.env).lists_commands
     steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.acts != "expert", listed)
+    if not of.brief_state:
+        steps = [replace(row, state="") for row in steps]
     rows, dropped = filtered(steps, config)
     save_rows(rows, run.path / "rows")
     played = [step for episode in episodes for step in episode.steps]

@@ -40,7 +40,7 @@ class SftRow:
     goal: str  # as agent and memory state it
     memory_ids: tuple[str, ...]
     memory_texts: tuple[str, ...]
-    state: str  # rendered Brief State b_t
+    state: str  # rendered Brief State b_t; "" where the compiler has none
     observation: str
     image: bytes | None  # PNG
     history: tuple[str, ...]
@@ -68,7 +68,7 @@ class SftRow:
         image = Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
         return StepInput(
             self.goal, self.observation, image, self.commands or None, self.history, tuple(memory),
-            parse_brief_state(self.state), emission=parse(self.emission).emission,
+            parse_brief_state(self.state) if self.state else None, emission=parse(self.emission).emission,
             soft=torch.empty(n_tokens, 0) if n_tokens else None,
         )  # fmt: skip
 

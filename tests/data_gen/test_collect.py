@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agent.expert import ExpertTeacher
+from compiler.language import parse
 from configs.collect import CollectConfig
 from configs.load import ConfigError, load_config
 from configs.models import EXECUTOR_KEY
@@ -377,6 +378,19 @@ def test_shards_of_the_expert_play_each_task_once(tmp_path):
     assert any(a.action != b.history[-1] for a, b in pairs if b.t > a.t)  # chance had a part in it
     banks = [{e.id for e in MemoryBank(tmp_path / name / "bank")} for name in ("shard-0", "shard-1", "whole")]
     assert banks[0] == banks[1] == banks[2]  # each shard reads the experience of all scenes
+
+
+def test_without_a_brief_state_neither_the_teacher_nor_its_rows_have_one(tmp_path):
+    rows = {}
+    for has_one in (True, False):
+        settings = ["env.scenes={train: 4, test: 1}", f"brief_state={has_one}", "keep_noaction=1"]
+        run_collect(load_config(CollectConfig, "collect/quickstart", settings), tmp_path / str(has_one))
+        rows[has_one] = load_rows(tmp_path / str(has_one) / "rows")
+    assert [(row.task_id, row.t, row.action) for row in rows[False]] == [(r.task_id, r.t, r.action) for r in rows[True]]
+    assert all(row.step_input().state is not None for row in rows[True])
+    assert all(row.step_input().state is None and not parse(row.emission).emission.ops for row in rows[False])
+    assert any(parse(row.emission).emission.ops for row in rows[True])
+    assert {row.emission for row in rows[False]} > {"."}  # and yet something is said
 
 
 def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
