@@ -1,7 +1,7 @@
 """From a YAML file and `a.b=c` overrides to a validated configuration, with every mistake reported at once.
 
 The order of precedence, lowest first: the schema's defaults, the file that `base:` names, the file, the overrides.
-Mappings merge; everything else (numbers, strings, lists) replaces what was there. A value may refer to another key of
+Mappings merge; everything else (numbers, strings, lists) replaces what was there. A block may have a `base:`, too. A value may refer to another key of
 the same configuration (`${train.seed}`). Resolvers such as `${oc.env:HOME}` are refused: a run must follow from its
 files and its command line alone, and a configuration from somewhere else must not read this machine's environment.
 """
@@ -102,20 +102,24 @@ def read_yaml(path: Path) -> Tree:
 
 
 def _read_with_base(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
-    """Merge a file over its `base` file, and that over its own."""
+    """Merge a file, and each block of it, over its `base` file, and that over its own."""
     path = path.resolve()
     if path in chain:
         cycle = " -> ".join(file.name for file in (*chain, path))
         raise ConfigError(f"{path}: `{BASE}` leads back to itself: {cycle}")
-    tree = read_yaml(path)
-    base = tree.pop(BASE, None)
-    if base is None:
-        return tree
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: `{BASE}` must be a file name, received {_show(base)}")
-    if not (path.parent / base).is_file():
-        raise ConfigError(f"{path}: `{BASE}: {base}`: no such file (the name is relative to {path.parent})")
-    return _merge(_read_with_base(path.parent / base, (*chain, path)), tree)
+
+    def based(tree: Tree, top: bool = False) -> Tree:
+        blocks = {key: based(value) if isinstance(value, dict) else value for key, value in tree.items()}
+        if top and not isinstance(blocks.get(BASE, ""), str):
+            raise ConfigError(f"{path}: `{BASE}` must be a file name, received {_show(blocks[BASE])}")
+        if not isinstance(blocks.get(BASE), str):  # further down, other things may be called so
+            return blocks
+        base = blocks.pop(BASE)
+        if not (path.parent / base).is_file():
+            raise ConfigError(f"{path}: `{BASE}: {base}`: no such file (the name is relative to {path.parent})")
+        return _merge(_read_with_base(path.parent / base, (*chain, path)), blocks)
+
+    return based(read_yaml(path), top=True)
 
 
 def _merge(below: Tree, above: Mapping[Any, Any]) -> Tree:

@@ -268,6 +268,14 @@ def test_base_errors(write):
     assert "experiment.yaml -> other.yaml -> experiment.yaml" in problems(write("base: other.yaml"))
 
 
+def test_a_block_may_have_a_base_of_its_own(write):
+    write("lr: 0.25\nschedule: ${split}", "optimiser.yaml")
+    path = write("split: cosine\noptimiser: {base: optimiser.yaml, lr: 0.5}\nrates: {base: 2.0}")
+    config = load_config(Experiment, path)
+    assert (config.optimiser.lr, config.optimiser.schedule, config.rates) == (0.5, "cosine", {"base": 2.0})
+    assert "`base: gone.yaml`: no such file" in problems(write("optimiser: {base: gone.yaml}"))
+
+
 def test_base_is_the_loaders_own_key():
     class Wrong(BaseModel):
         base: str = ""
