@@ -53,7 +53,7 @@ Outcomes = dict[str, tuple[str, bool]]  # task: family, success
 
 def one_seed(root: Path, seed: int, linear: bool, a: argparse.Namespace) -> None:
     """Make rows and SFT checkpoints of a seed."""
-    collect(root, seed)
+    collect(root, seed, f"env.seed={seed}")
     sft(root, seed, "gaussian", f"max_steps={a.sft_steps}")
     if linear:
         sft(root, seed, "linear", f"max_steps={a.sft_steps}", LINEAR)

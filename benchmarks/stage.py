@@ -23,15 +23,16 @@ def run(out: Path, log: str, *command: str) -> float:
     return float(mark.read_text())
 
 
-def collect(root: Path, seed: int) -> float:
-    """Collect the expert's rows on the homes of a seed, in ROOT/SEED/collect."""
+def collect(root: Path, seed: int, *settings: str, config: str = "collect/quickstart", rows: str = "collect") -> float:
+    """Collect the expert's rows of a seed, in ROOT/SEED/ROWS."""
     out = root / str(seed)
-    world = [f"env.seed={seed}", f"seed={seed}"]
-    return run(out, "collect", "collect", "-c", "collect/quickstart", *world, "--out", f"{out}/collect")
+    return run(out, rows, "collect", "-c", config, f"seed={seed}", *settings, "--out", f"{out}/{rows}")
 
 
-def sft(root: Path, seed: int, name: str, *settings: str) -> float:
+def sft(
+    root: Path, seed: int, name: str, *settings: str, config: str = "sft/quickstart", rows: str = "collect"
+) -> float:
     """Train on those rows, in ROOT/SEED/sft-NAME."""
     out = root / str(seed)
-    own = [f"rows={out}/collect/rows", f"seed={seed}", *settings]
-    return run(out, f"sft-{name}", "train", "sft", "-c", "sft/quickstart", *own, "--out", f"{out}/sft-{name}")
+    own = [f"rows={out}/{rows}/rows", f"seed={seed}", *settings]
+    return run(out, f"sft-{name}", "train", "sft", "-c", config, *own, "--out", f"{out}/sft-{name}")
