@@ -149,16 +149,23 @@ def _listed(places: Iterable[str]) -> str:
 
 
 class LessonDraws:
-    """Batches of lessons on situations, as often as they come."""
+    """Batches of lessons on situations, as often as they come; a share of the batches on those alone in which a place
+    is named, one in four otherwise."""
 
-    def __init__(self, backbone: Backbone, situations: Sequence[Situation], size: int, emission_first: float) -> None:
-        self._backbone, self._size, self._first = backbone, min(size, len(situations)), emission_first
+    def __init__(
+        self, backbone: Backbone, situations: Sequence[Situation], size: int, emission_first: float,
+        named_share: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._backbone, self._size, self._first = backbone, size, emission_first
         self._labels = SceneLabels(backbone.tokenizer)
-        self._situations = sorted(situations, key=_length)
+        self._all = sorted(situations, key=_length)
+        self._named = [each for each in self._all if each.emission.guidance]
+        self._named_share = named_share if self._named else 0.0
 
     def draw(self, rng: random.Random) -> Batch:
         """Take situations of like length; a share of the lessons begins with the emission, as it will be asked for."""
-        chosen = alike(self._situations, self._size, rng)
+        pool = self._named if rng.random() < self._named_share else self._all
+        chosen = alike(pool, min(self._size, len(pool)), rng)
         return collate(self._backbone, [self._lesson(situation, rng) for situation in chosen])
 
     def _lesson(self, situation: Situation, rng: random.Random) -> Lesson:

@@ -6,8 +6,7 @@
 Both begin with the text curriculum (`zoo/curriculum.py`). The executor goes on with search (places that one has not
 been to), clones a script (`play.py`) under all text deliveries in equal shares, and goes through rounds in which it
 plays itself and learns what the script would do in the states that it came to. The compiler base learns to answer
-questions about task memory, search and emission in the compiler's own prompts, of states as often as they come
-(`lessons.py`); to write emissions unasked is left to SFT.
+questions about task memory, search and emission in the compiler's own prompts (`lessons.py`); to write emissions unasked is left to SFT.
 
 Nothing of a valid game is in any of it: games and memory are those of the train split, and every 25th game is kept for
 the exams in the log.
@@ -73,10 +72,11 @@ def train_executor(
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (1600, 1600),
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (1000, 2200),
     batch: int = 16, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
-    """Make the compiler base: text curriculum, questions in random order, then mostly the emission first."""
+    """Make the compiler base: text curriculum; questions in random order, often where a place is named; then mostly the
+    emission first, in states as often as they come."""
     tokenizer = make_tokenizer(LEXICON)
     model = recipes.train_text(tokenizer, LEXICON, work, seed, levels)
     make_env, specs = play.material(work, limit=games)
@@ -85,8 +85,8 @@ def train_compiler(
     held_out = play.situations_of(make_env, kept, seed)
     draws = partial(LessonDraws, Backbone(model, tokenizer))
     names, exam = ("questions", "emissions"), draws(held_out, 64, emission_first=1.0).draw
-    for name, n, first in zip(names, steps, (0.2, 0.8), strict=True):
-        draw = draws(situations, batch, emission_first=first).draw
+    for name, n, first, named in zip(names, steps, (0.2, 0.8), (0.5, 0.0), strict=True):
+        draw = draws(situations, batch, emission_first=first, named_share=named).draw
         model = _stage(model, work / name, seed, n, RATE / 2, draw, exam)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
     made = (*recipes.TEXT, *names)
