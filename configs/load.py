@@ -1,9 +1,10 @@
 """From a YAML file and `a.b=c` overrides to a validated configuration, with every mistake reported at once.
 
 The order of precedence, lowest first: the schema's defaults, the file that `base:` names, the file, the overrides.
-Mappings merge; everything else (numbers, strings, lists) replaces what was there. A block may have a `base:`, too. A value may refer to another key of
-the same configuration (`${train.seed}`). Resolvers such as `${oc.env:HOME}` are refused: a run must follow from its
-files and its command line alone, and a configuration from somewhere else must not read this machine's environment.
+Mappings merge; everything else (numbers, strings, lists) replaces what was there. A block may have a `base:`, too. A
+value may refer to another key of the same configuration (`${train.seed}`). Resolvers such as `${oc.env:HOME}` are
+refused: a run must follow from its files and its command line alone, and a configuration from somewhere else must not
+read this machine's environment.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 Both begin with the text curriculum (`zoo/curriculum.py`). The executor goes on with search (places that one has not
 been to), clones a script (`play.py`) under all text deliveries in equal shares, and goes through rounds in which it
 plays itself and learns what the script would do in the states that it came to. The compiler base learns to answer
-questions about task memory, search and emission in the compiler's own prompts (`lessons.py`); to write emissions unasked is left to SFT.
+questions about task memory, search and emission in the compiler's own prompts (`lessons.py`); to write emissions
+unasked is left to SFT.
 
 Nothing of a valid game is in any of it: games and memory are those of the train split, and every 25th game is kept for
 the exams in the log.
