@@ -59,7 +59,7 @@ def compiler_gates(
     """Compare what a compiler says with what the teacher says, state by state."""
     make_env, specs = play.material(work, split, limit)
     situations = play.situations_of(make_env, specs, seed)
-    compiler = _compiler(model, checkpoint)
+    compiler = load(model, checkpoint)
     made = compiler.compile([situation.request for situation in situations])
     return judged(situations, [each.emission for each in made])
 
@@ -88,7 +88,8 @@ def _sentences(request: CompileRequest) -> set[str]:
     }
 
 
-def _compiler(model: str, checkpoint: str | None) -> MemoryCompiler:
+def load(model: str, checkpoint: str | None) -> MemoryCompiler:
+    """Load a compiler with its checkpoint; without one, a base that is asked for the emission."""
     settings = CompilerConfig(
         model=model, checkpoint=checkpoint, dtype="float32", instructions="none", max_new_tokens=TOKENS
     )
