@@ -1,13 +1,15 @@
 """Does GRPO learn, and through which channel? Several seeds, held-out success at every checkpoint.
 
     python -m benchmarks.grpo_learning --out out/grpo-learning --jobs 2 211 212 213 [a.b=c ...]
+    python -m benchmarks.grpo_learning --world alfworld --sft-steps 400 --limit 140 --out out/grpo-alfworld 0 1 2
 
-Each seed is another set of scenes, another collection and another short SFT run, from which every variant starts (the
-`linear` projector from an SFT run of its own). Held-out tasks are played greedily at some checkpoints; the change from
-the SFT checkpoint to the last one is paired by task, with a bootstrap interval over the tasks of all seeds. What stands
-in --out already is not made again, so that a run that was stopped goes on.
+Each seed is another short SFT run, from which every variant starts (the `linear` projector from an SFT run of its own),
+of generated homes another set of scenes and another collection, too. Held-out tasks are played greedily at some
+checkpoints; the change from the SFT checkpoint to the last one is paired by task, with a bootstrap interval over tasks
+(a real game's seeds are averaged). What stands in --out already is not made again, so that a run that was stopped goes
+on.
 
-both    text tokens and soft tokens (pathwise gradient), the setting of configs/grpo/quickstart.yaml
+both    text tokens and soft tokens (pathwise gradient), the setting of configs/grpo/quickstart.yaml and alfworld.yaml
 text    text tokens alone; the soft tokens that the executor reads still change with LoRA
 latent  soft tokens alone, pathwise
 score   soft tokens alone, by the score function: the paper's Eq. 8
@@ -27,10 +29,11 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from agent.records import read_episodes
-from benchmarks.stage import collect, run, sft
-from eval.intervals import bootstrap_mean, wilson
+from agent.records import Episode, read_episodes
+from benchmarks.stage import WORLDS, run
+from eval.metrics import paired_difference, succeeded, summarise
 from eval.plots import save_figure
+from eval.runs import EPISODES
 from eval.table import interval, markdown_table, percent
 from runtime.store import JsonLines, to_json, write_atomically
 
@@ -48,15 +51,14 @@ VARIANTS = {  # name: settings of GRPO
     ],
     "linear": [LINEAR],
 }
-Outcomes = dict[str, tuple[str, bool]]  # task: family, success
 
 
 def one_seed(root: Path, seed: int, linear: bool, a: argparse.Namespace) -> None:
     """Make rows and SFT checkpoints of a seed."""
-    collect(root, seed, f"env.seed={seed}")
-    sft(root, seed, "gaussian", f"max_steps={a.sft_steps}")
+    a.world.collect(root, seed)
+    a.world.sft(root, seed, "gaussian", f"max_steps={a.sft_steps}")
     if linear:
-        sft(root, seed, "linear", f"max_steps={a.sft_steps}", LINEAR)
+        a.world.sft(root, seed, "linear", f"max_steps={a.sft_steps}", LINEAR)
 
 
 def one_start(root: Path, seed: int, name: str, a: argparse.Namespace) -> None:
@@ -70,7 +72,7 @@ def one_variant(root: Path, seed: int, name: str, a: argparse.Namespace) -> None
     out, start = root / str(seed) / name, start_of(root, seed, name)
     settings = [f"updates={a.updates}", f"save_every={a.every}", "keep=1000", *VARIANTS[name], *a.overrides]
     run(
-        out, "grpo", "train", "grpo", "-c", "grpo/quickstart", f"env.seed={seed}", f"seed={seed}",
+        out, "grpo", "train", "grpo", "-c", f"grpo/{a.world.stage}", *a.world.seeded(seed), *a.world.trained,
         f"compiler.checkpoint={start}", *settings, "--out", f"{out}/grpo",
     )  # fmt: skip
     for update in range(a.every, a.updates + 1, a.every):
@@ -83,36 +85,39 @@ def start_of(root: Path, seed: int, name: str) -> Path:
 
 def held_out(out: Path, seed: int, checkpoint: Path, name: str, a: argparse.Namespace) -> None:
     run(
-        out, "eval", "eval", "-c", "eval/quickstart", f"env.seed={seed}", f"seed={seed}", "deliveries=[compiled]",
-        f"limit={a.limit}", f"compiler.checkpoint={checkpoint}", *([LINEAR] if name == "linear" else []),
+        out, "eval", "eval", "-c", f"eval/{a.world.stage}", *a.world.seeded(seed), *a.world.played,
+        f"max_steps={a.world.budget}", "deliveries=[compiled]", f"limit={a.limit}",
+        f"compiler.checkpoint={checkpoint}", *([LINEAR] if name == "linear" else []),
         "--out", f"{out}/run",
     )  # fmt: skip
 
 
-def outcomes(root: Path, seed: int, name: str, update: int) -> Outcomes:
-    start = start_of(root, seed, name)
-    folder = root / str(seed) / name / f"eval-{update}" if update else start.with_name(f"eval-{start.name}")
-    found = read_episodes(folder / "run" / "episodes.jsonl")
-    return {f"{seed}/{e.task_id}": (e.family, e.success) for e in found}
+def held_out_episodes(root: Path, name: str, update: int, a: argparse.Namespace) -> dict[int, list[Episode]]:
+    """Read what was played with a checkpoint, by seed."""
+    played: dict[int, list[Episode]] = {}
+    for seed in a.seeds:
+        start = start_of(root, seed, name)
+        folder = root / str(seed) / name / f"eval-{update}" if update else start.with_name(f"eval-{start.name}")
+        played[seed] = list(read_episodes(folder / "run" / EPISODES))
+        for episode in played[seed]:
+            episode.task_id = a.world.task(seed, episode.task_id)
+    return played
 
 
 def rows(root: Path, a: argparse.Namespace) -> Iterator[dict]:
-    """Yield a row per variant, family and checkpoint: success over all seeds' tasks, and its change since SFT."""
+    """Yield a row per variant, family and checkpoint: success over all seeds, and its change since SFT by task."""
     updates = range(0, a.updates + 1, a.every)
     for name in a.variants:
-        every = {u: {k: v for s in a.seeds for k, v in outcomes(root, s, name, u).items()} for u in updates}
-        families = ["", *sorted({family for family, _ in every[0].values()})]
+        every = {update: held_out_episodes(root, name, update, a) for update in updates}
+        families = ["", *sorted({e.family for played in every[0].values() for e in played} - {""})]
         for family, update in itertools.product(families, updates):
-            tasks = [k for k, (of, _) in every[0].items() if family in ("", of)]
-            success = [float(every[update][k][1]) for k in tasks]
-            change = [after - float(every[0][k][1]) for after, k in zip(success, tasks, strict=True)]
-            by_seed = {
-                s: fmean(x for x, k in zip(success, tasks, strict=True) if k.startswith(f"{s}/")) for s in a.seeds
-            }
+            of = lambda played, family=family: [e for e in played if family in ("", e.family)]
+            before, after = (of(itertools.chain(*every[u].values())) for u in (0, update))
+            change = paired_difference(after, before)
             yield {
-                "variant": name, "family": family or "all", "update": update, "n": len(tasks),
-                "success": asdict(wilson(int(sum(success)), len(tasks))), "change": asdict(bootstrap_mean(change)),
-                "better": change.count(1.0), "worse": change.count(-1.0), "by_seed": by_seed,
+                "variant": name, "family": family or "all", "update": update, "n": change.n,
+                "success": summarise(after)["success"], "change": asdict(change),
+                "by_seed": {seed: fmean(map(succeeded, of(played))) for seed, played in every[update].items()},
             }  # fmt: skip
 
 
@@ -144,6 +149,7 @@ def plot(found: list[dict], root: Path, a: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--world", type=WORLDS.__getitem__, default="household", help=", ".join(WORLDS))
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--every", type=int, default=12, help="updates between checkpoints that are evaluated")
@@ -169,9 +175,10 @@ def main() -> None:
 
 
 def cells(row: dict) -> list[str]:
+    success, change = row["success"], row["change"]
     return [
-        row["variant"], f"{row['family']} (n = {row['n']})", percent(row["success"]["mean"] - row["change"]["mean"]),
-        interval(row["success"]), interval(row["change"], "{:+.1f}"), f"{row['better']} / {row['worse']}",
+        row["variant"], f"{row['family']} (n = {row['n']})", percent(success["mean"] - change["mean"]),
+        interval(success), interval(change, "{:+.1f}"), f"{change['wins']} / {change['losses']}",
         " / ".join(map(percent, row["by_seed"].values())),
     ]  # fmt: skip
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stage import collect, run, sft
+from benchmarks.stage import WORLDS, World, run
 
 VARIANTS = {  # name: settings of SFT
     "n0": ["soft=false"],
@@ -35,25 +35,6 @@ VARIANTS = {  # name: settings of SFT
 }
 NO_BRIEF = "no-brief"  # the rows, and the SFT run, without a Brief State
 FULL = "n4"
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """What is played, and the configurations of its stages (in `configs/collect`, `sft` and `eval`)."""
-
-    stage: str
-    collected: Sequence[str]  # settings of a collection
-    evaluated: Sequence[str]  # settings of an evaluation
-    scenes: bool  # a seed is another set of scenes
-
-    def of_seed(self, seed: int) -> dict[str, Any]:
-        return {"seed": seed, **({"env.seed": seed} if self.scenes else {})}
-
-
-WORLDS = {
-    "household": World("quickstart", (), (), True),
-    "alfworld": World("alfworld", ("limit=1200", "memory.pictures=0"), ("memory.pictures=0",), False),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +72,7 @@ def evaluate(out: Path, world: World, of: Evaluation, seeds: Sequence[int], limi
             level["compiler.checkpoint"] = checkpoint + of.trained
     matrix = json.dumps(axes).replace("${", "\\\\${")  # not yet: in the cell
     return run(
-        out, f"eval-{of.name}", "eval", "-c", f"eval/{world.stage}", *world.evaluated,
+        out, f"eval-{of.name}", "eval", "-c", f"eval/{world.stage}", *world.played,
         f"deliveries={json.dumps(list(of.deliveries))}", f"limit={limit}", *of.settings, f"matrix={matrix}",
         "--on-exists", "resume", "--out", f"{out}/{of.name}",
     )  # fmt: skip
@@ -104,28 +85,26 @@ def _level(name: str, checkpoint: str) -> dict[str, Any]:
 
 
 def train(out: Path, world: World, seed: int, name: str, more: Sequence[str]) -> float:
-    config, rows = f"sft/{world.stage}", NO_BRIEF if name == NO_BRIEF else "collect"
-    return sft(out, seed, name, *VARIANTS.get(name, VARIANTS[FULL]), *more, config=config, rows=rows)
+    rows = NO_BRIEF if name == NO_BRIEF else "collect"
+    return world.sft(out, seed, name, *VARIANTS.get(name, VARIANTS[FULL]), *more, rows=rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--world", choices=list(WORLDS), default="household")
+    parser.add_argument("--world", type=WORLDS.__getitem__, default="household", help=", ".join(WORLDS))
     parser.add_argument("--limit", type=int, default=96, help="held-out tasks of each seed; Table 5 takes an eighth")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side; Table 5 has the machine to itself")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--sft", nargs="*", default=(), help="settings of all SFT runs (max_steps=2 for a quick look)")
     parser.add_argument("seeds", nargs="+", type=int)
     a = parser.parse_args()
-    started, world = time.perf_counter(), WORLDS[a.world]
+    started, world = time.perf_counter(), a.world
     parts = table_parts(a.variants, a.limit)
-    stage = f"collect/{world.stage}"
     with ThreadPoolExecutor(a.jobs) as pool:
-        for rows, more in (("collect", ()), (NO_BRIEF, ("brief_state=false",))):
-            for seed in a.seeds:
-                scenes = [f"env.seed={seed}"] if world.scenes else []
-                collect(a.out, seed, *scenes, *world.collected, *more, config=stage, rows=rows)
+        for seed in a.seeds:
+            world.collect(a.out, seed)
+            world.collect(a.out, seed, "brief_state=false", rows=NO_BRIEF)
         runs = dict.fromkeys((FULL, "n0", NO_BRIEF, *a.variants))
         pairs = [(name, seed) for name in runs for seed in a.seeds]
         seconds = list(pool.map(lambda pair: train(a.out, world, pair[1], pair[0], a.sft), pairs))
