@@ -115,7 +115,7 @@ def _read_with_base(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
             raise ConfigError(f"{path}: `{BASE}` must be a file name, received {_show(blocks[BASE])}")
         if not isinstance(blocks.get(BASE), str):  # further down, other things may be called so
             return blocks
-        base = blocks.pop(BASE)
+        base = str(blocks.pop(BASE))
         if not (path.parent / base).is_file():
             raise ConfigError(f"{path}: `{BASE}: {base}`: no such file (the name is relative to {path.parent})")
         return _merge(_read_with_base(path.parent / base, (*chain, path)), blocks)
