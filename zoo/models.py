@@ -3,8 +3,9 @@
 They are ordinary Hugging Face folders: a compiler base that sees is a Qwen2.5-VL of about 1.3 M parameters, what reads
 text alone a Qwen2 of about 1.1 M, saved as a Llama. The tokenizer gives every entity ("cabinet 2", "mug 1", "home 17")
 ONE token, because a two-token name doubles the length of every look-up circuit that a model of this size has to learn
-(measured by the prototype: 18 % against 100 % guided success at equal steps); all other text falls back to bytes, so it
-is total and lossless on any input.
+(measured by the prototype: 18 % against 100 % guided success at equal steps). Where there are many things, only what is
+looked up has one: that "creditcard 3" is a creditcard would have to be learned for each of them. All other text falls
+back to bytes, so it is total and lossless on any input.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Lexicon:
     goals: tuple[str, ...]  # kinds of places, where things are put
     phrases: tuple[str, ...] = ()  # of several words or signs, each one token; the longest that fits is taken
     names: str = ""  # a regular expression for names that are neither words nor "word number"
+    numbered: tuple[str, ...] = ()  # whose "word number" is one token, where not every word's is
 
 
 def make_tokenizer(lexicon: Lexicon) -> PreTrainedTokenizerFast:
@@ -59,7 +61,8 @@ def make_tokenizer(lexicon: Lexicon) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
     longest = sorted((rf"{re.escape(phrase)}(?!\w)" for phrase in lexicon.phrases), key=len, reverse=True)
     own = "".join(f"{form}|" for form in (*longest, *filter(None, [lexicon.names])))
-    entity_or_word = Regex(own + r" ?[A-Za-z/]+ \d+(?!\d)| ?[A-Za-z/]+| [;|=\[>]|\n\n|\d|\s|[^\sA-Za-z\d]")
+    numbered = f"(?:{'|'.join(lexicon.numbered)})" if lexicon.numbered else "[A-Za-z/]+"
+    entity_or_word = Regex(rf"{own} ?{numbered} \d+(?!\d)| ?[A-Za-z/]+| [;|=\[>]|\n\n|\d|\s|[^\sA-Za-z\d]")
     core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(entity_or_word, "isolated"), byte_level])
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])

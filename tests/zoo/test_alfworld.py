@@ -33,9 +33,14 @@ def ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("text", [" FloorPlan301", "FloorPlan5", " drawer 27", " statue 5", ", and a", " was in"])
-def test_scenes_entities_and_phrases_are_one_token(text):
+@pytest.mark.parametrize("text", [" FloorPlan301", "FloorPlan5", " drawer 27", "shelf 5", ", and a", " was in"])
+def test_scenes_places_and_phrases_are_one_token(text):
     assert len(ids(text)) == 1
+
+
+def test_a_thing_has_the_same_token_with_its_number_and_without():
+    assert ids(" statue 5") == [*ids(" statue"), *ids(" 5")] and len(ids(" statue 5")) == 2
+    assert ids(" take vase 3 from shelf 12")[1] == ids(" vase")[0]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +52,7 @@ def test_any_text_comes_back(text):
 
 def test_a_step_of_a_search_takes_few_tokens():
     view = "You open the cabinet 17. The cabinet 17 is open. In it, you see a plate 2."
-    assert len(ids(view)) == 11
+    assert len(ids(view)) == 12
 
 
 def test_searches_ask_for_any_place_that_one_has_not_been_to():
