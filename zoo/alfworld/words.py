@@ -1,6 +1,6 @@
-"""What is one token in real ALFWorld: its places and scenes, its things without their number, the words of its commands
-and answers, and the phrases that hold nothing to be chosen. (Counts are the highest of the 3,553 train games, and one or
-two more.)"""
+"""What is one token in real ALFWorld: its places and scenes, its things without their number, the words of its
+commands and answers, and the phrases that hold nothing to be chosen. (Counts are the highest of the 3,553 train games,
+and one or two more.)"""
 
 from __future__ import annotations
 
