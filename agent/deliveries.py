@@ -2,6 +2,7 @@
 
 none      no memory
 static    all of M pasted into the executor's prompt at episode start (the paper's AMMI)
+live      what is recalled at every step pasted at that step; the same as static where memory recalls the same all along
 compiled  a compiler reads M and the state at every step and delivers what applies now (SCMC); soft tokens on or off,
           Brief State on or off
 
@@ -23,13 +24,14 @@ from compiler.brief_state import parse_brief_state
 from compiler.language import Emission
 from compiler.records import Compilation, Compiler, CompileRequest
 from envs.trajectories import TrajectoryReader
+from executor.prompt import memory_text
 from memory.entry import MemoryEntry
 from memory.trajectory import stated_goal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kind = Literal["none", "static", "compiled"]
+Kind = Literal["none", "static", "live", "compiled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ DELIVERIES = {  # in the order of every table and plot
         DeliverySpec("none", "no memory", "none"),
         DeliverySpec("static", "static memory", "static"),
         DeliverySpec("static_top1", "static, top entry", "static", memory="top"),
+        DeliverySpec("live", "live memory", "live"),
         DeliverySpec("disclosure", "rule-based disclosure", compiler=lambda *_: RuleDisclosure(), soft=False),
         DeliverySpec("compiled_text", "compiled, text only", compiler=_trained, soft=False, needs_checkpoint=True),
         DeliverySpec(
@@ -143,6 +146,16 @@ DELIVERIES = {  # in the order of every table and plot
 }  # fmt: skip
 
 
+def pasted(kind: Kind, first: str, recalled: Sequence[MemoryEntry]) -> str:
+    """Give the text of M that the executor reads as it is: what the episode began with, or what is recalled now."""
+    match kind:
+        case "static":
+            return first
+        case "live":
+            return memory_text([entry.text for entry in recalled])
+    return ""
+
+
 def find(name: str) -> DeliverySpec:
     """Look a delivery up by its name. Raises: ValueError, which names those that there are."""
     if name in DELIVERIES:
@@ -159,7 +172,7 @@ def recorded_step(
     """Return what both roles read at step t of a recorded episode, as its delivery showed it.
 
     Args:
-        memory: the entries that the episode names; only the compiler needs them.
+        memory: what was recalled for the step (`Episode.memory_at`); compilers and the delivery `live` need it.
         soft: the soft tokens, which no record keeps, made again.
     """
     spec, step = find(episode.delivery), episode.steps[t]
@@ -167,6 +180,6 @@ def recorded_step(
         stated_goal(episode.goal, episode.scene), step.observation, step.image, step.admissible,
         tuple(earlier.action for earlier in episode.steps[:t]), tuple(memory),
         parse_brief_state(step.brief_before) if spec.brief_state else None,
-        episode.memory_text if spec.kind == "static" else "",
+        pasted(spec.kind, episode.memory_text, memory),
         Emission(step.guidance, step.reason) if step.emission_kind else None, soft,
     )  # fmt: skip

@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from agent.deliveries import Delivery
+from agent.deliveries import Delivery, pasted
 from agent.records import Episode, StepInput, StepRecord, compile_request, executor_request
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from envs.base import Environment, Task
-from executor.prompt import memory_text
 from executor.records import Executor
 from lm.ledger import EndpointStop
 from memory.entry import MemoryEntry
+from memory.protocol import Fixed, Recall, Session
 from memory.trajectory import stated_goal
 from runtime.errors import CompilerFailure, EnvironmentFailure, EpisodeFailure, ExecutorFailure, StopReason
 
@@ -34,16 +34,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
-    """One episode to run: the task and what was retrieved for it, M = Retrieve(bank, goal), fixed all episode long."""
+    """One episode to run: the task, what is recalled for it before anything is in view, and the session that recalls
+    from then on (without one, M = Retrieve(bank, goal) is fixed all episode long)."""
 
     task: Task
     memory: tuple[MemoryEntry, ...] = ()
     bank_version: int | None = None
+    session: Callable[[], Session] | None = None
 
     @property
     def goal(self) -> str:
         """Return the goal as memory, compiler and executor state it."""
         return stated_goal(self.task.goal, self.task.scene)
+
+    def begin(self) -> Session:
+        return self.session() if self.session is not None else Fixed(Recall(self.memory))
 
 
 async def ask(env: Environment, call: Callable[..., T], *arguments: object) -> T:
@@ -83,7 +88,7 @@ async def run_episode(
     """Play one episode. A failure of environment, compiler or executor ends it with a named reason. Raises:
     EndpointStop, where no endpoint may be asked any more, for any episode."""
     episode, expert = _begin(spec, delivery, limits), EpisodeExpert(env)
-    pasted = episode.memory_text if delivery.kind == "static" else ""
+    session = spec.begin() if delivery.kind != "none" else Fixed(Recall(spec.memory))
     roles = _Roles(delivery, executor, env, expert, batcher, index)
     try:
         state, history = BriefState(spec.goal), ()
@@ -91,9 +96,12 @@ async def run_episode(
         for t in range(limits.max_steps):
             record = StepRecord(t, observed.text, observed.image, observed.admissible, render_brief_state(state))
             episode.steps.append(record)
+            recalled = session.recall(observed.text)
+            episode.note_recall(recalled, record)
+            text = pasted(delivery.kind, episode.memory_text, recalled.entries)
             step = StepInput(
-                spec.goal, observed.text, observed.image, observed.admissible, history, spec.memory,
-                state if delivery.brief_state else None, pasted, expert=expert,
+                spec.goal, observed.text, observed.image, observed.admissible, history, recalled.entries,
+                state if delivery.brief_state else None, text, expert=expert,
             )  # fmt: skip
             step = await roles.compile(step, record)  # Eq. 3 to 5
             action = await roles.act(step, record)
@@ -104,6 +112,7 @@ async def run_episode(
             transition = await ask(env, env.step, action)
             record.seconds["environment"] = time.perf_counter() - started
             record.note_transition(transition)
+            session.observe(record.told())
             episode.progress = transition.progress
             observed, history = transition.observation, (*history, action)
             if transition.success or transition.done:
@@ -120,8 +129,7 @@ def _begin(spec: EpisodeSpec, delivery: Delivery, limits: Limits) -> Episode:
     task = spec.task
     return Episode(
         task.id, task.goal, task.scene, task.split, task.kind, task.family, delivery.name, limits.seed,
-        memory_ids=tuple(entry.id for entry in spec.memory), bank_version=spec.bank_version,
-        memory_text=memory_text([entry.text for entry in spec.memory]),
+        bank_version=spec.bank_version,
     )  # fmt: skip
 
 

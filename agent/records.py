@@ -26,8 +26,10 @@ from PIL import UnidentifiedImageError
 from compiler.brief_state import BriefState, render_brief_state
 from compiler.language import Emission
 from compiler.records import Compilation, CompileRequest
-from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
-from memory.entry import MemoryEntry
+from envs.registry import loaded
+from executor.prompt import ExecutorRequest, MemoryBlock, executor_text, memory_text
+from memory.entry import MemoryEntry, entry_from_json
+from memory.protocol import Recall, Record
 from memory.trajectory import png_bytes
 from runtime.errors import StopReason
 
@@ -57,7 +59,7 @@ class StepInput:
     history: tuple[str, ...] = ()  # the actions before this step
     memory: tuple[MemoryEntry, ...] = ()
     state: BriefState | None = None  # b_t; None under a delivery without Brief State
-    pasted: str = ""  # the text of all of M, where it is delivered so
+    pasted: str = ""  # the text of M, where it is delivered so
     emission: Emission | None = None  # what the compiler said; None without a compiler, and before it is asked
     soft: Tensor | None = None  # its soft tokens (N, d) at the executor's scale, where they are delivered
     expert: Callable[[], list[str] | None] | None = None  # from here. Teachers may ask it, learned models never do
@@ -71,8 +73,8 @@ def compile_request(step: StepInput) -> CompileRequest:
 
 
 def delivered(step: StepInput, executor: Executor) -> MemoryBlock:
-    """Give what memory contributes to this executor's prompt: all of M, or what was compiled from it (of which not
-    every executor can or shall read the Brief State and the soft tokens), or nothing."""
+    """Give what memory contributes to this executor's prompt: M as it is pasted, or what was compiled from it (of which
+    not every executor can or shall read the Brief State and the soft tokens), or nothing."""
     if step.emission is None:
         return MemoryBlock(memory=step.pasted)
     reads, emission, lines = executor.reads, step.emission, []
@@ -104,6 +106,7 @@ class StepRecord:
     image: Image | None
     admissible: tuple[str, ...] | None
     brief_before: str
+    memory_ids: tuple[str, ...] | None = None  # of what was recalled; None: what the episode began with
     brief_after: str = ""
     emission_text: str = ""  # raw compiler output, kept even when it does not parse; "" without a compiler
     emission_kind: str = ""  # EXPERIENCE | BRIEF | HYBRID | NOACTION; "" without a compiler
@@ -153,6 +156,10 @@ class StepRecord:
         """Record what the environment answered."""
         self.feedback, self.progress = transition.observation.text, transition.progress
 
+    def told(self) -> Record:
+        """Tell a memory system of the step."""
+        return Record(self.t, self.observation, self.action, self.feedback, refused(self), self.progress)
+
     def _note_tokens(self, role: str, made: Compilation | Action) -> None:
         self.tokens |= {f"{role}_in": made.tokens_in, f"{role}_out": made.tokens_out}
         if made.tokens_cached is not None:
@@ -169,9 +176,10 @@ class Episode:
     family: str
     delivery: str
     seed: int
-    memory_ids: tuple[str, ...] = ()
+    memory_ids: tuple[str, ...] = ()  # of what was recalled at the beginning, and its text
     memory_text: str = ""
     bank_version: int | None = None
+    made: dict[str, MemoryEntry] = field(default_factory=dict)  # recalled entries that no bank holds, by id
     steps: list[StepRecord] = field(default_factory=list)
     success: bool = False
     progress: float = 0.0
@@ -182,7 +190,30 @@ class Episode:
     def to_json(self, images: bool = False) -> dict[str, Any]:
         """Return a JSON-ready dict: tensors left out, images as base64 PNG only when asked for."""
         head = {k: getattr(self, k) for k in self.__slots__ if k != "steps"}  # type: ignore[attr-defined]
-        return {**head, "stop_reason": str(self.stop_reason), "steps": [_step_json(s, images) for s in self.steps]}
+        made = [entry.to_json() for entry in self.made.values()]
+        steps = [_step_json(step, images) for step in self.steps]
+        return {**head, "made": made, "stop_reason": str(self.stop_reason), "steps": steps}
+
+    def note_recall(self, recalled: Recall, step: StepRecord) -> None:
+        """Record what was recalled for a step; the first is what the episode begins with."""
+        ids = tuple(entry.id for entry in recalled.entries)
+        if step.t == 0:
+            self.memory_ids, self.memory_text = ids, memory_text([entry.text for entry in recalled.entries])
+        elif ids != self.memory_ids:
+            step.memory_ids = ids
+        if recalled.made:
+            self.made |= {entry.id: entry for entry in recalled.entries}
+
+    def memory_at(self, t: int, kept: Callable[[str], MemoryEntry]) -> tuple[MemoryEntry, ...]:
+        """Return what was recalled for step t. `kept` gives an entry of the bank by id, or raises KeyError."""
+        ids = self.steps[t].memory_ids
+        return tuple(self.made.get(id) or kept(id) for id in (self.memory_ids if ids is None else ids))
+
+
+def refused(step: StepRecord) -> bool:
+    """Tell whether the action was no command, or the environment answered that it is not possible."""
+    refusals = tuple(words for spec in loaded() for words in spec.refusals)
+    return step.grounding == "failed" or step.feedback.startswith(refusals)
 
 
 def _step_json(step: StepRecord, images: bool) -> dict[str, Any]:
@@ -198,7 +229,7 @@ def png_base64(image: Image) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Back from JSON
 
-_TUPLES = ("admissible", "op_errors", "compiler_prompt_ids", "emission_ids", "executor_prompt_ids")
+_TUPLES = ("admissible", "memory_ids", "op_errors", "compiler_prompt_ids", "emission_ids", "executor_prompt_ids")
 _STEP_FIELDS = frozenset(field.name for field in fields(StepRecord)) - {"compilation", "image"}
 _EPISODE_FIELDS = frozenset(field.name for field in fields(Episode)) - {"steps"}
 
@@ -213,6 +244,7 @@ def episode_from_json(row: Mapping[str, Any], images: bool = True) -> Episode:
     try:
         head = {key: value for key, value in row.items() if key in _EPISODE_FIELDS}
         head["memory_ids"] = tuple(head.get("memory_ids", ()))
+        head["made"] = {entry["id"]: entry_from_json(entry) for entry in head.get("made", ())}
         head["stop_reason"] = StopReason(head["stop_reason"])
         return Episode(**head, steps=[_step_from_json(step, images) for step in row["steps"]])
     except (KeyError, TypeError, AttributeError) as error:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from configs.models import EndpointConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings, find
+from memory.registry import DEFAULT
+from memory.registry import find as find_memory
 from runtime.settings import Settings
 
 
 class MemoryConfig(Settings):
     """Where M comes from. Without `bank`, the expert fills one, once for all who ask for the same (docs/data.md)."""
 
+    system: str = DEFAULT  # `memory.registry` knows them
+    settings: dict[str, Any] = Field(default={})  # the system's own
     bank: str | None = None
     version: int | None = None  # bank version to read (default: the newest)
     k: int = Field(default=4, ge=0)  # entries retrieved per task
@@ -23,6 +27,11 @@ class MemoryConfig(Settings):
     experience_split: str | None = None
     experience_limit: int | None = Field(default=None, ge=1)
     experience_folder: str | None = None  # where filled banks lie, and are found (default: experience/ beside OUT)
+
+    @model_validator(mode="after")
+    def _system_has_them(self) -> MemoryConfig:
+        find_memory(self.system).settings.model_validate(self.settings)
+        return self
 
 
 class LeakageConfig(Settings):

@@ -26,14 +26,15 @@ from configs.collect import CollectConfig
 from configs.run_folder import RunFolder
 from data_gen.dataset import describe_rows, filtered
 from data_gen.endpoint_teacher import EndpointTeacher
-from data_gen.experience import ROUND, Views, bank_facts, entries_of, explain, filled_bank, kept_views
+from data_gen.experience import ROUND, Views, bank_facts, explain, filled_bank, kept_views, traces_of
+from data_gen.memories import growing_memory
 from data_gen.rows import SftRow, rows_of, save_rows
 from data_gen.tasks import guarded_tasks, specs_for
 from envs.base import Environment, Task
 from envs.registry import Environments, executor_told
 from executor.records import Executor, Grounding
-from memory.bank import BankError, MemoryBank, growing_bank
 from memory.entry import MemoryEntry
+from memory.protocol import BankError, MemorySystem, Trace
 from runtime.progress import progress
 from runtime.store import JsonLines, RecordError
 
@@ -49,13 +50,13 @@ class Collection:
     result does not depend on which episode ends first."""
 
     tasks: Sequence[Task]
-    bank: MemoryBank
+    bank: MemorySystem
     record: Path  # file of the episodes, in the order of `tasks`, whole rounds at a time
     size: int  # tasks of a round, which are played side by side
     k: int  # entries retrieved for a task
     limits: Limits
     brief_state: bool  # whether the teacher has one
-    seeded: int  # entries that a bank which grows held before the first round
+    seeded: int  # episodes that a bank which grows held before the first round
     grows: bool  # every round's episodes go to the bank, each with why it went so
     views: Views  # that their entries keep
 
@@ -76,7 +77,7 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
     if not (mine := tasks[first::step]):
         raise ValueError(f"shard {config.shard} of {len(tasks)} tasks is empty: choose fewer shards")
     if grows:
-        bank, seeded = growing_bank(config.memory, run.path / "bank")
+        bank, seeded = growing_memory(config.memory, run.path / "bank")
     else:
         bank, seeded = filled_bank(config, envs, experience, run.path), 0
     size = config.concurrency or (ENDPOINT_ROUND if grows else ROUND)
@@ -107,7 +108,7 @@ def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, 
             explain(episodes, teacher)
             JsonLines(of.record).append(*(episode.to_json(images=True) for episode in episodes))
             if of.grows:
-                of.bank.write(entries_of(episodes, of.views))
+                of.bank.commit(traces_of(episodes, of.views))
 
 
 def restore(of: Collection) -> int:
@@ -117,7 +118,7 @@ def restore(of: Collection) -> int:
         RecordError, BankError: they are of another collection.
     """
     store = JsonLines(of.record, ("task_id", "steps"))
-    left: list[list[MemoryEntry]] = []  # what each episode left in a bank that grows
+    left: list[list[list[Trace]]] = []  # what each episode told a bank that grows
     for number, row in enumerate(store):
         episode = episode_from_json(row, images=of.grows)
         if number == len(of.tasks) or episode.task_id != of.tasks[number].id:
@@ -125,17 +126,17 @@ def restore(of: Collection) -> int:
                 f"{of.record}, line {number + 1}: the episode of {episode.task_id!r} is not the one that this "
                 "collection would have played; collect into another folder (--out)"
             )
-        left.append(entries_of([episode], of.views))
+        left.append(traces_of([episode], of.views))
     done = len(left) if len(left) == len(of.tasks) else len(left) // of.size * of.size
     store.truncate(done)
     if not of.grows:
         return done
-    entries = [entry for entries in left[:done] for entry in entries]
-    of.bank.write(entries)
-    if len(of.bank) > of.seeded + len(entries):
+    traces = [attempts for told in left[:done] for attempts in told]
+    of.bank.commit(traces)
+    if (held := of.bank.origins().total()) > of.seeded + len(traces):
         raise BankError(
-            f"{of.bank.path} holds {len(of.bank)} entries, and {of.record} accounts for {len(entries)} only: something "
-            "else wrote to it. Collect into another folder (--out), or start this one over (--on-exists overwrite)"
+            f"{of.bank.path} holds {held} episodes, and {of.record} accounts for {len(traces)} only: something else "
+            "wrote to it. Collect into another folder (--out), or start this one over (--on-exists overwrite)"
         )
     return done
 
@@ -175,7 +176,7 @@ def rows_from_record(
     entries = {entry.id: entry for entry in bank}
     rows, kept = [], []
     for episode in episodes:
-        rows += sound_rows(episode, [entries[id] for id in episode.memory_ids], own_label, commands)
+        rows += sound_rows(episode, entries.__getitem__, own_label, commands)
         for step in episode.steps:
             step.image = None
         kept.append(episode)
@@ -183,7 +184,7 @@ def rows_from_record(
 
 
 def sound_rows(
-    episode: Episode, memory: Sequence[MemoryEntry], own_label: bool, commands: bool = False
+    episode: Episode, kept: Callable[[str], MemoryEntry], own_label: bool, commands: bool = False
 ) -> list[SftRow]:
     """Make one row per step, without those whose emission could not be read, or not be applied to the Brief State.
 
@@ -196,7 +197,7 @@ def sound_rows(
     flawed = {t for t, step in steps.items() if step.parse_error or step.op_errors}
     if own_label:
         flawed |= {t for t, step in steps.items() if step.grounding == Grounding.FAILED}
-    rows = [row for row in rows_of(episode, memory, commands) if row.t not in flawed]
+    rows = [row for row in rows_of(episode, kept, commands) if row.t not in flawed]
     return [replace(row, action=steps[row.t].action) for row in rows] if own_label else rows
 
 

@@ -29,13 +29,13 @@ from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.training import GrpoConfig
+from data_gen.memories import open_memory
 from envs.base import Environment, EnvironmentFailure, Task
 from envs.manifest import Manifest
 from envs.registry import Environments, environment_version, find, reader_of
 from envs.spec import installed_versions, source_sha256
-from memory.bank import MemoryBank, open_bank
-from memory.entry import Memory, MemoryEntry
-from memory.trajectory import entry_from_trajectory
+from memory.protocol import MemorySystem, Trace
+from memory.trajectory import png_bytes
 from runtime.errors import is_failure
 from runtime.progress import progress
 from runtime.store import locked, to_json, write_atomically
@@ -107,7 +107,7 @@ def _by_turns(tasks: Sequence[Task], per_kind: int) -> list[Task]:
 
 def filled_bank(
     config: Config, envs: Environments, experience: Sequence[Task], out: Path, beside: Path | None = None
-) -> MemoryBank:
+) -> MemorySystem:
     """Open the bank that the settings name, or the one that holds this experience; the expert fills it, where nobody
     has yet. Several processes may ask at once, and a kill costs a round.
 
@@ -120,9 +120,9 @@ def filled_bank(
         ConfigError: the expert fails on most of the tasks.
     """
     if not experience:
-        bank = open_bank(config.memory, out / "bank")
+        bank = open_memory(config.memory, out / "bank")
         if config.memory.bank is None:
-            bank.write([])  # there is one, if an empty one
+            bank.commit([])  # there is one, if an empty one
         return bank
     follows_from = _facts(config, experience)
     key = hashlib.sha256(to_json(follows_from, ascii=True).encode()).hexdigest()[:16]
@@ -130,7 +130,7 @@ def filled_bank(
     folder = root / f"{config.env.name}-{key}"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock", lambda: console.print(f"  experience: another process fills {folder}; waiting")):
-        bank = open_bank(config.memory, folder / "bank")
+        bank = open_memory(config.memory, folder / "bank")
         if (folder / WHOLE).exists():
             console.print(f"  experience: {len(bank)} episodes are in {folder}")
         else:
@@ -139,7 +139,7 @@ def filled_bank(
     return bank
 
 
-def bank_facts(config: Config, bank: MemoryBank) -> dict[str, Any]:
+def bank_facts(config: Config, bank: MemorySystem) -> dict[str, Any]:
     """Say which bank that is: as settings name it, or by the folder of its experience."""
     name = config.memory.bank or bank.path.resolve().parent.name
     return {"bank": name, "bank_version": bank.snapshot(), "bank_entries": len(bank)}
@@ -159,10 +159,11 @@ def _facts(config: Config, experience: Sequence[Task]) -> dict[str, Any]:
 
 
 def _fill(
-    config: Config, envs: Environments, experience: Sequence[Task], bank: MemoryBank, facts: dict[str, Any], whole: Path
-) -> None:
+    config: Config, envs: Environments, experience: Sequence[Task], bank: MemorySystem, facts: dict[str, Any],
+    whole: Path,
+) -> None:  # fmt: skip
     """Play what the bank does not hold yet, and write down that it is whole."""
-    bank.write([])
+    bank.commit([])
     left, started = not_experienced(experience, bank), time.monotonic()
     teacher, views = ExpertTeacher(reader=reader_of(config.env)), kept_views(config)
     with progress("experience", len(experience), len(experience) - len(left)) as advance:
@@ -223,21 +224,21 @@ class Explainer(Protocol):
 
 
 def collect_experience(
-    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: Memory, explainer: Explainer,
+    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: MemorySystem, explainer: Explainer,
     views: Views = no_views, max_steps: int = EXPERT_STEPS, on_episode: Callable[[Episode], None] | None = None,
     round_size: int = ROUND,
 ) -> list[Episode]:  # fmt: skip
-    """Have the expert play `tasks`; every episode becomes an entry, with why it went so (`explainer`), written when the
-    `round_size` episodes of its round are over. Returns those that broke, which leave none. Raises: ConfigError, where
-    they outnumber the entries."""
+    """Have the expert play `tasks`; every episode becomes a trace, with why it went so (`explainer`), committed when
+    the `round_size` episodes of its round are over. Returns those that broke, which leave none. Raises: ConfigError,
+    where they outnumber the others."""
     delivery, limits, lost = Delivery("expert", "none"), Limits(max_steps), list[Episode]()
     for start in range(0, len(tasks), round_size):
         specs = [EpisodeSpec(task) for task in tasks[start : start + round_size]]
         episodes = run_episodes(make_env, specs, delivery, ExpertExecutor(), limits, round_size, on_episode)
         explain(episodes, explainer)
-        bank.write(entries_of(episodes, views))
+        bank.commit(traces_of(episodes, views))
         lost += [episode for episode in episodes if is_failure(episode.stop_reason)]
-        if len(lost) > len(bank):
+        if len(lost) > bank.origins().total():
             raise ConfigError(
                 f"{len(lost)} of {start + len(specs)} tasks of {tasks[0].split} whose episodes are to fill a memory "
                 f"bank broke, the first {_told(lost[0])}. Mend the environment or its data and run this again (what "
@@ -246,7 +247,7 @@ def collect_experience(
     return lost
 
 
-def not_experienced(tasks: Sequence[Task], bank: Memory) -> list[Task]:
+def not_experienced(tasks: Sequence[Task], bank: MemorySystem) -> list[Task]:
     """Return those of `tasks` of which the bank holds no episode yet."""
     known = bank.origins()
     return [task for task in tasks if (task.id, task.split) not in known]
@@ -259,14 +260,14 @@ def explain(episodes: Sequence[Episode], explainer: Explainer) -> None:
         episode.rationale = why
 
 
-def entries_of(episodes: Iterable[Episode], views: Views = no_views) -> list[MemoryEntry]:
-    """Return what episodes leave in memory, with their telling views: failures, too, but not those of endpoint or
-    environment, which teach nothing."""
+def traces_of(episodes: Iterable[Episode], views: Views = no_views) -> list[list[Trace]]:
+    """Return what episodes tell a memory system, with their telling views: failures, too, but not those of endpoint or
+    environment, which teach nothing. Each is the one attempt at its task."""
     return [
-        entry_from_trajectory(
-            Task(e.task_id, e.goal, e.scene, e.split, e.kind), [step.action for step in e.steps],
-            [step.feedback for step in e.steps], e.success, e.rationale, views(e),
-        )
+        [Trace(
+            Task(e.task_id, e.goal, e.scene, e.split, e.kind), tuple(step.told() for step in e.steps), e.success,
+            rationale=e.rationale, views=tuple(map(png_bytes, views(e))), shown=e.memory_ids,
+        )]
         for e in episodes
         if not is_failure(e.stop_reason)
     ]  # fmt: skip

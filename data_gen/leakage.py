@@ -22,11 +22,12 @@ from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
+from data_gen.memories import open_memory
 from envs.base import EnvironmentFailure, Task
 from envs.manifest import Manifest, ManifestError
 from envs.registry import DEFAULT, find, known
 from envs.spec import EnvSpec, Rule
-from memory.bank import MemoryBank, open_bank
+from memory.protocol import MemorySystem
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -164,7 +165,7 @@ class BankAudit:
 
 
 def audit_bank(origins: Mapping[tuple[str, str], int], tasks: Iterable[str]) -> BankAudit:
-    """Audit entries by (task id, split), as `MemoryBank.origins` counts them, for the ids of the evaluated tasks."""
+    """Audit entries by (task id, split), as memory systems count them, for the ids of the evaluated tasks."""
     ids, by_split, own = set(tasks), Counter[str](), Counter[str]()
     for (task_id, split), n in origins.items():
         by_split[split] += n
@@ -249,7 +250,7 @@ def audit_training(
         return Audit(manifest.sha256, None, unchecked, None, dropped)
     evaluation, bank = Manifest.of(config.env.name, held_out), None
     if config.memory.bank is not None:
-        bank = audit_bank(open_bank(config.memory, Path(config.memory.bank)).origins(), evaluation.ids)
+        bank = audit_bank(open_memory(config.memory, Path(config.memory.bank)).origins(), evaluation.ids)
     return Audit(manifest.sha256, check(manifest, evaluation), unchecked, bank, dropped)
 
 
@@ -366,7 +367,7 @@ def rows_environment(rows: Sequence[Path]) -> EnvSpec:
 
 
 def record_evaluation(
-    run: RunFolder, config: EvalConfig, specs: Sequence[EpisodeSpec], bank: MemoryBank
+    run: RunFolder, config: EvalConfig, specs: Sequence[EpisodeSpec], bank: MemorySystem
 ) -> dict[str, Any]:
     """Write which tasks are evaluated and what compiler and bank know of them. It records and never refuses: seen
     scenes are a legitimate setting, if the table says so."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,14 +73,15 @@ class SftRow:
         )  # fmt: skip
 
 
-def rows_of(episode: Episode, memory: Sequence[MemoryEntry], commands: bool = False) -> list[SftRow]:
-    """Make one row per step of a teacher's episode, for which `memory` was retrieved. The label is what the expert
+def rows_of(episode: Episode, kept: Callable[[str], MemoryEntry], commands: bool = False) -> list[SftRow]:
+    """Make one row per step of a teacher's episode; `kept` gives the bank's entries by id. The label is what the expert
     would do, also where it strayed. A step at which environment, compiler or executor failed gives no row."""
     goal, history, rows = stated_goal(episode.goal, episode.scene), (), []
-    pictures = tuple(entry.images for entry in memory)
-    for step in episode.steps:
+    for t, step in enumerate(episode.steps):
         if not step.emission_kind or not step.action:
             continue
+        memory = episode.memory_at(t, kept)
+        pictures = tuple(entry.images for entry in memory)
         image = None if step.image is None else png_bytes(step.image)
         rows.append(
             SftRow(

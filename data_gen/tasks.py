@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 
@@ -14,7 +15,7 @@ from data_gen.experience import Config, check_filled, experience_tasks
 from data_gen.leakage import guard_training
 from envs.base import Task
 from envs.registry import Environments
-from memory.entry import Memory
+from memory.protocol import MemorySystem, Query
 
 console = Console(width=120)
 
@@ -38,17 +39,14 @@ def chosen_tasks(
     return tasks, experience_tasks(config, envs, split, tasks) if experienced else []
 
 
-def specs_for(tasks: Sequence[Task], bank: Memory, k: int) -> list[EpisodeSpec]:
-    """Retrieve M = Retrieve(bank, goal) for every task, without entries of the task itself; the bank's version goes
-    along.
-
-    Entries stand in the order of their ids (hashes), not of their rank: the right one usually ranks first, and a place
-    in the prompt that gives it away would make reading the entries unnecessary, for every delivery alike.
-    """
-    version = bank.snapshot()
-    found = bank.retrieve(tasks, k) if k else [[] for _ in tasks]
-    ordered = [tuple(sorted(entries, key=lambda entry: entry.id)) for entries in found]
-    return [EpisodeSpec(task, entries, version) for task, entries in zip(tasks, ordered, strict=True)]
+def specs_for(tasks: Sequence[Task], bank: MemorySystem, k: int) -> list[EpisodeSpec]:
+    """Recall M = Retrieve(bank, goal) for every task, without what the task itself left; the bank's version goes along,
+    and what recalls from the first view on."""
+    version, queries = bank.snapshot(), [Query(task, k) for task in tasks]
+    return [
+        EpisodeSpec(query.task, first.entries, version, partial(bank.session, query, first))
+        for query, first in zip(queries, bank.recall(queries), strict=True)
+    ]
 
 
 def guarded_tasks(

@@ -1,13 +1,10 @@
-"""All environments by name (ours, registered ones, those of other packages), and from their settings to themselves.
-
-Another package offers its `EnvSpec` as an entry point of the group `memcompiler.environments`, named as the
-environment. It is loaded when it is asked for by name, and by `memcompiler doctor`.
+"""All environments by name (ours, registered ones, those of other packages: entry points of the group
+`memcompiler.environments`), and from their settings to themselves.
 """
 
 import difflib
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pkgutil import resolve_name
 from typing import Annotated, Any, Self
 
@@ -17,76 +14,30 @@ from envs.base import Environment, Task
 from envs.pool import EnvironmentPool
 from envs.spec import EnvSettings, EnvSpec, Told, source_sha256
 from envs.trajectories import TrajectoryReader
+from runtime.plugins import PluginError, Plugins
 
 GROUP = "memcompiler.environments"
 DEFAULT = "household"
-_PLACES = {
-    "household": "household.environment:HOUSEHOLD",
-    "alfworld": "alfworld.environment:ALFWORLD",
-    "scienceworld": "scienceworld.environment:SCIENCEWORLD",
-    "eb_alfred": "embodiedbench.spec:EB_ALFRED",
-    "eb_habitat": "embodiedbench.spec:EB_HABITAT",
-    "eb_navigation": "embodiedbench.spec:EB_NAVIGATION",
-    "eb_manipulation": "embodiedbench.spec:EB_MANIPULATION",
-    "gymnasium": "gymnasium.environment:GYMNASIUM",
-}
-BUILT_IN = {name: metadata.EntryPoint(name, f"envs.{place}", GROUP) for name, place in _PLACES.items()}
-_known: dict[str, EnvSpec] = {}  # registered, or loaded from an entry point
-
-
-class EnvironmentSpecError(ValueError):
-    """An environment that does not exist, or whose package cannot be loaded. The message is ready to print."""
-
-
-def register(spec: EnvSpec) -> None:
-    """Add an environment of this program; EnvironmentSpecError where another one has that name."""
-    if spec.name in BUILT_IN or _known.get(spec.name, spec) is not spec:
-        raise EnvironmentSpecError(f"there is an environment {spec.name!r} already")
-    _known[spec.name] = spec
-
-
-def find(name: str) -> EnvSpec:
-    """Return the environment of that name; EnvironmentSpecError where there is none that can be loaded."""
-    if name in BUILT_IN:
-        return BUILT_IN[name].load()
-    if name not in _known:
-        offered = next(iter(metadata.entry_points(group=GROUP, name=name)), None)
-        if offered is None:
-            close = difflib.get_close_matches(name, names(), n=1)
-            meant = f"; did you mean {close[0]!r}?" if close else ""
-            raise EnvironmentSpecError(f"no environment {name!r}{meant}; there are {', '.join(names())}")
-        register(_offered(offered))
-    return _known[name]
-
-
-def names() -> list[str]:
-    """Return all names: ours first, then those registered, then those that installed packages offer."""
-    return list(dict.fromkeys([*BUILT_IN, *_known, *sorted(e.name for e in metadata.entry_points(group=GROUP))]))
-
-
-def loaded() -> list[EnvSpec]:
-    """Return our environments and those of others that this process has asked for or registered."""
-    return [*map(find, BUILT_IN), *_known.values()]
+_ALL = Plugins("environment", GROUP, EnvSpec, {
+    "household": "envs.household.environment:HOUSEHOLD",
+    "alfworld": "envs.alfworld.environment:ALFWORLD",
+    "scienceworld": "envs.scienceworld.environment:SCIENCEWORLD",
+    "eb_alfred": "envs.embodiedbench.spec:EB_ALFRED",
+    "eb_habitat": "envs.embodiedbench.spec:EB_HABITAT",
+    "eb_navigation": "envs.embodiedbench.spec:EB_NAVIGATION",
+    "eb_manipulation": "envs.embodiedbench.spec:EB_MANIPULATION",
+    "gymnasium": "envs.gymnasium.environment:GYMNASIUM",
+})  # fmt: skip
+BUILT_IN = _ALL.built_in
+register, find, names, loaded = _ALL.register, _ALL.find, _ALL.names, _ALL.loaded
 
 
 def known(name: str) -> EnvSpec | None:
     """Return the environment of that name, if there is one, for records that may be of anything."""
     try:
         return find(name)
-    except EnvironmentSpecError:
+    except PluginError:
         return None
-
-
-def _offered(offered: metadata.EntryPoint) -> EnvSpec:
-    where = f"the environment {offered.name!r} of {offered.dist.name if offered.dist else 'another package'}"
-    try:
-        spec = offered.load()
-    except Exception as error:  # whatever the import of somebody else's module raises
-        what = f"{type(error).__name__}: {error}"
-        raise EnvironmentSpecError(f"{where} cannot be loaded ({offered.value}): {what}") from error
-    if not isinstance(spec, EnvSpec) or spec.name != offered.name:
-        raise EnvironmentSpecError(f"{where} is no EnvSpec of that name ({offered.value} is {spec!r:.80})")
-    return spec
 
 
 def settings_of(value: Any) -> Any:

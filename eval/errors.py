@@ -25,9 +25,8 @@ from typing import Any
 
 from agent.episode import EpisodeSpec
 from agent.expert import entry_for_goal
-from agent.records import Episode, StepRecord
+from agent.records import Episode, StepRecord, refused
 from envs.household.trajectories import subgoals, taken
-from envs.registry import loaded
 from runtime.errors import StopReason, is_failure
 
 LOOP = 3
@@ -67,12 +66,6 @@ def needs(goal: str) -> Needs | None:
         return Needs(thing, (f"find {thing}", f"use {found['lamp']}"))
     steps = (f"find {thing}", *((f"{verb} {thing}",) if verb else ()), f"put {thing} in {found['place']}")
     return Needs(thing, (steps[0], steps[-1]) * 2 if found.get("two") else steps)
-
-
-def refused(step: StepRecord) -> bool:
-    """Tell whether the action was no command, or the environment answered that it is not possible."""
-    refusals = tuple(words for spec in loaded() for words in spec.refusals)
-    return step.grounding == "failed" or step.feedback.startswith(refusals)
 
 
 def labels(episode: Episode) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ from eval.runs import RESULTS, EpisodeRecord, episodes_of
 from eval.table import print_results
 from executor.build import load_executor
 from executor.records import Executor
-from memory.bank import MemoryBank
+from memory.protocol import MemorySystem
 from runtime.progress import progress
 
 log = logging.getLogger("memcompiler.eval")
@@ -216,7 +216,7 @@ def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, beside: 
 
 def prepare(
     config: EvalConfig, loaded: ModelCache, out: Path, title: str = "", beside: Path | None = None
-) -> tuple[Evaluation, MemoryBank]:
+) -> tuple[Evaluation, MemorySystem]:
     """Choose the tasks, open the bank that the settings name or have it filled, and make the models ready."""
     envs = loaded.environments(config)
     tasks, experience = chosen_tasks(config, envs, config.split or evaluation_split(config.env))

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from envs import registry
 from envs.spec import Missing, Probe, imports, is_installed, sync
+from runtime.plugins import PluginError
 
 Status = Literal["ok", "missing", "broken"]
 
@@ -154,7 +155,7 @@ def environment_probes(name: str) -> list[Probe]:
     """Return what an environment's spec asks for; of a package whose spec cannot be loaded, that."""
     try:
         spec = registry.find(name)
-    except registry.EnvironmentSpecError:
+    except PluginError:
         return [Probe(name, partial(load_spec, name), core=False)]
     return [replace(probe, fix=probe.fix or sync(spec.extra)) for probe in spec.probes()]
 

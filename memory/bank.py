@@ -1,4 +1,5 @@
 """The memory bank: entries in an embedded LanceDB table, appended while episodes are collected, versioned throughout.
+As a memory system (`trajectory`, the paper's) it keeps one entry per episode and recalls by goal, once for all steps.
 
 A bank is a folder. Every append is one atomic commit, so that a process killed at any moment leaves a readable bank,
 and several processes may make one bank and append to it at once. LanceDB keeps every version, and nothing here ever
@@ -15,16 +16,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from configs.collect import MemoryConfig
 from envs.base import Task
 from memory.entry import MemoryEntry, Written, entry_from_json
+from memory.protocol import BankError, Fixed, Query, Recall, Trace
+from memory.registry import MemorySpec, Tools
 from memory.retrieval import Found, Retriever, encodable, unit_rows
 from memory.table import (
     ENTRY_COLUMNS,
     TABLE,
-    BankError,
     build_indexes,
     check_schema,
     checked_out,
@@ -38,7 +39,8 @@ from memory.table import (
     take_entries,
     unindexed,
 )
-from memory.trajectory import goal_without_scene
+from memory.trajectory import entry_of_trace, goal_without_scene
+from runtime.settings import Settings
 from runtime.store import atomic_file
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class _Pinned:
 
 
 class MemoryBank:
-    """A `Memory` on disk.
+    """The memory system `trajectory`, on disk.
 
     Args:
         path: the bank's folder. The first `write` makes it; reading a bank that was never written to is an error.
@@ -72,12 +74,36 @@ class MemoryBank:
             instead of by words. A bank has embeddings from its first write on, or never.
     """
 
+    name: ClassVar[str] = "trajectory"
+
     def __init__(self, path: str | Path, embed: Embed | None = None) -> None:
         self.path, self.embed = Path(path), embed
         self._view: int | None = None  # the version of a read-only view
         self._table: Table | None = None
         self._pinned: _Pinned | None = None
         self._known = -1, set[str]()  # a version, and the ids in it
+
+    # -- as a memory system -------------------------------------------------------------------------------------------
+
+    def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
+        """Keep an entry of every attempt."""
+        return self.write(entry_of_trace(trace) for attempts in episodes for trace in attempts)
+
+    def recall(self, queries: Sequence[Query]) -> list[Recall]:
+        """Retrieve M for each task. Entries stand in the order of their ids (hashes), not of their rank: the right one
+        usually ranks first, and a place in the prompt that gives it away would make reading the entries unnecessary,
+        for every delivery alike."""
+        tasks = {k: [query.task for query in queries if query.k == k] for k in {query.k for query in queries}}
+        found = {k: iter(self.retrieve(of_k, k)) for k, of_k in tasks.items()}
+        entries = (next(found[query.k]) for query in queries)
+        return [Recall(tuple(sorted(some, key=lambda entry: entry.id))) for some in entries]
+
+    def take_over(self, other: MemoryBank) -> Written:
+        return self.write(other)
+
+    def session(self, query: Query, first: Recall) -> Fixed:
+        """Recall the same at every step: prompts keep their prefix, and its cache."""
+        return Fixed(first)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -163,6 +189,8 @@ class MemoryBank:
         an episode of this very task wrote (`memory.retrieval`). Entries (and pictures) are read once and shared."""
         if k < 0:
             raise ValueError(f"k must not be negative, got {k}")
+        if k == 0:
+            return [[] for _ in tasks]
         pinned = self._pin()
         vectors: Sequence[np.ndarray | None] = [None] * len(tasks)
         if self.embed is not None and tasks:
@@ -327,20 +355,15 @@ def _imported(line: str, where: str) -> MemoryEntry:
         raise BankError(f"{where}: not a memory entry ({e}); expected a line as export_jsonl writes it") from e
 
 
-# -- from settings ----------------------------------------------------------------------------------------------------
+# -- as a memory system ------------------------------------------------------------------------------------------------
 
 
-def open_bank(config: MemoryConfig, default: Path) -> MemoryBank:
-    """Open the bank that the settings name (at its version), or the one at `default`."""
-    from memory.retrieval import SentenceEmbedder
-
-    bank = MemoryBank(config.bank or default, SentenceEmbedder(config.embed) if config.embed else None)
-    return bank.at(config.version) if config.version is not None else bank
+class TrajectorySettings(Settings):
+    """It has none beside those of all."""
 
 
-def growing_bank(config: MemoryConfig, path: Path) -> tuple[MemoryBank, int]:
-    """Open a bank at `path` to be written to, with what the bank that the settings name holds; and how much that is."""
-    bank = open_bank(config.model_copy(update={"bank": None, "version": None}), path)
-    given = open_bank(config, path).entries() if config.bank is not None else []
-    bank.write(given)
-    return bank, len(given)
+def _open(path: Path, settings: TrajectorySettings, tools: Tools) -> MemoryBank:
+    return MemoryBank(path, tools.embed)
+
+
+TRAJECTORY = MemorySpec(MemoryBank.name, TrajectorySettings, _open)

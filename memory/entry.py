@@ -1,14 +1,11 @@
-"""A memory entry, what one episode leaves behind for later ones; and what callers use of any memory system."""
+"""A memory entry: what one episode leaves behind for later ones, or what a memory system has made of several."""
 
 from __future__ import annotations
 
 import base64
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, runtime_checkable
-
-from envs.base import Task
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +61,3 @@ class Written:
 
     def __add__(self, other: Written) -> Written:
         return Written(self.added + other.added, self.ignored + other.ignored)
-
-
-@runtime_checkable
-class Memory(Protocol):
-    """Append, look up, and say which version that was."""
-
-    def write(self, entries: MemoryEntry | Iterable[MemoryEntry]) -> Written:
-        """Append one entry or several. An id that is known already is ignored and counted, never overwritten."""
-        ...
-
-    def retrieve(self, tasks: Sequence[Task], k: int = 4) -> list[list[MemoryEntry]]:
-        """Retrieve M = Retrieve(bank, goal) for each task: at most `k` entries, best first, the same for the same
-        contents and none that an episode of this very task wrote."""
-        ...
-
-    def snapshot(self) -> int:
-        """Return the version that stands for everything written so far; checkpoints and results record it."""
-        ...
-
-    def origins(self) -> Counter[tuple[str, str]]:
-        """Count entries by (task id, split), for audits."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[MemoryEntry]: ...

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memory.entry import MemoryEntry, Provenance
+from memory.protocol import BankError
 from memory.retrieval import COLUMNS, encodable
 
 if TYPE_CHECKING:
@@ -26,10 +27,6 @@ FOREVER = timedelta(days=36_500)  # LanceDB's maintenance prunes versions older 
 CROWDED = 64  # fragments (there is one per write) from which merging them is considered
 ATTEMPTS = 5  # at indexing, when other processes index the same bank at the same time
 EMBED_NAME = b"memcompiler.embed"
-
-
-class BankError(RuntimeError):
-    """A bank that is missing, damaged, of another kind or read-only. The message names the next step."""
 
 
 def connect(path: Path) -> Any:

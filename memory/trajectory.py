@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from envs.base import Task
 from memory.entry import MemoryEntry, Provenance
+from memory.protocol import Trace
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,6 +34,14 @@ def entry_from_trajectory(
         Provenance(task.id, task.scene, task.goal, task.split, success, tuple(actions)),
         tuple(image if isinstance(image, bytes) else png_bytes(image) for image in images),
     )
+
+
+def entry_of_trace(trace: Trace) -> MemoryEntry:
+    """Make the memory entry of one attempt at a task."""
+    feedback = [record.feedback for record in trace.records]
+    return entry_from_trajectory(
+        trace.task, trace.actions, feedback, trace.success, trace.rationale, trace.views
+    )  # fmt: skip
 
 
 def trajectory_text(scene: str, goal: str, actions: Sequence[str], success: bool, rationale: str = "") -> str:

@@ -22,13 +22,13 @@ from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
 from data_gen.experience import bank_facts, filled_bank
 from data_gen.leakage import MANIFEST, guard_rows, record_rows, rows_environment
+from data_gen.memories import open_memory
 from data_gen.rows import load_rows, row_folders
 from data_gen.tasks import guarded_tasks, specs_for
 from envs.manifest import Manifest
 from envs.registry import Environments, compiler_told, executor_told
 from executor.build import load_executor, load_frozen
 from executor.records import Executor
-from memory.bank import open_bank
 from runtime.progress import progress
 from training import distributed
 from training.grpo import GrpoTrainer
@@ -164,7 +164,7 @@ def training_specs(
         distributed.barrier()
         kept = Manifest.read(out / MANIFEST).ids
         tasks = [task for task in envs.tasks(config.split)[: config.limit] if task.id in kept]
-        bank = open_bank(config.memory, out / "bank")
+        bank = open_memory(config.memory, out / "bank")
     return specs_for(tasks, bank, config.memory.k), bank_facts(config, bank)
 
 

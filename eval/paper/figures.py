@@ -17,6 +17,7 @@ from compiler.hf import MemoryCompiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.run_folder import CONFIG
+from data_gen.memories import open_memory
 from envs.registry import compiler_told, executor_told
 from eval.paper import latents
 from eval.paper.attention import CHANNELS, Attention, attention_at, attention_plot, curves
@@ -26,8 +27,8 @@ from eval.runs import EPISODES
 from eval.table import DASH, interval, markdown_table, percent
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
-from memory.bank import MemoryBank, open_bank
 from memory.entry import MemoryEntry
+from memory.protocol import MemorySystem
 
 FIGURES = (3, 4)
 
@@ -75,7 +76,7 @@ class Replay:
             raise ConfigError(f"{run} is a matrix: name one of its cells, {run}/cells/NAME; there are {cells}")
         if self.config.executor.engine == "api":
             raise ConfigError("a closed model shows no attention and no embeddings: evaluate with executor.engine=hf")
-        self._bank: MemoryBank | None = None
+        self._bank: MemorySystem | None = None
 
     @cached_property
     def executor(self) -> FrozenExecutor:
@@ -90,18 +91,18 @@ class Replay:
         settings = self.config.compiler.model_copy(update={"engine": "hf", "constrained": False})
         return load_compiler(settings, self.executor, self.config.seed, compiler_told(self.config.env))
 
-    def memory(self, episode: Episode) -> list[MemoryEntry]:
-        """Fetch what the episode read. Raises: BankError, where the bank has it not."""
+    def memory(self, episode: Episode, t: int) -> tuple[MemoryEntry, ...]:
+        """Fetch what was recalled for step t. Raises: BankError, KeyError, where the bank has it not."""
         if self._bank is None:
             version = self.config.memory.version or episode.bank_version
-            self._bank = open_bank(self.config.memory.model_copy(update={"version": version}), self.run / "bank")
-        return [self._bank.get(id) for id in episode.memory_ids]
+            self._bank = open_memory(self.config.memory.model_copy(update={"version": version}), self.run / "bank")
+        return episode.memory_at(t, self._bank.get)
 
     def recompiled(self, episode: Episode, t: int) -> latents.Recompiled | None:
         """Make step t's soft tokens again; None where the executor read none."""
         if not find(episode.delivery).shows_own_soft or not episode.steps[t].soft_read:
             return None
-        return latents.recompiled(self.compiler, episode, t, self.memory(episode))
+        return latents.recompiled(self.compiler, episode, t, self.memory(episode, t))
 
     def about(self) -> dict[str, Any]:
         config = self.config

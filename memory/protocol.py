@@ -1,0 +1,142 @@
+"""What a memory system is to those who use it: told of every step, asked before every decision, written to by traces.
+
+A session goes along with one attempt at a task. What is recalled may change from step to step (a working memory, a map
+of what was seen where) or follow from the task alone; nobody who calls it asks which. What is written is a trace, one
+whole attempt, and every system makes of it what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from envs.base import Task
+from memory.entry import MemoryEntry, Written
+
+
+class BankError(RuntimeError):
+    """A bank that is missing, damaged, of another kind or read-only. The message names the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One step: what was in view, what was done, and what came of it."""
+
+    t: int
+    observation: str
+    action: str
+    feedback: str
+    refused: bool = False  # it was no command, or the environment answered that it is not possible
+    progress: float = 0.0  # towards the goal, after it
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One attempt at a task. `views` are PNG bytes of the views that may be kept; `shown`, the ids of what was recalled
+    in it."""
+
+    task: Task
+    records: tuple[Record, ...]
+    success: bool
+    attempt: int = 0
+    rationale: str = ""
+    views: tuple[bytes, ...] = ()
+    shown: tuple[str, ...] = ()
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        return tuple(record.action for record in self.records)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What is asked outside of a session: for a task, as it begins, at most `k` entries."""
+
+    task: Task
+    k: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Entries in the order in which they are read. `made`: they were made for this very step, so that the system's
+    `entries` do not hold them and a record has to."""
+
+    entries: tuple[MemoryEntry, ...] = ()
+    made: bool = False
+
+
+class Session(Protocol):
+    """Goes along with one attempt at a task."""
+
+    def recall(self, observation: str) -> Recall:
+        """Recall what serves the next decision, with `observation` in view."""
+        ...
+
+    def observe(self, record: Record) -> None:
+        """Take in what was done, and what came of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The session of a memory that follows from the task alone."""
+
+    recalled: Recall
+
+    def recall(self, observation: str) -> Recall:
+        return self.recalled
+
+    def observe(self, record: Record) -> None:
+        pass
+
+
+@runtime_checkable
+class MemorySystem(Protocol):
+    """Everything that callers use of any memory system. Its state is what was committed, so that a version of it stands
+    for all that it will ever say."""
+
+    name: ClassVar[str]
+    path: Path  # its folder
+
+    def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
+        """Take in episodes, each the attempts at one task in their order: all or nothing. A trace that is known already
+        is ignored and counted."""
+        ...
+
+    def take_over(self, other: Any) -> Written:
+        """Take in all that another one of this very system holds."""
+        ...
+
+    def recall(self, queries: Sequence[Query]) -> list[Recall]:
+        """Recall for each query what its session would recall before anything is in view; nothing that an episode of
+        the very task left. The same for the same contents."""
+        ...
+
+    def session(self, query: Query, first: Recall) -> Session:
+        """Begin an attempt at a task, for which `first` was recalled before anything was in view."""
+        ...
+
+    def snapshot(self) -> int:
+        """Return the version that stands for everything committed so far; checkpoints and results record it."""
+        ...
+
+    def at(self, version: int) -> MemorySystem:
+        """Open a read-only view of the system as it was at a version."""
+        ...
+
+    def origins(self) -> Counter[tuple[str, str]]:
+        """Count the traces that were committed by (task id, split), for audits and for going on after a kill."""
+        ...
+
+    def get(self, id: str) -> MemoryEntry:
+        """Return one entry that is kept. Raises: KeyError, where there is none of this id."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[MemoryEntry]:
+        """Yield every entry that is kept."""
+        ...

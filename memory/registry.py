@@ -1,0 +1,42 @@
+"""All memory systems by name: ours, registered ones, those of other packages (entry points `memcompiler.memories`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memory.protocol import MemorySystem
+from runtime.plugins import Plugins
+from runtime.settings import Settings
+
+if TYPE_CHECKING:
+    from memory.retrieval import Embed
+
+    Ask = Callable[[Sequence[dict[str, Any]], str, int], str]  # (messages, role, most tokens) -> answer
+
+DEFAULT = "trajectory"
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a system may use where it is given: embeddings, a language model. Without, each runs by rule."""
+
+    embed: Embed | None = None
+    ask: Ask | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySpec:
+    """A memory system as settings name it. `open` takes the folder that it lies in, or shall lie in (the first commit
+    makes it)."""
+
+    name: str
+    settings: type[Settings]
+    open: Callable[[Path, Any, Tools], MemorySystem]
+
+
+_ALL = Plugins("memory system", "memcompiler.memories", MemorySpec, {"trajectory": "memory.bank:TRAJECTORY"})
+BUILT_IN = _ALL.built_in
+register, find, names, loaded = _ALL.register, _ALL.find, _ALL.names, _ALL.loaded
