@@ -29,7 +29,7 @@ from compiler.records import Compilation, CompileRequest
 from envs.registry import loaded
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text, memory_text
 from memory.entry import MemoryEntry, entry_from_json
-from memory.protocol import Recall, Record
+from memory.protocol import Kept, Recall, Record
 from memory.trajectory import png_bytes
 from runtime.errors import StopReason
 
@@ -204,10 +204,10 @@ class Episode:
         if recalled.made:
             self.made |= {entry.id: entry for entry in recalled.entries}
 
-    def memory_at(self, t: int, kept: Callable[[str], MemoryEntry]) -> tuple[MemoryEntry, ...]:
-        """Return what was recalled for step t. `kept` gives an entry of the bank by id, or raises KeyError."""
+    def memory_at(self, t: int, kept: Kept) -> tuple[MemoryEntry, ...]:
+        """Return what was recalled for step t. Raises: KeyError, where neither bank nor record holds one."""
         ids = self.steps[t].memory_ids
-        return tuple(self.made.get(id) or kept(id) for id in (self.memory_ids if ids is None else ids))
+        return tuple(self.made.get(id) or kept[id] for id in (self.memory_ids if ids is None else ids))
 
 
 def refused(step: StepRecord) -> bool:

@@ -34,7 +34,7 @@ from envs.base import Environment, Task
 from envs.registry import Environments, executor_told
 from executor.records import Executor, Grounding
 from memory.entry import MemoryEntry
-from memory.protocol import BankError, MemorySystem, Trace
+from memory.protocol import BankError, Kept, MemorySystem, Trace
 from runtime.progress import progress
 from runtime.store import JsonLines, RecordError
 
@@ -176,16 +176,14 @@ def rows_from_record(
     entries = {entry.id: entry for entry in bank}
     rows, kept = [], []
     for episode in episodes:
-        rows += sound_rows(episode, entries.__getitem__, own_label, commands)
+        rows += sound_rows(episode, entries, own_label, commands)
         for step in episode.steps:
             step.image = None
         kept.append(episode)
     return rows, kept
 
 
-def sound_rows(
-    episode: Episode, kept: Callable[[str], MemoryEntry], own_label: bool, commands: bool = False
-) -> list[SftRow]:
+def sound_rows(episode: Episode, kept: Kept, own_label: bool, commands: bool = False) -> list[SftRow]:
     """Make one row per step, without those whose emission could not be read, or not be applied to the Brief State.
 
     Args:

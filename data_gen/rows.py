@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from compiler.brief_state import parse_brief_state
 from compiler.language import Kind, parse
 from executor.prompt import memory_text
 from memory.entry import MemoryEntry, Provenance
+from memory.protocol import Kept
 from memory.trajectory import png_bytes, stated_goal
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class SftRow:
         )  # fmt: skip
 
 
-def rows_of(episode: Episode, kept: Callable[[str], MemoryEntry], commands: bool = False) -> list[SftRow]:
-    """Make one row per step of a teacher's episode; `kept` gives the bank's entries by id. The label is what the expert
+def rows_of(episode: Episode, kept: Kept, commands: bool = False) -> list[SftRow]:
+    """Make one row per step of a teacher's episode; `kept` has the bank's entries. The label is what the expert
     would do, also where it strayed. A step at which environment, compiler or executor failed gives no row."""
     goal, history, rows = stated_goal(episode.goal, episode.scene), (), []
     for t, step in enumerate(episode.steps):

@@ -223,7 +223,7 @@ class MemoryBank:
         """Return all entries with their pictures; iterate over the bank where that is too much."""
         return list(self)
 
-    def get(self, id: str) -> MemoryEntry:
+    def __getitem__(self, id: str) -> MemoryEntry:
         """Return one entry. Raises: KeyError, where the bank does not hold this id."""
         from lancedb.expr import col, lit
 

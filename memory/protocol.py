@@ -93,8 +93,16 @@ class Fixed:
         pass
 
 
+class Kept(Protocol):
+    """Entries by id."""
+
+    def __getitem__(self, id: str, /) -> MemoryEntry:
+        """Return the entry. Raises: KeyError, where none of this id is kept."""
+        ...
+
+
 @runtime_checkable
-class MemorySystem(Protocol):
+class MemorySystem(Kept, Protocol):
     """Everything that callers use of any memory system. Its state is what was committed, so that a version of it stands
     for all that it will ever say."""
 
@@ -129,10 +137,6 @@ class MemorySystem(Protocol):
 
     def origins(self) -> Counter[tuple[str, str]]:
         """Count the traces that were committed by (task id, split), for audits and for going on after a kill."""
-        ...
-
-    def get(self, id: str) -> MemoryEntry:
-        """Return one entry that is kept. Raises: KeyError, where there is none of this id."""
         ...
 
     def __len__(self) -> int: ...

@@ -96,7 +96,7 @@ class Replay:
         if self._bank is None:
             version = self.config.memory.version or episode.bank_version
             self._bank = open_memory(self.config.memory.model_copy(update={"version": version}), self.run / "bank")
-        return episode.memory_at(t, self._bank.get)
+        return episode.memory_at(t, self._bank)
 
     def recompiled(self, episode: Episode, t: int) -> latents.Recompiled | None:
         """Make step t's soft tokens again; None where the executor read none."""

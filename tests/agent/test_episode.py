@@ -14,6 +14,7 @@ from data_gen.rows import rows_of
 from envs.base import EnvironmentFailure
 from runtime.errors import StopReason
 from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
+from tests.memory.entries import by_id
 
 
 def run(specs, delivery=None, executor=None, **kwargs):
@@ -108,7 +109,7 @@ def test_records_and_rows_ask_what_the_loop_asked(name):
     if find(name).kind == "compiled":
         assert [compile_request(replace(step, emission=None)) for step in steps] == without_expert(asked.compiled)
     if name == "compiled_text":
-        rows = [row.step_input() for row in rows_of(back, memory)]
+        rows = [row.step_input() for row in rows_of(back, by_id(memory))]
         made = [replace(executor_request(row, asked), admissible=COMMANDS) for row in rows]
         assert made == without_expert(asked.seen)
         texts = [[(e.id, e.text) for e in compile_request(row).memory] for row in rows]

@@ -24,6 +24,7 @@ from envs.household.world import KINDS
 from envs.trajectories import TrajectoryReader
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
+from tests.memory.entries import by_id
 
 
 def played(env: Environment, tasks: list[Task], steps: int) -> list[Episode]:
@@ -198,7 +199,7 @@ def test_rows_of_generated_homes_are_the_same_to_the_byte(entry, sha256: str, tm
     for spec, episode in zip(
         specs, run_episodes(lambda: env, specs, delivery, ExpertExecutor(0.15), Limits(20), 1), strict=True
     ):
-        for row in rows_of(episode, spec.memory):
+        for row in rows_of(episode, by_id(spec.memory)):
             told = (row.goal, row.memory_ids, row.memory_texts, row.state, row.observation, row.history, row.emission)
             hashed.update(json.dumps([row.task_id, row.t, *told, row.action]).encode())
     assert hashed.hexdigest().startswith(sha256)

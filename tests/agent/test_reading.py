@@ -18,6 +18,7 @@ from configs.models import ExecutorConfig
 from data_gen.rows import rows_of
 from executor.records import EVERYTHING, PAPER, Reads
 from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
+from tests.memory.entries import by_id
 
 GUIDANCE = {"guidance": "go north", "reason": "it is there"}
 EMISSIONS = {
@@ -68,7 +69,7 @@ def test_loop_records_and_rows_ask_alike_under_every_setting(reads: Reads) -> No
     heard = [True, False, False, False] if reads.soft_on == "guidance" else [True] * 4
     back = episode_from_json(json.loads(json.dumps(episode.to_json())))
     assert [step.soft_read for step in back.steps] == [step.soft_read for step in episode.steps] == heard
-    rows = rows_of(back, spec(4).memory)
+    rows = rows_of(back, by_id(spec(4).memory))
     for t, seen in enumerate(asked.seen):
         again = executor_request(recorded_step(back, t, soft=torch.full((4, 2), float(t))), asked)
         row = executor_request(rows[t].step_input(4), asked)

@@ -19,6 +19,7 @@ from envs.scienceworld.trajectories import ScienceWorldReader, destination, rest
 from envs.trajectories import Fact
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
+from tests.memory.entries import by_id
 
 READER = ScienceWorldReader()
 BOIL = (
@@ -143,7 +144,7 @@ def test_rows_of_a_small_collection_hold_all_four_emission_kinds(env, tmp_path) 
     episodes = run_episodes(lambda: env, specs, delivery, ExpertExecutor(), Limits(40), 1)
     assert all(episode.success for episode in episodes)
     assert [step.op_errors for e in episodes for step in e.steps if step.op_errors] == []
-    assert {row.kind for e, s in zip(episodes, specs, strict=True) for row in rows_of(e, s.memory)} == set(Kind)
+    assert {row.kind for e, s in zip(episodes, specs, strict=True) for row in rows_of(e, by_id(s.memory))} == set(Kind)
 
 
 @pytest.mark.slow

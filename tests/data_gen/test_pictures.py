@@ -30,6 +30,7 @@ from memory.bank import MemoryBank
 from memory.trajectory import png_bytes
 from tests import tiny_models
 from tests.data_gen.made_rows import png, row
+from tests.memory.entries import by_id
 
 SCENES = {"train": 1}
 TEACHER = ExpertTeacher(reader=reader_of(HouseholdSettings()))
@@ -106,7 +107,7 @@ def test_rows_the_loop_and_the_service_read_the_same_pictures(specs: list[Episod
     reader = Reader(reader=TEACHER.reader)
     delivery = Delivery("teacher", "compiled", reader, soft=False)
     episodes = run_episodes(make_env, specs, delivery, ExpertExecutor(), Limits(20), 1)
-    rows: list[SftRow] = [r for e, spec in zip(episodes, specs, strict=True) for r in rows_of(e, spec.memory)]
+    rows: list[SftRow] = [r for e, spec in zip(episodes, specs, strict=True) for r in rows_of(e, by_id(spec.memory))]
     save_rows(rows, tmp_path / "rows")
     compiler, blind = tiny_models.memory_compiler(True), tiny_models.memory_compiler(False)
     assert len(rows) == len(reader.asked) > 3

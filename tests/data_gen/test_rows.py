@@ -70,13 +70,13 @@ def test_rows_say_how_their_episode_went() -> None:
     )
     for episode in play(30):
         assert episode.success
-        assert [(r.t, r.success, r.steps) for r in rows_of(episode, ())] == [
+        assert [(r.t, r.success, r.steps) for r in rows_of(episode, {})] == [
             (t, True, len(episode.steps)) for t in range(len(episode.steps))
         ]
     short = play(2)[0]
-    assert [(r.success, r.steps) for r in rows_of(short, ())] == [(False, 2)] * 2
+    assert [(r.success, r.steps) for r in rows_of(short, {})] == [(False, 2)] * 2
     short.steps[1].emission_kind = ""  # the compiler failed here
-    assert [r.t for r in rows_of(short, ())] == [0]
+    assert [r.t for r in rows_of(short, {})] == [0]
 
 
 def test_rows_keep_the_commands_where_executors_are_shown_them(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_rows_keep_the_commands_where_executors_are_shown_them(tmp_path: Path) -
     delivery = Delivery("expert_compiler", "compiled", ExpertTeacher(reader=HouseholdReader()), soft=False)
     specs = [EpisodeSpec(env.tasks("train")[0])]
     [episode] = run_episodes(lambda: env, specs, delivery, ExpertExecutor(), Limits(4), concurrency=1)
-    assert {row.commands for row in rows_of(episode, ())} == {()}
-    save_rows(rows_of(episode, (), commands=True), tmp_path / "rows")
+    assert {row.commands for row in rows_of(episode, {})} == {()}
+    save_rows(rows_of(episode, {}, commands=True), tmp_path / "rows")
     executor = FrozenExecutor(tiny_models.lm_backbone(), "generate", "Answer.", reads=Reads(commands=True))
     for t, kept in enumerate(load_rows(tmp_path / "rows")):
         assert kept.commands == episode.steps[t].admissible and kept.commands

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from envs.base import Task
 from memory.entry import MemoryEntry
 from memory.trajectory import entry_from_trajectory
@@ -13,3 +15,7 @@ def entry(i: int, split: str = "train", images: int = 0, success: bool = True) -
     return entry_from_trajectory(
         task, [f"take mug {i} from shelf 1"], [], success, "it was there", pictures, id=f"e{i:05}"
     )
+
+
+def by_id(entries: Iterable[MemoryEntry]) -> dict[str, MemoryEntry]:
+    return {entry.id: entry for entry in entries}

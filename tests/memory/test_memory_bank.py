@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from envs.base import Task
 from memory.bank import MemoryBank
-from memory.entry import Memory, MemoryEntry, Provenance, Written
+from memory.entry import MemoryEntry, Provenance, Written
+from memory.protocol import MemorySystem
 from memory.table import CROWDED, BankError
 from tests.memory.entries import entry
 
@@ -41,10 +42,10 @@ def test_what_is_written_is_read_back_in_order(bank: MemoryBank):
     assert bank.write(written[0]) == Written(1) and bank.write(written[1:]) == Written(3)
     for reader in (bank, MemoryBank(bank.path)):
         assert reader.entries() == list(reader) == written and len(reader) == 4
-        assert reader.get("e00002") == written[2]
+        assert reader["e00002"] == written[2]
     with pytest.raises(KeyError, match="e9"):
-        bank.get("e9")
-    assert isinstance(bank, Memory)
+        bank["e9"]
+    assert isinstance(bank, MemorySystem)
 
 
 def test_iterating_reads_in_batches_and_in_order(bank: MemoryBank):
@@ -66,7 +67,7 @@ def test_any_string_is_data(tmp_path_factory, id, text, task, scene, goal, split
     made = MemoryEntry(id, text, Provenance(task, scene, goal, split, False, tuple(actions), "x"), tuple(images))
     bank.write(made)
     clean = json.loads(json.dumps(id).encode("ascii")).encode("utf-8", "replace").decode()
-    found = bank.get(id)
+    found = bank[id]
     assert found.id == clean and bank.write(made) == Written(0, 1)
     if json.dumps(text).count("\\ud") == 0 and len(bank) == 1:
         assert found.text == text and found.images == tuple(images)
@@ -74,7 +75,7 @@ def test_any_string_is_data(tmp_path_factory, id, text, task, scene, goal, split
 
 def test_surrogates_are_replaced_and_the_rest_is_kept(bank: MemoryBank):
     bank.write(MemoryEntry("a\ud800", "b\udcff é\0'", Provenance("t", "s", "g", "train", True)))
-    assert bank.get("a\ud800") == bank.get("a?") and bank.get("a?").text == "b? é\0'"
+    assert bank["a\ud800"] == bank["a?"] and bank["a?"].text == "b? é\0'"
 
 
 def test_an_entry_without_an_id_is_refused(bank: MemoryBank):
@@ -91,7 +92,7 @@ def test_a_known_id_is_ignored_and_counted(bank: MemoryBank):
     version = bank.snapshot()
     changed = MemoryEntry("e00001", "other text", entry(1).provenance)
     assert bank.write([changed, entry(2)]) == Written(0, 2) and bank.snapshot() == version
-    assert bank.get("e00001") == entry(1)
+    assert bank["e00001"] == entry(1)
     other = MemoryBank(bank.path)
     assert other.write([changed, entry(3)]) == Written(1, 1)
     assert bank.write([entry(3), entry(4)]) == Written(1, 1) and ids(bank) == ["e00001", "e00002", "e00003", "e00004"]
@@ -214,7 +215,7 @@ def test_a_view_never_sees_later_rows(bank: MemoryBank):
             assert len(view) == 2 * i + 2 and view.snapshot() == version == view.inspect()["version"]
             assert max(ids(view.retrieve([TASK], 100)[0])) == max(ids(view)) == f"e{2 * i + 1:05}"
             with pytest.raises(KeyError):
-                view.get(f"e{2 * i + 2:05}")
+                view[f"e{2 * i + 2:05}"]
     view = bank.at(versions[2])
     before = view.entries()
     bank.write(entry(99))
@@ -261,7 +262,7 @@ def test_many_small_writes_are_merged_and_no_version_is_lost(bank: MemoryBank):
 
 READS = {
     "len": len, "entries": MemoryBank.entries, "snapshot": MemoryBank.snapshot, "inspect": MemoryBank.inspect,
-    "at": lambda b: b.at(1), "get": lambda b: b.get("x"), "retrieve": lambda b: b.retrieve([TASK])[0],
+    "at": lambda b: b.at(1), "get": lambda b: b["x"], "retrieve": lambda b: b.retrieve([TASK])[0],
 }  # fmt: skip
 
 
