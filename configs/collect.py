@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from configs.models import EndpointConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings, find
@@ -30,7 +30,11 @@ class MemoryConfig(Settings):
 
     @model_validator(mode="after")
     def _system_has_them(self) -> MemoryConfig:
-        find_memory(self.system).settings.model_validate(self.settings)
+        try:
+            find_memory(self.system).settings.model_validate(self.settings)
+        except ValidationError as error:  # of its own schema, of which the loader knows no keys
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ValueError(f"settings of memory system {self.system}: {wrong}") from None
         return self
 
 
