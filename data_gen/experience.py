@@ -155,6 +155,7 @@ def _facts(config: Config, experience: Sequence[Task]) -> dict[str, Any]:
         "tasks_sha256": Manifest.of(env.name, experience).sha256,
         "pictures": config.memory.pictures,
         "embed": config.memory.embed,
+        "memory": {"system": config.memory.system, "settings": config.memory.settings},
     }
 
 

@@ -141,7 +141,9 @@ def diary(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_serves_collection_training_and_evaluation(
     diary: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from data_gen.experience import filled_bank
     from data_gen.rows import load_rows
+    from envs.registry import Environments
     from eval.evaluate import run_eval
     from memcompiler.collect import run_collect
     from training.run import train_grpo, train_sft
@@ -161,6 +163,11 @@ def test_it_serves_collection_training_and_evaluation(
         **trained, "env": ENV, "memory": MEMORY, "updates": 1, "tasks": 1, "group_size": 2, "max_steps": 2,
         "loss": {"latent_gradient": "pathwise"},
     }  # fmt: skip
+    other = CollectConfig.model_validate({"env": ENV})
+    with Environments(other.env) as envs:  # of the same episodes, and another bank
+        bank = filled_bank(other, envs, envs.tasks("train_experience")[:1], tmp_path / "other")
+    assert bank.name == "trajectory" and len(list((tmp_path / "experience").iterdir())) == 2
+
     told = list[Record]()
     monkeypatch.setattr(Page, "observe", lambda self, record: (self.done.append(record), told.append(record)))
     train_grpo(GrpoConfig.model_validate(grpo), tmp_path / "grpo", "overwrite")
