@@ -89,7 +89,8 @@ def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:
     """Ask for one action, with what this executor reads."""
     image = step.image if executor.sees_images else None
     return ExecutorRequest(
-        step.goal, delivered(step, executor), step.history, step.observation, step.admissible, step.expert, image
+        step.goal, delivered(step, executor), step.history, step.observation, step.admissible, step.expert, image,
+        executor.reads.history,
     )  # fmt: skip
 
 

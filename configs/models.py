@@ -170,12 +170,13 @@ class ExecutorConfig(ModelSettings):
     # emission (always), or as in the paper where there is guidance, acting without memory on BRIEF and NOACTION.
     reads_state: bool = False
     soft_on: Literal["guidance", "always"] = "guidance"
+    history: int = Field(default=20, ge=0)  # of its last actions that it is shown; 0 where memory is to keep them
     max_new_tokens: int = Field(default=64, ge=1)
 
     @property
     def reading(self) -> dict[str, Any]:
         """What checkpoints say of the executor that they were trained for, and evaluations compare with their own."""
-        return self.model_dump(include={"reads_state", "soft_on"})
+        return self.model_dump(include={"reads_state", "soft_on", "history"})
 
     @model_validator(mode="after")
     def _engine_can(self) -> ExecutorConfig:

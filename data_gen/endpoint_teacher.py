@@ -137,7 +137,9 @@ def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[E
         return ExpertExecutor(config.noise, config.seed), endpoints
     if config.acts == "teacher":
         shown = told.instructions if config.executor.instructions == "full" else ""
-        reads = Reads(config.executor.reads_state, config.executor.soft_on, told.lists_commands)
+        reads = Reads(
+            config.executor.reads_state, config.executor.soft_on, config.executor.history, told.lists_commands
+        )
         return ApiExecutor(teacher, shown, config.executor.max_new_tokens, "actor", reads), endpoints
     actor = load_executor(config.executor, told, cache)
     if isinstance(actor, ApiExecutor):

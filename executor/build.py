@@ -72,5 +72,5 @@ def load_frozen(config: ExecutorConfig, told: Told) -> FrozenExecutor:
 
 def _common(config: ExecutorConfig, told: Told) -> dict[str, Any]:
     shown = told.instructions if config.instructions == "full" else ""
-    reads = Reads(config.reads_state, config.soft_on, told.lists_commands)
+    reads = Reads(config.reads_state, config.soft_on, config.history, told.lists_commands)
     return {"instructions": shown, "max_new_tokens": config.max_new_tokens, "images": config.images, "reads": reads}

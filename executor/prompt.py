@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PICTURE = "[picture]"  # how records show a picture's place
-HISTORY = 20  # actions that are shown
+HISTORY = 20  # actions that are shown, unless settings say otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class ExecutorRequest:
     admissible: tuple[str, ...] | None = None
     expert: Callable[[], list[str] | None] | None = None  # for expert executors only, models never ask it
     image: Image | None = None  # the current view, for executors that see
+    shown: int = HISTORY  # of the actions so far
 
 
 def instructed(instructions: str, request: ExecutorRequest, lists_commands: bool) -> str:
@@ -76,8 +77,8 @@ def executor_parts(request: ExecutorRequest, placeholder: str) -> list[Part]:
         lines.append(f"guide: {d.reason + ' | ' if d.reason else ''}{d.guidance}")
     if d.n_soft:
         lines.append(f"soft: {placeholder * d.n_soft}")
-    if request.history:
-        lines.append(f"did: {' ; '.join(request.history[-HISTORY:])}")
+    if did := request.history[max(0, len(request.history) - request.shown) :]:
+        lines.append(f"did: {' ; '.join(did)}")
     see = f"see: {request.observation}"
     if request.image is None:
         return [Part("\n".join([*lines, see]))]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from executor.prompt import ExecutorRequest
+from executor.prompt import HISTORY, ExecutorRequest
 
 if TYPE_CHECKING:
     from lm.prompt import Prompt
@@ -68,6 +68,7 @@ class Reads:
     state: bool = False  # the Brief State, too, which is the compiler's own otherwise
     # Soft tokens with EXPERIENCE and HYBRID only, so that it acts without memory on BRIEF and NOACTION; or always.
     soft_on: Literal["guidance", "always"] = "guidance"
+    history: int = HISTORY  # of its last actions, at most
     commands: bool = False  # the possible commands, below its instructions (`envs.spec.EnvSpec.lists_commands`)
 
 

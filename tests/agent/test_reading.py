@@ -16,6 +16,7 @@ from compiler.build import report_reading
 from compiler.language import Emission, Kind
 from configs.models import ExecutorConfig
 from data_gen.rows import rows_of
+from executor.prompt import executor_text
 from executor.records import EVERYTHING, PAPER, Reads
 from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
 from tests.memory.entries import by_id
@@ -54,7 +55,7 @@ def test_what_is_delivered_by_kind_and_setting(reads: Reads, kind: Kind) -> None
 
 def test_by_default_noaction_and_brief_leave_the_executor_without_memory() -> None:
     config = ExecutorConfig()
-    assert Reads(config.reads_state, config.soft_on) == PAPER == Reads()
+    assert Reads(config.reads_state, config.soft_on, config.history) == PAPER == Reads()
     alone = delivered(StepInput("g", "see"), Reader(PAPER))
     for kind in (Kind.BRIEF, Kind.NOACTION):
         step = StepInput("g", "see", state=STATE, emission=EMISSIONS[kind], soft=torch.ones(4, 2))
@@ -80,6 +81,12 @@ def test_loop_records_and_rows_ask_alike_under_every_setting(reads: Reads) -> No
             assert replace(made.delivered, soft=None) == bare
 
 
+def test_how_many_of_its_last_actions_it_is_shown_is_a_setting() -> None:
+    for shown, did in ((0, ""), (2, "\ndid: b ; c"), (9, "\ndid: a ; b ; c")):
+        step, reader = StepInput("g", "see", history=("a", "b", "c")), Reader(Reads(history=shown))
+        assert executor_text(executor_request(step, reader), "") == f"goal: g{did}\nsee: see"
+
+
 def test_an_executor_that_cannot_read_soft_tokens_never_gets_any() -> None:
     closed = Reader(EVERYTHING)
     closed.accepts_soft = False
@@ -90,9 +97,10 @@ def test_an_executor_that_cannot_read_soft_tokens_never_gets_any() -> None:
 def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path, caplog) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"executor_reads": ExecutorConfig().reading}))
     trained = checkpoint.executor_reading(tmp_path)
-    assert trained == {"reads_state": False, "soft_on": "guidance"}
+    assert trained == {"reads_state": False, "soft_on": "guidance", "history": 20}
     with caplog.at_level(logging.WARNING):
         report_reading(trained, ExecutorConfig(), "here")
+        report_reading({"reads_state": False, "soft_on": "guidance"}, ExecutorConfig(), "of before")
         assert not caplog.records
         report_reading(trained, ExecutorConfig(soft_on="always"), "runs/sft")
         report_reading(None, ExecutorConfig(), "runs/old")

@@ -23,7 +23,8 @@ def test_parses_and_round_trips(path, tmp_path):
 
 
 def test_what_executors_read_is_the_papers_but_for_models_that_were_made_otherwise():
-    paper, everything = {"reads_state": False, "soft_on": "guidance"}, {"reads_state": True, "soft_on": "always"}
+    paper = {"reads_state": False, "soft_on": "guidance", "history": 20}
+    everything = {**paper, "reads_state": True, "soft_on": "always"}
     for path in FILES:
         config = load_config(SCHEMAS[(name := path.relative_to(CONFIGS)).parts[0]], path)
         stages = (config.sft, config.grpo, config.eval) if isinstance(config, QuickstartConfig) else (config,)
