@@ -73,7 +73,7 @@ def train_executor(
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (1000, 2200),
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (600, 1400),
     batch: int = 16, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
     """Make the compiler base: text curriculum; questions in random order, often where a place is named; then mostly the
