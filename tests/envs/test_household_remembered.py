@@ -17,7 +17,7 @@ from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import Episode
 from configs.collect import CollectConfig
-from data_gen.experience import collect_experience, entries_of, explain, kept_views
+from data_gen.experience import collect_experience, explain, kept_views, traces_of
 from data_gen.tasks import specs_for
 from envs.base import Task
 from envs.household.environment import HouseholdEnvironment, HouseholdSettings
@@ -27,6 +27,7 @@ from envs.household.trajectories import taken
 from envs.registry import reader_of
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry
+from memory.trajectory import entry_of_trace
 
 SETTINGS = {"scenes": {"train": 6, "test": 3}, "visual_share": 0.3, "remembered_share": 0.3}
 TEACHER = ExpertTeacher(reader=reader_of(HouseholdSettings()))
@@ -60,7 +61,7 @@ def experience(env: HouseholdEnvironment) -> list[MemoryEntry]:
     specs = [EpisodeSpec(task) for task in env.tasks("train_experience")]
     episodes = run_episodes(lambda: env, specs, Delivery("expert", "none"), ExpertExecutor(), Limits(50), 1)
     explain(episodes, TEACHER)
-    return entries_of(episodes, VIEWS)
+    return [entry_of_trace(trace) for [trace] in traces_of(episodes, VIEWS)]
 
 
 def marked_places(picture: Any) -> set[str]:

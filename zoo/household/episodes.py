@@ -13,13 +13,14 @@ from agent.deliveries import Delivery, recorded_step
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import StepInput, compile_request
-from data_gen.experience import entries_of, explain, first_views, no_views
+from data_gen.experience import explain, first_views, no_views, traces_of
 from envs.base import Environment, Task
 from envs.household.environment import HouseholdEnvironment, telling_views
 from envs.household.trajectories import HouseholdReader, subgoals, taken
 from executor.prompt import ExecutorRequest
 from executor.records import EVERYTHING, Action, Grounding, Reads
 from memory.entry import MemoryEntry
+from memory.trajectory import entry_of_trace
 from zoo.curriculum import NOTHING
 from zoo.household.lessons import Situation
 
@@ -53,7 +54,8 @@ class EntryPool:
         for task in tasks if pictures else ():
             env.reset(task)
             marks[_scene_key(task.id)] = env.marked_receptacle or ""
-        return cls(entries_of(played, first_views(telling_views, pictures) if pictures else no_views), marks)
+        views = first_views(telling_views, pictures) if pictures else no_views
+        return cls([entry_of_trace(trace) for [trace] in traces_of(played, views)], marks)
 
     def memory_for(self, task: Task, thing: str, rng: random.Random, k: int) -> tuple[MemoryEntry, ...]:
         """Draw k entries in random order: the right one (if any), its scene's others, other scenes' same object.
