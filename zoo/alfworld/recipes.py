@@ -25,19 +25,17 @@ from transformers import Qwen2ForCausalLM
 from agent.episode import EpisodeSpec
 from executor.hf import FrozenExecutor
 from lm.backbone import Backbone
-from zoo import curriculum, recipes, stages
+from zoo import recipes, stages
 from zoo.alfworld import play
 from zoo.alfworld.lessons import DeedDraws, LessonDraws
 from zoo.alfworld.words import LEXICON
-from zoo.curriculum import SEARCH, Kind, Level
+from zoo.curriculum import LEVELS, SEARCH, Kind, Level
 from zoo.models import as_llama, make_tokenizer
 from zoo.recipes import RATE
 
 Stages = Mapping[str, tuple[float, tuple[Kind, ...]]]
 EXECUTOR: Stages = {**recipes.TEXT, "search": (RATE / 2, ("search",))}
 """The stages of text; those of the compiler base are all worlds'."""
-LEVELS = (*curriculum.LEVELS[:-1], Level("goals", 12, 0.965))
-"""Those of all worlds, but for the last: 96.5 % of its exam are reached after 225 steps, 97.5 not in 175 more."""
 EXAM_OF = 25
 
 Draw = Callable[[random.Random], stages.Batch]
