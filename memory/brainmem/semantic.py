@@ -1,0 +1,157 @@
+"""Semantic memory: experiences, and the guidelines that form of them, by utility (BrainMem, section 3.2.3 and B.3).
+
+    confidence = n_success / n_total      usage = min(n_success / 10, 1)
+    utility    = 0.7 confidence + 0.3 usage
+
+A guideline is applied in an episode when it was listed and its task types hold the episode's; a success is that of the
+first attempt. When there are more than 1.5 M, those of least utility are dropped until M are left, but never one that
+is protected (confidence of at least 0.8 with five successes or more). For the order of dropping alone, and not of
+listing, utility decays by the episodes since the last use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+SATURATION = 10  # successes from which use adds nothing
+CONFIDENCE_WEIGHT, USAGE_WEIGHT = 0.7, 0.3
+PROTECTED_CONFIDENCE, PROTECTED_SUCCESSES = 0.8, 5
+SOFT_LIMIT = 1.5  # of the guidelines that are shown, from which on some are dropped
+AGREE = 0.5  # Jaccard index of two texts' words, from which on they say the same
+SUPPORT = 2  # experiences of different tasks that make a guideline
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What one episode taught, all of its attempts together; `success` is that of the first."""
+
+    id: str
+    task_id: str
+    room: str
+    task_type: str
+    objects: frozenset[str]
+    success: bool
+    success_patterns: tuple[str, ...] = ()
+    failure_causes: tuple[str, ...] = ()
+    learning_insights: tuple[str, ...] = ()
+    recommendations: tuple[str, ...] = ()
+
+    def texts(self) -> list[str]:
+        """List what may become a guideline."""
+        avoid = [f"Avoid: {cause}" for cause in self.failure_causes]
+        return [*self.success_patterns, *avoid, *self.learning_insights, *self.recommendations]
+
+
+@dataclass(frozen=True, slots=True)
+class Guideline:
+    id: str
+    text: str
+    n_success: int
+    n_total: int
+    task_types: frozenset[str]
+    objects: frozenset[str]  # empty: general
+    support: frozenset[str]  # ids of experiences
+    last_applied: int  # episode
+
+    @property
+    def confidence(self) -> float:
+        return self.n_success / self.n_total if self.n_total else 0.0
+
+    @property
+    def utility(self) -> float:
+        """B.3.1."""
+        return CONFIDENCE_WEIGHT * self.confidence + USAGE_WEIGHT * min(self.n_success / SATURATION, 1)
+
+    @property
+    def protected(self) -> bool:
+        """Tell whether it is never dropped (B.3.2); by counts, without decay."""
+        return self.confidence >= PROTECTED_CONFIDENCE and self.n_success >= PROTECTED_SUCCESSES
+
+    def applied(self, success: bool, episode: int) -> Guideline:
+        """Return it after an episode in which it was applied."""
+        return replace(
+            self, n_success=self.n_success + success, n_total=self.n_total + 1, last_applied=episode
+        )  # fmt: skip
+
+
+def listed(guidelines: Iterable[Guideline], most: int) -> list[Guideline]:
+    """Return the best `most`, best first; all of those that are protected if they are more."""
+    ranked = sorted(guidelines, key=lambda g: (-g.utility, -g.n_success, g.id))
+    return ranked[:most]
+
+
+def pruned(guidelines: Sequence[Guideline], most: int, now: int, decay: float = 1.0) -> list[Guideline]:
+    """Drop what is worth least once there are more than 1.5 `most`, in the order in which they were."""
+    if len(guidelines) <= SOFT_LIMIT * most:
+        return list(guidelines)
+    effective = lambda g: g.utility * decay ** (now - g.last_applied)
+    worst_first = sorted(guidelines, key=lambda g: (effective(g), g.n_success, g.id))
+    dropped = {g.id for g in [g for g in worst_first if not g.protected][: len(guidelines) - most]}
+    return [g for g in guidelines if g.id not in dropped]
+
+
+def counted(
+    guidelines: Sequence[Guideline], shown: frozenset[str], task_type: str, success: bool, episode: int
+) -> list[Guideline]:
+    """Count an episode for the guidelines that were applied in it."""
+    return [
+        g.applied(success, episode) if g.id in shown and task_type in g.task_types else g for g in guidelines
+    ]  # fmt: skip
+
+
+def formed(
+    guidelines: Sequence[Guideline], experiences: Sequence[Experience], new: Experience, episode: int, id: str
+) -> list[Guideline]:
+    """Take in a new experience: it joins the support of guidelines that it agrees with, without changing their counts;
+    and each of its texts that an experience of another task agrees with, and no guideline says yet, becomes one.
+
+    `id` begins the ids of new guidelines. They start with the counts of their support.
+    """
+    joined, left = list(guidelines), new.texts()
+    for i, g in enumerate(joined):
+        agreeing = [text for text in left if _agree(g.text, text)]
+        if agreeing and _meet(g.task_types, g.objects, new):
+            joined[i] = replace(g, support=g.support | {new.id})
+            left = [text for text in left if text not in agreeing]
+    for number, text in enumerate(left):
+        support = [new, *(e for e in experiences if e.task_id != new.task_id and _says(e, text, new))]
+        if len({e.task_id for e in support}) < SUPPORT:
+            continue
+        objects = frozenset.intersection(*(e.objects for e in support))
+        made = Guideline(
+            f"{id}.{number}", text, sum(e.success for e in support), len(support),
+            frozenset(e.task_type for e in support), objects, frozenset(e.id for e in support), episode,
+        )  # fmt: skip
+        if not any(_agree(g.text, text) for g in joined):
+            joined.append(made)
+    return joined
+
+
+def recalled(
+    experiences: Sequence[Experience], room: str, task_type: str, objects: frozenset[str], k: int
+) -> list[Experience]:
+    """Return the k experiences that say most about a task: its type counts two, the share of its objects one; where
+    equal, this room's come first, then the latest. Those that share nothing are left out."""
+
+    def score(e: Experience) -> float:
+        return 2.0 * (e.task_type == task_type) + len(e.objects & objects) / max(1, len(objects))
+
+    ranked = sorted(enumerate(experiences), key=lambda pair: (-score(pair[1]), pair[1].room != room, -pair[0]))
+    return [e for _, e in ranked if score(e) > 0][:k]
+
+
+def _says(experience: Experience, text: str, new: Experience) -> bool:
+    of_type = _meet(frozenset({experience.task_type}), experience.objects, new)
+    return of_type and any(_agree(text, other) for other in experience.texts())
+
+
+def _meet(task_types: frozenset[str], objects: frozenset[str], new: Experience) -> bool:
+    """Tell whether task types meet, and objects, where neither side is general."""
+    return new.task_type in task_types and (not objects or not new.objects or bool(objects & new.objects))
+
+
+def _agree(one: str, other: str) -> bool:
+    a, b = (set(re.findall(r"[a-z0-9]+", text.lower())) for text in (one, other))
+    return len(a & b) >= AGREE * len(a | b) > 0

@@ -1,0 +1,111 @@
+"""BrainMem's working memory: window, success rate, warnings, rendering."""
+
+from __future__ import annotations
+
+import pytest
+
+from envs.base import Task
+from memory.brainmem.reading import Body, kind, moved, objects, room, summary, views
+from memory.brainmem.settings import Working
+from memory.brainmem.working import WorkStep, rate, rendered, warnings
+
+
+def step(t: int, action: str, ok: bool = True, holds: str = "", held: str = "", changed: bool = True) -> WorkStep:
+    return WorkStep(t, action, ok, f"view {t}", f"shelf {t}", holds, held, changed=changed)
+
+
+def test_the_window_and_its_success_rate() -> None:
+    steps = [step(t, f"go to shelf {t}", ok=outcome == "S") for t, outcome in enumerate("FSFSSSS")]
+    window = steps[-5:]
+    assert rate(window) == "80.0%" and rate(steps[:4][-4:]) == "50.0%" and rate(steps[3:]) == "100.0%"
+    assert rate([step(0, "a", ok=False), *(step(t, "b") for t in (1, 2, 3))]) == "75.0%"
+    text = rendered(window, taken=7, settings=Working())
+    assert [line for line in text.split("\n") if line.startswith("Step ")] == [
+        f"Step {t + 1}: Action: go to shelf {t} ({'Failure' if t == 2 else 'Success'})" for t in range(2, 7)
+    ]
+    assert "view 1" not in text and "shelf 1" not in text and "success rate 80.0%, actions 7" in text
+    assert "Recently Visited Locations: shelf 2, shelf 3, shelf 4, shelf 5, shelf 6" in text
+    assert rendered([], 0, Working()) == ""
+
+
+def test_each_switch_takes_its_own_lines_away_and_no_other() -> None:
+    window = [
+        step(0, "take mug 1 from shelf 1", holds="mug 1"),
+        step(1, "take pen 1 from desk 1", False, "mug 1", "mug 1"),
+    ]
+    whole = rendered(window, 2, Working()).split("\n")
+    gone = lambda **off: [line for line in whole if line not in rendered(window, 2, Working(**off)).split("\n")]
+    assert gone(success_state=False) == ["Performance: success rate 50.0%, actions 2"]
+    assert gone(agent_state=False)[0] == "CURRENT ROBOT STATE: holding mug 1" and len(gone(agent_state=False)) == 3
+    assert len(gone(consistency_check=False)) == 1 and "mug 1 was held" in gone(consistency_check=False)[0]
+    assert gone(feedback=False) == [line for line in whole if line.startswith("Step ")]
+    assert "Success" not in rendered(window, 2, Working(feedback=False))
+    assert rendered(window, 2, Working(format="short")).split("\n")[1:3] == [
+        "Step 1: Action: take mug 1 from shelf 1 (Success), holding mug 1, at shelf 0",
+        "Step 2: Action: take pen 1 from desk 1 (Failure), holding mug 1, at shelf 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("window", "says"),
+    [
+        ([step(0, "open safe 1", ok=False), step(1, "look"), step(2, "open safe 1", ok=False)], "failed before"),
+        ([step(0, "take mug 1 from shelf 1", held="pen 1", holds="pen 1")], "pen 1 was held"),
+        ([step(0, "heat mug 1 with microwave 1", ok=False)], "nothing was held"),
+        ([step(0, "look"), step(1, "look", changed=False)], "loop"),
+        ([step(0, "open safe 1"), step(1, "look"), step(2, "open safe 1", ok=False)], "open already"),
+    ],
+)
+def test_what_contradicts_itself_is_said(window: list[WorkStep], says: str) -> None:
+    assert says in " ".join(warnings(window))
+
+
+def test_what_is_consistent_is_not() -> None:
+    right = [step(0, "go to safe 1"), step(1, "open safe 1"), step(2, "take mug 1 from safe 1", holds="mug 1"),
+             step(3, "close safe 1", holds="mug 1", held="mug 1"), step(4, "open safe 1", holds="mug 1", held="mug 1"),
+             step(5, "move mug 1 to safe 1", held="mug 1")]  # fmt: skip
+    assert [warnings(right[: n + 1]) for n in range(len(right))] == [[]] * len(right)
+    assert warnings([]) == []
+    many = [step(0, "take mug 1 from a 1", False, held="pen 1"), step(1, "take mug 1 from a 1", False, held="pen 1")]
+    assert len(warnings([*many, many[1]])) == 2  # at most
+
+
+# reading --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_body_follows_actions_and_feedback() -> None:
+    body = Body().after("go to shelf 1", "You arrive at shelf 1. On the shelf 1, you see a mug 1.")
+    assert body == Body("shelf 1") and body.holding == "holding nothing"
+    body = body.after("take mug 1 from shelf 1", "You pick up the mug 1 from the shelf 1.")
+    assert body == Body("shelf 1", "mug 1") == body.after("go to moon 1", "Nothing happens.")
+    assert body.after("heat mug 1 with microwave 1", "You heat the mug 1 using the microwave 1.") == body
+    assert body.after("move mug 1 to desk 1", "You move the mug 1 to the desk 1.").holds == ""
+    assert body.after("inventory", "You are not carrying anything.").holds == ""
+    assert Body().after("inventory", "You are carrying: a mug 1.").holds == "mug 1"
+
+
+def test_views_say_what_is_where() -> None:
+    text = "You open the safe 1. The safe 1 is open. In it, you see a pen 2, and a mug 1."
+    assert [(view.at, view.seen) for view in views(text)] == [("safe 1", ("pen 2", "mug 1"))]
+    assert [(v.at, v.seen) for v in views("On the desk 2, you see nothing.")] == [("desk 2", ())]
+    assert list(views("The safe 1 is closed.")) == []
+    first = "You are in the middle of a room. Looking quickly around you, you see a bed 1, a desk 2, and a safe 1."
+    assert room(first) == ("bed 1", "desk 2", "safe 1")
+    assert moved("You pick up the mug 1 from the shelf 1.") == "mug 1" == moved("You move the mug 1 to the desk 1.")
+    assert moved("Nothing happens.") == "" and kind("mug 12") == "mug" and kind("home") == "home"
+
+
+def test_summaries_do_not_depend_on_order_or_white_space() -> None:
+    one = summary("On the desk 2, you see a pen 1, and a mug 1.", Body("desk 2"))
+    assert one == summary("On the  desk 2, you see a mug 1, and a pen 1.".replace("  ", " "), Body("desk 2"))
+    assert one == "at desk 2 | sees: mug 1, pen 1 | holding nothing"
+    assert summary("a  strange\nroom", Body()) == "at start | sees: a strange room | holding nothing"
+
+
+@pytest.mark.parametrize(
+    ("goal", "named"),
+    [("put a hot mug in cabinet", {"mug"}), ("look at cd under the desklamp", {"cd"}), ("boil water", set()),
+     ("clean some egg and put it in fridge", {"egg"}), ("find two pen and put them in desk", {"pen"})],
+)  # fmt: skip
+def test_the_object_of_a_goal(goal: str, named: set[str]) -> None:
+    assert objects(Task("t", goal, "", "", "")) == named
