@@ -37,6 +37,8 @@ class MemorySpec:
     open: Callable[[Path, Any, Tools], MemorySystem]
 
 
-_ALL = Plugins("memory system", "memcompiler.memories", MemorySpec, {"trajectory": "memory.bank:TRAJECTORY"})
+_ALL = Plugins("memory system", "memcompiler.memories", MemorySpec, {
+    "trajectory": "memory.bank:TRAJECTORY", "brainmem": "memory.brainmem.system:BRAINMEM",
+})  # fmt: skip
 BUILT_IN = _ALL.built_in
 register, find, names, loaded = _ALL.register, _ALL.find, _ALL.names, _ALL.loaded

@@ -9,8 +9,9 @@ before, counts against the relation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from memory.brainmem.reading import Body, kind, moved, objects, room, summary, views
 from memory.protocol import Trace
@@ -34,13 +35,16 @@ class Transition:
     before: State
     action: str
     after: State
-    n_success: int = 0
-    n_failure: int = 0
-    tasks_failed: frozenset[str] = frozenset()  # whose attempts it failed in
+    won: Counter[str] = field(default_factory=Counter)  # times that it succeeded, by task
+    lost: Counter[str] = field(default_factory=Counter)  # times that it was refused, by task
+
+    @property
+    def n_success(self) -> int:
+        return self.won.total()
 
     @property
     def tagged_failed(self) -> bool:
-        return self.n_failure > 0
+        return self.lost.total() > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +90,8 @@ class TrajectoryGraph:
         """Take in an attempt: a step counts for its transition."""
         steps = list(walk(trace))
         for before, action, after, ok in steps:
-            known = self.transitions.get((before, action, after), Transition(before, action, after))
-            failed = known.tasks_failed if ok else known.tasks_failed | {trace.task.id}
-            self.transitions[before, action, after] = replace(
-                known, n_success=known.n_success + ok, n_failure=known.n_failure + (not ok), tasks_failed=failed
-            )
+            known = self.transitions.setdefault((before, action, after), Transition(before, action, after))
+            (known.won if ok else known.lost)[trace.task.id] += 1
         actions, ok = tuple(action for _, action, _, _ in steps), tuple(ok for *_, ok in steps)
         self.trajectories.append(
             Trajectory(trace.task.id, topic, actions, ok, trace.success, trace.attempt, episode)
@@ -98,29 +99,29 @@ class TrajectoryGraph:
 
     def failed(self, state: State, task_id: str) -> list[str]:
         """List the actions that failed in a state in earlier attempts at the task."""
-        tried = (t for t in self.transitions.values() if t.before == state and task_id in t.tasks_failed)
+        tried = (t for t in self.transitions.values() if t.before == state and task_id in t.lost)
         return [t.action for t in tried]
 
-    def recalled(self, topic: Topic) -> list[Trajectory]:
-        """Return trajectories of like tasks, the most alike first, then the latest."""
+    def recalled(self, topic: Topic, own: str = "") -> list[Trajectory]:
+        """Return trajectories of like tasks but of `own`, the most alike first, then the latest."""
         ranked = sorted(enumerate(self.trajectories), key=lambda pair: (-similarity(pair[1].topic, topic), -pair[0]))
-        return [t for _, t in ranked if similarity(t.topic, topic) >= RECALLED]
+        return [t for _, t in ranked if similarity(t.topic, topic) >= RECALLED and t.task_id != own]
 
-    def patterns(self, topic: Topic, most: int, longest: int) -> list[str]:
+    def patterns(self, topic: Topic, most: int, longest: int, own: str = "") -> list[str]:
         """Write what succeeded in this very room: task type and the actions that succeeded (C.2)."""
-        won = [t for t in self.recalled(topic) if t.success and t.topic.room == topic.room]
+        won = [t for t in self.recalled(topic, own) if t.success and t.topic.room == topic.room]
         texts = dict.fromkeys(f"{t.topic.task_type}: {'; '.join(t.done[:longest])}" for t in won)
         return list(texts)[:most]
 
-    def hints(self, topic: Topic) -> list[str]:
+    def hints(self, topic: Topic, own: str = "") -> list[str]:
         """Write for each object of the task what was done with it most often, in the order in which it was done."""
         lines = []
         for thing in sorted(topic.objects):
-            counts = dict[str, int]()
+            counts = Counter[str]()
             for transition in self.transitions.values():
-                if transition.n_success and _mentions(transition.action, thing):
-                    counts[transition.action] = counts.get(transition.action, 0) + transition.n_success
-            best = sorted(counts, key=lambda action: (-counts[action], action))[:HINTS]
+                if thing in transition.action.split():
+                    counts[transition.action] += transition.n_success - transition.won[own]
+            best = sorted(+counts, key=lambda action: (-counts[action], action))[:HINTS]
             order = [action for t in self.trajectories for action in t.done]
             if best:
                 lines.append(f"{thing}: {'; '.join(sorted(best, key=order.index))}")
@@ -138,13 +139,15 @@ def similarity(one: Topic, other: Topic) -> float:
 class Relation:
     """An object category in a receptacle of a room, by the episodes that looked there."""
 
-    n_seen: int = 0
-    n_absent: int = 0
-    last_seen: int = -1
+    seen: Counter[str] = field(default_factory=Counter)  # episodes that saw it there, by task
+    absent: Counter[str] = field(default_factory=Counter)  # and that saw it was not
+    last_seen: dict[str, int] = field(default_factory=dict)  # the last of those episodes, by task
 
-    @property
-    def share(self) -> float:
-        return self.n_seen / (self.n_seen + self.n_absent)
+    def counts(self, own: str) -> tuple[int, int, int]:
+        """Return (seen, visits, last seen) without the episodes of a task."""
+        seen = self.seen.total() - self.seen[own]
+        last = max((episode for task, episode in self.last_seen.items() if task != own), default=-1)
+        return seen, seen + self.absent.total() - self.absent[own], last
 
 
 @dataclass
@@ -155,25 +158,25 @@ class SpatialGraph:
         """Take in what an episode saw first of each place, without what it had moved."""
         if not attempts:
             return
-        known = self.rooms.setdefault(attempts[0].task.scene, {})
+        known, task = self.rooms.setdefault(attempts[0].task.scene, {}), attempts[0].task.id
         for place, seen in first_sights(attempts).items():
             found = {kind(entity) for entity in seen}
             for thing in found:
-                was = known.get((thing, place), Relation())
-                known[thing, place] = replace(was, n_seen=was.n_seen + 1, last_seen=episode)
-            for (thing, where), was in known.items():
+                relation = known.setdefault((thing, place), Relation())
+                relation.seen[task] += 1
+                relation.last_seen[task] = episode
+            for (thing, where), relation in known.items():
                 if where == place and thing not in found:
-                    known[thing, where] = replace(was, n_absent=was.n_absent + 1)
+                    relation.absent[task] += 1
 
-    def lines(self, place: str, wanted: frozenset[str], most: int = MOST_FACTS) -> list[str]:
-        """Write where things are in a room: those that are wanted first, then the surest, then the latest."""
-        known = self.rooms.get(place, {})
-        ranked = sorted(known, key=lambda key: (key[0] not in wanted, -known[key].share, -known[key].last_seen, key))
-        return [
-            f"{thing} in {where} ({known[thing, where].n_seen} of "
-            f"{known[thing, where].n_seen + known[thing, where].n_absent} visits)"
-            for thing, where in ranked[:most]
-        ]
+    def lines(self, place: str, wanted: frozenset[str], most: int = MOST_FACTS, own: str = "") -> list[str]:
+        """Write where things are in a room, as episodes of other tasks than `own` saw them: those that are wanted
+        first, then the surest, then the latest."""
+        told = [(thing, where, *known.counts(own)) for (thing, where), known in self.rooms.get(place, {}).items()]
+        ranked = sorted(
+            (each for each in told if each[2]), key=lambda e: (e[0] not in wanted, -e[2] / e[3], -e[4], e[:2])
+        )
+        return [f"{thing} in {where} ({seen} of {visits} visits)" for thing, where, seen, visits, _ in ranked[:most]]
 
 
 def first_sights(attempts: Iterable[Trace]) -> Mapping[str, tuple[str, ...]]:
@@ -193,7 +196,3 @@ def topic_of(trace: Trace) -> Topic:
     first = trace.records[0].observation if trace.records else ""
     known = {kind(entity) for entity in room(first)}
     return Topic(trace.task.scene, trace.task.kind, objects(trace.task, known))
-
-
-def _mentions(action: str, thing: str) -> bool:
-    return thing in action.split()

@@ -1,0 +1,86 @@
+"""What the experience agent says of an episode, by rule (L3 and L4 of the specification, without a language model)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from memory.brainmem.episodic import Topic
+from memory.brainmem.reading import kind
+from memory.brainmem.semantic import Experience
+from memory.protocol import Record, Trace
+
+LOOP, REFUSED_SHARE = 3, 0.25
+_TAKE = re.compile(r"take ([a-z]+) \d+ from ([a-z]+ \d+)")
+_TREAT = re.compile(r"(heat|cool|clean|slice|use) ([a-z]+) \d+(?: with ([a-z]+ \d+))?")
+_PUT = re.compile(r"(?:move|put) ([a-z]+) \d+ (?:to|in/on|in|on) ([a-z]+ \d+)")
+
+
+def experience(attempts: Sequence[Trace], topic: Topic, id: str) -> Experience:
+    """Sum up all attempts at a task: how the first that succeeded went, why others failed, where things were."""
+    won = next((trace for trace in attempts if trace.success), None)
+    lost = [trace for trace in attempts if not trace.success]
+    told = won or attempts[-1]
+    return Experience(
+        id, attempts[0].task.id, topic.room, topic.task_type, topic.objects, attempts[0].success,
+        success_patterns=() if won is None else tuple(filter(None, [pattern(won, topic)])),
+        failure_causes=tuple(dict.fromkeys(cause(trace, topic) for trace in lost)),
+        learning_insights=tuple(insights(told, topic)),
+    )  # fmt: skip
+
+
+def reflection(trace: Trace, topic: Topic) -> str:
+    """Say in a sentence how an attempt went (L3)."""
+    if trace.success:
+        return "; ".join(filter(None, [pattern(trace, topic), *insights(trace, topic)]))
+    return cause(trace, topic)
+
+
+def pattern(trace: Trace, topic: Topic) -> str:
+    """Write the sequence that led there, without what was refused or only looked: kinds of things, no numbers."""
+    steps = [text for record in done(trace.records) if (text := _deed(record.action))]
+    return f"for {topic.task_type or 'this'}: {', then '.join(steps)}" if steps else ""
+
+
+def insights(trace: Trace, topic: Topic) -> list[str]:
+    """Say where things were, and which appliance served."""
+    where, found = f"in {topic.room} " if topic.room else "", list[str]()
+    for record in done(trace.records):
+        if m := _TAKE.fullmatch(record.action):
+            found.append(f"{where}the {m[1]} was in {m[2]}")
+        elif (m := _TREAT.fullmatch(record.action)) and m[3]:
+            found.append(f"{where}{m[3]} serves to {m[1]}")
+    return list(dict.fromkeys(found))
+
+
+def cause(trace: Trace, topic: Topic) -> str:
+    """Say why an attempt failed: the first rule that fits."""
+    pairs = Counter((record.observation, record.action) for record in trace.records)
+    if pairs and (most := pairs.most_common(1)[0])[1] >= LOOP:
+        return f"repeating '{most[0][1]}' where it changes nothing"
+    refused = [record.action for record in trace.records if record.refused]
+    if trace.records and len(refused) >= REFUSED_SHARE * len(trace.records):
+        return f"actions that are not possible, such as '{refused[0]}'"
+    seen = " ".join(record.feedback for record in trace.records)
+    missing = sorted(thing for thing in topic.objects if not re.search(rf"\b{re.escape(thing)} \d", seen))
+    if missing:
+        gone = dict.fromkeys(r.action.removeprefix("go to ") for r in trace.records if r.action.startswith("go to "))
+        return f"the {missing[0]} was not found in {', '.join(gone) or 'any place'}"
+    if max((record.progress for record in trace.records), default=0) > 0:
+        return "a step was missing after part of the goal was reached"
+    return "the steps ran out"
+
+
+def done(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if not record.refused]
+
+
+def _deed(action: str) -> str:
+    if m := _TAKE.fullmatch(action):
+        return f"take the {m[1]}"
+    if m := _TREAT.fullmatch(action):
+        return f"{m[1]} the {m[2]}" + (f" with the {kind(m[3])}" if m[3] else "")
+    if m := _PUT.fullmatch(action):
+        return f"put the {m[1]} in the {kind(m[2])}"
+    return ""

@@ -1,0 +1,233 @@
+"""BrainMem as a memory system (arXiv 2604.16331): working, episodic and semantic memory, folded from a journal.
+
+What is recalled is the planner's memory context in the paper's order (C.5), one entry for each section that says
+anything: guidelines, patterns of the room, experiences, action hints, spatial guidance, working memory. Sections are
+made at every step; what is kept for good are guidelines, experiences and relations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from memory.brainmem import rules, working
+from memory.brainmem.episodic import SpatialGraph, Topic, TrajectoryGraph, topic_of
+from memory.brainmem.reading import Body, objects, summary
+from memory.brainmem.semantic import Experience, Guideline, counted, formed, listed, pruned, recalled
+from memory.brainmem.settings import BrainMemSettings
+from memory.brainmem.working import WorkStep
+from memory.entry import MemoryEntry, Provenance, Written
+from memory.journal import Journal, Row
+from memory.protocol import Query, Recall, Record, Trace
+from memory.registry import MemorySpec, Tools
+
+NAME = "brainmem"
+SPATIAL_ADVICE = (
+    "Use what is known of the room before searching.",
+    "Search likely receptacles first, and each only once.",
+    "A place that lacked the object need not be visited again.",
+    "Containers may be closed: open them to look inside.",
+)
+
+
+@dataclass
+class Knowledge:
+    """All that BrainMem knows after a number of episodes."""
+
+    settings: BrainMemSettings
+    episodes: int = 0
+    graph: TrajectoryGraph = field(default_factory=TrajectoryGraph)
+    spatial: SpatialGraph = field(default_factory=SpatialGraph)
+    experiences: list[Experience] = field(default_factory=list)
+    guidelines: list[Guideline] = field(default_factory=list)
+
+    def learn(self, row: Row) -> None:
+        """Take in an episode (section 3.4): trajectories, space, the experience, guidelines."""
+        attempts, number, settings = row.attempts, self.episodes, self.settings
+        topic = topic_of(attempts[0])
+        if settings.episodic.on and settings.episodic.trajectory:
+            for trace in attempts:
+                self.graph.learn(trace, topic, number)
+        if settings.episodic.on and settings.episodic.spatial:
+            self.spatial.learn(attempts, number)
+        if settings.semantic.on:
+            self._reflect(attempts, topic, number)
+        self.episodes += 1
+
+    def _reflect(self, attempts: Sequence[Trace], topic: Topic, number: int) -> None:
+        first = attempts[0]
+        new = rules.experience(attempts, topic, f"e{number}")
+        if self.settings.evolve.on and any(id.startswith(_id_of(ORDER[0])) for id in first.shown):
+            shown = frozenset(g.id for g, _ in self.shown_guidelines(topic))
+            self.guidelines = counted(self.guidelines, shown, topic.task_type, first.success, number)
+        self.guidelines = formed(self.guidelines, self.experiences, new, number, f"g{number}")
+        self.experiences.append(new)
+        if self.settings.evolve.on:
+            most, decay = self.settings.semantic.guidelines, self.settings.evolve.decay
+            self.guidelines = pruned(self.guidelines, most, number, decay)
+
+    # -- sections of the context --------------------------------------------------------------------------------------
+
+    def sections(self, topic: Topic, own: str) -> dict[str, str]:
+        """Write the sections that depend on the task alone, without what episodes of the very task `own` left."""
+        settings, made = self.settings, dict[str, list[str]]()
+        if settings.semantic.on and not settings.texts_only:
+            made["Valuable Guidelines"] = [line for _, line in self.shown_guidelines(topic)]
+        if settings.episodic.on and settings.episodic.trajectory and not settings.texts_only:
+            longest = settings.episodic.pattern_actions
+            made["Room Successful Patterns"] = self.graph.patterns(topic, settings.episodic.patterns, longest, own)
+            made["Real-time Action Hints"] = self.graph.hints(topic, own)
+        if settings.semantic.on and not settings.texts_only:
+            others = [e for e in self.experiences if e.task_id != own]
+            found = recalled(others, topic.room, topic.task_type, topic.objects, settings.semantic.k)
+            made["Relevant Experiences"] = [text for e in found if (text := self._told(e))]
+        if (settings.episodic.on and settings.episodic.spatial) or settings.texts_only:
+            facts = settings.episodic.facts and not settings.texts_only
+            lines = self.spatial.lines(topic.room, topic.objects, own=own) if facts else []
+            told = [f"In {topic.room}: {'; '.join(lines)}"] if lines else []
+            made["Spatial Reasoning Guidance"] = [*told, *SPATIAL_ADVICE]
+        return {name: "\n".join([f"{name}:", *made[name]]) for name in ORDER if made.get(name)}
+
+    def shown_guidelines(self, topic: Topic) -> list[tuple[Guideline, str]]:
+        """List the guidelines that are shown, each with its line (C.3)."""
+        semantic = self.settings.semantic
+        matching = [g for g in self.guidelines if semantic.select == "all" or topic.task_type in g.task_types]
+        return [
+            (g, f"{i}. {g.text} (Validated {g.n_success} times, {int(100 * g.confidence)}% confidence) "
+                f"[{', '.join(sorted(g.task_types))}]")
+            for i, g in enumerate(listed(matching, semantic.guidelines), 1)
+        ]  # fmt: skip
+
+    def _told(self, e: Experience) -> str:
+        semantic = self.settings.semantic
+        parts = [
+            *(e.success_patterns[:1] if semantic.success_patterns else ()),
+            *(f"Avoid: {cause}" for cause in e.failure_causes[:1] if semantic.failure_causes),
+            *(e.learning_insights[:1] if semantic.learning_insights else ()),
+        ]
+        return f"- {'. '.join(parts)}" if parts else ""
+
+
+ORDER = (
+    "Valuable Guidelines", "Room Successful Patterns", "Relevant Experiences", "Real-time Action Hints",
+    "Spatial Reasoning Guidance",
+)  # fmt: skip
+
+
+class BrainMem:
+    """A `MemorySystem`. What it knows is folded from the first rows of its journal, and kept while that only grows."""
+
+    name: ClassVar[str] = NAME
+
+    def __init__(self, path: str | Path, settings: BrainMemSettings | None = None, until: int | None = None) -> None:
+        self.path, self.settings = Path(path), settings or BrainMemSettings()
+        self._journal = Journal(self.path, until)
+        self._known = Knowledge(self.settings)
+
+    def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
+        return self._journal.append([Row(tuple(attempts), {}) for attempts in episodes])
+
+    def take_over(self, other: BrainMem) -> Written:
+        return self._journal.append(list(other._journal))
+
+    @property
+    def knowledge(self) -> Knowledge:
+        for row in list(self._journal)[self._known.episodes :]:
+            self._known.learn(row)
+        return self._known
+
+    def recall(self, queries: Sequence[Query]) -> list[Recall]:
+        return [Recall(self._entries_of(query), made=True) for query in queries]
+
+    def session(self, query: Query, first: Recall) -> BrainSession:
+        return BrainSession(query, first, self.settings)
+
+    def snapshot(self) -> int:
+        return len(self._journal)
+
+    def at(self, version: int) -> BrainMem:
+        return BrainMem(self.path, self.settings, version)
+
+    def origins(self) -> Counter[tuple[str, str]]:
+        return Counter((t.task.id, t.task.split) for row in self._journal for t in row.attempts[:1])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __iter__(self) -> Iterator[MemoryEntry]:
+        known = self.knowledge
+        for g in known.guidelines:
+            yield _entry("guideline", g.text, id=g.id)
+        for e in known.experiences:
+            text = "\n".join(e.texts())
+            yield _entry("experience", text, id=e.id, task=e.task_id, room=e.room, success=e.success)
+        for room in known.spatial.rooms:
+            for line in known.spatial.lines(room, frozenset(), most=1_000):
+                yield _entry("relation", f"In {room}: {line}", room=room)
+
+    def __getitem__(self, id: str) -> MemoryEntry:
+        return {entry.id: entry for entry in self}[id]
+
+    def _entries_of(self, query: Query) -> tuple[MemoryEntry, ...]:
+        known = self.knowledge
+        topic = Topic(query.task.scene, query.task.kind, objects(query.task))
+        sections = known.sections(topic, query.task.id)
+        return tuple(_entry(name, text, room=query.task.scene) for name, text in sections.items())
+
+
+class BrainSession:
+    """One attempt at a task: the sections of its task, and working memory."""
+
+    def __init__(self, query: Query, first: Recall, settings: BrainMemSettings) -> None:
+        self._first, self._settings, self._scene = first, settings, query.task.scene
+        self._window: deque[WorkStep] = deque(maxlen=settings.working.window)
+        self._body, self._taken = Body(), 0
+
+    def recall(self, observation: str) -> Recall:
+        text = working.rendered(list(self._window), self._taken, self._settings.working)
+        if not text or not self._settings.working.on:
+            return self._first
+        return Recall((*self._first.entries, _entry("Working Memory", text, room=self._scene)), made=True)
+
+    def observe(self, record: Record) -> None:
+        before = self._body
+        if not record.refused:
+            self._body = before.after(record.action, record.feedback)
+        changed = record.feedback != record.observation or self._body != before
+        self._taken += 1
+        self._window.append(
+            WorkStep(
+                record.t,
+                record.action,
+                not record.refused,
+                summary(record.observation, before),
+                self._body.at,
+                self._body.holds,
+                before.holds,
+                changed=changed,
+            )
+        )
+
+
+def _entry(
+    section: str, text: str, id: str = "", task: str = "", room: str = "", success: bool = True
+) -> MemoryEntry:  # fmt: skip
+    """Make an entry of a section, or of one thing that is kept; a section's id follows from its text."""
+    own = id or hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    provenance = Provenance(task, room, "", "", success, source=NAME)
+    return MemoryEntry(_id_of(section) + own, text, provenance)
+
+
+def _id_of(section: str) -> str:
+    return f"{NAME}/{section.lower().replace(' ', '-')}/"
+
+
+def _open(path: Path, settings: BrainMemSettings, tools: Tools) -> BrainMem:
+    return BrainMem(path, settings)
+
+
+BRAINMEM = MemorySpec(NAME, BrainMemSettings, _open)
