@@ -45,11 +45,10 @@ class Semantic(Settings):
 
 
 class Evolve(Settings):
-    """What makes memory evolve (section 3.4): counts, pruning, retries."""
+    """What makes memory evolve (section 3.4): counts and pruning."""
 
     on: bool = True
     decay: float = Field(default=0.99, gt=0, le=1)  # of utility, by episodes since the last use; 1: none
-    retries: int = Field(default=2, ge=0)  # attempts after a failed one, which are never scored
 
 
 class BrainMemSettings(Settings):
