@@ -7,17 +7,18 @@ from envs.household.vocabulary import OPENABLE
 from envs.trajectories import Fact, TrajectoryReader
 
 _GO = "go to "
-_TAKE = re.compile(r"take (?P<thing>[a-z]+) \d+ from (?P<place>[a-z]+ \d+)")
-_PUT = re.compile(r"(?:move|put) (?P<thing>[a-z]+) \d+ (?:to|in/on|in|on) (?P<place>(?P<kind>[a-z]+) \d+)")
-_TREAT = re.compile(r"(?P<verb>heat|cool|clean|slice) (?P<thing>[a-z]+) \d+ with(?: (?P<place>[a-z]+ \d+))?")
-_USE = re.compile(r"use (?P<thing>[a-z]+) \d+")
+# The commands that do something.
+TAKE = re.compile(r"take (?P<thing>[a-z]+) \d+ from (?P<place>[a-z]+ \d+)")
+PUT = re.compile(r"(?:move|put) (?P<thing>[a-z]+) \d+ (?:to|in/on|in|on) (?P<place>(?P<kind>[a-z]+) \d+)")
+TREAT = re.compile(r"(?P<verb>heat|cool|clean|slice) (?P<thing>[a-z]+) \d+ with(?: (?P<place>[a-z]+ \d+))?")
+USE = re.compile(r"use (?P<thing>[a-z]+) \d+")
 _SEEN_AT = re.compile(r"(?:On the|The) (?P<place>[a-z]+ \d+)(?:, you see| is open)")
 _ARRIVED = re.compile(r"You arrive at (?P<place>[a-z]+ \d+)\.")
 
 
 def taken(actions: Sequence[str]) -> tuple[str, str] | None:
     """Return (kind of object, place) of the first thing taken, e.g. ("mug", "cabinet 2")."""
-    found = next((m for a in actions if (m := _TAKE.fullmatch(a))), None)
+    found = next((m for a in actions if (m := TAKE.fullmatch(a))), None)
     return (found["thing"], found["place"]) if found else None
 
 
@@ -29,13 +30,13 @@ def subgoals(plan: Sequence[str]) -> list[str]:
     """List what is left to do, as the Brief State names it: find mug, heat mug, put mug in cabinet."""
     goals: list[str] = []
     for command in plan:
-        if m := _TAKE.fullmatch(command):
+        if m := TAKE.fullmatch(command):
             goals.append(f"find {m['thing']}")
-        elif m := _PUT.fullmatch(command):
+        elif m := PUT.fullmatch(command):
             goals.append(f"put {m['thing']} in {m['kind']}")
-        elif m := _TREAT.match(command):
+        elif m := TREAT.match(command):
             goals.append(f"{m['verb']} {m['thing']}")
-        elif m := _USE.fullmatch(command):
+        elif m := USE.fullmatch(command):
             goals.append(f"use {m['thing']}")
     return goals
 
@@ -48,7 +49,7 @@ class HouseholdReader(TrajectoryReader):
 
     def facts(self, actions: Sequence[str]) -> list[Fact]:
         """List where things were taken."""
-        return [Fact(f"find {m['thing']}", m["place"]) for a in actions if (m := _TAKE.fullmatch(a))]
+        return [Fact(f"find {m['thing']}", m["place"]) for a in actions if (m := TAKE.fullmatch(a))]
 
     def need(self, plan: Sequence[str]) -> Fact | None:
         """Return what is to be found next and where it is."""
@@ -70,7 +71,7 @@ class HouseholdReader(TrajectoryReader):
 
     def filled(self, action: str) -> tuple[str, str]:
         """Return the place that something was put in, and the thing."""
-        put = _PUT.fullmatch(action)
+        put = PUT.fullmatch(action)
         return (put["place"], put["thing"]) if put else ("", "")
 
     def searched(self, history: Sequence[str]) -> frozenset[str]:
@@ -103,11 +104,11 @@ class AlfworldReader(HouseholdReader):
         for command in actions:
             if command.startswith(_GO):
                 at = command.removeprefix(_GO)
-            elif m := _TAKE.fullmatch(command):
+            elif m := TAKE.fullmatch(command):
                 found.append(Fact(f"find {m['thing']}", m["place"]))
-            elif (m := _USE.fullmatch(command)) and at:
+            elif (m := USE.fullmatch(command)) and at:
                 found.append(Fact(f"find {m['thing']}", at))
-            elif (m := _TREAT.fullmatch(command)) and m["place"]:
+            elif (m := TREAT.fullmatch(command)) and m["place"]:
                 found.append(Fact(m["verb"], m["place"]))
         return found
 
@@ -124,7 +125,7 @@ class AlfworldReader(HouseholdReader):
         """Return the places that were looked into, but for one that something was last taken from: it may hold more."""
         done = set[str]()
         for command in history:
-            if m := _TAKE.fullmatch(command):
+            if m := TAKE.fullmatch(command):
                 done.discard(m["place"])
             elif command.startswith("open "):
                 done.add(command.removeprefix("open "))

@@ -6,15 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from envs.household.trajectories import PUT, TAKE, TREAT, USE
 from memory.brainmem.episodic import Topic
 from memory.brainmem.reading import kind
 from memory.brainmem.semantic import Experience
 from memory.protocol import Record, Trace
 
 LOOP, REFUSED_SHARE = 3, 0.25
-_TAKE = re.compile(r"take ([a-z]+) \d+ from ([a-z]+ \d+)")
-_TREAT = re.compile(r"(heat|cool|clean|slice|use) ([a-z]+) \d+(?: with ([a-z]+ \d+))?")
-_PUT = re.compile(r"(?:move|put) ([a-z]+) \d+ (?:to|in/on|in|on) ([a-z]+ \d+)")
 
 
 def experience(attempts: Sequence[Trace], topic: Topic, id: str) -> Experience:
@@ -47,10 +45,10 @@ def insights(trace: Trace, topic: Topic) -> list[str]:
     """Say where things were, and which appliance served."""
     where, found = f"in {topic.room} " if topic.room else "", list[str]()
     for record in done(trace.records):
-        if m := _TAKE.fullmatch(record.action):
-            found.append(f"{where}the {m[1]} was in {m[2]}")
-        elif (m := _TREAT.fullmatch(record.action)) and m[3]:
-            found.append(f"{where}{m[3]} serves to {m[1]}")
+        if m := TAKE.fullmatch(record.action):
+            found.append(f"{where}the {m['thing']} was in {m['place']}")
+        elif (m := TREAT.fullmatch(record.action)) and m["place"]:
+            found.append(f"{where}{m['place']} serves to {m['verb']}")
     return list(dict.fromkeys(found))
 
 
@@ -77,10 +75,12 @@ def done(records: Sequence[Record]) -> list[Record]:
 
 
 def _deed(action: str) -> str:
-    if m := _TAKE.fullmatch(action):
-        return f"take the {m[1]}"
-    if m := _TREAT.fullmatch(action):
-        return f"{m[1]} the {m[2]}" + (f" with the {kind(m[3])}" if m[3] else "")
-    if m := _PUT.fullmatch(action):
-        return f"put the {m[1]} in the {kind(m[2])}"
+    if m := TAKE.fullmatch(action):
+        return f"take the {m['thing']}"
+    if m := TREAT.fullmatch(action):
+        return f"{m['verb']} the {m['thing']}" + (f" with the {kind(m['place'])}" if m["place"] else "")
+    if m := PUT.fullmatch(action):
+        return f"put the {m['thing']} in the {m['kind']}"
+    if m := USE.fullmatch(action):
+        return f"use the {m['thing']}"
     return ""
