@@ -1,13 +1,12 @@
 """Synthetic documents that make a tiny model's look-up circuit form (paper: none; design notes: quickstart).
 
 A model of a million parameters does not learn to look things up from household text alone: the signal is too sparse.
-Seven kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
+Six kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
 recall, then facts and memory documents in which only scene AND object together decide the place. (Straight from recall
 to memory documents the model stayed at chance; facts told with ever more words lead there.) Then the place, or that
 nothing tells it, is to be known from the goal at once, past all that stands between a goal and the question in a
 compiler's prompt: what has only ever continued a fact does not know, before it has begun to tell one, whether there is
-any. Where places are searched, there follow those that one has not been to (search), and what a view says of a search:
-the thing is here, or which place on a Brief State's list is next (views).
+any. Where places are searched, there follow those that one has not been to (search).
 Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
 """
 
@@ -29,8 +28,7 @@ from zoo.models import END_OF_TURN, SPECIAL, Lexicon
 
 IGNORE = -100
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
-HERE = "here"  # what is looked for is in view
-Kind = Literal["copy", "recall", "facts", "documents", "goals", "search", "views"]
+Kind = Literal["copy", "recall", "facts", "documents", "goals", "search"]
 
 FORMS = (" {scene} {thing}", " in {scene} the {thing}", " in {scene} the {thing} was in",
          "\nbecause in {scene} the {thing} was in")  # fmt: skip
@@ -150,27 +148,6 @@ def _question(rng: random.Random, name: str) -> str:
     return rng.choice([f"{name}:", f"ask: {name}{END_OF_TURN}\n<|im_start|>assistant\n"])
 
 
-def view_document(
-    vocabulary: Vocabulary, rng: random.Random, entries: int, longest: int
-) -> tuple[str, list[tuple[str, str]]]:
-    """Write notes of a Brief State, where each of `entries` things may be, best first, and what is seen at a place;
-    list the queries (text, what follows for a thing): it is here, or the first noted place but for the one in view,
-    or nothing. The place in view is mostly the first of a list, as when a list is gone through."""
-    things = rng.sample(vocabulary.objects, 2 * entries)
-    wanted, others = things[:entries], things[entries:]
-    maybe = {thing: rng.sample(vocabulary.places, rng.randint(1, longest)) for thing in wanted}
-    tried = maybe[rng.choice(wanted)]
-    at = tried[0] if rng.random() < 0.7 else rng.choice([*tried, rng.choice(vocabulary.places)])
-    seen = [*rng.sample(wanted, rng.randint(0, entries)), *rng.sample(others, rng.randint(0, entries))]
-    rng.shuffle(seen)
-    notes = " ; ".join(f"{thing} = maybe {', '.join(places)}" for thing, places in maybe.items())
-    view = ", ".join(f"a {thing} {rng.randint(1, 4)}" for thing in seen) or NOTHING
-    left = {thing: next((place for place in places if place != at), NOTHING) for thing, places in maybe.items()}
-    return f"note: {notes}\nsee: On the {at}, you see {view}.\n", [
-        (f"\n{_question(rng, f'next for {thing}')}", HERE if thing in seen else left[thing]) for thing in wanted
-    ]
-
-
 def _twins(vocabulary: Vocabulary, rng: random.Random, entries: int) -> list[tuple[str, str]]:
     """(scene, object) of every entry. They come in twins that share the object (in another scene) or the scene (with
     another object), so that neither key alone decides."""
@@ -188,7 +165,7 @@ def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
     return rng.choice([f"go to {place}", f"open {place}", f"take {thing} 1 from {place}", f"move {thing} 1 to {place}"])
 
 
-DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_document, "views": view_document}
+DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_document}
 
 
 def searches(
@@ -262,7 +239,6 @@ LEVELS = (
     Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.975),
 )  # fmt: skip
 SEARCH = tuple(Level("search", places, 0.95) for places in (3, 6, 12))
-VIEWS = tuple(Level("views", longest, 0.97) for longest in (1, 3, 6))
 
 
 class TextCurriculum(TrainerCallback):
@@ -287,7 +263,7 @@ class TextCurriculum(TrainerCallback):
             level = LEVELS[0]
         elif share < 0.2:  # from facts on: the other two are drawn by now
             level = LEVELS[1]
-        elif share < 0.4 and level.kind in ("search", "views"):
+        elif share < 0.4 and level.kind == "search":
             level = LEVELS[-1]
         return self._drawn(level, numbers, draw, 32 if level.kind in ("documents", "goals") else 64)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from lm.backbone import load_backbone
 from memory.entry import MemoryEntry, Provenance
 from zoo.alfworld import gate, lessons, play, recipes
 from zoo.alfworld.words import LEXICON, SCENES
-from zoo.curriculum import IGNORE, Level, Vocabulary, searches, view_document
+from zoo.curriculum import IGNORE, Level, Vocabulary, searches
 from zoo.gates import Share
 from zoo.models import make_tokenizer
 
@@ -54,21 +53,6 @@ def test_any_text_comes_back(text):
 def test_a_step_of_a_search_takes_few_tokens():
     view = "You open the cabinet 17. The cabinet 17 is open. In it, you see a plate 2."
     assert len(ids(view)) == 12
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_views_ask_what_follows_from_what_is_seen_and_noted(seed):
-    text, queries = view_document(Vocabulary.of(TOKENIZER, LEXICON), random.Random(seed), 4, 3)
-    notes, view = text.removeprefix("note: ").rstrip(".\n").split("\nsee: On the ")
-    at, seen = view.split(", you see ")
-    maybe = {note.split(" = maybe ")[0]: note.split(" = maybe ")[1].split(", ") for note in notes.split(" ; ")}
-    assert len(queries) == 4
-    for query, answer in queries:
-        thing = re.search(r"next for (\w+)", query)[1]
-        if re.search(rf"\ba {thing} \d", seen):
-            assert answer == "here"
-        else:
-            assert answer == next((place for place in maybe[thing] if place != at), "nothing")
 
 
 def test_searches_ask_for_any_place_that_one_has_not_been_to():
@@ -234,12 +218,12 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_both_recipes_leave_a_model_that_the_gates_can_read(games, tmp_path, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(games))
-    levels = [Level(kind, 3, -1.0) for kind in ("copy", "facts", "search", "views")]
+    levels = [Level(kind, 3, -1.0) for kind in ("copy", "facts", "search")]
     work = tmp_path / "work"
     recipes.train_executor(tmp_path / "executor", work, steps=(2, 2), played=2, batch=4, levels=levels)
     recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2), batch=4, levels=levels)
     executor = ["copying", "look_up", "search", "cloning", "own_1"]
-    compiler = ["copying", "look_up", "views", "questions", "emissions"]
+    compiler = ["copying", "look_up", "questions", "emissions"]
     for name, made in (("executor", executor), ("compiler", compiler)):
         record = json.loads((tmp_path / name / "RECORD.json").read_text())
         assert list(record["log"]) == made and record["command"].startswith(f"memcompiler zoo {name} --world alfworld")

@@ -5,9 +5,9 @@
 
 Both begin with the text curriculum (`zoo/curriculum.py`). The executor goes on with search (places that one has not
 been to), clones a script (`play.py`) under all text deliveries in equal shares, and goes through rounds in which it
-plays itself and learns what the script would do in the states that it came to. The compiler base goes on with views
-(what is seen and noted of a search), and learns to answer questions about task memory, search and emission in the
-compiler's own prompts (`lessons.py`); to write emissions unasked is left to SFT.
+plays itself and learns what the script would do in the states that it came to. The compiler base learns to answer
+questions about task memory, search and emission in the compiler's own prompts (`lessons.py`); to write emissions
+unasked is left to SFT.
 
 Nothing of a valid game is in any of it: games and memory are those of the train split, and every 25th game is kept for
 the exams in the log.
@@ -29,14 +29,13 @@ from zoo import recipes, stages
 from zoo.alfworld import play
 from zoo.alfworld.lessons import DeedDraws, LessonDraws
 from zoo.alfworld.words import LEXICON
-from zoo.curriculum import LEVELS, SEARCH, VIEWS, Kind, Level
+from zoo.curriculum import LEVELS, SEARCH, Kind, Level
 from zoo.models import as_llama, make_tokenizer
 from zoo.recipes import RATE
 
 Stages = Mapping[str, tuple[float, tuple[Kind, ...]]]
 EXECUTOR: Stages = {**recipes.TEXT, "search": (RATE / 2, ("search",))}
-COMPILER: Stages = {**recipes.TEXT, "views": (RATE / 2, ("views",))}
-"""The stages of text."""
+"""The stages of text; those of the compiler base are all worlds'."""
 EXAM_OF = 25
 
 Draw = Callable[[random.Random], stages.Batch]
@@ -73,12 +72,12 @@ def train_executor(
 
 def train_compiler(
     out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (600, 1400),
-    batch: int = 16, levels: Sequence[Level] = (*LEVELS, *VIEWS),
+    batch: int = 16, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
     """Make the compiler base: text curriculum; questions in random order, often where a place is named; then mostly the
     emission first, in states as often as they come."""
     tokenizer = make_tokenizer(LEXICON)
-    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels, text=COMPILER)
+    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels)
     make_env, specs = play.material(work, limit=games)
     specs, kept = _kept(specs)
     situations = play.situations_of(make_env, specs, seed)
@@ -89,7 +88,7 @@ def train_compiler(
         draw = draws(situations, batch, emission_first=first, named_share=named).draw
         model = _stage(model, work / name, seed, n, RATE / 2, draw, exam)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    made = (*COMPILER, *names)
+    made = (*recipes.TEXT, *names)
     recipes.finish("compiler --world alfworld", out, as_llama(model), tokenizer, work, made, settings)
 
 
