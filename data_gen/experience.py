@@ -239,7 +239,7 @@ def collect_experience(
         explain(episodes, explainer)
         bank.commit(traces_of(episodes, views))
         lost += [episode for episode in episodes if is_failure(episode.stop_reason)]
-        if len(lost) > bank.origins().total():
+        if lost and len(lost) > bank.origins().total():
             raise ConfigError(
                 f"{len(lost)} of {start + len(specs)} tasks of {tasks[0].split} whose episodes are to fill a memory "
                 f"bank broke, the first {_told(lost[0])}. Mend the environment or its data and run this again (what "

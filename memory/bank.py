@@ -355,15 +355,11 @@ def _imported(line: str, where: str) -> MemoryEntry:
         raise BankError(f"{where}: not a memory entry ({e}); expected a line as export_jsonl writes it") from e
 
 
-# -- as a memory system ------------------------------------------------------------------------------------------------
+# -- by its name ------------------------------------------------------------------------------------------------------
 
 
-class TrajectorySettings(Settings):
-    """It has none beside those of all."""
-
-
-def _open(path: Path, settings: TrajectorySettings, tools: Tools) -> MemoryBank:
+def _open(path: Path, settings: Settings, tools: Tools) -> MemoryBank:
     return MemoryBank(path, tools.embed)
 
 
-TRAJECTORY = MemorySpec(MemoryBank.name, TrajectorySettings, _open)
+TRAJECTORY = MemorySpec(MemoryBank.name, Settings, _open)

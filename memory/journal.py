@@ -8,7 +8,7 @@ import base64
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from envs.base import task_from_json
 from memory.entry import Written
 from memory.protocol import BankError, Record, Trace
-from runtime.store import JsonLines, locked
+from runtime.store import JsonLines, locked, to_json
 
 FILE, LOCK = "journal.jsonl", ".journal.lock"
 
@@ -39,7 +39,8 @@ class Journal:
 
     def __init__(self, folder: Path, until: int | None = None) -> None:
         self.folder, self.until = folder, until
-        self._read, self._size = list[Row](), 0  # what was read so far, of how many bytes: a journal only grows
+        # What was read so far, the keys in it, and of how many bytes: a journal only grows.
+        self._read, self._keys, self._size = list[Row](), set[str](), 0
 
     def append(self, rows: Sequence[Row]) -> Written:
         """Append those episodes that are not there yet: each row is on disk when this returns, or none of it.
@@ -51,22 +52,38 @@ class Journal:
             raise BankError(f"{self.folder} at version {self.until} is a read-only view")
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder / LOCK):
-            lines = JsonLines(self.folder / FILE, ("key", "attempts"))
-            lines.drop_torn_line()
-            known = {row.key for row in self}
-            fresh = {row.key: row for row in rows if row.attempts and row.key not in known}
-            lines.append(*({"key": key, **_to_json(row)} for key, row in fresh.items()))
+            self._catch_up()
+            keyed = {row.key: row for row in rows if row.attempts}
+            fresh = {key: row for key, row in keyed.items() if key not in self._keys}
+            stored = [json.loads(to_json({"key": key, **_to_json(row)})) for key, row in fresh.items()]
+            self._lines.append(*stored)
+            self._take(stored, self._lines.path.stat().st_size)
         return Written(len(fresh), len(rows) - len(fresh))
 
     def __iter__(self) -> Iterator[Row]:
-        path = self.folder / FILE
-        if path.exists() and (size := path.stat().st_size) != self._size:
-            stored = itertools.islice(JsonLines(path, ("key", "attempts")), len(self._read), None)
-            self._read, self._size = [*self._read, *map(_from_json, stored)], size
+        self._catch_up()
         return iter(self._read[: self.until])
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        self._catch_up()
+        return len(self._read[: self.until])
+
+    @property
+    def _lines(self) -> JsonLines:
+        return JsonLines(self.folder / FILE, ("key", "attempts"))
+
+    def _catch_up(self) -> None:
+        """Read what others have appended."""
+        path = self._lines.path
+        if path.exists() and (size := path.stat().st_size) != self._size:  # before it is read: it may grow meanwhile
+            self._take(itertools.islice(self._lines, len(self._read), None), size)
+
+    def _take(self, stored: Iterable[Mapping[str, Any]], size: int) -> None:
+        """Take in the rows that follow, as a file of this size holds them."""
+        for row in stored:
+            self._read.append(_from_json(row))
+            self._keys.add(row["key"])
+        self._size = size
 
 
 def _to_json(row: Row) -> dict[str, Any]:

@@ -47,6 +47,11 @@ class Trace:
     shown: tuple[str, ...] = ()
 
     @property
+    def first(self) -> str:
+        """The view before the first step; "" where there was none."""
+        return self.records[0].observation if self.records else ""
+
+    @property
     def actions(self) -> tuple[str, ...]:
         return tuple(record.action for record in self.records)
 

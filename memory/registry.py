@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,17 +14,14 @@ from runtime.settings import Settings
 if TYPE_CHECKING:
     from memory.retrieval import Embed
 
-    Ask = Callable[[Sequence[dict[str, Any]], str, int], str]  # (messages, role, most tokens) -> answer
-
 DEFAULT = "trajectory"
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a system may use where it is given: embeddings, a language model. Without, each runs by rule."""
+    """What a system may use where it is given. Without, each runs by rule."""
 
     embed: Embed | None = None
-    ask: Ask | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ class Plugins(Generic[Spec]):
     def __init__(self, kind: str, group: str, spec: type[Spec], built_in: Mapping[str, str]) -> None:
         self.kind, self.group, self.spec = kind, group, spec
         self.built_in = {name: metadata.EntryPoint(name, place, group) for name, place in built_in.items()}
+        self._ours: dict[str, Spec] = {}  # of the built-in ones those that were asked for: a lookup costs microseconds
         self._known: dict[str, Spec] = {}  # registered, or loaded from an entry point
 
     def register(self, spec: Spec) -> None:
@@ -48,7 +49,9 @@ class Plugins(Generic[Spec]):
     def find(self, name: str) -> Spec:
         """Return the one of that name; PluginError where there is none that can be loaded."""
         if name in self.built_in:
-            return self.built_in[name].load()
+            if name not in self._ours:
+                self._ours[name] = self.built_in[name].load()
+            return self._ours[name]
         if name not in self._known:
             offered = next(iter(metadata.entry_points(group=self.group, name=name)), None)
             if offered is None:

@@ -13,7 +13,7 @@ PUT = re.compile(r"(?:move|put) (?P<thing>[a-z]+) \d+ (?:to|in/on|in|on) (?P<pla
 TREAT = re.compile(r"(?P<verb>heat|cool|clean|slice) (?P<thing>[a-z]+) \d+ with(?: (?P<place>[a-z]+ \d+))?")
 USE = re.compile(r"use (?P<thing>[a-z]+) \d+")
 _SEEN_AT = re.compile(r"(?:On the|The) (?P<place>[a-z]+ \d+)(?:, you see| is open)")
-_ARRIVED = re.compile(r"You arrive at (?P<place>[a-z]+ \d+)\.")
+ARRIVED = re.compile(r"You arrive at (?P<place>[a-z]+ \d+)\.")
 
 
 def taken(actions: Sequence[str]) -> tuple[str, str] | None:
@@ -62,7 +62,7 @@ class HouseholdReader(TrajectoryReader):
 
     def here(self, observation: str, history: Sequence[str]) -> frozenset[str]:
         """Return the places that the view names as reached or open."""
-        return frozenset(m["place"] for form in (_SEEN_AT, _ARRIVED) for m in form.finditer(observation))
+        return frozenset(m["place"] for form in (_SEEN_AT, ARRIVED) for m in form.finditer(observation))
 
     def lacking(self, need: str, observation: str) -> str:
         """Return the place in view that does not hold the thing."""

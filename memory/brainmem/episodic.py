@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from envs.base import Task
 from memory.brainmem.reading import Body, kind, moved, objects, room, summary, views
 from memory.protocol import Trace
 
@@ -66,8 +67,7 @@ class Trajectory:
 def walk(trace: Trace) -> Iterator[tuple[State, str, State, bool]]:
     """Yield each step of an attempt: state, action, next state, whether it was executed."""
     place, body = trace.task.scene, Body()
-    first = trace.records[0].observation if trace.records else ""
-    state = place, f"{trace.task.goal} | {summary(first, body)}"  # s_0 merges within one instruction only
+    state = place, f"{trace.task.goal} | {summary(trace.first, body)}"  # s_0 merges within one instruction only
     for record in trace.records:
         after = state
         if not record.refused:
@@ -115,14 +115,13 @@ class TrajectoryGraph:
 
     def hints(self, topic: Topic, own: str = "") -> list[str]:
         """Write for each object of the task what was done with it most often, in the order in which it was done."""
-        lines = []
+        lines, order = [], [action for t in self.trajectories for action in t.done]
         for thing in sorted(topic.objects):
             counts = Counter[str]()
             for transition in self.transitions.values():
                 if thing in transition.action.split():
                     counts[transition.action] += transition.n_success - transition.won[own]
             best = sorted(+counts, key=lambda action: (-counts[action], action))[:HINTS]
-            order = [action for t in self.trajectories for action in t.done]
             if best:
                 lines.append(f"{thing}: {'; '.join(sorted(best, key=order.index))}")
         return lines
@@ -192,7 +191,6 @@ def first_sights(attempts: Iterable[Trace]) -> Mapping[str, tuple[str, ...]]:
     return found
 
 
-def topic_of(trace: Trace) -> Topic:
-    first = trace.records[0].observation if trace.records else ""
-    known = {kind(entity) for entity in room(first)}
-    return Topic(trace.task.scene, trace.task.kind, objects(trace.task, known))
+def topic_of(task: Task, first: str = "") -> Topic:
+    """Say what a task is about; `first` is its first view, where there is one."""
+    return Topic(task.scene, task.kind, objects(task, map(kind, room(first))))

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from envs.base import Task
+from envs.household.trajectories import ARRIVED
 
 Relation = tuple[str, str]  # object with its number, receptacle
 _PLACE = r"[a-z]+ \d+"
-_ARRIVED = re.compile(rf"You arrive at ({_PLACE})\.")
 _LISTED = re.compile(rf"(?:On the|The) ({_PLACE})(?:, you see| is open\. In it, you see) ([^.]*)\.")
 _ROOM = re.compile(r"Looking quickly around you, you see ([^.]*)\.")
 _ENTITY = re.compile(rf"\b({_PLACE})")
@@ -46,7 +46,7 @@ class Body:
     def after(self, action: str, feedback: str) -> Body:
         """Return it after a step."""
         body = self
-        if arrived := _ARRIVED.search(feedback) or (not feedback.startswith("Nothing") and _GONE.fullmatch(action)):
+        if arrived := ARRIVED.search(feedback) or (not feedback.startswith("Nothing") and _GONE.fullmatch(action)):
             body = replace(body, at=arrived[1])
         if taken := _TAKEN.search(feedback):
             return replace(body, holds=taken[1])

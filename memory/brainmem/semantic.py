@@ -77,7 +77,7 @@ class Guideline:
 
 
 def listed(guidelines: Iterable[Guideline], most: int) -> list[Guideline]:
-    """Return the best `most`, best first; all of those that are protected if they are more."""
+    """Return the best `most`, best first (C.3)."""
     ranked = sorted(guidelines, key=lambda g: (-g.utility, -g.n_success, g.id))
     return ranked[:most]
 
@@ -116,6 +116,8 @@ def formed(
             joined[i] = replace(g, support=g.support | {new.id})
             left = [text for text in left if text not in agreeing]
     for number, text in enumerate(left):
+        if any(_agree(g.text, text) for g in joined):
+            continue
         support = [new, *(e for e in experiences if e.task_id != new.task_id and _says(e, text, new))]
         if len({e.task_id for e in support}) < SUPPORT:
             continue
@@ -124,8 +126,7 @@ def formed(
             f"{id}.{number}", text, sum(e.success for e in support), len(support),
             frozenset(e.task_type for e in support), objects, frozenset(e.id for e in support), episode,
         )  # fmt: skip
-        if not any(_agree(g.text, text) for g in joined):
-            joined.append(made)
+        joined.append(made)
     return joined
 
 

@@ -11,12 +11,14 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import ClassVar
 
+from envs.base import Task
 from memory.brainmem import rules, working
 from memory.brainmem.episodic import SpatialGraph, Topic, TrajectoryGraph, topic_of
-from memory.brainmem.reading import Body, objects, summary
+from memory.brainmem.reading import Body, summary
 from memory.brainmem.semantic import Experience, Guideline, counted, formed, listed, pruned, recalled
 from memory.brainmem.settings import BrainMemSettings
 from memory.brainmem.working import WorkStep
@@ -48,7 +50,7 @@ class Knowledge:
     def learn(self, row: Row) -> None:
         """Take in an episode (section 3.4): trajectories, space, the experience, guidelines."""
         attempts, number, settings = row.attempts, self.episodes, self.settings
-        topic = topic_of(attempts[0])
+        topic = topic_of(attempts[0].task, attempts[0].first)
         if settings.episodic.on and settings.episodic.trajectory:
             for trace in attempts:
                 self.graph.learn(trace, topic, number)
@@ -62,7 +64,7 @@ class Knowledge:
         first = attempts[0]
         new = rules.experience(attempts, topic, f"e{number}")
         if self.settings.evolve.on and any(id.startswith(_id_of(ORDER[0])) for id in first.shown):
-            shown = frozenset(g.id for g, _ in self.shown_guidelines(topic))
+            shown = frozenset(g.id for g in self.shown_guidelines(topic))
             self.guidelines = counted(self.guidelines, shown, topic.task_type, first.success, number)
         self.guidelines = formed(self.guidelines, self.experiences, new, number, f"g{number}")
         self.experiences.append(new)
@@ -76,15 +78,14 @@ class Knowledge:
         """Write the sections that depend on the task alone, without what episodes of the very task `own` left."""
         settings, made = self.settings, dict[str, list[str]]()
         if settings.semantic.on and not settings.texts_only:
-            made["Valuable Guidelines"] = [line for _, line in self.shown_guidelines(topic)]
+            made["Valuable Guidelines"] = list(starmap(_line, enumerate(self.shown_guidelines(topic), 1)))
+            others = [e for e in self.experiences if e.task_id != own]
+            found = recalled(others, topic.room, topic.task_type, topic.objects, settings.semantic.k)
+            made["Relevant Experiences"] = [text for e in found if (text := self._told(e))]
         if settings.episodic.on and settings.episodic.trajectory and not settings.texts_only:
             longest = settings.episodic.pattern_actions
             made["Room Successful Patterns"] = self.graph.patterns(topic, settings.episodic.patterns, longest, own)
             made["Real-time Action Hints"] = self.graph.hints(topic, own)
-        if settings.semantic.on and not settings.texts_only:
-            others = [e for e in self.experiences if e.task_id != own]
-            found = recalled(others, topic.room, topic.task_type, topic.objects, settings.semantic.k)
-            made["Relevant Experiences"] = [text for e in found if (text := self._told(e))]
         if (settings.episodic.on and settings.episodic.spatial) or settings.texts_only:
             facts = settings.episodic.facts and not settings.texts_only
             lines = self.spatial.lines(topic.room, topic.objects, own=own) if facts else []
@@ -92,15 +93,11 @@ class Knowledge:
             made["Spatial Reasoning Guidance"] = [*told, *SPATIAL_ADVICE]
         return {name: "\n".join([f"{name}:", *made[name]]) for name in ORDER if made.get(name)}
 
-    def shown_guidelines(self, topic: Topic) -> list[tuple[Guideline, str]]:
-        """List the guidelines that are shown, each with its line (C.3)."""
+    def shown_guidelines(self, topic: Topic) -> list[Guideline]:
+        """List the guidelines that are shown, best first."""
         semantic = self.settings.semantic
-        matching = [g for g in self.guidelines if semantic.select == "all" or topic.task_type in g.task_types]
-        return [
-            (g, f"{i}. {g.text} (Validated {g.n_success} times, {int(100 * g.confidence)}% confidence) "
-                f"[{', '.join(sorted(g.task_types))}]")
-            for i, g in enumerate(listed(matching, semantic.guidelines), 1)
-        ]  # fmt: skip
+        matching = (g for g in self.guidelines if semantic.select == "all" or topic.task_type in g.task_types)
+        return listed(matching, semantic.guidelines)
 
     def _told(self, e: Experience) -> str:
         semantic = self.settings.semantic
@@ -110,6 +107,12 @@ class Knowledge:
             *(e.learning_insights[:1] if semantic.learning_insights else ()),
         ]
         return f"- {'. '.join(parts)}" if parts else ""
+
+
+def _line(number: int, g: Guideline) -> str:
+    """Write a guideline as C.3 does; percent are cut off, not rounded."""
+    confidence = f"Validated {g.n_success} times, {int(100 * g.confidence)}% confidence"
+    return f"{number}. {g.text} ({confidence}) [{', '.join(sorted(g.task_types))}]"
 
 
 ORDER = (
@@ -141,7 +144,8 @@ class BrainMem:
         return self._known
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
-        return [Recall(self._entries_of(query), made=True) for query in queries]
+        known = self.knowledge
+        return [Recall(_context(known, query.task), made=True) for query in queries]
 
     def session(self, query: Query, first: Recall) -> BrainSession:
         return BrainSession(query, first, self.settings)
@@ -171,12 +175,6 @@ class BrainMem:
 
     def __getitem__(self, id: str) -> MemoryEntry:
         return {entry.id: entry for entry in self}[id]
-
-    def _entries_of(self, query: Query) -> tuple[MemoryEntry, ...]:
-        known = self.knowledge
-        topic = Topic(query.task.scene, query.task.kind, objects(query.task))
-        sections = known.sections(topic, query.task.id)
-        return tuple(_entry(name, text, room=query.task.scene) for name, text in sections.items())
 
 
 class BrainSession:
@@ -211,6 +209,12 @@ class BrainSession:
                 changed=changed,
             )
         )
+
+
+def _context(known: Knowledge, task: Task) -> tuple[MemoryEntry, ...]:
+    """Make an entry of each section that says anything about a task."""
+    sections = known.sections(topic_of(task), task.id)
+    return tuple(_entry(name, text, room=task.scene) for name, text in sections.items())
 
 
 def _entry(

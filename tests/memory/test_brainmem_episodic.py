@@ -27,7 +27,7 @@ TWO = (("go to shelf 1", ARRIVED), ("take mug 1 from shelf 1", TAKEN))
 def learned(*traces: Trace) -> TrajectoryGraph:
     graph = TrajectoryGraph()
     for episode, each in enumerate(traces):
-        graph.learn(each, topic_of(each), episode)
+        graph.learn(each, topic_of(each.task, each.first), episode)
     return graph
 
 
