@@ -120,6 +120,17 @@ def make_executor(tokenizer: PreTrainedTokenizerFast, hidden: int = 128, layers:
     return Qwen2ForCausalLM(Qwen2Config(**_decoder(tokenizer, hidden, layers), rope_parameters=rope))
 
 
+def deepened(model: Qwen2ForCausalLM, layers: int) -> Qwen2ForCausalLM:
+    """Return the model with more layers behind its own, which at first pass on what they get: the same function."""
+    config = model.config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}
+    deeper = Qwen2ForCausalLM(Qwen2Config.from_dict(config))
+    deeper.load_state_dict(model.state_dict(), strict=False)
+    for layer in deeper.model.layers[len(model.model.layers) :]:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return deeper
+
+
 def as_llama(model: Qwen2ForCausalLM) -> LlamaForCausalLM:
     """Give the same function another name: a Llama with attention biases (that of o_proj zero).
 

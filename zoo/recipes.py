@@ -23,7 +23,8 @@ from zoo.models import Lexicon, make_executor, save
 
 RATE = 2e-3
 COPYING, LOOK_UP = "copying", "look_up"
-TEXT: Mapping[str, tuple[float, tuple[Kind, ...]]] = {
+Stages = Mapping[str, tuple[float, tuple[Kind, ...]]]
+TEXT: Stages = {
     COPYING: (RATE, ("copy", "recall")), LOOK_UP: (RATE / 2, ("facts", "documents", "goals")),
 }  # fmt: skip
 """The stages of text by name: the rate of each, and the kinds of documents that are learned."""
@@ -31,7 +32,7 @@ TEXT: Mapping[str, tuple[float, tuple[Kind, ...]]] = {
 
 def train_text(
     tokenizer: PreTrainedTokenizerFast, lexicon: Lexicon, work: Path, seed: int, levels: Sequence[Level] = LEVELS,
-    steps: int = 6_000, text: Mapping[str, tuple[float, tuple[Kind, ...]]] = TEXT,
+    steps: int = 6_000, text: Stages = TEXT,
 ) -> Qwen2ForCausalLM:  # fmt: skip
     """Make a Qwen2 that has been through the text curriculum: it copies, then at half the rate it looks up.
 

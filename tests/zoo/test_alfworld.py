@@ -173,13 +173,39 @@ def situation(
     return play.Situation(asked, Emission(guidance, reason if guidance else ""), search)
 
 
-def test_questions_are_about_memory_search_and_emission():
+def test_questions_are_about_memory_search_view_and_emission():
     talk = dict(lessons.talk_of(situation(), random.Random(0)))
-    assert talk == {
-        "emission": "> in FloorPlan1 the mug was in cabinet 2 | go to cabinet 2", "search": "find mug", "here": "yes",
-        "in FloorPlan1 find mug": " cabinet 1, cabinet 2", "left for mug": " cabinet 2, cabinet 3",
+    unseen = {ask: answer for ask, answer in talk.items() if ask.startswith("here ") and ask != "here mug"}
+    assert len(unseen) == lessons.UNSEEN and set(unseen.values()) == {" nothing"}
+    assert {ask: answer for ask, answer in talk.items() if ask not in unseen} == {
+        "emission": "> in FloorPlan1 the mug was in cabinet 2 | go to cabinet 2", "notes": ".", "search": "find mug",
+        "here mug": " 3", "in FloorPlan1 find mug": " cabinet 1, cabinet 2", "left for mug": " cabinet 2, cabinet 3",
         "best": " cabinet 2",
     }  # fmt: skip
+
+
+def test_of_the_state_alone_nothing_is_asked_that_memory_tells():
+    request, talk = lessons.ask_state(situation(), random.Random(0))
+    assert not request.memory and "emission" not in dict(talk) and not any(ask.startswith("in ") for ask, _ in talk)
+
+
+def test_a_share_of_the_lessons_is_of_named_places():
+    from lm.backbone import Backbone
+    from zoo.models import make_executor
+
+    asked = list[str]()
+
+    def ask(each: play.Situation, rng: random.Random):
+        asked.append(each.emission.guidance)
+        return lessons.ask_state(each, rng)
+
+    backbone = Backbone(make_executor(TOKENIZER, hidden=32, layers=1), TOKENIZER)
+    draws = lessons.LessonDraws(backbone, [situation(), *[situation("")] * 9], 1, ask, (0.5, 0.25))
+    rng = random.Random(0)
+    for _ in range(200):
+        draws.draw(rng)
+    named = sum(map(bool, asked))  # half of them, and one in ten of what is drawn from all
+    assert 200 * 0.4 < named < 200 * 0.65
 
 
 # -- gates ------------------------------------------------------------------------------------------------------------
@@ -221,9 +247,9 @@ def test_both_recipes_leave_a_model_that_the_gates_can_read(games, tmp_path, mon
     levels = [Level(kind, 3, -1.0) for kind in ("copy", "facts", "search")]
     work = tmp_path / "work"
     recipes.train_executor(tmp_path / "executor", work, steps=(2, 2), played=2, batch=4, levels=levels)
-    recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2), batch=4, levels=levels)
+    recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2, 2), batch=4, levels=levels)
     executor = ["copying", "look_up", "search", "cloning", "own_1"]
-    compiler = ["copying", "look_up", "questions", "emissions"]
+    compiler = ["copying", "look_up", "states", "questions", "emissions"]
     for name, made in (("executor", executor), ("compiler", compiler)):
         record = json.loads((tmp_path / name / "RECORD.json").read_text())
         assert list(record["log"]) == made and record["command"].startswith(f"memcompiler zoo {name} --world alfworld")

@@ -20,18 +20,23 @@ from transformers import PreTrainedTokenizerFast
 from agent.expert import MOST
 from compiler.language import render
 from compiler.prompt import compiler_parts
+from compiler.records import CompileRequest
 from envs.trajectories import Fact
 from lm.backbone import Backbone
 from memory.entry import MemoryEntry
 from zoo.alfworld.play import READER, Example, Situation
-from zoo.alfworld.words import SCENES
+from zoo.alfworld.words import SCENES, THINGS
 from zoo.curriculum import IGNORE, NOTHING, pad
 from zoo.lessons import Lesson, Talk, collate, questions
 from zoo.stages import Batch
 
 EMISSION = "emission"
 TOLD, UNTOLD = 4, 2  # questions in a situation about what M tells and does not tell, at most
+SEEN, UNSEEN = 3, 2  # and about things that are in view and that are not
+_LISTED_THING = re.compile(r"\b([a-z]+) (\d+)")
 T = TypeVar("T")
+Ask = Callable[[Situation, random.Random], tuple[CompileRequest, Talk]]
+Shares = tuple[float, float]
 
 
 class SceneLabels:
@@ -110,30 +115,47 @@ class DeedDraws:
 def talk_of(situation: Situation, rng: random.Random) -> Talk:
     """List what may be asked in a situation, in random order, with the answers.
 
-    Of M: where a scene's entries met a need, which some tell and some do not. Of the search: what is looked for,
-    whether it is in view, which places of those that M names are left (best first, six at most), which is the best. And
-    the emission. Places begin with the space that they have in M, without which they would be other tokens.
+    Of M: where a scene's entries met a need, which some tell and some do not. And what `state_talk` asks; and the
+    emission. Places begin with the space that they have in M, without which they would be other tokens.
     """
-    request, search = situation.request, situation.search
-    talk = [(EMISSION, render(situation.emission))]
     told = dict[tuple[str, str], dict[str, None]]()
-    for entry in request.memory:
+    for entry in situation.request.memory:
         for fact in _facts(entry):
             told.setdefault((entry.provenance.scene, fact.need), {})[fact.place] = None
     scenes, needs = (dict.fromkeys(pair[i] for pair in told) for i in (0, 1))
     untold = [pair for pair in product(scenes, needs) if pair not in told]
+    talk = [(EMISSION, render(situation.emission)), *state_talk(situation, rng)]
     for scene, need in (*_some(told, TOLD, rng), *_some(untold, UNTOLD, rng)):
         talk.append((f"in {scene} {need}", _listed(told.get((scene, need), ()))))
-    if search is None:
-        return rng.sample([*talk, ("search", NOTHING)], len(talk) + 1)
-    talk.append(("search", search.need))
-    if search.need.startswith("find "):
-        thing, view = READER.thing(search.need), request.observation
-        here = bool(READER.here(view, request.history)) and bool(re.search(rf"\b{thing} \d", view))
-        talk.append(("here", "yes" if here else "no"))
-    talk.append((f"left for {READER.thing(search.need)}", _listed(search.places[:MOST])))
-    talk.append(("best", _listed(search.places[:1])))
     return rng.sample(talk, len(talk))
+
+
+def state_talk(situation: Situation, rng: random.Random) -> Talk:
+    """List what may be asked of view and Brief State, in random order: what is looked for, which places are left of
+    those that M names (best first, six at most), which is the best, what is noted now; and of some things, that which
+    is looked for among them, which of them are in view (by number: what is to be copied forms, "yes" and "no" do not).
+    """
+    search, found = situation.search, _in_view(situation.request.observation)
+    talk = [("notes", render(replace(situation.emission, guidance="", reason="")))]
+    asked = {*_some(found, SEEN, rng), *rng.sample(THINGS, UNSEEN)}
+    if search is None:
+        talk.append(("search", NOTHING))
+    else:
+        talk.append(("search", search.need))
+        thing = READER.thing(search.need)
+        talk += [(f"left for {thing}", _listed(search.places[:MOST])), ("best", _listed(search.places[:1]))]
+        asked |= {thing} if search.need.startswith("find ") else set()
+    talk += [(f"here {thing}", _listed(found.get(thing, ()))) for thing in sorted(asked)]
+    return rng.sample(talk, len(talk))
+
+
+def _in_view(observation: str) -> dict[str, list[str]]:
+    """List the things in view with their numbers, in the view's order."""
+    found = dict[str, list[str]]()
+    for thing, number in _LISTED_THING.findall(observation.partition(" you see ")[2]):
+        if thing in THINGS:
+            found.setdefault(thing, []).append(number)
+    return found
 
 
 def _some(pool: Collection[T], most: int, rng: random.Random) -> list[T]:
@@ -149,32 +171,47 @@ def _listed(places: Iterable[str]) -> str:
 
 
 class LessonDraws:
-    """Batches of lessons on situations, as often as they come; a share of the batches on those alone in which a place
-    is named, one in four otherwise."""
+    """Batches of lessons on situations of like length, as often as they come; a share of the batches on those alone in
+    which a place is named, and one on those in which something is looked for and no place is named."""
 
     def __init__(
-        self, backbone: Backbone, situations: Sequence[Situation], size: int, emission_first: float,
-        named_share: float = 0.0,
+        self, backbone: Backbone, situations: Sequence[Situation], size: int, ask: Ask, shares: Shares = (0.0, 0.0),
     ) -> None:  # fmt: skip
-        self._backbone, self._size, self._first = backbone, size, emission_first
+        self._backbone, self._size, self._ask = backbone, size, ask
         self._labels = SceneLabels(backbone.tokenizer)
         self._all = sorted(situations, key=_length)
-        self._named = [each for each in self._all if each.emission.guidance]
-        self._named_share = named_share if self._named else 0.0
+        named = [each for each in self._all if each.emission.guidance]
+        silent = [each for each in self._all if each.search and not each.emission.guidance]
+        self._pools = [(pool, share) for pool, share in zip((named, silent), shares, strict=True) if pool]
 
     def draw(self, rng: random.Random) -> Batch:
-        """Take situations of like length; a share of the lessons begins with the emission, as it will be asked for."""
-        pool = self._named if rng.random() < self._named_share else self._all
+        """Draw a batch."""
+        chance, pool = rng.random(), self._all
+        for some, share in self._pools:
+            if 0 <= chance < share:
+                pool = some
+            chance -= share
         chosen = alike(pool, min(self._size, len(pool)), rng)
         return collate(self._backbone, [self._lesson(situation, rng) for situation in chosen])
 
     def _lesson(self, situation: Situation, rng: random.Random) -> Lesson:
-        talk = list(talk_of(situation, rng))
-        if rng.random() < self._first:
-            talk.sort(key=lambda turn: turn[0] != EMISSION)
-        lesson, exchanged = questions(self._backbone, situation.request, talk), self._labels.exchange(rng)
+        request, talk = self._ask(situation, rng)
+        lesson, exchanged = questions(self._backbone, request, talk), self._labels.exchange(rng)
         labels = [label if label == IGNORE else int(exchanged[label]) for label in lesson.labels]
         return Lesson(replace(lesson.prompt, ids=tuple(exchanged[list(lesson.prompt.ids)].tolist())), tuple(labels))
+
+
+def ask_state(situation: Situation, rng: random.Random) -> tuple[CompileRequest, Talk]:
+    """Ask of view and Brief State alone, behind a prompt without M."""
+    return replace(situation.request, memory=()), state_talk(situation, rng)
+
+
+def ask_all(situation: Situation, rng: random.Random, emission_first: float) -> tuple[CompileRequest, Talk]:
+    """Ask all; a share of the lessons begins with the emission, as it will be asked for."""
+    talk = list(talk_of(situation, rng))
+    if rng.random() < emission_first:
+        talk.sort(key=lambda turn: turn[0] != EMISSION)
+    return situation.request, talk
 
 
 def _length(situation: Situation) -> int:

@@ -16,7 +16,7 @@ the exams in the log.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,16 +27,16 @@ from executor.hf import FrozenExecutor
 from lm.backbone import Backbone
 from zoo import recipes, stages
 from zoo.alfworld import play
-from zoo.alfworld.lessons import DeedDraws, LessonDraws
+from zoo.alfworld.lessons import Ask, DeedDraws, LessonDraws, Shares, ask_all, ask_state
 from zoo.alfworld.words import LEXICON
-from zoo.curriculum import LEVELS, SEARCH, Kind, Level
-from zoo.models import as_llama, make_tokenizer
+from zoo.curriculum import LEVELS, SEARCH, Level
+from zoo.models import as_llama, deepened, make_tokenizer
 from zoo.recipes import RATE
 
-Stages = Mapping[str, tuple[float, tuple[Kind, ...]]]
-EXECUTOR: Stages = {**recipes.TEXT, "search": (RATE / 2, ("search",))}
+EXECUTOR: recipes.Stages = {**recipes.TEXT, "search": (RATE / 2, ("search",))}
 """The stages of text; those of the compiler base are all worlds'."""
 EXAM_OF = 25
+LAYERS = 8  # of the compiler base
 
 Draw = Callable[[random.Random], stages.Batch]
 
@@ -71,22 +71,27 @@ def train_executor(
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (600, 1400),
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (800, 600, 1200),
     batch: int = 16, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
-    """Make the compiler base: text curriculum; questions in random order, often where a place is named; then mostly the
-    emission first, in states as often as they come."""
+    """Make the compiler base: text curriculum; questions about view and Brief State alone, then about M too, both mostly
+    where something is looked for; then mostly the emission first, in states as often as they come."""
     tokenizer = make_tokenizer(LEXICON)
-    model = recipes.train_text(tokenizer, LEXICON, work, seed, levels)
+    model = deepened(recipes.train_text(tokenizer, LEXICON, work, seed, levels), LAYERS)
     make_env, specs = play.material(work, limit=games)
     specs, kept = _kept(specs)
     situations = play.situations_of(make_env, specs, seed)
     held_out = play.situations_of(make_env, kept, seed)
     draws = partial(LessonDraws, Backbone(model, tokenizer))
-    names, exam = ("questions", "emissions"), draws(held_out, 64, emission_first=1.0).draw
-    for name, n, first, named in zip(names, steps, (0.2, 0.8), (0.5, 0.0), strict=True):
-        draw = draws(situations, batch, emission_first=first, named_share=named).draw
-        model = _stage(model, work / name, seed, n, RATE / 2, draw, exam)
+    stages_of_lessons: dict[str, tuple[Ask, Shares, float]] = {
+        "states": (ask_state, (0.4, 0.4), RATE / 2),
+        "questions": (partial(ask_all, emission_first=0.2), (0.4, 0.4), RATE / 2),
+        "emissions": (partial(ask_all, emission_first=0.8), (0.0, 0.0), RATE / 2),
+    }  # fmt: skip
+    names = tuple(stages_of_lessons)
+    for n, (name, (ask, shares, rate)) in zip(steps, stages_of_lessons.items(), strict=True):
+        draw, exam = draws(situations, batch, ask, shares).draw, draws(held_out, 64, ask).draw
+        model = _stage(model, work / name, seed, n, rate, draw, exam)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
     made = (*recipes.TEXT, *names)
     recipes.finish("compiler --world alfworld", out, as_llama(model), tokenizer, work, made, settings)
