@@ -74,8 +74,8 @@ def train_compiler(
     out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (800, 600, 1200),
     batch: int = 16, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
-    """Make the compiler base: text curriculum; questions about view and Brief State alone, then about M too, both mostly
-    where something is looked for; then mostly the emission first, in states as often as they come."""
+    """Make the compiler base: text curriculum; questions about view and Brief State alone, then about M too, both
+    mostly where something is looked for; then mostly the emission first, in states as often as they come."""
     tokenizer = make_tokenizer(LEXICON)
     model = deepened(recipes.train_text(tokenizer, LEXICON, work, seed, levels), LAYERS)
     make_env, specs = play.material(work, limit=games)
