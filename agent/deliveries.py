@@ -70,6 +70,11 @@ class DeliverySpec:
     played: bool = True  # False for a name that only results have
 
     @property
+    def recalls(self) -> bool:
+        """Tell whether anything of what memory recalls reaches a prompt."""
+        return self.kind != "none" and self.memory != "empty"
+
+    @property
     def shows_own_soft(self) -> bool:
         """Tell whether the executor reads soft tokens that the trained compiler made of this very step."""
         return self.needs_checkpoint and self.soft and not self.interdependent

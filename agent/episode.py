@@ -18,7 +18,7 @@ from envs.base import Environment, Task
 from executor.records import Executor
 from lm.ledger import EndpointStop
 from memory.entry import MemoryEntry
-from memory.protocol import Fixed, Recall, Session
+from memory.protocol import Fixed, Recall, Session, Trace
 from memory.trajectory import stated_goal
 from runtime.errors import CompilerFailure, EnvironmentFailure, EpisodeFailure, ExecutorFailure, StopReason
 
@@ -35,12 +35,14 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
     """One episode to run: the task, what is recalled for it before anything is in view, and the session that recalls
-    from then on (without one, M = Retrieve(bank, goal) is fixed all episode long)."""
+    from then on (without one, M = Retrieve(bank, goal) is fixed all episode long). `again` begins another attempt, if
+    memory wants one, where all of the given ones failed."""
 
     task: Task
     memory: tuple[MemoryEntry, ...] = ()
     bank_version: int | None = None
     session: Callable[[], Session] | None = None
+    again: Callable[[Sequence[Trace]], Session | None] = lambda _: None
 
     @property
     def goal(self) -> str:

@@ -187,13 +187,15 @@ class Episode:
     stop_reason: StopReason = StopReason.STEP_LIMIT
     error: str = ""
     rationale: str = ""  # why it went so, where a teacher has said it
+    retries: list[Episode] = field(default_factory=list)  # further attempts, from which memory learns; never scored
 
     def to_json(self, images: bool = False) -> dict[str, Any]:
         """Return a JSON-ready dict: tensors left out, images as base64 PNG only when asked for."""
-        head = {k: getattr(self, k) for k in self.__slots__ if k != "steps"}  # type: ignore[attr-defined]
+        head = {k: getattr(self, k) for k in self.__slots__ if k not in ("steps", "retries")}  # type: ignore[attr-defined]
         made = [entry.to_json() for entry in self.made.values()]
         steps = [_step_json(step, images) for step in self.steps]
-        return {**head, "made": made, "stop_reason": str(self.stop_reason), "steps": steps}
+        retries = [retry.to_json(images) for retry in self.retries]
+        return {**head, "made": made, "stop_reason": str(self.stop_reason), "steps": steps, "retries": retries}
 
     def note_recall(self, recalled: Recall, step: StepRecord) -> None:
         """Record what was recalled for a step; the first is what the episode begins with."""
@@ -247,6 +249,7 @@ def episode_from_json(row: Mapping[str, Any], images: bool = True) -> Episode:
         head["memory_ids"] = tuple(head.get("memory_ids", ()))
         head["made"] = {entry["id"]: entry_from_json(entry) for entry in head.get("made", ())}
         head["stop_reason"] = StopReason(head["stop_reason"])
+        head["retries"] = [episode_from_json(retry, images) for retry in head.get("retries", ())]
         return Episode(**head, steps=[_step_from_json(step, images) for step in row["steps"]])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not an episode: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -13,11 +13,25 @@ from envs.registry import AnyEnvSettings, default_settings
 from runtime.settings import Settings
 
 
+class EvalMemoryConfig(MemoryConfig):
+    """Frozen memory is filled before anything is evaluated, and only read. Online, it grows over the stream of the
+    evaluated tasks, a memory for each delivery that recalls anything; it begins empty, or with what `bank` holds."""
+
+    protocol: Literal["frozen", "online"] = "frozen"
+    warm_start: bool = False  # online: begin with the experience that frozen memory would hold
+    order_seed: int | None = None  # online: shuffle the stream (default: the split's own order)
+    round: int = Field(default=1, ge=1)  # online: episodes that are played before memory takes them in
+
+    @property
+    def online(self) -> bool:
+        return self.protocol == "online"
+
+
 class EvalConfig(Settings):
     env: AnyEnvSettings = Field(default_factory=default_settings)
     compiler: CompilerConfig = CompilerConfig()
     executor: ExecutorConfig = ExecutorConfig()
-    memory: MemoryConfig = MemoryConfig()
+    memory: EvalMemoryConfig = EvalMemoryConfig()
     deliveries: tuple[str, ...] = Field(default=("none", "static", "compiled_text", "compiled"), min_length=1)
     # What all others are compared with, task by task: a delivery or, in a matrix, {axis: level, delivery: name}.
     baseline: str | dict[str, str] | None = None

@@ -262,13 +262,14 @@ def explain(episodes: Sequence[Episode], explainer: Explainer) -> None:
 
 
 def traces_of(episodes: Iterable[Episode], views: Views = no_views) -> list[list[Trace]]:
-    """Return what episodes tell a memory system, with their telling views: failures, too, but not those of endpoint or
-    environment, which teach nothing. Each is the one attempt at its task."""
-    return [
-        [Trace(
-            Task(e.task_id, e.goal, e.scene, e.split, e.kind), tuple(step.told() for step in e.steps), e.success,
-            rationale=e.rationale, views=tuple(map(png_bytes, views(e))), shown=e.memory_ids,
-        )]
-        for e in episodes
-        if not is_failure(e.stop_reason)
-    ]  # fmt: skip
+    """Return what episodes tell a memory system, with their telling views, and further attempts at their tasks behind
+    them: failures, too, but not those of endpoint or environment, which teach nothing."""
+    told = ([each for each in (e, *e.retries) if not is_failure(each.stop_reason)] for e in episodes)
+    return [[_trace(e, number, views) for number, e in enumerate(attempts)] for attempts in told if attempts]
+
+
+def _trace(e: Episode, attempt: int, views: Views) -> Trace:
+    return Trace(
+        Task(e.task_id, e.goal, e.scene, e.split, e.kind), tuple(step.told() for step in e.steps), e.success, attempt,
+        e.rationale, tuple(map(png_bytes, views(e))), e.memory_ids,
+    )  # fmt: skip

@@ -21,10 +21,14 @@ def open_memory(config: MemoryConfig, default: Path) -> MemorySystem:
 def growing_memory(config: MemoryConfig, path: Path) -> tuple[MemorySystem, int]:
     """Open one at `path` to be committed to, with what the bank that the settings name holds; and how many traces that
     is."""
+    return grown_from(config, path, open_memory(config, path) if config.bank is not None else None)
+
+
+def grown_from(config: MemoryConfig, path: Path, given: MemorySystem | None) -> tuple[MemorySystem, int]:
+    """Open one at `path` to be committed to, with what another one holds; and how many traces that is."""
     memory = open_memory(config.model_copy(update={"bank": None, "version": None}), path)
     memory.commit([])  # there is one, if an empty one
-    if config.bank is None:
+    if given is None:
         return memory, 0
-    given = open_memory(config, path)
     memory.take_over(given)
     return memory, given.origins().total()

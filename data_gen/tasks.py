@@ -44,7 +44,9 @@ def specs_for(tasks: Sequence[Task], bank: MemorySystem, k: int) -> list[Episode
     and what recalls from the first view on."""
     version, queries = bank.snapshot(), [Query(task, k) for task in tasks]
     return [
-        EpisodeSpec(query.task, first.entries, version, partial(bank.session, query, first))
+        EpisodeSpec(
+            query.task, first.entries, version, partial(bank.session, query, first), partial(bank.again, query, first)
+        )
         for query, first in zip(queries, bank.recall(queries), strict=True)
     ]
 

@@ -32,6 +32,7 @@ COMPARABLE: Mapping[str, str] = {
     "scene_seed": "seed of the scenes",
     "tasks_sha256": "list of tasks",
     "max_steps": "step limit",
+    "memory_protocol": "memory protocol",
 }
 PROVENANCE = ("memory_sha256", "executor_hash", "compiler_hash", "prompts", "git", "versions")  # may well differ
 _BARE = StepRecord(0, "", None, None, "")

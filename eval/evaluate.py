@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -38,12 +39,14 @@ from data_gen.tasks import chosen_tasks, specs_for
 from envs.base import Environment
 from envs.registry import Environments, compiler_told, environment_version, evaluation_split, executor_told, reader_of
 from envs.trajectories import TrajectoryReader
+from eval import stream
 from eval.errors import chance, lookup
-from eval.matrix import SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
+from eval.matrix import ORDER_AXIS, SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
 from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
 from eval.provenance import identity
 from eval.report import write_run_report
 from eval.runs import RESULTS, EpisodeRecord, episodes_of
+from eval.stream import Stream, ordered_stream
 from eval.table import print_results
 from executor.build import load_executor
 from executor.records import Executor
@@ -219,7 +222,9 @@ def prepare(
 ) -> tuple[Evaluation, MemorySystem]:
     """Choose the tasks, open the bank that the settings name or have it filled, and make the models ready."""
     envs = loaded.environments(config)
-    tasks, experience = chosen_tasks(config, envs, config.split or evaluation_split(config.env))
+    frozen = not config.memory.online or config.memory.warm_start
+    tasks, experience = chosen_tasks(config, envs, config.split or evaluation_split(config.env), frozen)
+    tasks = ordered_stream(tasks, config)
     bank = filled_bank(config, envs, experience, out, beside)
     specs = specs_for(tasks, bank, config.memory.k)
     wants_top = any(find(name).memory == "top" for name in config.deliveries)
@@ -245,7 +250,10 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
     _drop_unfinished(record, len(specs))
     played = record.played()
     for name in config.deliveries:
-        evaluation.run(name, record.append, set(played.get(name, ())))
+        if config.memory.online and find(name).recalls:
+            stream_of(name, config, evaluation, run.path, bank, record).play(evaluation.make_env, evaluation.executor)
+        else:
+            evaluation.run(name, record.append, set(played.get(name, ())))
     episodes = record.episodes(config.deliveries, [spec.task.id for spec in specs])
     facts = {
         "environment": config.env.name,
@@ -255,10 +263,27 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
         "n_tasks": len(specs),
         **read,
         "max_steps": config.max_steps,
-        "chance_lookup": chance(specs),
+        **({"memory_protocol": "online"} if config.memory.online else {"chance_lookup": chance(specs)}),
         **depends_on,
     }
-    return _results(cell, run, episodes, specs, facts)
+    made = _results(cell, run, episodes, specs, facts)
+    if config.memory.online:
+        for name, summary in made["results"].items():
+            summary["stream"] = stream.told_by(episodes[name])
+            if find(name).recalls:
+                memory = stream_of(name, config, evaluation, run.path, bank, record).memory
+                summary["stream"]["leaked"] = stream.leaked(episodes[name], [spec.task for spec in specs], memory)
+    return made
+
+
+def stream_of(
+    name: str, config: EvalConfig, evaluation: Evaluation, out: Path, given: MemorySystem, record: EpisodeRecord
+) -> Stream:  # fmt: skip
+    """Return a delivery's way through the stream of the evaluated tasks."""
+    wanted, tasks = find(name), [spec.task for spec in evaluation.specs]
+    k = min(1, config.memory.k) if wanted.memory == "top" else config.memory.k
+    delivery = wanted.make(evaluation.compiler, config.seed, evaluation.reader)
+    return Stream(config, tasks, k, delivery, out, given, record)
 
 
 def _results(
@@ -266,9 +291,10 @@ def _results(
 ) -> dict[str, Any]:
     config, levels = cell.config, dict(cell.levels)
     ran = json.loads((run.path / ENVIRONMENT).read_text(encoding="utf-8"))
+    looked_up = [name for name in episodes if find(name).needs_checkpoint and not config.memory.online]
     meta = {
         **facts,
-        "lookup": {name: lookup(e, specs) for name, e in episodes.items() if find(name).needs_checkpoint},
+        "lookup": {name: lookup(episodes[name], specs) for name in looked_up},
         "complete": True,
         "levels": levels,
         "baseline": config.baseline,
@@ -341,10 +367,23 @@ def _pooled(
     pairs = [(column, base) for cell, name, column in played if (base := baseline_of(config, cell, name))]
     budgets = {column: cell.config.budgets for cell, _, column in played}
     pooled = results(grouped(episodes, lambda episode: episode.delivery), meta, pairs, budgets)
-    for cell, name, column in played:
-        levels = {axis: level for axis, level in cell.levels.items() if axis != SEED_AXIS}
-        pooled["results"][column] |= {"delivery": name, "levels": levels}
-        by_seed = pooled["results"][column].setdefault("success_by_seed", {})
-        seed = cell.levels.get(SEED_AXIS, str(cell.config.seed))
-        by_seed[seed] = done[cell.name]["results"][name]["success"]["mean"]
+    for name, members in grouped(played, lambda one: one[2]).items():
+        summaries = [(cell, done[cell.name]["results"][delivery]) for cell, delivery, _ in members]
+        pooled["results"][name] |= {"delivery": members[0][1], **_of_column(summaries)}
     return pooled
+
+
+def _of_column(members: Sequence[tuple[Cell, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Say what the summaries of the cells that a column pools say one by one: success by seed, and by order."""
+
+    def by(axis: str, otherwise: str) -> dict[str, float]:
+        levels = grouped(members, lambda one: one[0].levels.get(axis, otherwise))
+        return {level: fmean(of["success"]["mean"] for _, of in those) for level, those in levels.items()}
+
+    cell, streams = members[0][0], [of["stream"] for _, of in members if "stream" in of]
+    about: dict[str, Any] = {"levels": cell.own_levels, "success_by_seed": by(SEED_AXIS, str(cell.config.seed))}
+    if ORDER_AXIS in cell.levels:
+        about["success_by_order"] = by(ORDER_AXIS, "")
+    if streams:
+        about["stream"] = stream.pooled(streams)
+    return about

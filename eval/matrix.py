@@ -7,7 +7,7 @@
 
 A level is what `a.b=c` would be on the command line. `\\${seed}` in a level is the cell's own seed (the backslash keeps
 it from being read with the file): a checkpoint for each variant and seed is `runs/\\${seed}/linear`. Cells that differ
-in the axis `seed` alone are one group: tables pool their episodes.
+in the axes `seed` and `order` (of an online stream) alone are one group: tables pool their episodes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from configs.load import ConfigError, load_config
 from envs import registry
 from eval.metrics import grouped, joined
 
-SEED_AXIS = "seed"
+SEED_AXIS, ORDER_AXIS = "seed", "order"
+POOLED = (SEED_AXIS, ORDER_AXIS)  # axes whose levels are episodes of one and the same thing
 DELIVERY = "delivery"  # in `baseline` beside the axes
 
 
@@ -42,8 +43,12 @@ class Cell:
 
     @property
     def group(self) -> str:
-        """Name what it shares with the cells that differ from it in the seed alone."""
-        return _named({axis: level for axis, level in self.levels.items() if axis != SEED_AXIS})
+        """Name what it shares with the cells that differ from it in the pooled axes alone."""
+        return _named(self.own_levels)
+
+    @property
+    def own_levels(self) -> dict[str, str]:
+        return {axis: level for axis, level in self.levels.items() if axis not in POOLED}
 
 
 def axes(config: EvalConfig) -> dict[str, dict[str, Mapping[str, Any]]]:
@@ -99,6 +104,8 @@ def check_deliveries(config: EvalConfig) -> None:
             raise ConfigError(f"deliveries: {error}") from None
         if not spec.played:
             raise ConfigError(f"deliveries: {name} is a name in results alone")
+        if config.memory.online and spec.interdependent:
+            raise ConfigError(f"deliveries: {name} needs episodes side by side, and an online stream plays one by one")
         if spec.needs_expert and not registry.find(config.env.name).expert:
             raise ConfigError(f"deliveries: {name} asks the environment's expert, and {config.env.name} has none")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import fmean, stdev
 from typing import Any
 
 from rich import box
@@ -174,6 +175,7 @@ def _notes(results: Mapping[str, Any]) -> list[str]:
     summaries = results["results"]
     lines = [f"{display_name(a)} − {display_name(b)}: {_at_all_budgets(pair, results)}"
              for a, b, pair in compared_pairs(results)]  # fmt: skip
+    lines += _stream_notes(summaries)
     counts = sizes([summary["success"]["n"] for summary in summaries.values()])
     lines.append(f"{counts} episodes per delivery; [95% Wilson intervals]. Differences: paired bootstrap, exact p.")
     if counted(results["results"]):
@@ -184,6 +186,34 @@ def _notes(results: Mapping[str, Any]) -> list[str]:
     if parts := [f"{display_name(name)}: {counts}" for name, counts in broken.items() if counts]:
         lines.append(f"Broken episodes, counted as failed: {'; '.join(parts)}.")
     return lines
+
+
+def _stream_notes(summaries: Mapping[str, Any]) -> list[str]:
+    """Say that memory grew over the stream of these tasks, and what only a stream shows."""
+    lines = list[str]()
+    for name in ordered(summaries):
+        of = summaries[name]
+        if (told := of.get("stream")) is None:
+            continue
+        parts = [f"by quarter {' / '.join(percent(part and part['mean']) for part in told['quarters'])}"]
+        if told["repeats"]:
+            parts.append(f"first {interval(told['first'])}, scene and goal again {interval(told['repeats'])}")
+        if (orders := of.get("success_by_order")) and len(orders) > 1:
+            parts.append(f"{spread(list(orders.values()))} over {len(orders)} orders (mean ± sd)")
+        if (retries := told["retries"])["attempts"]:
+            tokens = "/".join(f"{retries['tokens'][role]}" for role in ROLES)
+            parts.append(f"{retries['attempts']} further attempts, not scored ({tokens} tokens c/e, not in this table)")
+        if told.get("leaked"):
+            parts.append(f"NOT VALID: {told['leaked']} recalls of tasks that were still to come")
+        lines.append(f"{display_name(name)}: {'; '.join(parts)}.")
+    if lines:
+        lines.append("Memory online: it grows over the stream of these tasks. Not to be set beside frozen memory.")
+    return lines
+
+
+def spread(shares: Sequence[float]) -> str:
+    """`81.6 ± 1.7`: mean and sample standard deviation, in percent."""
+    return f"{100 * fmean(shares):.1f} ± {100 * stdev(shares):.1f}"
 
 
 def _at_all_budgets(pair: Mapping[str, Any], results: Mapping[str, Any]) -> str:

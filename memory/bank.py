@@ -107,6 +107,9 @@ class MemoryBank:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
+    def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> None:
+        """Keep a failure as it is: there is nothing more to learn from another one."""
+
     def write(self, entries: MemoryEntry | Iterable[MemoryEntry]) -> Written:
         """Append in one commit: all or nothing. An id that is there already is ignored and counted, never overwritten.
         Raises: BankError for a read-only view or another kind of folder, ValueError for an entry without an id."""

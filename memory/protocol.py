@@ -132,6 +132,11 @@ class MemorySystem(Kept, Protocol):
         """Begin an attempt at a task, for which `first` was recalled before anything was in view."""
         ...
 
+    def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> Session | None:
+        """Begin another attempt at a task at which all `attempts` failed; None where no more is to be learned from one.
+        It is never scored."""
+        ...
+
     def snapshot(self) -> int:
         """Return the version that stands for everything committed so far; checkpoints and results record it."""
         ...

@@ -68,6 +68,9 @@ class Diary:
     def session(self, query: Query, first: Recall) -> Page:
         return Page(query.task, first)
 
+    def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> None:
+        return None
+
     def snapshot(self) -> int:
         return len(self._pages())
 

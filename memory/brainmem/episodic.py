@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from envs.base import Task
 from memory.brainmem.reading import Body, kind, moved, objects, room, summary, views
-from memory.protocol import Trace
+from memory.protocol import Record, Trace
 
 State = tuple[str, str]  # room, summary
 MOST_FACTS, HINTS = 10, 3  # relations that are shown of a room, actions that are shown of an object
@@ -64,17 +64,33 @@ class Trajectory:
         return [action for action, ok in zip(self.actions, self.ok, strict=True) if ok]
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where an attempt stands: the state of the graph, and the agent's body."""
+
+    state: State
+    body: Body = field(default_factory=Body)
+
+    @classmethod
+    def at_first(cls, task: Task, first: str) -> Standing:
+        """Return s_0, which merges within one instruction only."""
+        return cls((task.scene, f"{task.goal} | {summary(first, Body())}"))
+
+    def after(self, record: Record) -> Standing:
+        """Return it after a step; one that was refused leaves it."""
+        if record.refused:
+            return self
+        body = self.body.after(record.action, record.feedback)
+        return Standing((self.state[0], summary(record.feedback, body)), body)
+
+
 def walk(trace: Trace) -> Iterator[tuple[State, str, State, bool]]:
     """Yield each step of an attempt: state, action, next state, whether it was executed."""
-    place, body = trace.task.scene, Body()
-    state = place, f"{trace.task.goal} | {summary(trace.first, body)}"  # s_0 merges within one instruction only
+    now = Standing.at_first(trace.task, trace.first)
     for record in trace.records:
-        after = state
-        if not record.refused:
-            body = body.after(record.action, record.feedback)
-            after = place, summary(record.feedback, body)
-        yield state, record.action, after, not record.refused
-        state = after
+        then = now.after(record)
+        yield now.state, record.action, then.state, not record.refused
+        now = then
 
 
 @dataclass

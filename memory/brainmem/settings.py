@@ -45,9 +45,10 @@ class Semantic(Settings):
 
 
 class Evolve(Settings):
-    """What makes memory evolve (section 3.4): counts and pruning."""
+    """What makes memory evolve (section 3.4): counts, pruning, and further attempts at what failed."""
 
     on: bool = True
+    retries: int = Field(default=2, ge=0)  # at a task that failed, at most; never scored
     decay: float = Field(default=0.99, gt=0, le=1)  # of utility, by episodes since the last use; 1: none
 
 

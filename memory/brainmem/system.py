@@ -17,8 +17,8 @@ from typing import ClassVar
 
 from envs.base import Task
 from memory.brainmem import rules, working
-from memory.brainmem.episodic import SpatialGraph, Topic, TrajectoryGraph, topic_of
-from memory.brainmem.reading import Body, summary
+from memory.brainmem.episodic import SpatialGraph, Standing, State, Topic, TrajectoryGraph, topic_of
+from memory.brainmem.reading import summary
 from memory.brainmem.semantic import Experience, Guideline, counted, formed, listed, pruned, recalled
 from memory.brainmem.settings import BrainMemSettings
 from memory.brainmem.working import WorkStep
@@ -150,6 +150,12 @@ class BrainMem:
     def session(self, query: Query, first: Recall) -> BrainSession:
         return BrainSession(query, first, self.settings)
 
+    def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> BrainSession | None:
+        evolve = self.settings.evolve
+        if not evolve.on or len(attempts) > evolve.retries:
+            return None
+        return BrainSession(query, first, self.settings, attempts)
+
     def snapshot(self) -> int:
         return len(self._journal)
 
@@ -178,34 +184,52 @@ class BrainMem:
 
 
 class BrainSession:
-    """One attempt at a task: the sections of its task, and working memory."""
+    """One attempt at a task: the sections of its task, what earlier attempts at it teach, and working memory."""
 
-    def __init__(self, query: Query, first: Recall, settings: BrainMemSettings) -> None:
-        self._first, self._settings, self._scene = first, settings, query.task.scene
+    def __init__(
+        self, query: Query, first: Recall, settings: BrainMemSettings, earlier: Sequence[Trace] = ()
+    ) -> None:  # fmt: skip
+        self._first, self._settings, self._task = first, settings, query.task
         self._window: deque[WorkStep] = deque(maxlen=settings.working.window)
-        self._body, self._taken = Body(), 0
+        self._now: Standing | None = None
+        self._taken = 0
+        self._lesson = rules.reflection(earlier[-1], topic_of(query.task, earlier[-1].first)) if earlier else ""
+        self._tried = TrajectoryGraph()
+        for trace in earlier:
+            self._tried.learn(trace, topic_of(query.task, trace.first), trace.attempt)
 
     def recall(self, observation: str) -> Recall:
-        text = working.rendered(list(self._window), self._taken, self._settings.working)
-        if not text or not self._settings.working.on:
-            return self._first
-        return Recall((*self._first.entries, _entry("Working Memory", text, room=self._scene)), made=True)
+        self._now = self._now or Standing.at_first(self._task, observation)
+        added = {"Retry Guidance": self._guidance(self._now.state), "Working Memory": self._working()}
+        entries = [_entry(name, text, room=self._task.scene) for name, text in added.items() if text]
+        return Recall((*self._first.entries, *entries), made=True) if entries else self._first
+
+    def _guidance(self, state: State) -> str:
+        """Say why the last attempt failed, and what was refused before in this very state (section 3.2.3)."""
+        if not self._lesson:
+            return ""
+        failed = self._tried.failed(state, self._task.id)
+        lines = [f"Failed here before: {'; '.join(failed)}"] if failed else []
+        return "\n".join(["Retry Guidance:", f"The last attempt failed: {self._lesson}", *lines])
+
+    def _working(self) -> str:
+        settings = self._settings.working
+        return working.rendered(list(self._window), self._taken, settings) if settings.on else ""
 
     def observe(self, record: Record) -> None:
-        before = self._body
-        if not record.refused:
-            self._body = before.after(record.action, record.feedback)
-        changed = record.feedback != record.observation or self._body != before
+        before = self._now or Standing.at_first(self._task, record.observation)
+        self._now = after = before.after(record)
+        changed = record.feedback != record.observation or after.body != before.body
         self._taken += 1
         self._window.append(
             WorkStep(
                 record.t,
                 record.action,
                 not record.refused,
-                summary(record.observation, before),
-                self._body.at,
-                self._body.holds,
-                before.holds,
+                summary(record.observation, before.body),
+                after.body.at,
+                after.body.holds,
+                before.body.holds,
                 changed=changed,
             )
         )

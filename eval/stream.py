@@ -1,0 +1,176 @@
+"""Evaluation over a lifetime (`memory.protocol: online`): the evaluated tasks are a stream, and memory grows with it.
+
+Each delivery that recalls anything has a memory of its own, in OUT/memory/DELIVERY. A task is played with what memory
+learned from earlier ones; then the episode goes into the record, and from there to memory, with further attempts where
+memory asks for them. Scored are first attempts alone. Memory follows from the record: what a kill kept from it is
+committed when the run goes on, and nothing is played twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from agent.deliveries import Delivery
+from agent.episode import Limits
+from agent.records import Episode, read_episodes
+from configs.evaluation import EvalConfig
+from data_gen.experience import Views, kept_views, traces_of
+from data_gen.lifetime import play_round
+from data_gen.memories import grown_from
+from data_gen.tasks import specs_for
+from envs.base import Environment, Task
+from eval.intervals import wilson
+from eval.metrics import ROLES, succeeded, usage
+from eval.runs import EpisodeRecord
+from executor.records import Executor
+from memory.protocol import BankError, MemorySystem
+from runtime.progress import progress
+
+FOLDER, PARTS = "memory", 4
+
+
+def ordered_stream(tasks: Sequence[Task], config: EvalConfig) -> list[Task]:
+    """Put the tasks of an online stream in their order; those of any other evaluation stay in theirs."""
+    seed, stream = config.memory.order_seed, list(tasks)
+    if config.memory.online and seed is not None:
+        Random(f"order {seed}").shuffle(stream)
+    return stream
+
+
+class Stream:
+    """One delivery's way through the stream: its memory, and what the record holds of it.
+
+    Args:
+        tasks: in the order of the stream.
+        k: entries to recall for a task.
+        given: what memory begins with.
+    """
+
+    def __init__(
+        self, config: EvalConfig, tasks: Sequence[Task], k: int, delivery: Delivery, out: Path, given: MemorySystem,
+        record: EpisodeRecord,
+    ) -> None:  # fmt: skip
+        self.tasks, self.k, self.delivery, self.record = tasks, k, delivery, record
+        self.limits, self.size = Limits(config.max_steps, config.seed), config.memory.round
+        self.views: Views = kept_views(config)
+        self.memory, self._seeded = grown_from(config.memory, out / FOLDER / delivery.name, given)
+
+    def play(self, make_env: Callable[[], Environment], executor: Executor) -> None:
+        """Play what is left of the stream.
+
+        Raises:
+            BankError: memory holds what the record does not account for.
+        """
+        done = self._restore()
+        with progress(f"online {self.delivery.name}", len(self.tasks), done) as advance:
+            for start in range(done, len(self.tasks), self.size):
+                specs = specs_for(self.tasks[start : start + self.size], self.memory, self.k)
+                played = play_round(make_env, specs, self.delivery, executor, self.limits, self.size)
+                for episode in played:
+                    self.record.append(episode)
+                    advance(episode)
+                self.memory.commit(traces_of(played, self.views))
+
+    def _played(self) -> list[Episode]:
+        path = self.record.lines.path
+        played = read_episodes(path) if path.exists() else ()
+        return [episode for episode in played if episode.delivery == self.delivery.name]
+
+    def _restore(self) -> int:
+        """Return how many tasks are done: whole rounds; what is recorded of another is played again. Memory is brought
+        to that state."""
+        played = self._played()
+        done = len(played) if len(played) == len(self.tasks) else len(played) // self.size * self.size
+        torn = {episode.task_id for episode in played[done:]}
+        if torn:
+            own = self.delivery.name
+            self.record.lines.keep(lambda row: row["delivery"] != own or row["task_id"] not in torn)
+        told = [traces_of(played[start : start + self.size], self.views) for start in range(0, done, self.size)]
+        for traces in told:
+            self.memory.commit(traces)
+        known, held = self._seeded + sum(map(len, told)), self.memory.origins().total()
+        if held > known:
+            raise BankError(
+                f"{self.memory.path} holds {held} episodes, and the record accounts for {known}: something else wrote "
+                "to it. Evaluate into another folder (--out), or start anew (--on-exists overwrite)"
+            )
+        return done
+
+
+# what a stream says -------------------------------------------------------------------------------------------------
+
+
+def told_by(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Say what only a stream shows, of one delivery's episodes in the order in which they were played: success by
+    quarter; of tasks whose scene and goal came before apart from the others; and further attempts, which the score
+    does not know, with their tokens."""
+    parts = [_success(part) for part in _parts(episodes)]
+    seen, again = set[tuple[str, str]](), list[bool]()
+    for episode in episodes:
+        again.append((episode.scene, episode.goal) in seen)
+        seen.add((episode.scene, episode.goal))
+    repeats = [episode for episode, known in zip(episodes, again, strict=True) if known]
+    first = [episode for episode, known in zip(episodes, again, strict=True) if not known]
+    return {
+        "quarters": parts, "first": _success(first), "repeats": _success(repeats),
+        "retries": _retried([retry for episode in episodes for retry in episode.retries]),
+    }  # fmt: skip
+
+
+def _parts(episodes: Sequence[Episode]) -> list[Sequence[Episode]]:
+    ends = [len(episodes) * part // PARTS for part in range(PARTS + 1)]
+    return [episodes[start:end] for start, end in pairwise(ends)]
+
+
+def _success(episodes: Sequence[Episode]) -> dict[str, Any] | None:
+    return asdict(wilson(sum(map(succeeded, episodes)), len(episodes))) if episodes else None
+
+
+def _retried(retries: Sequence[Episode]) -> dict[str, Any]:
+    steps = [step for retry in retries for step in retry.steps]
+    used = {role: usage(steps, role) for role in ROLES}
+    tokens = {role: used[role]["tokens_in"] + used[role]["tokens_out"] for role in ROLES}
+    return {"attempts": len(retries), "solved": sum(map(succeeded, retries)), "steps": len(steps), "tokens": tokens}
+
+
+def pooled(streams: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put streams of the same tasks in several orders into one: means, with the intervals of one stream, for the tasks
+    are the same."""
+    quarters = [_mean([stream["quarters"][part] for stream in streams]) for part in range(PARTS)]
+    retries = [stream["retries"] for stream in streams]
+    return {
+        "quarters": quarters,
+        **{name: _mean([stream[name] for stream in streams]) for name in ("first", "repeats")},
+        "retries": {
+            **{key: sum(of[key] for of in retries) for key in ("attempts", "solved", "steps")},
+            "tokens": {role: sum(of["tokens"][role] for of in retries) for role in ROLES},
+        },
+    }  # fmt: skip
+
+
+def _mean(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    there = [part for part in parts if part is not None]
+    if not there:
+        return None
+    n = min(part["n"] for part in there)
+    return asdict(wilson(Fraction(fmean(part["mean"] for part in there)) * n, n))
+
+
+def leaked(episodes: Sequence[Episode], tasks: Sequence[Task], memory: MemorySystem) -> int:
+    """Count what was recalled, in an episode of `tasks` in their order, of that very task or of a later one: none, or
+    the result says nothing."""
+    at = {task.id: number for number, task in enumerate(tasks)}
+    origins = (
+        (at[episode.task_id], entry.provenance.task_id)
+        for episode in episodes
+        for t in range(len(episode.steps))
+        for entry in episode.memory_at(t, memory)
+    )
+    return sum(at.get(origin, -1) >= now for now, origin in origins)
