@@ -125,9 +125,9 @@ def deepened(model: Qwen2ForCausalLM, layers: int) -> Qwen2ForCausalLM:
     config = model.config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}
     deeper = Qwen2ForCausalLM(Qwen2Config.from_dict(config))
     deeper.load_state_dict(model.state_dict(), strict=False)
-    for layer in deeper.model.layers[len(model.model.layers) :]:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    for name, weight in deeper.named_parameters():
+        if name not in model.state_dict() and name.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.zeros_(weight)
     return deeper
 
 

@@ -208,6 +208,16 @@ def test_a_share_of_the_lessons_is_of_named_places():
     assert 200 * 0.4 < named < 200 * 0.65
 
 
+def test_a_deepened_model_is_at_first_the_same_function():
+    from zoo.models import deepened, make_executor
+
+    model = make_executor(TOKENIZER, hidden=32, layers=1)
+    deeper, tokens = deepened(model, 3), torch.arange(300, 340)[None]
+    assert len(deeper.model.layers) == 3 and torch.equal(deeper(tokens).logits, model(tokens).logits)
+    deeper(tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None and p.grad.any() for n, p in deeper.named_parameters() if n.endswith("o_proj.weight"))
+
+
 # -- gates ------------------------------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,7 @@ from agent.expert import ExpertTeacher, Search
 from agent.records import Episode
 from compiler.language import Emission
 from compiler.records import Compilation, Compiler, CompileRequest
-from configs.collect import MemoryConfig
-from configs.evaluation import EvalConfig
+from configs.evaluation import EvalConfig, EvalMemoryConfig
 from data_gen.experience import filled_bank
 from data_gen.tasks import chosen_tasks, specs_for
 from envs.alfworld.environment import AlfworldSettings
@@ -46,7 +45,7 @@ def material(work: Path, split: str = "train", limit: int | None = None) -> tupl
     Raises:
         FileNotFoundError: ALFWORLD_DATA names no games.
     """
-    config = EvalConfig(env=AlfworldSettings(), memory=MemoryConfig(k=K), split=split, limit=limit)
+    config = EvalConfig(env=AlfworldSettings(), memory=EvalMemoryConfig(k=K), split=split, limit=limit)
     envs = Environments(config.env)  # in this process: nothing is to be closed
     tasks, experience = chosen_tasks(config, envs, split)
     return envs.lease, specs_for(tasks, filled_bank(config, envs, experience, work), K)
