@@ -22,6 +22,7 @@ class MemoryConfig(Settings):
     version: int | None = None  # bank version to read (default: the newest)
     k: int = Field(default=4, ge=0)  # entries retrieved per task
     pictures: int = Field(default=1, ge=0)  # views of its episode that an entry keeps at most (`EnvSpec.views`)
+    api: EndpointConfig | None = None  # a language model that the system asks (BrainMem's agent); without, by rule
     embed: str | None = None  # a sentence-transformers model: rank by embeddings instead of words (extra `embed`)
     # What the expert plays to fill the bank: a split, and the first so many of its tasks (default: by environment).
     experience_split: str | None = None

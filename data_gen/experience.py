@@ -155,8 +155,13 @@ def _facts(config: Config, experience: Sequence[Task]) -> dict[str, Any]:
         "tasks_sha256": Manifest.of(env.name, experience).sha256,
         "pictures": config.memory.pictures,
         "embed": config.memory.embed,
-        "memory": {"system": config.memory.system, "settings": config.memory.settings},
+        "memory": {"system": config.memory.system, "settings": config.memory.settings, **_asked(config)},
     }
+
+
+def _asked(config: Config) -> dict[str, str]:
+    """Name the language model that the memory system asks, if any."""
+    return {"model": config.memory.api.model} if config.memory.api else {}
 
 
 def _fill(

@@ -25,7 +25,7 @@ RESPONSES = "responses.sqlite"  # a collection's file of endpoints' answers
 # What a collection that is continued may change: it bears on how the endpoints are asked, not on what.
 MAY_CHANGE_ON_RESUME = tuple(
     f"{block}.{name}"
-    for block in ("api", "executor.api")
+    for block in ("api", "executor.api", "memory.api")
     for name in (
         "base_url", "key_env", "price_in", "price_out", "budget", "budget_tokens", "rpm", "tpm", "concurrency",
         "timeout_s", "retries", "backoff_s",

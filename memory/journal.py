@@ -52,13 +52,17 @@ class Journal:
             raise BankError(f"{self.folder} at version {self.until} is a read-only view")
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder / LOCK):
-            self._catch_up()
-            keyed = {row.key: row for row in rows if row.attempts}
-            fresh = {key: row for key, row in keyed.items() if key not in self._keys}
-            stored = [json.loads(to_json({"key": key, **_to_json(row)})) for key, row in fresh.items()]
+            fresh = self.unknown(rows)
+            stored = [json.loads(to_json({"key": row.key, **_to_json(row)})) for row in fresh]
             self._lines.append(*stored)
             self._take(stored, self._lines.path.stat().st_size)
         return Written(len(fresh), len(rows) - len(fresh))
+
+    def unknown(self, rows: Sequence[Row]) -> list[Row]:
+        """Return those of `rows` that are not there yet, each once."""
+        self._catch_up()
+        keyed = {row.key: row for row in rows if row.attempts}
+        return [row for key, row in keyed.items() if key not in self._keys]
 
     def __iter__(self) -> Iterator[Row]:
         self._catch_up()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ from runtime.settings import Settings
 if TYPE_CHECKING:
     from memory.retrieval import Embed
 
+Ask = Callable[[Sequence[dict[str, Any]], str, int], str | None]
+"""(chat messages, role in the accounts, most tokens) -> what a language model answers; None where it does not."""
 DEFAULT = "trajectory"
 
 
@@ -22,6 +24,7 @@ class Tools:
     """What a system may use where it is given. Without, each runs by rule."""
 
     embed: Embed | None = None
+    ask: Ask | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ listing, utility decays by the episodes since the last use.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 SATURATION = 10  # successes from which use adds nothing
@@ -54,6 +54,7 @@ class Guideline:
     objects: frozenset[str]  # empty: general
     support: frozenset[str]  # ids of experiences
     last_applied: int  # episode
+    basis: str  # what its support agrees on, which `text` says in a model's words or the same
 
     @property
     def confidence(self) -> float:
@@ -102,29 +103,31 @@ def counted(
 
 
 def formed(
-    guidelines: Sequence[Guideline], experiences: Sequence[Experience], new: Experience, episode: int, id: str
-) -> list[Guideline]:
+    guidelines: Sequence[Guideline], experiences: Sequence[Experience], new: Experience, episode: int, id: str,
+    words: Mapping[str, str] = {},
+) -> list[Guideline]:  # fmt: skip
     """Take in a new experience: it joins the support of guidelines that it agrees with, without changing their counts;
     and each of its texts that an experience of another task agrees with, and no guideline says yet, becomes one.
 
-    `id` begins the ids of new guidelines. They start with the counts of their support.
+    `id` begins the ids of new guidelines. They start with the counts of their support; `words` says some of their texts
+    in other words.
     """
     joined, left = list(guidelines), new.texts()
     for i, g in enumerate(joined):
-        agreeing = [text for text in left if _agree(g.text, text)]
+        agreeing = [text for text in left if _agree(g.basis, text)]
         if agreeing and _meet(g.task_types, g.objects, new):
             joined[i] = replace(g, support=g.support | {new.id})
             left = [text for text in left if text not in agreeing]
     for number, text in enumerate(left):
-        if any(_agree(g.text, text) for g in joined):
+        if any(_agree(g.basis, text) for g in joined):
             continue
         support = [new, *(e for e in experiences if e.task_id != new.task_id and _says(e, text, new))]
         if len({e.task_id for e in support}) < SUPPORT:
             continue
         objects = frozenset.intersection(*(e.objects for e in support))
         made = Guideline(
-            f"{id}.{number}", text, sum(e.success for e in support), len(support),
-            frozenset(e.task_type for e in support), objects, frozenset(e.id for e in support), episode,
+            f"{id}.{number}", words.get(text, text), sum(e.success for e in support), len(support),
+            frozenset(e.task_type for e in support), objects, frozenset(e.id for e in support), episode, text,
         )  # fmt: skip
         joined.append(made)
     return joined
@@ -141,6 +144,11 @@ def recalled(
 
     ranked = sorted(enumerate(experiences), key=lambda pair: (-score(pair[1]), pair[1].room != room, -pair[0]))
     return [e for _, e in ranked if score(e) > 0][:k]
+
+
+def agreeing(experiences: Iterable[Experience], text: str) -> list[str]:
+    """List what experiences say that agrees with a text, each once."""
+    return list(dict.fromkeys(other for e in experiences for other in e.texts() if _agree(text, other)))
 
 
 def _says(experience: Experience, text: str, new: Experience) -> bool:

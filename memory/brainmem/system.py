@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 from pathlib import Path
 from typing import ClassVar
 
 from envs.base import Task
-from memory.brainmem import rules, working
+from memory.brainmem import agent, rules, working
 from memory.brainmem.episodic import SpatialGraph, Standing, State, Topic, TrajectoryGraph, topic_of
 from memory.brainmem.reading import summary
-from memory.brainmem.semantic import Experience, Guideline, counted, formed, listed, pruned, recalled
+from memory.brainmem.semantic import Experience, Guideline, agreeing, counted, formed, listed, pruned, recalled
 from memory.brainmem.settings import BrainMemSettings
 from memory.brainmem.working import WorkStep
 from memory.entry import MemoryEntry, Provenance, Written
 from memory.journal import Journal, Row
 from memory.protocol import Query, Recall, Record, Trace
-from memory.registry import MemorySpec, Tools
+from memory.registry import Ask, MemorySpec, Tools
 
 NAME = "brainmem"
 SPATIAL_ADVICE = (
@@ -57,16 +57,23 @@ class Knowledge:
         if settings.episodic.on and settings.episodic.spatial:
             self.spatial.learn(attempts, number)
         if settings.semantic.on:
-            self._reflect(attempts, topic, number)
+            self._reflect(row, topic, number)
         self.episodes += 1
 
-    def _reflect(self, attempts: Sequence[Trace], topic: Topic, number: int) -> None:
-        first = attempts[0]
-        new = rules.experience(attempts, topic, f"e{number}")
+    def experience_of(self, row: Row, topic: Topic) -> Experience:
+        """Return what an episode teaches that comes next."""
+        return agent.told(rules.experience(row.attempts, topic, f"e{self.episodes}"), row.answers)
+
+    def guidelines_with(self, new: Experience, words: Mapping[str, str] = {}) -> list[Guideline]:
+        """Return the guidelines after a new experience; `words` are a model's for what the rules say."""
+        return formed(self.guidelines, self.experiences, new, self.episodes, f"g{self.episodes}", words)
+
+    def _reflect(self, row: Row, topic: Topic, number: int) -> None:
+        first, new = row.attempts[0], self.experience_of(row, topic)
         if self.settings.evolve.on and any(id.startswith(_id_of(ORDER[0])) for id in first.shown):
             shown = frozenset(g.id for g in self.shown_guidelines(topic))
             self.guidelines = counted(self.guidelines, shown, topic.task_type, first.success, number)
-        self.guidelines = formed(self.guidelines, self.experiences, new, number, f"g{number}")
+        self.guidelines = self.guidelines_with(new, row.answers.get("guidelines", {}))
         self.experiences.append(new)
         if self.settings.evolve.on:
             most, decay = self.settings.semantic.guidelines, self.settings.evolve.decay
@@ -126,13 +133,47 @@ class BrainMem:
 
     name: ClassVar[str] = NAME
 
-    def __init__(self, path: str | Path, settings: BrainMemSettings | None = None, until: int | None = None) -> None:
-        self.path, self.settings = Path(path), settings or BrainMemSettings()
+    def __init__(
+        self, path: str | Path, settings: BrainMemSettings | None = None, until: int | None = None,
+        ask: Ask | None = None,
+    ) -> None:  # fmt: skip
+        self.path, self.settings, self._ask = Path(path), settings or BrainMemSettings(), ask
         self._journal = Journal(self.path, until)
         self._known = Knowledge(self.settings)
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
-        return self._journal.append([Row(tuple(attempts), {}) for attempts in episodes])
+        rows = [Row(tuple(attempts), {}) for attempts in episodes]
+        if self._ask is None or not self.settings.semantic.on:
+            return self._journal.append(rows)
+        fresh = self._journal.unknown(rows)
+        try:
+            written = self._journal.append([self._answered(row, self._ask) for row in fresh])
+        finally:  # what was learned ahead is what the journal holds, or is forgotten
+            if self._known.episodes != len(self._journal):
+                self._known = Knowledge(self.settings)
+        return written + Written(0, len(rows) - len(fresh))
+
+    def _answered(self, row: Row, ask: Ask) -> Row:
+        """Have the language model speak about an episode that comes next (L3 to L5), and learn it."""
+        known, topic = self.knowledge, topic_of(row.attempts[0].task, row.attempts[0].first)
+        answers = agent.analysed(row.attempts, topic, ask)
+        row = replace(row, answers=answers.to_json())
+        new, ids = known.experience_of(row, topic), {g.id for g in known.guidelines}
+        for g in known.guidelines_with(new):
+            if g.id not in ids:
+                support = [e for e in (*known.experiences, new) if e.id in g.support]
+                if said := agent.merged(agreeing(support, g.basis), ask):
+                    answers.guidelines[g.basis] = said
+                else:
+                    answers.failed(agent.GUIDELINE)
+        row = replace(row, answers=answers.to_json())
+        known.learn(row)
+        return row
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Count, by role, what language models answered that could not be used."""
+        return sum((Counter(row.answers.get("failures", {})) for row in self._journal), Counter())
 
     def take_over(self, other: BrainMem) -> Written:
         return self._journal.append(list(other._journal))
@@ -154,7 +195,9 @@ class BrainMem:
         evolve = self.settings.evolve
         if not evolve.on or len(attempts) > evolve.retries:
             return None
-        return BrainSession(query, first, self.settings, attempts)
+        last = attempts[-1]
+        lesson = agent.reflection(last, topic_of(query.task, last.first), self._ask)
+        return BrainSession(query, first, self.settings, attempts, lesson)
 
     def snapshot(self) -> int:
         return len(self._journal)
@@ -187,13 +230,14 @@ class BrainSession:
     """One attempt at a task: the sections of its task, what earlier attempts at it teach, and working memory."""
 
     def __init__(
-        self, query: Query, first: Recall, settings: BrainMemSettings, earlier: Sequence[Trace] = ()
+        self, query: Query, first: Recall, settings: BrainMemSettings, earlier: Sequence[Trace] = (),
+        lesson: str = "",
     ) -> None:  # fmt: skip
         self._first, self._settings, self._task = first, settings, query.task
         self._window: deque[WorkStep] = deque(maxlen=settings.working.window)
         self._now: Standing | None = None
         self._taken = 0
-        self._lesson = rules.reflection(earlier[-1], topic_of(query.task, earlier[-1].first)) if earlier else ""
+        self._lesson = lesson
         self._tried = TrajectoryGraph()
         for trace in earlier:
             self._tried.learn(trace, topic_of(query.task, trace.first), trace.attempt)
@@ -255,7 +299,7 @@ def _id_of(section: str) -> str:
 
 
 def _open(path: Path, settings: BrainMemSettings, tools: Tools) -> BrainMem:
-    return BrainMem(path, settings)
+    return BrainMem(path, settings, ask=tools.ask)
 
 
 BRAINMEM = MemorySpec(NAME, BrainMemSettings, _open)

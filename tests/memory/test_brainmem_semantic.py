@@ -10,7 +10,7 @@ HEAT = "pick_heat_then_place_in_recep"
 
 
 def guideline(id: str, n_success: int, n_total: int, last: int = 0) -> Guideline:
-    return Guideline(id, f"text {id}", n_success, n_total, frozenset({HEAT}), frozenset(), frozenset(), last)
+    return Guideline(id, f"text {id}", n_success, n_total, frozenset({HEAT}), frozenset(), frozenset(), last, "")
 
 
 def experience(id: str, *insights: str, task: str = "", success: bool = True, objects: str = "mug") -> Experience:
@@ -67,7 +67,7 @@ def test_what_is_unused_ranks_lower_when_some_are_dropped_and_nowhere_else() -> 
 
 
 def test_an_episode_counts_for_those_that_were_shown_and_are_of_its_type() -> None:
-    other = Guideline("other", "t", 1, 1, frozenset({"look"}), frozenset(), frozenset(), 0)
+    other = Guideline("other", "t", 1, 1, frozenset({"look"}), frozenset(), frozenset(), 0, "")
     before = [guideline("shown", 1, 2), guideline("hidden", 1, 2), other]
     after = counted(before, frozenset({"shown", "other"}), HEAT, success=False, episode=9)
     assert after == [guideline("shown", 1, 3, 9), *before[1:]]
