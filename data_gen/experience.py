@@ -29,7 +29,7 @@ from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.training import GrpoConfig
-from data_gen.memories import open_memory
+from data_gen.memories import make_memory, open_memory
 from envs.base import Environment, EnvironmentFailure, Task
 from envs.manifest import Manifest
 from envs.registry import Environments, environment_version, find, reader_of
@@ -122,7 +122,7 @@ def filled_bank(
     if not experience:
         bank = open_memory(config.memory, out / "bank")
         if config.memory.bank is None:
-            bank.commit([])  # there is one, if an empty one
+            make_memory(bank)
         return bank
     follows_from = _facts(config, experience)
     key = hashlib.sha256(to_json(follows_from, ascii=True).encode()).hexdigest()[:16]
@@ -169,7 +169,7 @@ def _fill(
     whole: Path,
 ) -> None:  # fmt: skip
     """Play what the bank does not hold yet, and write down that it is whole."""
-    bank.commit([])
+    make_memory(bank)
     left, started = not_experienced(experience, bank), time.monotonic()
     teacher, views = ExpertTeacher(reader=reader_of(config.env)), kept_views(config)
     with progress("experience", len(experience), len(experience) - len(left)) as advance:

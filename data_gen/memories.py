@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,39 @@ from typing import Any
 from configs.collect import MemoryConfig
 from lm.endpoint import Endpoint, EndpointFailure
 from lm.ledger import EndpointStop
-from memory.protocol import MemorySystem
+from memory.protocol import BankError, MemorySystem
 from memory.registry import Ask, Tools, find
 from memory.retrieval import SentenceEmbedder
+from runtime.store import to_json, write_atomically
 
+MARK = "memory.json"  # which system a folder is of
 RESPONSES = "responses.sqlite"  # a memory's file of its language model's answers
 
 
 def open_memory(config: MemoryConfig, default: Path) -> MemorySystem:
-    """Open the bank that the settings name (at its version), or the one at `default`."""
+    """Open the bank that the settings name (at its version), or the one at `default`. Raises: BankError, where it is of
+    another system."""
     spec, embed = find(config.system), SentenceEmbedder(config.embed) if config.embed else None
     path = Path(config.bank or default)
+    if (system := system_of(path)) not in (None, config.system):
+        raise BankError(f"{path} is of the memory system {system}: set memory.system={system}, or name another folder")
     ask = asking(Endpoint(config.api, path / RESPONSES)) if config.api else None
     memory = spec.open(path, spec.settings.model_validate(config.settings), Tools(embed, ask))
     return memory.at(config.version) if config.version is not None else memory
+
+
+def make_memory(memory: MemorySystem) -> None:
+    """See that there is one, if an empty one, and that its folder says of which system it is."""
+    memory.commit([])
+    if not (memory.path / MARK).exists():
+        write_atomically(memory.path / MARK, to_json({"system": memory.name}))
+
+
+def system_of(path: Path) -> str | None:
+    """Say which system a folder is of; None where it does not say: there is none, or a bank of before there were
+    several."""
+    mark = path / MARK
+    return json.loads(mark.read_text(encoding="utf-8"))["system"] if mark.exists() else None
 
 
 def asking(endpoint: Endpoint) -> Ask:
@@ -46,7 +66,7 @@ def growing_memory(config: MemoryConfig, path: Path) -> tuple[MemorySystem, int]
 def grown_from(config: MemoryConfig, path: Path, given: MemorySystem | None) -> tuple[MemorySystem, int]:
     """Open one at `path` to be committed to, with what another one holds; and how many traces that is."""
     memory = open_memory(config.model_copy(update={"bank": None, "version": None}), path)
-    memory.commit([])  # there is one, if an empty one
+    make_memory(memory)
     if given is None:
         return memory, 0
     memory.take_over(given)

@@ -51,8 +51,8 @@ def deliveries_plot(results: Mapping[str, Any], path: Path) -> Path:
         summaries = [results["results"][delivery] for delivery in deliveries]
         of_family = [summary["by_family"].get(family) if family else summary for summary in summaries]
         _success_panel(panel, deliveries, heights, [entry and entry["success"] for entry in of_family])
-        panel.set_title(_plain(family_title(family)), loc="left", fontsize=10, color=INK, fontweight="bold", pad=10)
-    panels[0].set_yticks(heights, [_plain(display_name(delivery)) for delivery in deliveries], fontsize=9)
+        panel.set_title(plain(family_title(family)), loc="left", fontsize=10, color=INK, fontweight="bold", pad=10)
+    panels[0].set_yticks(heights, [plain(display_name(delivery)) for delivery in deliveries], fontsize=9)
     panels[0].set_ylim(max(heights) + 0.7, min(heights) - 0.7)
     return save_figure(figure, path, "success, % of episodes (bar: 95 % interval)")
 
@@ -76,13 +76,13 @@ def steps_plot(results: Mapping[str, Any], path: Path) -> Path:
     for panel, (group, names) in zip(panels, groups.items(), strict=False):
         for name in names:
             _success_against_steps(panel, name, deliveries.index(split_name(name)[1]), results["results"][name])
-        titled(panel, _plain(group))
+        titled(panel, plain(group))
         panel.set_ylim(-2, 102)
         quiet(panel, grid="y")
     for panel in panels[len(groups) :]:
         panel.set_axis_off()
     lines = {line.get_label(): line for panel in panels for line in panel.get_lines()}
-    shown = [lines[label] for name in deliveries if (label := _plain(display_name(name))) in lines]
+    shown = [lines[label] for name in deliveries if (label := plain(display_name(name))) in lines]
     figure.legend(handles=shown, loc="outside right upper", fontsize=8, frameon=False)
     return save_figure(figure, path, "steps (% of episodes solved within them; band: 95 % interval)")
 
@@ -97,7 +97,7 @@ def _success_against_steps(panel: Axes, name: str, number: int, summary: Mapping
     panel.plot(
         steps, mean, color=color, linewidth=1.0 if control else 1.8, linestyle="--" if control else "-",
         marker=MARKERS[number % len(MARKERS)], markersize=5, markevery=[int(t) for t in summary["success_at"]],
-        label=_plain(display_name(split_name(name)[1])),
+        label=plain(display_name(split_name(name)[1])),
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def family_title(family: str) -> str:
     return titles.get(family, family)
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     """Make a name from data fit for matplotlib: no formula mode, no characters that fonts refuse, not too long."""
     printable = "".join(c if c.isprintable() else "?" for c in name)
     short = printable if len(printable) <= LABEL_CHARACTERS else printable[: LABEL_CHARACTERS - 1] + "…"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from agent.records import Episode, StepRecord, png_base64
+from agent.records import Episode, png_base64
 from eval.metrics import EMISSION_KINDS, is_control, ordered, succeeded
 from eval.runs import EpisodeSource
 from runtime.errors import is_failure
@@ -126,7 +126,7 @@ def episode_view(episode: Episode) -> dict[str, Any]:
     return {
         "episode": episode,
         "outcome": outcome(episode),
-        "steps": list(_step_views(episode.steps)),
+        "steps": list(_step_views(episode)),
         "kinds": [kind for kind in EMISSION_KINDS if any(step.emission_kind == kind for step in episode.steps)],
         "parse_errors": sum(step.parse_error is not None for step in episode.steps),
     }
@@ -139,9 +139,12 @@ def outcome(episode: Episode) -> str:
     return "success" if episode.success else "failure"
 
 
-def _step_views(steps: Sequence[StepRecord]) -> Iterator[dict[str, Any]]:
+def _step_views(episode: Episode) -> Iterator[dict[str, Any]]:
+    steps, known = episode.steps, set(episode.memory_ids)
     answer, compiles = None, any(step.emission_kind for step in steps)
     for step in steps:
+        ids = episode.memory_ids if step.memory_ids is None else step.memory_ids
+        fresh, known = [id for id in ids if id not in known], set(ids)
         # A step on which the episode broke has no state after it: that is not a state from which all was removed.
         state = diff_state(step.brief_before, step.brief_after or step.brief_before)
         yield {
@@ -149,6 +152,8 @@ def _step_views(steps: Sequence[StepRecord]) -> Iterator[dict[str, Any]]:
             "picture": _picture(step.image),
             "state": state if compiles else [],  # without a compiler it is the goal and nothing more, at every step
             "changed": any(piece.change != "same" for line in state for piece in line.pieces),
+            # what is recalled at this step that was not at the one before; the text of what no bank holds
+            "recalled": [(id, episode.made[id].text if id in episode.made else "") for id in fresh],
             "seen_before": step.observation == answer,  # the last feedback, word for word
         }
         answer = step.feedback

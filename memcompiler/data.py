@@ -25,6 +25,19 @@ def bank_inspect(bank: Path) -> None:
     typer.echo(json.dumps(MemoryBank(bank).inspect(), indent=1))
 
 
+@bank_app.command("show")
+def bank_show(
+    bank: Path,
+    run: Annotated[Path | None, typer.Option(help="A run folder of eval: also what was recalled in it.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for pictures (default: BANK/show).")] = None,
+    most: Annotated[int, typer.Option(help="Rows of a table.")] = 20,
+) -> None:
+    """Print and draw what a memory knows, whichever system it is of; with --run, what was recalled and followed."""
+    from eval.knowledge import show
+
+    show(bank, run, out or bank / "show", most)
+
+
 @bank_app.command("export")
 def bank_export(bank: Path, jsonl: Path) -> None:
     """Bank to JSON lines (pictures as base64)."""

@@ -106,6 +106,40 @@ class Kept(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Something that a memory knows, for people to read."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    start: str
+    end: str
+    weight: float  # 0 to 1: how sure
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Something that a memory knows, to be drawn."""
+
+    title: str
+    edges: tuple[Edge, ...]
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A memory system that can tell people what it knows; not all can."""
+
+    def tables(self) -> list[Table]: ...
+
+    def graphs(self) -> list[Graph]: ...
+
+
 @runtime_checkable
 class MemorySystem(Kept, Protocol):
     """Everything that callers use of any memory system. Its state is what was committed, so that a version of it stands

@@ -9,123 +9,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import starmap
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 from envs.base import Task
-from memory.brainmem import agent, rules, working
-from memory.brainmem.episodic import SpatialGraph, Standing, State, Topic, TrajectoryGraph, topic_of
+from memory.brainmem import agent, overview, working
+from memory.brainmem.episodic import Standing, State, TrajectoryGraph, topic_of
+from memory.brainmem.knowledge import NAME, Knowledge, id_of
 from memory.brainmem.reading import summary
-from memory.brainmem.semantic import Experience, Guideline, agreeing, counted, formed, listed, pruned, recalled
+from memory.brainmem.semantic import agreeing
 from memory.brainmem.settings import BrainMemSettings
 from memory.brainmem.working import WorkStep
 from memory.entry import MemoryEntry, Provenance, Written
 from memory.journal import Journal, Row
-from memory.protocol import Query, Recall, Record, Trace
+from memory.protocol import Graph, Query, Recall, Record, Table, Trace
 from memory.registry import Ask, MemorySpec, Tools
-
-NAME = "brainmem"
-SPATIAL_ADVICE = (
-    "Use what is known of the room before searching.",
-    "Search likely receptacles first, and each only once.",
-    "A place that lacked the object need not be visited again.",
-    "Containers may be closed: open them to look inside.",
-)
-
-
-@dataclass
-class Knowledge:
-    """All that BrainMem knows after a number of episodes."""
-
-    settings: BrainMemSettings
-    episodes: int = 0
-    graph: TrajectoryGraph = field(default_factory=TrajectoryGraph)
-    spatial: SpatialGraph = field(default_factory=SpatialGraph)
-    experiences: list[Experience] = field(default_factory=list)
-    guidelines: list[Guideline] = field(default_factory=list)
-
-    def learn(self, row: Row) -> None:
-        """Take in an episode (section 3.4): trajectories, space, the experience, guidelines."""
-        attempts, number, settings = row.attempts, self.episodes, self.settings
-        topic = topic_of(attempts[0].task, attempts[0].first)
-        if settings.episodic.on and settings.episodic.trajectory:
-            for trace in attempts:
-                self.graph.learn(trace, topic, number)
-        if settings.episodic.on and settings.episodic.spatial:
-            self.spatial.learn(attempts, number)
-        if settings.semantic.on:
-            self._reflect(row, topic, number)
-        self.episodes += 1
-
-    def experience_of(self, row: Row, topic: Topic) -> Experience:
-        """Return what an episode teaches that comes next."""
-        return agent.told(rules.experience(row.attempts, topic, f"e{self.episodes}"), row.answers)
-
-    def guidelines_with(self, new: Experience, words: Mapping[str, str] = {}) -> list[Guideline]:
-        """Return the guidelines after a new experience; `words` are a model's for what the rules say."""
-        return formed(self.guidelines, self.experiences, new, self.episodes, f"g{self.episodes}", words)
-
-    def _reflect(self, row: Row, topic: Topic, number: int) -> None:
-        first, new = row.attempts[0], self.experience_of(row, topic)
-        if self.settings.evolve.on and any(id.startswith(_id_of(ORDER[0])) for id in first.shown):
-            shown = frozenset(g.id for g in self.shown_guidelines(topic))
-            self.guidelines = counted(self.guidelines, shown, topic.task_type, first.success, number)
-        self.guidelines = self.guidelines_with(new, row.answers.get("guidelines", {}))
-        self.experiences.append(new)
-        if self.settings.evolve.on:
-            most, decay = self.settings.semantic.guidelines, self.settings.evolve.decay
-            self.guidelines = pruned(self.guidelines, most, number, decay)
-
-    # -- sections of the context --------------------------------------------------------------------------------------
-
-    def sections(self, topic: Topic, own: str) -> dict[str, str]:
-        """Write the sections that depend on the task alone, without what episodes of the very task `own` left."""
-        settings, made = self.settings, dict[str, list[str]]()
-        if settings.semantic.on and not settings.texts_only:
-            made["Valuable Guidelines"] = list(starmap(_line, enumerate(self.shown_guidelines(topic), 1)))
-            others = [e for e in self.experiences if e.task_id != own]
-            found = recalled(others, topic.room, topic.task_type, topic.objects, settings.semantic.k)
-            made["Relevant Experiences"] = [text for e in found if (text := self._told(e))]
-        if settings.episodic.on and settings.episodic.trajectory and not settings.texts_only:
-            longest = settings.episodic.pattern_actions
-            made["Room Successful Patterns"] = self.graph.patterns(topic, settings.episodic.patterns, longest, own)
-            made["Real-time Action Hints"] = self.graph.hints(topic, own)
-        if (settings.episodic.on and settings.episodic.spatial) or settings.texts_only:
-            facts = settings.episodic.facts and not settings.texts_only
-            lines = self.spatial.lines(topic.room, topic.objects, own=own) if facts else []
-            told = [f"In {topic.room}: {'; '.join(lines)}"] if lines else []
-            made["Spatial Reasoning Guidance"] = [*told, *SPATIAL_ADVICE]
-        return {name: "\n".join([f"{name}:", *made[name]]) for name in ORDER if made.get(name)}
-
-    def shown_guidelines(self, topic: Topic) -> list[Guideline]:
-        """List the guidelines that are shown, best first."""
-        semantic = self.settings.semantic
-        matching = (g for g in self.guidelines if semantic.select == "all" or topic.task_type in g.task_types)
-        return listed(matching, semantic.guidelines)
-
-    def _told(self, e: Experience) -> str:
-        semantic = self.settings.semantic
-        parts = [
-            *(e.success_patterns[:1] if semantic.success_patterns else ()),
-            *(f"Avoid: {cause}" for cause in e.failure_causes[:1] if semantic.failure_causes),
-            *(e.learning_insights[:1] if semantic.learning_insights else ()),
-        ]
-        return f"- {'. '.join(parts)}" if parts else ""
-
-
-def _line(number: int, g: Guideline) -> str:
-    """Write a guideline as C.3 does; percent are cut off, not rounded."""
-    confidence = f"Validated {g.n_success} times, {int(100 * g.confidence)}% confidence"
-    return f"{number}. {g.text} ({confidence}) [{', '.join(sorted(g.task_types))}]"
-
-
-ORDER = (
-    "Valuable Guidelines", "Room Successful Patterns", "Relevant Experiences", "Real-time Action Hints",
-    "Spatial Reasoning Guidance",
-)  # fmt: skip
 
 
 class BrainMem:
@@ -207,6 +107,12 @@ class BrainMem:
 
     def origins(self) -> Counter[tuple[str, str]]:
         return Counter((t.task.id, t.task.split) for row in self._journal for t in row.attempts[:1])
+
+    def tables(self) -> list[Table]:
+        return overview.tables(self.knowledge, self.failures)
+
+    def graphs(self) -> list[Graph]:
+        return overview.graphs(self.knowledge)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -291,11 +197,7 @@ def _entry(
     """Make an entry of a section, or of one thing that is kept; a section's id follows from its text."""
     own = id or hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     provenance = Provenance(task, room, "", "", success, source=NAME)
-    return MemoryEntry(_id_of(section) + own, text, provenance)
-
-
-def _id_of(section: str) -> str:
-    return f"{NAME}/{section.lower().replace(' ', '-')}/"
+    return MemoryEntry(id_of(section) + own, text, provenance)
 
 
 def _open(path: Path, settings: BrainMemSettings, tools: Tools) -> BrainMem:

@@ -1,0 +1,119 @@
+"""All that BrainMem knows after a number of episodes: a fold over the rows of its journal, and the sections of the
+planner's memory context that are made of it (C.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import starmap
+
+from memory.brainmem import agent, rules
+from memory.brainmem.episodic import SpatialGraph, Topic, TrajectoryGraph, topic_of
+from memory.brainmem.semantic import Experience, Guideline, counted, formed, listed, pruned, recalled
+from memory.brainmem.settings import BrainMemSettings
+from memory.journal import Row
+
+NAME = "brainmem"
+SPATIAL_ADVICE = (
+    "Use what is known of the room before searching.",
+    "Search likely receptacles first, and each only once.",
+    "A place that lacked the object need not be visited again.",
+    "Containers may be closed: open them to look inside.",
+)
+
+
+@dataclass
+class Knowledge:
+    """All that BrainMem knows after a number of episodes."""
+
+    settings: BrainMemSettings
+    episodes: int = 0
+    graph: TrajectoryGraph = field(default_factory=TrajectoryGraph)
+    spatial: SpatialGraph = field(default_factory=SpatialGraph)
+    experiences: list[Experience] = field(default_factory=list)
+    guidelines: list[Guideline] = field(default_factory=list)
+
+    def learn(self, row: Row) -> None:
+        """Take in an episode (section 3.4): trajectories, space, the experience, guidelines."""
+        attempts, number, settings = row.attempts, self.episodes, self.settings
+        topic = topic_of(attempts[0].task, attempts[0].first)
+        if settings.episodic.on and settings.episodic.trajectory:
+            for trace in attempts:
+                self.graph.learn(trace, topic, number)
+        if settings.episodic.on and settings.episodic.spatial:
+            self.spatial.learn(attempts, number)
+        if settings.semantic.on:
+            self._reflect(row, topic, number)
+        self.episodes += 1
+
+    def experience_of(self, row: Row, topic: Topic) -> Experience:
+        """Return what an episode teaches that comes next."""
+        return agent.told(rules.experience(row.attempts, topic, f"e{self.episodes}"), row.answers)
+
+    def guidelines_with(self, new: Experience, words: Mapping[str, str] = {}) -> list[Guideline]:
+        """Return the guidelines after a new experience; `words` are a model's for what the rules say."""
+        return formed(self.guidelines, self.experiences, new, self.episodes, f"g{self.episodes}", words)
+
+    def _reflect(self, row: Row, topic: Topic, number: int) -> None:
+        first, new = row.attempts[0], self.experience_of(row, topic)
+        if self.settings.evolve.on and any(id.startswith(id_of(ORDER[0])) for id in first.shown):
+            shown = frozenset(g.id for g in self.shown_guidelines(topic))
+            self.guidelines = counted(self.guidelines, shown, topic.task_type, first.success, number)
+        self.guidelines = self.guidelines_with(new, row.answers.get("guidelines", {}))
+        self.experiences.append(new)
+        if self.settings.evolve.on:
+            most, decay = self.settings.semantic.guidelines, self.settings.evolve.decay
+            self.guidelines = pruned(self.guidelines, most, number, decay)
+
+    # -- sections of the context --------------------------------------------------------------------------------------
+
+    def sections(self, topic: Topic, own: str) -> dict[str, str]:
+        """Write the sections that depend on the task alone, without what episodes of the very task `own` left."""
+        settings, made = self.settings, dict[str, list[str]]()
+        if settings.semantic.on and not settings.texts_only:
+            made["Valuable Guidelines"] = list(starmap(_line, enumerate(self.shown_guidelines(topic), 1)))
+            others = [e for e in self.experiences if e.task_id != own]
+            found = recalled(others, topic.room, topic.task_type, topic.objects, settings.semantic.k)
+            made["Relevant Experiences"] = [text for e in found if (text := self._told(e))]
+        if settings.episodic.on and settings.episodic.trajectory and not settings.texts_only:
+            longest = settings.episodic.pattern_actions
+            made["Room Successful Patterns"] = self.graph.patterns(topic, settings.episodic.patterns, longest, own)
+            made["Real-time Action Hints"] = self.graph.hints(topic, own)
+        if (settings.episodic.on and settings.episodic.spatial) or settings.texts_only:
+            facts = settings.episodic.facts and not settings.texts_only
+            lines = self.spatial.lines(topic.room, topic.objects, own=own) if facts else []
+            told = [f"In {topic.room}: {'; '.join(lines)}"] if lines else []
+            made["Spatial Reasoning Guidance"] = [*told, *SPATIAL_ADVICE]
+        return {name: "\n".join([f"{name}:", *made[name]]) for name in ORDER if made.get(name)}
+
+    def shown_guidelines(self, topic: Topic) -> list[Guideline]:
+        """List the guidelines that are shown, best first."""
+        semantic = self.settings.semantic
+        matching = (g for g in self.guidelines if semantic.select == "all" or topic.task_type in g.task_types)
+        return listed(matching, semantic.guidelines)
+
+    def _told(self, e: Experience) -> str:
+        semantic = self.settings.semantic
+        parts = [
+            *(e.success_patterns[:1] if semantic.success_patterns else ()),
+            *(f"Avoid: {cause}" for cause in e.failure_causes[:1] if semantic.failure_causes),
+            *(e.learning_insights[:1] if semantic.learning_insights else ()),
+        ]
+        return f"- {'. '.join(parts)}" if parts else ""
+
+
+def _line(number: int, g: Guideline) -> str:
+    """Write a guideline as C.3 does; percent are cut off, not rounded."""
+    confidence = f"Validated {g.n_success} times, {int(100 * g.confidence)}% confidence"
+    return f"{number}. {g.text} ({confidence}) [{', '.join(sorted(g.task_types))}]"
+
+
+ORDER = (
+    "Valuable Guidelines", "Room Successful Patterns", "Relevant Experiences", "Real-time Action Hints",
+    "Spatial Reasoning Guidance",
+)  # fmt: skip
+
+
+def id_of(section: str) -> str:
+    """Return how the ids of a section's entries begin."""
+    return f"{NAME}/{section.lower().replace(' ', '-')}/"
