@@ -21,6 +21,8 @@ class MemoryConfig(Settings):
     bank: str | None = None
     version: int | None = None  # bank version to read (default: the newest)
     k: int = Field(default=4, ge=0)  # entries retrieved per task
+    tokens: int | None = Field(default=None, ge=1)  # recalled at a time, at most; whole entries, in their order
+    tokenizer: str | None = None  # that counts them: a Hugging Face name or folder
     pictures: int = Field(default=1, ge=0)  # views of its episode that an entry keeps at most (`EnvSpec.views`)
     api: EndpointConfig | None = None  # a language model that the system asks (BrainMem's agent); without, by rule
     embed: str | None = None  # a sentence-transformers model: rank by embeddings instead of words (extra `embed`)
@@ -28,6 +30,12 @@ class MemoryConfig(Settings):
     experience_split: str | None = None
     experience_limit: int | None = Field(default=None, ge=1)
     experience_folder: str | None = None  # where filled banks lie, and are found (default: experience/ beside OUT)
+
+    @model_validator(mode="after")
+    def _tokens_are_counted(self) -> MemoryConfig:
+        if self.tokens is not None and self.tokenizer is None:
+            raise ValueError("memory.tokens needs a tokenizer that counts them: set memory.tokenizer")
+        return self
 
     @model_validator(mode="after")
     def _system_has_them(self) -> MemoryConfig:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.collect import MemoryConfig
+from lm.backbone import model_path
 from lm.endpoint import Endpoint, EndpointFailure
 from lm.ledger import EndpointStop
+from memory.bounded import Bounded
 from memory.protocol import BankError, MemorySystem
 from memory.registry import Ask, Tools, find
 from memory.retrieval import SentenceEmbedder
@@ -28,7 +30,16 @@ def open_memory(config: MemoryConfig, default: Path) -> MemorySystem:
         raise BankError(f"{path} is of the memory system {system}: set memory.system={system}, or name another folder")
     ask = asking(Endpoint(config.api, path / RESPONSES)) if config.api else None
     memory = spec.open(path, spec.settings.model_validate(config.settings), Tools(embed, ask))
+    if config.tokens is not None:
+        memory = Bounded(memory, config.tokens, _counting(str(config.tokenizer)))
     return memory.at(config.version) if config.version is not None else memory
+
+
+def _counting(tokenizer: str) -> Callable[[str], int]:
+    from transformers import AutoTokenizer
+
+    reader = AutoTokenizer.from_pretrained(model_path(tokenizer))
+    return lambda text: len(reader(text, add_special_tokens=False)["input_ids"])
 
 
 def make_memory(memory: MemorySystem) -> None:

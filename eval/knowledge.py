@@ -1,5 +1,5 @@
-"""`memcompiler bank show`: what a memory knows, as tables and pictures; what of it was recalled in a run, and whether it
-was followed."""
+"""`memcompiler bank show`: what a memory knows, as tables and pictures; what of it was recalled in a run, and was
+followed."""
 
 from __future__ import annotations
 

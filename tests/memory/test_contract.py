@@ -15,6 +15,7 @@ import pytest
 
 from envs.base import Task
 from memory import registry
+from memory.bounded import Bounded
 from memory.protocol import BankError, MemorySystem, Query, Record, Trace
 from memory.registry import Tools
 
@@ -159,3 +160,21 @@ def test_kill_9_between_and_inside_commits(system: str, tmp_path: Path) -> None:
         assert len(whole) <= 2 * committed + 2
         memory.commit([[trace(i)] for i in range(2 * committed + 2)])  # goes on
         assert memory.origins() == {(f"t{i}", "train"): 1 for i in range(2 * committed + 2)}
+
+
+def test_what_is_recalled_at_a_time_is_bounded_where_that_is_asked(memory: MemorySystem) -> None:
+    memory.commit([[trace(i)] for i in range(6)])
+    whole = prompt(memory, task(9))
+    words = lambda text: len(text.split())
+    sizes = [words(text) for _, text in whole]
+    for most in (1, min(sizes), sum(sizes) // 2, sum(sizes)):
+        bounded: MemorySystem = Bounded(memory, most, words)
+        assert isinstance(bounded, MemorySystem)
+        [first] = bounded.recall([Query(task(9))])
+        session = bounded.session(Query(task(9)), first)
+        session.observe(Record(0, "You are in the middle of a room.", "look", "Nothing happens.", refused=True))
+        for recalled in (first, session.recall("Nothing happens.")):
+            assert sum(words(entry.text) for entry in recalled.entries) <= most
+            assert {(entry.id, entry.text) for entry in recalled.entries} <= set(whole)
+    assert prompt(Bounded(memory, sum(sizes), words), task(9)) == whole
+    assert prompt(Bounded(memory, sum(sizes), words).at(memory.snapshot()), task(9)) == whole

@@ -1,0 +1,86 @@
+"""Any memory system, with what is recalled at a time bounded by tokens: entries are kept in their order as long as they
+fit, each whole or not at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from memory.entry import MemoryEntry, Written
+from memory.protocol import MemorySystem, Query, Recall, Record, Session, Trace
+
+Fit = Callable[[Recall], Recall]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A `MemorySystem` over another one. `count` gives the tokens of a text, `most` how many are recalled at a time."""
+
+    memory: MemorySystem
+    most: int
+    count: Callable[[str], int]
+
+    @property
+    def name(self) -> str:
+        return self.memory.name
+
+    @property
+    def path(self) -> Path:
+        return self.memory.path
+
+    def fitting(self, recalled: Recall) -> Recall:
+        """Leave out, in order, what no longer fits."""
+        left, kept = self.most, list[MemoryEntry]()
+        for entry in recalled.entries:
+            if (tokens := self.count(entry.text)) <= left:
+                left -= tokens
+                kept.append(entry)
+        return Recall(tuple(kept), recalled.made)
+
+    def recall(self, queries: Sequence[Query]) -> list[Recall]:
+        return [self.fitting(recalled) for recalled in self.memory.recall(queries)]
+
+    def session(self, query: Query, first: Recall) -> Session:
+        return _Session(self.memory.session(query, first), self.fitting)
+
+    def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> Session | None:
+        session = self.memory.again(query, first, attempts)
+        return None if session is None else _Session(session, self.fitting)
+
+    def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
+        return self.memory.commit(episodes)
+
+    def take_over(self, other: object) -> Written:
+        return self.memory.take_over(other.memory if isinstance(other, Bounded) else other)
+
+    def snapshot(self) -> int:
+        return self.memory.snapshot()
+
+    def at(self, version: int) -> Bounded:
+        return Bounded(self.memory.at(version), self.most, self.count)
+
+    def origins(self) -> Counter[tuple[str, str]]:
+        return self.memory.origins()
+
+    def __getitem__(self, id: str) -> MemoryEntry:
+        return self.memory[id]
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __iter__(self) -> Iterator[MemoryEntry]:
+        return iter(self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    session: Session
+    fitting: Fit
+
+    def recall(self, observation: str) -> Recall:
+        return self.fitting(self.session.recall(observation))
+
+    def observe(self, record: Record) -> None:
+        self.session.observe(record)
