@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from configs.collect import MemoryConfig
 from lm.backbone import model_path
@@ -31,7 +31,7 @@ def open_memory(config: MemoryConfig, default: Path) -> MemorySystem:
     ask = asking(Endpoint(config.api, path / RESPONSES)) if config.api else None
     memory = spec.open(path, spec.settings.model_validate(config.settings), Tools(embed, ask))
     if config.tokens is not None:
-        memory = Bounded(memory, config.tokens, _counting(str(config.tokenizer)))
+        memory = cast(MemorySystem, Bounded(memory, config.tokens, _counting(str(config.tokenizer))))
     return memory.at(config.version) if config.version is not None else memory
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from envs.base import Task
 from memory.entry import MemoryEntry, Written
@@ -145,8 +145,7 @@ class MemorySystem(Kept, Protocol):
     """Everything that callers use of any memory system. Its state is what was committed, so that a version of it stands
     for all that it will ever say."""
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
 
     @property
     def path(self) -> Path:

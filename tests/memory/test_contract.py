@@ -168,7 +168,7 @@ def test_what_is_recalled_at_a_time_is_bounded_where_that_is_asked(memory: Memor
     words = lambda text: len(text.split())
     sizes = [words(text) for _, text in whole]
     for most in (1, min(sizes), sum(sizes) // 2, sum(sizes)):
-        bounded: MemorySystem = Bounded(memory, most, words)
+        bounded = Bounded(memory, most, words)
         assert isinstance(bounded, MemorySystem)
         [first] = bounded.recall([Query(task(9))])
         session = bounded.session(Query(task(9)), first)
