@@ -159,8 +159,8 @@ class ExecutorConfig(ModelSettings):
     # Of engine hf: accelerate spreads a model too large for one device over all of them and the host's memory.
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
     # What evaluation and rollouts run on; SFT needs hf, for the gradient. http: `memcompiler serve executor` at `url`.
-    # api: a closed model, which reads text only.
-    engine: Literal["hf", "vllm", "http", "api"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
+    # api: a closed model, which reads text only. scripted: no model, but a planner that reads the prompt.
+    engine: Literal["hf", "vllm", "http", "api", "scripted"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
     api: EndpointConfig = EndpointConfig()  # of engine api; model, dtype, device and mode are not asked then
     # Among admissible commands by likelihood; free text, grounded afterwards; guided (vLLM): text held to the commands.
     mode: Literal["choice", "generate", "guided"] = "choice"

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from executor.api import ApiExecutor
     from executor.client import RemoteExecutor
     from executor.hf import FrozenExecutor
+    from executor.scripted import ScriptedPlanner
     from executor.vllm import VllmExecutor
 
-AnyExecutor: TypeAlias = "FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor"
+AnyExecutor: TypeAlias = "FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor | ScriptedPlanner"
 
 
 def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None) -> AnyExecutor:
@@ -32,6 +33,10 @@ def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None)
 
         endpoint, shown = Endpoint(config.api, cache), common["instructions"]
         return ApiExecutor(endpoint, shown, config.max_new_tokens, reads=common["reads"])
+    if config.engine == "scripted":
+        from executor.scripted import ScriptedPlanner
+
+        return ScriptedPlanner(common["reads"])
     if config.engine == "hf":
         return load_frozen(config, told)
     from lm.backbone import dtype_of, load_encoder, model_path, quiet

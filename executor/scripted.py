@@ -1,0 +1,163 @@
+"""A planner without a model, for ALFWorld's text world and generated homes: it reads the rendered prompt and the
+possible commands and nothing else, and keeps nothing between two steps. So what memory is worth to it can be followed
+by hand, and the tables of memory systems take minutes of a CPU.
+
+    take, treat and put   what the goal asks for, as soon as a command for it is possible
+    where to look         where guidance says; where the prompt tells that this scene's things were (how often a visit
+                          found one, what was taken there before, what entries say), each in turn; then the other places
+                          in their order, each in turn after the one that it stands at
+    never                 what the prompt says failed here before; places of its last actions that the prompt tells
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from executor.prompt import ExecutorRequest, executor_text
+from executor.records import PAPER, Action, Grounding, Reads
+
+_PLACE, _GO = r"([a-z]+ \d+)", "go to "
+_AT = re.compile(rf"(?:arrive at|On the|open the|The|from the|to the|with the|using the) {_PLACE}\b")
+_GONE = re.compile(rf"\bgo to {_PLACE}")
+_TAKEN = re.compile(rf"\btake [a-z]+ \d+ from {_PLACE}")
+_FAILED = re.compile(r"^Failed here before: (.+)$", re.MULTILINE)
+_THING = re.compile(
+    r"(?:put|find|look at|examine|heat|cool|clean) (?:(?:a|an|some|two|the) )?(?:(?:hot|cool|clean) )?([a-z]+)"
+)
+_TARGET = re.compile(r"\b(?:in|on) (?:the )?([a-z]+)\.?$")
+_TREATED = {"clean": ("clean", "sinkbasin"), "heat": ("heat", "microwave"), "hot": ("heat", "microwave"),
+            "cool": ("cool", "fridge")}  # fmt: skip
+LAMP = "desklamp"
+CHARACTERS = 4  # of a token: it has no tokenizer, and this is what is counted where a server counts none
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a goal asks for, in ALFWorld's words."""
+
+    scene: str
+    thing: str
+    target: str = ""  # kind of place; "": to be looked at under the lamp
+    treat: str = ""
+    appliance: str = ""
+    two: bool = False
+
+    @classmethod
+    def of(cls, stated: str) -> Wanted:
+        scene, _, goal = stated.removeprefix("in ").rpartition(": ") if stated.startswith("in ") else ("", "", stated)
+        thing = m[1] if (m := _THING.search(goal)) else ""
+        treat, appliance = next((_TREATED[w] for w in goal.split() if w in _TREATED), ("", ""))
+        target = "" if LAMP in goal else m[1] if (m := _TARGET.search(goal)) else ""
+        return cls(scene, thing, target, treat, appliance, " two " in f" {goal} ")
+
+
+@dataclass(slots=True)
+class ScriptedPlanner:
+    """An `Executor`."""
+
+    reads: Reads = PAPER
+    batched: bool = False
+    accepts_soft: bool = False
+    sees_images: bool = False
+
+    def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:
+        return [self._act(request) for request in requests]
+
+    def hash(self) -> str:
+        """Return what it is, in the place of a hash of weights."""
+        return "scripted"
+
+    def _act(self, request: ExecutorRequest) -> Action:
+        prompt, commands = executor_text(request, ""), request.admissible
+        if commands is None:
+            raise ValueError("the scripted planner needs an environment that lists its commands")
+        action = planned(prompt, commands)
+        return Action(
+            action, Grounding.CHOICE, action, (), len(prompt) // CHARACTERS + 1, len(action) // CHARACTERS + 1
+        )
+
+
+def planned(prompt: str, commands: Sequence[str]) -> str:
+    """Return the command that the planner takes."""
+    before, _, view = prompt.rpartition("see: ")
+    wanted = Wanted.of(before.partition("\n")[0].removeprefix("goal: "))
+    failed = {action for line in _FAILED.findall(before) for action in line.split("; ")}
+    possible = [command for command in commands if command not in failed]
+    at = m[-1] if (m := _AT.findall(view)) else ""
+    held = next((c.removeprefix("examine ") for c in commands if re.fullmatch(rf"examine {wanted.thing} \d+", c)), "")
+    chosen = _with(held, at, wanted, view, possible) if held else _without(at, wanted, possible)
+    if chosen:
+        return chosen
+    sought = wanted.thing if not held else LAMP if not wanted.target else ""
+    places = [command.removeprefix(_GO) for command in possible if command.startswith(_GO)]
+    if not sought:  # it goes on to where the thing is treated or belongs
+        kind = wanted.appliance if _untreated(at, wanted, view) else wanted.target
+        places = [place for place in places if place.rpartition(" ")[0] == kind] or places
+        return f"{_GO}{min(places, key=_number)}" if places else "look"
+    begins = not at or view.startswith(("You pick up", "You move", "You put"))
+    return _search(before, sought, wanted.scene, at, places, begins)
+
+
+def _with(held: str, at: str, wanted: Wanted, view: str, possible: Sequence[str]) -> str:
+    """Return what is to be done here with the thing in hand; "" for nothing."""
+    if not wanted.target:
+        return next((c for c in possible if re.fullmatch(rf"use {LAMP} \d+", c)), "")
+    if _untreated(at, wanted, view):
+        return next((c for c in possible if c.startswith(f"{wanted.treat} {held} with {wanted.appliance}")), "")
+    puts = (c for c in possible if re.fullmatch(rf"(?:move|put) {held} (?:to|in/on|in|on) {wanted.target} \d+", c))
+    return next(puts, "") or (f"open {at}" if at.startswith(wanted.target) and f"open {at}" in possible else "")
+
+
+def _untreated(at: str, wanted: Wanted, view: str) -> bool:
+    """Tell whether the thing in hand is still to be treated: it was just picked up, or it is not where it belongs and
+    the view does not say that it just was."""
+    if not wanted.treat or f"You {wanted.treat} the {wanted.thing}" in view:
+        return False
+    return "You pick up" in view or at.rpartition(" ")[0] != wanted.target
+
+
+def _without(at: str, wanted: Wanted, possible: Sequence[str]) -> str:
+    """Return what is to be done here with empty hands; "" for nothing. Of two things, one that is where it belongs is
+    left there."""
+    takes = [m for c in possible if (m := re.fullmatch(rf"take {wanted.thing} \d+ from {_PLACE}", c))]
+    takes = [m for m in takes if not (wanted.two and m[1].rpartition(" ")[0] == wanted.target)]
+    return takes[0][0] if takes else f"open {at}" if f"open {at}" in possible else ""
+
+
+def _search(told: str, sought: str, scene: str, at: str, places: Sequence[str], begins: bool) -> str:
+    """Go to the next place: told ones in turn, then the others in turn; `begins`: the search does."""
+    recent = _recent(told)
+    been = {*_GONE.findall(recent)}.difference(_TAKEN.findall(recent)) | {at}  # where one was taken may hold another
+    facts = [place for place in dict.fromkeys(_facts(told, sought, scene)) if place in places or place == at]
+    later = facts if begins else facts[facts.index(at) + 1 :] if at in facts else []
+    guided = m[1] if (m := re.search(rf"^guide: .*\bgo to {_PLACE}$", told, re.MULTILINE)) else ""
+    listed = sorted({*places, at} - {"", *facts} | ({at} if at and at not in facts else set()), key=_number)
+    start = listed.index(at) + 1 if at in listed else 0
+    rest = [*listed[start:], *listed[:start]]
+    turns = [*([guided] if guided in places else []), *later, *rest, *facts]
+    fresh = [place for place in turns if place not in been] or [place for place in turns if place != at]
+    return f"{_GO}{fresh[0]}" if fresh else "look"
+
+
+def _recent(told: str) -> str:
+    """Return the parts of a prompt that say what was done last: its own actions, and steps that memory shows."""
+    did = re.findall(r"^did: .*$", told, re.MULTILINE)
+    return "\n".join([*did, *re.findall(r"Action: .*$", told, re.MULTILINE)])
+
+
+def _facts(told: str, sought: str, scene: str) -> list[str]:
+    """List the places where the prompt says that the thing was in this scene, the surest way of telling first."""
+    room = "\n".join(re.findall(rf"^In {re.escape(scene)}: .*$", told, re.MULTILINE))
+    patterns = m[1] if (m := re.search(r"^Room Successful Patterns:\n((?:.+\n?)*)", told, re.MULTILINE)) else ""
+    return [
+        *re.findall(rf"\b{sought} in {_PLACE} \(", room),
+        *re.findall(rf"take {sought} \d+ from {_PLACE}", patterns),
+        *re.findall(rf"\bin {re.escape(scene)} the {sought} was in {_PLACE}", told),
+    ]
+
+
+def _number(place: str) -> tuple[str, int]:
+    kind, _, number = place.rpartition(" ")
+    return kind, int(number) if number.isdigit() else 0
