@@ -37,12 +37,12 @@ class Knowledge:
         """Take in an episode (section 3.4): trajectories, space, the experience, guidelines."""
         attempts, number, settings = row.attempts, self.episodes, self.settings
         topic = topic_of(attempts[0].task, attempts[0].first)
-        if settings.episodic.on and settings.episodic.trajectory:
+        if settings.episodic.enabled and settings.episodic.trajectory:
             for trace in attempts:
                 self.graph.learn(trace, topic, number)
-        if settings.episodic.on and settings.episodic.spatial:
+        if settings.episodic.enabled and settings.episodic.spatial:
             self.spatial.learn(attempts, number)
-        if settings.semantic.on:
+        if settings.semantic.enabled:
             self._reflect(row, topic, number)
         self.episodes += 1
 
@@ -56,12 +56,12 @@ class Knowledge:
 
     def _reflect(self, row: Row, topic: Topic, number: int) -> None:
         first, new = row.attempts[0], self.experience_of(row, topic)
-        if self.settings.evolve.on and any(id.startswith(id_of(ORDER[0])) for id in first.shown):
+        if self.settings.evolve.enabled and any(id.startswith(id_of(ORDER[0])) for id in first.shown):
             shown = frozenset(g.id for g in self.shown_guidelines(topic))
             self.guidelines = counted(self.guidelines, shown, topic.task_type, first.success, number)
         self.guidelines = self.guidelines_with(new, row.answers.get("guidelines", {}))
         self.experiences.append(new)
-        if self.settings.evolve.on:
+        if self.settings.evolve.enabled:
             most, decay = self.settings.semantic.guidelines, self.settings.evolve.decay
             self.guidelines = pruned(self.guidelines, most, number, decay)
 
@@ -70,16 +70,16 @@ class Knowledge:
     def sections(self, topic: Topic, own: str) -> dict[str, str]:
         """Write the sections that depend on the task alone, without what episodes of the very task `own` left."""
         settings, made = self.settings, dict[str, list[str]]()
-        if settings.semantic.on and not settings.texts_only:
+        if settings.semantic.enabled and not settings.texts_only:
             made["Valuable Guidelines"] = list(starmap(_line, enumerate(self.shown_guidelines(topic), 1)))
             others = [e for e in self.experiences if e.task_id != own]
             found = recalled(others, topic.room, topic.task_type, topic.objects, settings.semantic.k)
             made["Relevant Experiences"] = [text for e in found if (text := self._told(e))]
-        if settings.episodic.on and settings.episodic.trajectory and not settings.texts_only:
+        if settings.episodic.enabled and settings.episodic.trajectory and not settings.texts_only:
             longest = settings.episodic.pattern_actions
             made["Room Successful Patterns"] = self.graph.patterns(topic, settings.episodic.patterns, longest, own)
             made["Real-time Action Hints"] = self.graph.hints(topic, own)
-        if (settings.episodic.on and settings.episodic.spatial) or settings.texts_only:
+        if (settings.episodic.enabled and settings.episodic.spatial) or settings.texts_only:
             facts = settings.episodic.facts and not settings.texts_only
             lines = self.spatial.lines(topic.room, topic.objects, own=own) if facts else []
             told = [f"In {topic.room}: {'; '.join(lines)}"] if lines else []

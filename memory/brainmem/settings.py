@@ -12,7 +12,7 @@ from runtime.settings import Settings
 class Working(Settings):
     """The last steps (section 3.2.1, Tables 5 and 6)."""
 
-    on: bool = True
+    enabled: bool = True
     window: int = Field(default=5, ge=1)  # steps
     feedback: bool = True  # whether each step succeeded
     success_state: bool = True  # the short-term success rate
@@ -24,7 +24,7 @@ class Working(Settings):
 class Episodic(Settings):
     """Both graphs (section 3.2.2, Table 7)."""
 
-    on: bool = True
+    enabled: bool = True
     trajectory: bool = True
     spatial: bool = True
     facts: bool = True  # False: the printed template of C.2 and C.5, whose spatial guidance holds no fact
@@ -35,7 +35,7 @@ class Episodic(Settings):
 class Semantic(Settings):
     """Experiences and guidelines (sections 3.2.3 and B.3, Tables 8 and 9)."""
 
-    on: bool = True
+    enabled: bool = True
     k: int = Field(default=2, ge=0)  # experiences that are shown
     success_patterns: bool = True
     failure_causes: bool = True
@@ -47,7 +47,7 @@ class Semantic(Settings):
 class Evolve(Settings):
     """What makes memory evolve (section 3.4): counts, pruning, and further attempts at what failed."""
 
-    on: bool = True
+    enabled: bool = True
     retries: int = Field(default=2, ge=0)  # at a task that failed, at most; never scored
     decay: float = Field(default=0.99, gt=0, le=1)  # of utility, by episodes since the last use; 1: none
 

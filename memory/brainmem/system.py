@@ -43,7 +43,7 @@ class BrainMem:
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
         rows = [Row(tuple(attempts), {}) for attempts in episodes]
-        if self._ask is None or not self.settings.semantic.on:
+        if self._ask is None or not self.settings.semantic.enabled:
             return self._journal.append(rows)
         fresh = self._journal.unknown(rows)
         try:
@@ -93,7 +93,7 @@ class BrainMem:
 
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> BrainSession | None:
         evolve = self.settings.evolve
-        if not evolve.on or len(attempts) > evolve.retries:
+        if not evolve.enabled or len(attempts) > evolve.retries:
             return None
         last = attempts[-1]
         lesson = agent.reflection(last, topic_of(query.task, last.first), self._ask)
@@ -164,7 +164,7 @@ class BrainSession:
 
     def _working(self) -> str:
         settings = self._settings.working
-        return working.rendered(list(self._window), self._taken, settings) if settings.on else ""
+        return working.rendered(list(self._window), self._taken, settings) if settings.enabled else ""
 
     def observe(self, record: Record) -> None:
         before = self._now or Standing.at_first(self._task, record.observation)

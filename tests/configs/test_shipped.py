@@ -30,7 +30,7 @@ def test_what_executors_read_is_the_papers_but_for_models_that_were_made_otherwi
         stages = (config.sft, config.grpo, config.eval) if isinstance(config, QuickstartConfig) else (config,)
         small = any(word in str(name) for word in ("quickstart", "small", "smollm2"))
         for stage in stages:
-            if isinstance(stage, SftConfig | GrpoConfig | EvalConfig):
+            if isinstance(stage, SftConfig | GrpoConfig | EvalConfig) and stage.executor.engine != "scripted":
                 assert stage.executor.reading == (everything if small else paper), name
 
 

@@ -125,7 +125,7 @@ def test_a_retry_is_told_what_the_model_says_of_the_last_attempt(tmp_path: Path)
     text = "\n".join(entry.text for entry in session.recall("You are in the middle of a room.").entries)
     assert "The last attempt failed: Open it first." in text
     assert memory.again(Query(task(1)), Recall(), [trace(1, success=False)] * 3) is None
-    off = BrainMem(tmp_path, BrainMemSettings.model_validate({"evolve": {"on": False}}))
+    off = BrainMem(tmp_path, BrainMemSettings.model_validate({"evolve": {"enabled": False}}))
     assert off.again(Query(task(1)), Recall(), [trace(1, success=False)]) is None
 
 

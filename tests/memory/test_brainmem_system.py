@@ -50,7 +50,7 @@ def test_it_is_a_memory_system_whose_sections_come_in_the_papers_order(tmp_path:
 
 def test_an_empty_memory_says_its_fixed_advice_alone(tmp_path: Path) -> None:
     assert list(told(taught(tmp_path))) == ["Spatial Reasoning Guidance"]
-    off = {tier: {"on": False} for tier in ("working", "episodic", "semantic", "evolve")}
+    off = {tier: {"enabled": False} for tier in ("working", "episodic", "semantic", "evolve")}
     memory = taught(tmp_path / "off", *EPISODES, **off)
     assert told(memory) == {} and not list(memory)
     session = memory.session(Query(TASK), memory.recall([Query(TASK)])[0])
@@ -61,7 +61,7 @@ def test_an_empty_memory_says_its_fixed_advice_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("switch", "gone"),
     [
-        ({"semantic": {"on": False}}, {"Valuable Guidelines", "Relevant Experiences"}),
+        ({"semantic": {"enabled": False}}, {"Valuable Guidelines", "Relevant Experiences"}),
         ({"episodic": {"trajectory": False}}, {"Room Successful Patterns", "Real-time Action Hints"}),
         ({"episodic": {"spatial": False}}, {"Spatial Reasoning Guidance"}),
         ({"semantic": {"k": 0}}, {"Relevant Experiences"}),
