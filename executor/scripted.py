@@ -150,10 +150,11 @@ def _recent(told: str) -> str:
 def _facts(told: str, sought: str, scene: str) -> list[str]:
     """List the places where the prompt says that the thing was in this scene, the surest way of telling first."""
     room = "\n".join(re.findall(rf"^In {re.escape(scene)}: .*$", told, re.MULTILINE))
+    entries = "\n".join(re.findall(rf"^in {re.escape(scene)}: .*\n(.*)$", told, re.MULTILINE))
     patterns = m[1] if (m := re.search(r"^Room Successful Patterns:\n((?:.+\n?)*)", told, re.MULTILINE)) else ""
     return [
         *re.findall(rf"\b{sought} in {_PLACE} \(", room),
-        *re.findall(rf"take {sought} \d+ from {_PLACE}", patterns),
+        *re.findall(rf"take {sought} \d+ from {_PLACE}", f"{patterns}\n{entries}"),
         *re.findall(rf"\bin {re.escape(scene)} the {sought} was in {_PLACE}", told),
     ]
 

@@ -42,6 +42,7 @@ def test_places_are_searched_in_their_order_each_after_the_one_that_it_stands_at
     "memory:\nin home 1: put a mug in bed\ngo to fridge 1\nbecause in home 1 the mug was in fridge 1\n\n",
     "memory:\nIn home 1: mug in fridge 1 (2 of 3 visits); cup in bed 1 (1 of 1 visits)\n\n",
     "memory:\nRoom Successful Patterns:\nput: go to fridge 1; take mug 2 from fridge 1; move mug 2 to shelf 1\n\n",
+    "memory:\nin home 1: put a mug in bed\ngo to fridge 1 ; take mug 2 from fridge 1 ; move mug 2 to bed 1\n\n",
     "guide: in home 1 the mug was in fridge 1 | go to fridge 1\n",
 ])  # fmt: skip
 def test_it_goes_first_where_the_prompt_tells_that_the_thing_was(told: str) -> None:
@@ -52,6 +53,7 @@ def test_it_goes_first_where_the_prompt_tells_that_the_thing_was(told: str) -> N
 
 def test_another_home_s_facts_and_things_tell_nothing() -> None:
     other = "memory:\nbecause in home 2 the mug was in fridge 1\nIn home 1: cup in fridge 1 (1 of 1 visits)\n\n"
+    other += "in home 2: put a mug in bed\ntake mug 1 from fridge 1\n\n"
     assert plan(before=other) == "go to cabinet 1"
 
 
