@@ -1,9 +1,9 @@
 """The expert teacher: plays compiler (and executor) from the environment's own expert plan. Offline and deterministic.
 
 The plan says what is needed next; what is said about it comes from M alone. While something is on its way to be found,
-the guidance names the place where the entries found its like: in this scene by name, ranked by how many entries say so,
-then in other scenes by kind of place, as this scene names it (one entry's word counts where none of this scene has any,
-else two have to agree). A place that view, history or Brief State rule out is passed over; when all are, that is said
+the guidance names the place where the entries found its like: in this scene by name, in the order of M, then in other
+scenes by kind of place, as this scene names it (one entry's word counts where none of this scene has any, else two have
+to agree). A place that view, history or Brief State rule out is passed over; when all are, that is said
 once. The Brief State keeps what places lack; and where scenes are alike the
 places that are to be tried, best first. They are noted at the first view, which lists the scene's places, and one that
 lacks the thing leaves the list, so that to choose is to take the first of it. Where an environment has recipes, the
@@ -142,9 +142,9 @@ class ExpertTeacher:
     # -- what M says --------------------------------------------------------------------------------------------------
 
     def _leads(self, request: CompileRequest, need: str) -> list[_Lead]:
-        """List the places where M says the need is met, best first: this scene's by name, then those of the kinds that
-        other scenes' entries name (beside this scene's own, only what two of them agree on: one alone says little); of
-        each, the ones that most entries speak for."""
+        """List the places where M says the need is met, best first: this scene's by name, in M's order (where there are
+        no scenes, the ones that most entries speak for first); then those of the kinds that most of other scenes'
+        entries name (beside this scene's own, only what two of them agree on: one alone says little)."""
         here, elsewhere = list[_Lead](), list[_Lead]()
         for entry, fact in self._answers(request, need):
             lead = _Lead(fact.place, entry.provenance.scene, fact)
@@ -156,7 +156,8 @@ class ExpertTeacher:
             for place in self.reader.likes(lead.place, known)
         ]  # fmt: skip
         ranked = dict[str, _Lead]()
-        for lead in (*_most_said(here), *_most_said(alike, at_least=2 if here else 1)):
+        own = here if _scene(request.goal) else _most_said(here)
+        for lead in (*own, *_most_said(alike, at_least=2 if here else 1)):
             ranked.setdefault(lead.place, lead)
         return list(ranked.values())
 

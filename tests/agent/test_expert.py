@@ -102,10 +102,10 @@ def test_it_says_nothing_of_what_memory_does_not_hold() -> None:
     assert said(()).kind is said((pen,)).kind is Kind.NOACTION  # the plan knows the safe; memory does not
 
 
-def test_places_rank_by_how_many_entries_name_them_and_this_scene_comes_first() -> None:
+def test_this_scenes_places_come_first_in_the_order_of_memory() -> None:
     here = (found("FloorPlan1", "shelf 1"), found("FloorPlan1", "safe 1"), found("FloorPlan1", "safe 1"))
     elsewhere = tuple(found(f"FloorPlan{n}", "desk 7") for n in range(2, 6))
-    assert said((*here, *elsewhere)).guidance == "go to safe 1"
+    assert said((*here, *elsewhere)).guidance == "go to shelf 1"
     assert said((*elsewhere, *here[:1])) == Emission("go to shelf 1", "in FloorPlan1 the mug was in shelf 1")
 
 
