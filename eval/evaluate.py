@@ -46,7 +46,6 @@ from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
 from eval.provenance import identity
 from eval.report import write_run_report
 from eval.runs import RESULTS, EpisodeRecord, episodes_of
-from eval.stream import Stream, ordered_stream
 from eval.table import print_results
 from executor.build import load_executor
 from executor.records import Executor
@@ -224,7 +223,7 @@ def prepare(
     envs = loaded.environments(config)
     frozen = not config.memory.online or config.memory.warm_start
     tasks, experience = chosen_tasks(config, envs, config.split or evaluation_split(config.env), frozen)
-    tasks = ordered_stream(tasks, config)
+    tasks = stream.ordered_stream(tasks, config)
     bank = filled_bank(config, envs, experience, out, beside)
     specs = specs_for(tasks, bank, config.memory.k)
     wants_top = any(find(name).memory == "top" for name in config.deliveries)
@@ -278,12 +277,12 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
 
 def stream_of(
     name: str, config: EvalConfig, evaluation: Evaluation, out: Path, given: MemorySystem, record: EpisodeRecord
-) -> Stream:  # fmt: skip
+) -> stream.Stream:  # fmt: skip
     """Return a delivery's way through the stream of the evaluated tasks."""
     wanted, tasks = find(name), [spec.task for spec in evaluation.specs]
     k = min(1, config.memory.k) if wanted.memory == "top" else config.memory.k
     delivery = wanted.make(evaluation.compiler, config.seed, evaluation.reader)
-    return Stream(config, tasks, k, delivery, out, given, record)
+    return stream.Stream(config, tasks, k, delivery, out, given, record)
 
 
 def _results(
