@@ -167,10 +167,11 @@ def leaked(episodes: Sequence[Episode], tasks: Sequence[Task], memory: MemorySys
     """Count what was recalled, in an episode of `tasks` in their order, of that very task or of a later one: none, or
     the result says nothing."""
     at = {task.id: number for number, task in enumerate(tasks)}
-    origins = (
-        (at[episode.task_id], entry.provenance.task_id)
-        for episode in episodes
-        for t in range(len(episode.steps))
-        for entry in episode.memory_at(t, memory)
-    )
-    return sum(at.get(origin, -1) >= now for now, origin in origins)
+    origins = {entry.id: entry.provenance.task_id for entry in memory}
+
+    def recalled(episode: Episode) -> list[str]:
+        shown = (episode.memory_ids if step.memory_ids is None else step.memory_ids for step in episode.steps)
+        kept = [origins[id] for ids in shown for id in ids if id not in episode.made]
+        return [*kept, *(entry.provenance.task_id for entry in episode.made.values())]
+
+    return sum(at.get(origin, -1) >= at[episode.task_id] for episode in episodes for origin in recalled(episode))

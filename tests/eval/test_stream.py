@@ -17,7 +17,7 @@ from data_gen.memories import open_memory
 from envs.base import Task
 from eval.evaluate import ModelCache, evaluate
 from eval.matrix import Cell, cells
-from eval.stream import ordered_stream, pooled, told_by
+from eval.stream import leaked, ordered_stream, pooled, told_by
 from eval.table import spread, to_markdown
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER, Action, Grounding
@@ -25,6 +25,7 @@ from memory.protocol import BankError
 from runtime.errors import StopReason
 from runtime.store import to_json
 from tests.fakes import one_step_episode
+from tests.tiny_models import entry
 
 ENV = {"name": "household", "scenes": {"train": 3, "test": 2}}
 STEPS = 12
@@ -211,3 +212,12 @@ def test_tables_say_that_memory_grew(tmp_path: Path) -> None:
 def test_a_delivery_that_needs_episodes_side_by_side_is_refused() -> None:
     with pytest.raises(ConfigError, match="one by one"):
         cells(config(deliveries=("compiled_shuffled_soft",)))
+
+
+def test_recalls_of_this_task_or_a_later_one_are_counted() -> None:
+    tasks = [Task(f"task-{i}", "g", "s", "test", "put") for i in range(3)]
+    memory: Any = [entry(n, f"of task {n}") for n in range(3)]
+    ids = [each.id for each in memory]
+    clean = replace(one_step_episode("task-2"), memory_ids=(ids[0], ids[1]))
+    assert leaked([clean], tasks, memory) == 0
+    assert leaked([clean, replace(one_step_episode("task-1"), memory_ids=(ids[0], ids[1], ids[2]))], tasks, memory) == 2
