@@ -248,9 +248,11 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
     record = EpisodeRecord(run.path, cell.levels)
     _drop_unfinished(record, len(specs))
     played = record.played()
+    streams = dict[str, stream.Stream]()
     for name in config.deliveries:
         if config.memory.online and find(name).recalls:
-            stream_of(name, config, evaluation, run.path, bank, record).play(evaluation.make_env, evaluation.executor)
+            streams[name] = stream_of(name, config, evaluation, run.path, bank, record)
+            streams[name].play(evaluation.make_env, evaluation.executor)
         else:
             evaluation.run(name, record.append, set(played.get(name, ())))
     episodes = record.episodes(config.deliveries, [spec.task.id for spec in specs])
@@ -269,9 +271,8 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
     if config.memory.online:
         for name, summary in made["results"].items():
             summary["stream"] = stream.told_by(episodes[name])
-            if find(name).recalls:
-                memory = stream_of(name, config, evaluation, run.path, bank, record).memory
-                summary["stream"]["leaked"] = stream.leaked(episodes[name], [spec.task for spec in specs], memory)
+        for name, of in streams.items():
+            made["results"][name]["stream"]["leaked"] = stream.leaked(episodes[name], of.tasks, of.memory)
     return made
 
 

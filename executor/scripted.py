@@ -15,6 +15,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from envs.household.trajectories import PUT, SOUGHT, TAKE, USE
+from envs.household.vocabulary import LAMP
 from executor.prompt import ExecutorRequest, executor_text
 from executor.records import PAPER, Action, Grounding, Reads
 
@@ -23,13 +25,9 @@ _AT = re.compile(rf"(?:arrive at|On the|open the|The|from the|to the|with the|us
 _GONE = re.compile(rf"\bgo to {_PLACE}")
 _TAKEN = re.compile(rf"\btake [a-z]+ \d+ from {_PLACE}")
 _FAILED = re.compile(r"^Failed here before: (.+)$", re.MULTILINE)
-_THING = re.compile(
-    r"(?:put|find|look at|examine|heat|cool|clean) (?:(?:a|an|some|two|the) )?(?:(?:hot|cool|clean) )?([a-z]+)"
-)
 _TARGET = re.compile(r"\b(?:in|on) (?:the )?([a-z]+)\.?$")
 _TREATED = {"clean": ("clean", "sinkbasin"), "heat": ("heat", "microwave"), "hot": ("heat", "microwave"),
             "cool": ("cool", "fridge")}  # fmt: skip
-LAMP = "desklamp"
 CHARACTERS = 4  # of a token: it has no tokenizer, and this is what is counted where a server counts none
 
 
@@ -47,7 +45,7 @@ class Wanted:
     @classmethod
     def of(cls, stated: str) -> Wanted:
         scene, _, goal = stated.removeprefix("in ").rpartition(": ") if stated.startswith("in ") else ("", "", stated)
-        thing = m[1] if (m := _THING.search(goal)) else ""
+        thing = m[1] if (m := SOUGHT.search(goal)) else ""
         treat, appliance = next((_TREATED[w] for w in goal.split() if w in _TREATED), ("", ""))
         target = "" if LAMP in goal else m[1] if (m := _TARGET.search(goal)) else ""
         return cls(scene, thing, target, treat, appliance, " two " in f" {goal} ")
@@ -94,8 +92,8 @@ def planned(prompt: str, commands: Sequence[str]) -> str:
     places = [command.removeprefix(_GO) for command in possible if command.startswith(_GO)]
     if not sought:  # it goes on to where the thing is treated or belongs
         kind = wanted.appliance if _untreated(at, wanted, view) else wanted.target
-        places = [place for place in places if place.rpartition(" ")[0] == kind] or places
-        return f"{_GO}{min(places, key=_number)}" if places else "look"
+        places = [place for place in places if _parted(place)[0] == kind] or places
+        return f"{_GO}{min(places, key=_parted)}" if places else "look"
     begins = not at or view.startswith(("You pick up", "You move", "You put"))
     return _search(before, sought, wanted.scene, at, places, begins)
 
@@ -103,10 +101,10 @@ def planned(prompt: str, commands: Sequence[str]) -> str:
 def _with(held: str, at: str, wanted: Wanted, view: str, possible: Sequence[str]) -> str:
     """Return what is to be done here with the thing in hand; "" for nothing."""
     if not wanted.target:
-        return next((c for c in possible if re.fullmatch(rf"use {LAMP} \d+", c)), "")
+        return next((c for c in possible if (m := USE.fullmatch(c)) and m["thing"] == LAMP), "")
     if _untreated(at, wanted, view):
         return next((c for c in possible if c.startswith(f"{wanted.treat} {held} with {wanted.appliance}")), "")
-    puts = (c for c in possible if re.fullmatch(rf"(?:move|put) {held} (?:to|in/on|in|on) {wanted.target} \d+", c))
+    puts = (c for c in possible if (m := PUT.fullmatch(c)) and m["kind"] == wanted.target and f" {held} " in c)
     return next(puts, "") or (f"open {at}" if at.startswith(wanted.target) and f"open {at}" in possible else "")
 
 
@@ -115,14 +113,14 @@ def _untreated(at: str, wanted: Wanted, view: str) -> bool:
     the view does not say that it just was."""
     if not wanted.treat or f"You {wanted.treat} the {wanted.thing}" in view:
         return False
-    return "You pick up" in view or at.rpartition(" ")[0] != wanted.target
+    return "You pick up" in view or _parted(at)[0] != wanted.target
 
 
 def _without(at: str, wanted: Wanted, possible: Sequence[str]) -> str:
     """Return what is to be done here with empty hands; "" for nothing. Of two things, one that is where it belongs is
     left there."""
-    takes = [m for c in possible if (m := re.fullmatch(rf"take {wanted.thing} \d+ from {_PLACE}", c))]
-    takes = [m for m in takes if not (wanted.two and m[1].rpartition(" ")[0] == wanted.target)]
+    takes = [m for c in possible if (m := TAKE.fullmatch(c)) and m["thing"] == wanted.thing]
+    takes = [m for m in takes if not (wanted.two and _parted(m["place"])[0] == wanted.target)]
     return takes[0][0] if takes else f"open {at}" if f"open {at}" in possible else ""
 
 
@@ -133,7 +131,7 @@ def _search(told: str, sought: str, scene: str, at: str, places: Sequence[str], 
     facts = [place for place in dict.fromkeys(_facts(told, sought, scene)) if place in places or place == at]
     later = facts if begins else facts[facts.index(at) + 1 :] if at in facts else []
     guided = m[1] if (m := re.search(rf"^guide: .*\bgo to {_PLACE}$", told, re.MULTILINE)) else ""
-    listed = sorted({*places, at} - {"", *facts} | ({at} if at and at not in facts else set()), key=_number)
+    listed = sorted({*places, at} - {"", *facts} | ({at} if at and at not in facts else set()), key=_parted)
     start = listed.index(at) + 1 if at in listed else 0
     rest = [*listed[start:], *listed[:start]]
     turns = [*([guided] if guided in places else []), *later, *rest, *facts]
@@ -159,6 +157,7 @@ def _facts(told: str, sought: str, scene: str) -> list[str]:
     ]
 
 
-def _number(place: str) -> tuple[str, int]:
+def _parted(place: str) -> tuple[str, int]:
+    """Part a place into its kind and its number, by which places are in order."""
     kind, _, number = place.rpartition(" ")
     return kind, int(number) if number.isdigit() else 0

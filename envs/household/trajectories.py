@@ -12,6 +12,10 @@ TAKE = re.compile(r"take (?P<thing>[a-z]+) \d+ from (?P<place>[a-z]+ \d+)")
 PUT = re.compile(r"(?:move|put) (?P<thing>[a-z]+) \d+ (?:to|in/on|in|on) (?P<place>(?P<kind>[a-z]+) \d+)")
 TREAT = re.compile(r"(?P<verb>heat|cool|clean|slice) (?P<thing>[a-z]+) \d+ with(?: (?P<place>[a-z]+ \d+))?")
 USE = re.compile(r"use (?P<thing>[a-z]+) \d+")
+# The kind of thing that a goal in ALFWorld's words is about.
+SOUGHT = re.compile(
+    r"(?:put|find|look at|examine|clean|heat|cool) (?:(?:a|an|some|two|the) )?(?:(?:clean|hot|cool) )?([a-z]+)"
+)
 _SEEN_AT = re.compile(r"(?:On the|The) (?P<place>[a-z]+ \d+)(?:, you see| is open)")
 ARRIVED = re.compile(r"You arrive at (?P<place>[a-z]+ \d+)\.")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from envs.base import Task
-from envs.household.trajectories import ARRIVED
+from envs.household.trajectories import ARRIVED, SOUGHT
 
 Relation = tuple[str, str]  # object with its number, receptacle
 _PLACE = r"[a-z]+ \d+"
@@ -22,9 +22,6 @@ _TAKEN = re.compile(rf"You pick up the ({_PLACE}) from the ({_PLACE})\.")
 _PUT = re.compile(rf"You (?:move|put) the ({_PLACE}) (?:to|in/on|in|on) the ({_PLACE})\.")
 _CARRYING = re.compile(rf"You are carrying: (?:a |an )?({_PLACE})\.")
 EMPTY = "You are not carrying anything."
-_OBJECT = re.compile(
-    r"(?:put|find|look at|examine|clean|heat|cool) (?:(?:a|an|some|two|the) )?(?:(?:clean|hot|cool) )?([a-z]+)"
-)
 _GONE = re.compile(rf"go to ({_PLACE})")
 
 
@@ -87,7 +84,7 @@ def objects(task: Task, known: Iterable[str] = ()) -> frozenset[str]:
     """Return the object category that a goal in ALFWorld's words is about; of another goal, whichever of `known` it
     names."""
     goal = task.goal.lower()
-    named = _OBJECT.search(goal)
+    named = SOUGHT.search(goal)
     words = set(re.findall(r"[a-z]+", goal))
     return frozenset({named[1]} if named else words.intersection(known))
 

@@ -83,17 +83,16 @@ def train_compiler(
     situations = play.situations_of(make_env, specs, seed)
     held_out = play.situations_of(make_env, kept, seed)
     draws = partial(LessonDraws, Backbone(model, tokenizer))
-    stages_of_lessons: dict[str, tuple[Ask, Shares, float]] = {
-        "states": (ask_state, (0.4, 0.4), RATE / 2),
-        "questions": (partial(ask_all, emission_first=0.2), (0.4, 0.4), RATE / 2),
-        "emissions": (partial(ask_all, emission_first=0.8), (0.0, 0.0), RATE / 2),
-    }  # fmt: skip
-    names = tuple(stages_of_lessons)
-    for n, (name, (ask, shares, rate)) in zip(steps, stages_of_lessons.items(), strict=True):
+    asked: dict[str, tuple[Ask, Shares]] = {
+        "states": (ask_state, (0.4, 0.4)),
+        "questions": (partial(ask_all, emission_first=0.2), (0.4, 0.4)),
+        "emissions": (partial(ask_all, emission_first=0.8), (0.0, 0.0)),
+    }
+    for n, (name, (ask, shares)) in zip(steps, asked.items(), strict=True):
         draw, exam = draws(situations, batch, ask, shares).draw, draws(held_out, 64, ask).draw
-        model = _stage(model, work / name, seed, n, rate, draw, exam)
+        model = _stage(model, work / name, seed, n, RATE / 2, draw, exam)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    made = (*recipes.TEXT, *names)
+    made = (*recipes.TEXT, *asked)
     recipes.finish("compiler --world alfworld", out, as_llama(model), tokenizer, work, made, settings)
 
 
