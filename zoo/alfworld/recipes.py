@@ -86,7 +86,7 @@ def train_compiler(
     asked: dict[str, tuple[Ask, Shares]] = {
         "states": (ask_state, (0.4, 0.4)),
         "questions": (partial(ask_all, emission_first=0.2), (0.4, 0.4)),
-        "emissions": (partial(ask_all, emission_first=0.8), (0.0, 0.0)),
+        "emissions": (partial(ask_all, emission_first=0.8), (0.3, 0.2)),
     }
     for n, (name, (ask, shares)) in zip(steps, asked.items(), strict=True):
         draw, exam = draws(situations, batch, ask, shares).draw, draws(held_out, 64, ask).draw

@@ -29,7 +29,7 @@ PHRASES = (
     "You move the", "to the", "using the", "Nothing happens.", "You turn on the", "because in", "was in", "= no",
     "= maybe",
 )  # fmt: skip
-JOINTS = (", you see", ", and a", ", a", "\nsee:", "\ndid:", "\nguide:", "\nnote:", "\nnow:", "\nnext:", "\ndone:")
+JOINTS = (", you see", ", and a", ", a", "\nsee:", "\ndid:", "\nguide:", "\nnote:", "\nnow:", "\nnext:", "\ndone:", "\nfirst:")
 NUMBERS = tuple(f" {i}" for i in range(1, 10))  # of things; a place and its number are one token
 SCENES = tuple(f"FloorPlan{room + i}" for room in (0, 200, 300, 400) for i in range(1, 31))
 """All scenes that there are: 108 of them in train games, the others' labels are drawn for them in training."""
