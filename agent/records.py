@@ -90,7 +90,7 @@ def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:
     image = step.image if executor.sees_images else None
     return ExecutorRequest(
         step.goal, delivered(step, executor), step.history, step.observation, step.admissible, step.expert, image,
-        executor.reads.history,
+        executor.reads.history, executor.reads.commands == "last",
     )  # fmt: skip
 
 

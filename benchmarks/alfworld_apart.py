@@ -81,7 +81,9 @@ def main() -> None:
     a = parser.parse_args()
     make_env, specs = play.material(a.out / "bank", a.split, a.limit)
     compiler = gate.load(a.compiler, a.checkpoint)
-    settings = ExecutorConfig(model=a.executor, dtype="float32", instructions="none", max_new_tokens=16)
+    settings = ExecutorConfig(
+        model=a.executor, dtype="float32", instructions="none", max_new_tokens=16, commands="last"
+    )
     model, script = load_frozen(settings, Told("")), play.Pupil(play.Script.of(specs))
 
     def played(merge: Merge, executor: Executor) -> list[Episode]:

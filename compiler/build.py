@@ -95,7 +95,7 @@ def load_remote_compiler(config: CompilerConfig, seed: int = 0, urls: Sequence[s
 def report_reading(trained: Mapping[str, Any] | None, executor: ExecutorConfig, compiler: str) -> None:
     """Warn where the executor reads something else than the compiler was trained for."""
     if trained is not None:
-        trained = {**trained, "history": trained.get("history", ExecutorConfig().history)}  # old ones do not say it
+        trained = {**ExecutorConfig().reading, **trained}  # old ones do not say all of it
     if trained == executor.reading:
         return
     told = lambda reading: " ".join(f"executor.{name}={str(value).lower()}" for name, value in reading.items())

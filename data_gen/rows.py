@@ -50,7 +50,7 @@ class SftRow:
     success: bool = True  # of the row's episode
     steps: int = 0  # of the row's episode; 0: unknown (rows of an older version)
     memory_images: Pictures = ()  # of each entry; () where no entry has any
-    commands: tuple[str, ...] = ()  # that were possible, where executors are shown them (`EnvSpec.lists_commands`)
+    commands: tuple[str, ...] = ()  # that were possible, where executors are shown them (`executor.commands`)
 
     @property
     def kind(self) -> Kind:

@@ -8,6 +8,7 @@ soft: <mem><mem><mem><mem>                         compiled: placeholders of the
 did: go to shelf 1 ; open shelf 1
 view: <image>                                      executors that see
 see: ...
+can: go to shelf 1 ; go to cabinet 2                  the possible commands (`executor.commands: last`)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PICTURE = "[picture]"  # how records show a picture's place
+CAN = "can: "
 HISTORY = 20  # actions that are shown, unless settings say otherwise
 
 
@@ -50,6 +52,7 @@ class ExecutorRequest:
     expert: Callable[[], list[str] | None] | None = None  # for expert executors only, models never ask it
     image: Image | None = None  # the current view, for executors that see
     shown: int = HISTORY  # of the actions so far
+    listed: bool = False  # the possible commands are the prompt's last line
 
 
 def instructed(instructions: str, request: ExecutorRequest, lists_commands: bool) -> str:
@@ -79,10 +82,12 @@ def executor_parts(request: ExecutorRequest, placeholder: str) -> list[Part]:
         lines.append(f"soft: {placeholder * d.n_soft}")
     if did := request.history[max(0, len(request.history) - request.shown) :]:
         lines.append(f"did: {' ; '.join(did)}")
-    see = f"see: {request.observation}"
+    last = [f"see: {request.observation}"]
+    if request.listed and request.admissible:
+        last.append(f"{CAN}{' ; '.join(request.admissible)}")
     if request.image is None:
-        return [Part("\n".join([*lines, see]))]
-    return [Part("\n".join([*lines, "view: "])), Part(image=request.image), Part(f"\n{see}")]
+        return [Part("\n".join([*lines, *last]))]
+    return [Part("\n".join([*lines, "view: "])), Part(image=request.image), Part("\n".join(["", *last]))]
 
 
 def memory_text(texts: Sequence[str]) -> str:

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from zoo.models import END_OF_TURN, SPECIAL, Lexicon
 
 IGNORE = -100
+ANSWER = f"{END_OF_TURN}\n<|im_start|>assistant\n"  # where one begins
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
 Kind = Literal["copy", "recall", "facts", "documents", "goals", "search"]
 
@@ -145,7 +146,7 @@ def _state(vocabulary: Vocabulary, rng: random.Random, thing: str, longest: int)
 
 def _question(rng: random.Random, name: str) -> str:
     """Ask barely, or as lessons ask."""
-    return rng.choice([f"{name}:", f"ask: {name}{END_OF_TURN}\n<|im_start|>assistant\n"])
+    return rng.choice([f"{name}:", f"ask: {name}{ANSWER}"])
 
 
 def _twins(vocabulary: Vocabulary, rng: random.Random, entries: int) -> list[tuple[str, str]]:
@@ -171,17 +172,20 @@ DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_doc
 def searches(
     vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int, places: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """List `places` places and go to each of them, in random order: to be predicted is any that one has not been to.
-    The third tensor lists these, (labelled tokens, places), padded with IGNORE."""
+    """Say to which of `places` places one has been, list all, and go to those that are left, in random order: to be
+    predicted is any of them. The third tensor lists these, (labelled tokens, places), padded with IGNORE."""
     tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     rows, labels, equals = [], [], []
     for _ in range(batch):
-        seen = rng.sample(vocabulary.places, places)
-        ids = tokenize(f"you see a {', a '.join(seen)}\ndid:")
+        listed = rng.sample(vocabulary.places, places)
+        order = rng.sample(listed, places)
+        been = rng.randrange(places)
+        did, can = (" ;".join(f" go to {place}" for place in some) for some in (order[:been], listed))
+        ids = tokenize(f"did:{did}\ncan:{can}{ANSWER}")
         target = [IGNORE] * len(ids)
-        left = [tokenize(f" {place}") for place in rng.sample(seen, places)]
+        left = [tokenize(f" {place}") for place in order[been:]]
         for i, place in enumerate(left):
-            way = [*([] if i == 0 else tokenize(" ;")), *tokenize(" go to")]
+            way = tokenize(" ; go to" if i else "go to")
             ids, target = ids + way + place, target + [IGNORE] * len(way) + place
             equals.append([token for [token] in left[i:]])
         rows.append(ids)
@@ -238,7 +242,7 @@ LEVELS = (
     *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
     Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.975),
 )  # fmt: skip
-SEARCH = tuple(Level("search", places, 0.95) for places in (3, 6, 12))
+SEARCH = tuple(Level("search", places, 0.95) for places in (3, 6, 12, 24))
 
 
 class TextCurriculum(TrainerCallback):

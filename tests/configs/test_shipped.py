@@ -23,15 +23,16 @@ def test_parses_and_round_trips(path, tmp_path):
 
 
 def test_what_executors_read_is_the_papers_but_for_models_that_were_made_otherwise():
-    paper = {"reads_state": False, "soft_on": "guidance", "history": 20}
+    paper = {"reads_state": False, "soft_on": "guidance", "history": 20, "commands": "told"}
     everything = {**paper, "reads_state": True, "soft_on": "always"}
     for path in FILES:
         config = load_config(SCHEMAS[(name := path.relative_to(CONFIGS)).parts[0]], path)
-        stages = (config.sft, config.grpo, config.eval) if isinstance(config, QuickstartConfig) else (config,)
         small = any(word in str(name) for word in ("quickstart", "small", "smollm2"))
+        expected = everything if small else {**paper, "commands": "last"} if name.stem == "alfworld" else paper
+        stages = (config.sft, config.grpo, config.eval) if isinstance(config, QuickstartConfig) else (config,)
         for stage in stages:
             if isinstance(stage, SftConfig | GrpoConfig | EvalConfig) and stage.executor.engine != "scripted":
-                assert stage.executor.reading == (everything if small else paper), name
+                assert stage.executor.reading == expected, name
 
 
 def test_real_games_are_played_under_every_delivery_and_its_controls_within_15_30_and_50_steps():

@@ -25,14 +25,17 @@ from envs.alfworld.environment import AlfworldSettings
 from envs.base import Environment
 from envs.household.trajectories import AlfworldReader
 from envs.registry import Environments
-from executor.prompt import HISTORY, ExecutorRequest, executor_text
-from executor.records import PAPER, Action, Executor, Grounding, Reads
+from executor.prompt import ExecutorRequest, executor_text
+from executor.records import Action, Executor, Grounding, Reads
 from memory.entry import MemoryEntry
 from zoo.models import MEMORY_TOKEN
 
 READER = AlfworldReader()
 TEACHER = ExpertTeacher(reader=READER)
 K, STEPS, SIDE_BY_SIDE = 4, 50, 64
+READS = Reads(commands="last")
+"""What the executor reads: guidance with its reason, and no Brief State, as in the paper; and the possible commands,
+for only the first view tells which places there are."""
 _GO, _TAKEN_FROM = "go to ", re.compile(r"take .+ from (.+)")
 
 Make = Callable[[], Environment]
@@ -60,7 +63,7 @@ class Script:
 
     It knows every command and recipe, but not where things are: it goes where guidance or pasted memory says, and where
     nothing says anything, or the place is a disappointment, it searches places that it has not been to, in random
-    order. It never knows more than its prompt: of its actions, the last `HISTORY`. What pasted memory says, it reads
+    order. It never knows more than its prompt: of its actions, those that are shown. What pasted memory says, it reads
     as the teacher does, without a Brief State.
     """
 
@@ -77,7 +80,7 @@ class Script:
         need = READER.need(plan)
         if need is None or not need.need.startswith("find ") or READER.subgoals(plan[:1], request.goal, frozenset()):
             return tuple(plan[:1]), False
-        request = replace(request, history=request.history[-HISTORY:])
+        request = replace(request, history=request.history[-request.shown :] if request.shown else ())
         told, been = f"{_GO}{self._told(request)}", _been(request.history)
         if told in commands and told.removeprefix(_GO) not in been:
             return (told,), True
@@ -131,7 +134,7 @@ class Pupil:
     seed: int = 0
     accepts_soft: bool = False
     sees_images: bool = False
-    reads: Reads = PAPER  # guidance with its reason, and no Brief State
+    reads: Reads = READS
     examples: list[Example] = field(default_factory=list)
 
     def act(self, requests: Sequence[ExecutorRequest]) -> list[Action]:

@@ -60,7 +60,7 @@ def train_executor(
     names = ["cloning", *(f"own_{n}" for n in range(1, len(steps)))]
     for n, name in enumerate(names):
         if n:
-            actor = FrozenExecutor(Backbone(model, tokenizer))
+            actor = FrozenExecutor(Backbone(model, tokenizer), reads=play.READS)
             mine = specs[(n - 1) * played % len(specs) :][:played]
             examples += play.examples_of(make_env, mine, play.Pupil(script, actor, seed=seed), seed + n)
             model.requires_grad_(True)
