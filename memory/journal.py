@@ -64,13 +64,17 @@ class Journal:
         keyed = {row.key: row for row in rows if row.attempts}
         return [row for key, row in keyed.items() if key not in self._keys]
 
-    def __iter__(self) -> Iterator[Row]:
+    def since(self, n: int) -> Sequence[Row]:
+        """Return the rows behind the first n."""
         self._catch_up()
-        return iter(self._read[: self.until])
+        return self._read[n : self.until]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.since(0))
 
     def __len__(self) -> int:
         self._catch_up()
-        return len(self._read[: self.until])
+        return len(self._read) if self.until is None else min(len(self._read), self.until)
 
     @property
     def _lines(self) -> JsonLines:

@@ -9,9 +9,11 @@ before, counts against the relation.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from envs.base import Task
 from memory.brainmem.reading import Body, kind, moved, objects, room, summary, views
@@ -19,7 +21,7 @@ from memory.protocol import Record, Trace
 
 State = tuple[str, str]  # room, summary
 MOST_FACTS, HINTS = 10, 3  # relations that are shown of a room, actions that are shown of an object
-RECALLED = 2.0  # similarity of a task from which on its trajectory is recalled
+RECALLED = 2.0  # similarity of a task from which on its trajectory is a pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,17 @@ def walk(trace: Trace) -> Iterator[tuple[State, str, State, bool]]:
 
 @dataclass
 class TrajectoryGraph:
+    """What is asked of it is found by room and word, so that asking takes no longer as episodes go by."""
+
     transitions: dict[tuple[State, str, State], Transition] = field(default_factory=dict)
     trajectories: list[Trajectory] = field(default_factory=list)
+    # Successes by room and topic, with their place among the trajectories.
+    _won: dict[str, dict[Topic, list[tuple[int, Trajectory]]]] = field(default_factory=dict)
+    # What succeeded: its actions by word, in the order in which they were first done; how often each was, in all and in
+    # episodes of each task.
+    _named: dict[str, dict[str, None]] = field(default_factory=dict)
+    _times: Counter[str] = field(default_factory=Counter)
+    _of_task: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
     def states(self) -> set[State]:
@@ -109,37 +120,48 @@ class TrajectoryGraph:
             known = self.transitions.setdefault((before, action, after), Transition(before, action, after))
             (known.won if ok else known.lost)[trace.task.id] += 1
         actions, ok = tuple(action for _, action, _, _ in steps), tuple(ok for *_, ok in steps)
-        self.trajectories.append(
-            Trajectory(trace.task.id, topic, actions, ok, trace.success, trace.attempt, episode)
-        )  # fmt: skip
+        made = Trajectory(trace.task.id, topic, actions, ok, trace.success, trace.attempt, episode)
+        if trace.success:
+            self._won.setdefault(topic.room, {}).setdefault(topic, []).append((len(self.trajectories), made))
+        self.trajectories.append(made)
+        for action in made.done:
+            for word in action.split():
+                self._named.setdefault(word, {})[action] = None
+            self._times[action] += 1
+            self._of_task[action, trace.task.id] += 1
 
     def failed(self, state: State, task_id: str) -> list[str]:
         """List the actions that failed in a state in earlier attempts at the task."""
         tried = (t for t in self.transitions.values() if t.before == state and task_id in t.lost)
         return [t.action for t in tried]
 
-    def recalled(self, topic: Topic, own: str = "") -> list[Trajectory]:
-        """Return trajectories of like tasks but of `own`, the most alike first, then the latest."""
-        ranked = sorted(enumerate(self.trajectories), key=lambda pair: (-similarity(pair[1].topic, topic), -pair[0]))
-        return [t for _, t in ranked if similarity(t.topic, topic) >= RECALLED and t.task_id != own]
+    def recalled(self, topic: Topic, own: str = "") -> Iterator[Trajectory]:
+        """Yield what succeeded at like tasks in this room, but for `own`: the most alike first, then the latest."""
+        alike = lambda other: similarity(other, topic)
+        there = self._won.get(topic.room, {})
+        for score, topics in groupby(sorted(there, key=alike, reverse=True), alike):
+            if score < RECALLED:
+                return
+            latest_first = heapq.merge(*(reversed(there[each]) for each in topics), key=lambda won: -won[0])
+            yield from (t for _, t in latest_first if t.task_id != own)
 
     def patterns(self, topic: Topic, most: int, longest: int, own: str = "") -> list[str]:
         """Write what succeeded in this very room: task type and the actions that succeeded (C.2)."""
-        won = [t for t in self.recalled(topic, own) if t.success and t.topic.room == topic.room]
-        texts = dict.fromkeys(f"{t.topic.task_type}: {'; '.join(t.done[:longest])}" for t in won)
+        texts = dict[str, None]()
+        for t in self.recalled(topic, own):
+            texts[f"{t.topic.task_type}: {'; '.join(t.done[:longest])}"] = None
+            if len(texts) >= most:
+                break
         return list(texts)[:most]
 
     def hints(self, topic: Topic, own: str = "") -> list[str]:
         """Write for each object of the task what was done with it most often, in the order in which it was done."""
-        lines, order = [], [action for t in self.trajectories for action in t.done]
+        lines = list[str]()
         for thing in sorted(topic.objects):
-            counts = Counter[str]()
-            for transition in self.transitions.values():
-                if thing in transition.action.split():
-                    counts[transition.action] += transition.n_success - transition.won[own]
-            best = sorted(+counts, key=lambda action: (-counts[action], action))[:HINTS]
-            if best:
-                lines.append(f"{thing}: {'; '.join(sorted(best, key=order.index))}")
+            named = self._named.get(thing, {})
+            counts = {a: times for a in named if (times := self._times[a] - self._of_task[a, own])}
+            if best := heapq.nsmallest(HINTS, counts, key=lambda action: (-counts[action], action)):
+                lines.append(f"{thing}: {'; '.join(action for action in named if action in best)}")
         return lines
 
 
@@ -150,19 +172,30 @@ def similarity(one: Topic, other: Topic) -> float:
     return (one.room == other.room) + (one.task_type == other.task_type) + alike
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Relation:
     """An object category in a receptacle of a room, by the episodes that looked there."""
 
-    seen: Counter[str] = field(default_factory=Counter)  # episodes that saw it there, by task
-    absent: Counter[str] = field(default_factory=Counter)  # and that saw it was not
-    last_seen: dict[str, int] = field(default_factory=dict)  # the last of those episodes, by task
+    n_seen: int = 0  # episodes that saw it there
+    n_visits: int = 0  # that looked there
+    seen: Counter[str] = field(default_factory=Counter)  # both by task
+    visits: Counter[str] = field(default_factory=Counter)
+    last_seen: dict[str, int] = field(default_factory=dict)  # the last that saw it, by task, in their order
+
+    def looked(self, task: str, episode: int, found: bool) -> None:
+        """Count an episode that looked there."""
+        self.n_visits += 1
+        self.visits[task] += 1
+        if found:
+            self.n_seen += 1
+            self.seen[task] += 1
+            self.last_seen.pop(task, None)
+            self.last_seen[task] = episode
 
     def counts(self, own: str) -> tuple[int, int, int]:
         """Return (seen, visits, last seen) without the episodes of a task."""
-        seen = self.seen.total() - self.seen[own]
-        last = max((episode for task, episode in self.last_seen.items() if task != own), default=-1)
-        return seen, seen + self.absent.total() - self.absent[own], last
+        last = next((episode for task, episode in reversed(self.last_seen.items()) if task != own), -1)
+        return self.n_seen - self.seen[own], self.n_visits - self.visits[own], last
 
 
 @dataclass
@@ -177,12 +210,10 @@ class SpatialGraph:
         for place, seen in first_sights(attempts).items():
             found = {kind(entity) for entity in seen}
             for thing in found:
-                relation = known.setdefault((thing, place), Relation())
-                relation.seen[task] += 1
-                relation.last_seen[task] = episode
+                known.setdefault((thing, place), Relation())
             for (thing, where), relation in known.items():
-                if where == place and thing not in found:
-                    relation.absent[task] += 1
+                if where == place:
+                    relation.looked(task, episode, thing in found)
 
     def lines(self, place: str, wanted: frozenset[str], most: int = MOST_FACTS, own: str = "") -> list[str]:
         """Write where things are in a room, as episodes of other tasks than `own` saw them: those that are wanted

@@ -9,7 +9,7 @@ from itertools import starmap
 
 from memory.brainmem import agent, rules
 from memory.brainmem.episodic import SpatialGraph, Topic, TrajectoryGraph, topic_of
-from memory.brainmem.semantic import Experience, Guideline, counted, formed, listed, pruned, recalled
+from memory.brainmem.semantic import Experience, Experiences, Guideline, counted, formed, listed, pruned
 from memory.brainmem.settings import BrainMemSettings
 from memory.journal import Row
 
@@ -30,7 +30,7 @@ class Knowledge:
     episodes: int = 0
     graph: TrajectoryGraph = field(default_factory=TrajectoryGraph)
     spatial: SpatialGraph = field(default_factory=SpatialGraph)
-    experiences: list[Experience] = field(default_factory=list)
+    experiences: Experiences = field(default_factory=Experiences)
     guidelines: list[Guideline] = field(default_factory=list)
 
     def learn(self, row: Row) -> None:
@@ -72,8 +72,7 @@ class Knowledge:
         settings, made = self.settings, dict[str, list[str]]()
         if settings.semantic.enabled and not settings.texts_only:
             made["Valuable Guidelines"] = list(starmap(_line, enumerate(self.shown_guidelines(topic), 1)))
-            others = [e for e in self.experiences if e.task_id != own]
-            found = recalled(others, topic.room, topic.task_type, topic.objects, settings.semantic.k)
+            found = self.experiences.recalled(topic.room, topic.task_type, topic.objects, settings.semantic.k, own)
             made["Relevant Experiences"] = [text for e in found if (text := self._told(e))]
         if settings.episodic.enabled and settings.episodic.trajectory and not settings.texts_only:
             longest = settings.episodic.pattern_actions

@@ -11,9 +11,12 @@ listing, utility decays by the episodes since the last use.
 
 from __future__ import annotations
 
+import heapq
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain, groupby
 
 SATURATION = 10  # successes from which use adds nothing
 CONFIDENCE_WEIGHT, USAGE_WEIGHT = 0.7, 0.3
@@ -42,6 +45,79 @@ class Experience:
         """List what may become a guideline."""
         avoid = [f"Avoid: {cause}" for cause in self.failure_causes]
         return [*self.success_patterns, *avoid, *self.learning_insights, *self.recommendations]
+
+
+class Experiences(Sequence[Experience]):
+    """Experiences in their order. They are found by what they are about and by what they say, so that asking takes no
+    longer as episodes go by that are about the same and say the same."""
+
+    def __init__(self, experiences: Iterable[Experience] = ()) -> None:
+        self._all, self._ids = list[Experience](), dict[str, Experience]()
+        # Places in the order, the last at the end: of those of a task type and objects, in all and by room.
+        self._about = dict[tuple[str, frozenset[str]], list[int]]()
+        self._there = dict[tuple[str, frozenset[str], str], list[int]]()
+        # By task type, object ("" where there is none) and text.
+        self._saying = dict[tuple[str, str], dict[str, list[Experience]]]()
+        for e in experiences:
+            self.append(e)
+
+    def append(self, e: Experience) -> None:
+        """Take in the latest."""
+        place = len(self._all)
+        self._all.append(e)
+        self._ids[e.id] = e
+        self._about.setdefault((e.task_type, e.objects), []).append(place)
+        self._there.setdefault((e.task_type, e.objects, e.room), []).append(place)
+        for thing in e.objects or ("",):
+            texts = self._saying.setdefault((e.task_type, thing), {})
+            for text in dict.fromkeys(e.texts()):
+                texts.setdefault(text, []).append(e)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, place):  # type: ignore[no-untyped-def]
+        return self._all[place]
+
+    def of_ids(self, ids: Iterable[str]) -> list[Experience]:
+        """Return those of these ids, in their order."""
+        return sorted((self._ids[id] for id in ids if id in self._ids), key=self._all.index)
+
+    def recalled(self, room: str, task_type: str, objects: frozenset[str], k: int, own: str = "") -> list[Experience]:
+        """Return the k experiences of other tasks than `own` that say most about a task: its type counts two, the share
+        of its objects one; where equal, this room's come first, then the latest. Those that share nothing are left
+        out."""
+
+        def score(about: tuple[str, frozenset[str]]) -> float:
+            return 2.0 * (about[0] == task_type) + len(about[1] & objects) / max(1, len(objects))
+
+        found = list[Experience]()
+        for value, group in groupby(sorted(self._about, key=score, reverse=True), score):
+            if not value or len(found) >= k:
+                break
+            alike = list(group)
+            here = _latest_first(self._there.get((*about, room), []) for about in alike)
+            elsewhere = (p for p in _latest_first(map(self._about.__getitem__, alike)) if self._all[p].room != room)
+            for place in chain(here, elsewhere):
+                if len(found) >= k:
+                    break
+                if self._all[place].task_id != own:
+                    found.append(self._all[place])
+        return found
+
+    def saying(self, text: str, new: Experience) -> list[Experience]:
+        """Return those that say the same as a text of a new one: of its task type, but not of its task, and, where both
+        name any, of an object of its."""
+        keys = [(new.task_type, thing) for thing in ("", *new.objects)]
+        if not new.objects:
+            keys = [key for key in self._saying if key[0] == new.task_type]
+        said = chain.from_iterable(self._saying.get(key, {}).items() for key in keys)
+        alike = (e for other, mine in said if _agree(text, other) for e in mine if e.task_id != new.task_id)
+        return list({e.id: e for e in alike}.values())
+
+
+def _latest_first(places: Iterable[Sequence[int]]) -> Iterator[int]:
+    return heapq.merge(*(reversed(each) for each in places), reverse=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +179,7 @@ def counted(
 
 
 def formed(
-    guidelines: Sequence[Guideline], experiences: Sequence[Experience], new: Experience, episode: int, id: str,
+    guidelines: Sequence[Guideline], experiences: Experiences, new: Experience, episode: int, id: str,
     words: Mapping[str, str] = {},
 ) -> list[Guideline]:  # fmt: skip
     """Take in a new experience: it joins the support of guidelines that it agrees with, without changing their counts;
@@ -121,7 +197,7 @@ def formed(
     for number, text in enumerate(left):
         if any(_agree(g.basis, text) for g in joined):
             continue
-        support = [new, *(e for e in experiences if e.task_id != new.task_id and _says(e, text, new))]
+        support = [new, *experiences.saying(text, new)]
         if len({e.task_id for e in support}) < SUPPORT:
             continue
         objects = frozenset.intersection(*(e.objects for e in support))
@@ -133,27 +209,9 @@ def formed(
     return joined
 
 
-def recalled(
-    experiences: Sequence[Experience], room: str, task_type: str, objects: frozenset[str], k: int
-) -> list[Experience]:
-    """Return the k experiences that say most about a task: its type counts two, the share of its objects one; where
-    equal, this room's come first, then the latest. Those that share nothing are left out."""
-
-    def score(e: Experience) -> float:
-        return 2.0 * (e.task_type == task_type) + len(e.objects & objects) / max(1, len(objects))
-
-    ranked = sorted(enumerate(experiences), key=lambda pair: (-score(pair[1]), pair[1].room != room, -pair[0]))
-    return [e for _, e in ranked if score(e) > 0][:k]
-
-
 def agreeing(experiences: Iterable[Experience], text: str) -> list[str]:
     """List what experiences say that agrees with a text, each once."""
     return list(dict.fromkeys(other for e in experiences for other in e.texts() if _agree(text, other)))
-
-
-def _says(experience: Experience, text: str, new: Experience) -> bool:
-    of_type = _meet(frozenset({experience.task_type}), experience.objects, new)
-    return of_type and any(_agree(text, other) for other in experience.texts())
 
 
 def _meet(task_types: frozenset[str], objects: frozenset[str], new: Experience) -> bool:
@@ -162,5 +220,10 @@ def _meet(task_types: frozenset[str], objects: frozenset[str], new: Experience) 
 
 
 def _agree(one: str, other: str) -> bool:
-    a, b = (set(re.findall(r"[a-z0-9]+", text.lower())) for text in (one, other))
+    a, b = _words(one), _words(other)
     return len(a & b) >= AGREE * len(a | b) > 0
+
+
+@lru_cache(maxsize=1 << 16)
+def _words(text: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[a-z0-9]+", text.lower()))

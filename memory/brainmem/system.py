@@ -61,7 +61,7 @@ class BrainMem:
         new, ids = known.experience_of(row, topic), {g.id for g in known.guidelines}
         for g in known.guidelines_with(new):
             if g.id not in ids:
-                support = [e for e in (*known.experiences, new) if e.id in g.support]
+                support = [*known.experiences.of_ids(g.support), *([new] if new.id in g.support else [])]
                 if said := agent.merged(agreeing(support, g.basis), ask):
                     answers.guidelines[g.basis] = said
                 else:
@@ -80,7 +80,7 @@ class BrainMem:
 
     @property
     def knowledge(self) -> Knowledge:
-        for row in list(self._journal)[self._known.episodes :]:
+        for row in self._journal.since(self._known.episodes):
             self._known.learn(row)
         return self._known
 

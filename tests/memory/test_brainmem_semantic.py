@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memory.brainmem.semantic import Experience, Guideline, counted, formed, listed, pruned, recalled
+from memory.brainmem.semantic import Experience, Experiences, Guideline, counted, formed, listed, pruned
 
 HEAT = "pick_heat_then_place_in_recep"
 
@@ -75,17 +75,17 @@ def test_an_episode_counts_for_those_that_were_shown_and_are_of_its_type() -> No
 
 def test_two_experiences_of_different_tasks_that_agree_make_one() -> None:
     first = experience("e1", "the mug is often in cabinet 2")
-    assert formed([], [], first, 1, "g1") == []
-    assert formed([], [first], experience("e2", "the mug is often in cabinet 2", task="e1"), 2, "g2") == []
+    assert formed([], Experiences(), first, 1, "g1") == []
+    assert formed([], Experiences([first]), experience("e2", "the mug is often in cabinet 2", task="e1"), 2, "g2") == []
     second = experience("e3", "The mug is often in cabinet 3.", success=False)
-    [made] = formed([], [first], second, 2, "g2")
+    [made] = formed([], Experiences([first]), second, 2, "g2")
     assert (made.text, made.n_success, made.n_total) == ("The mug is often in cabinet 3.", 1, 2)
     assert made.support == {"e1", "e3"} and made.objects == {"mug"} and made.last_applied == 2
     third = experience("e4", "the mug is often in cabinet 1")
-    [joined] = formed([made], [first, second], third, 3, "g3")
+    [joined] = formed([made], Experiences([first, second]), third, 3, "g3")
     assert joined.support == {"e1", "e3", "e4"} and (joined.n_success, joined.n_total) == (1, 2)
     elsewhere = experience("e5", "the mug is often in cabinet 2", objects="egg")
-    assert formed([made], [first], elsewhere, 3, "g3") == [made]
+    assert formed([made], Experiences([first]), elsewhere, 3, "g3") == [made]
 
 
 def test_experiences_are_recalled_by_type_and_object() -> None:
@@ -93,10 +93,10 @@ def test_experiences_are_recalled_by_type_and_object() -> None:
     look = Experience("look", "look", "FloorPlan2", "look", frozenset({"mug"}), True)
     strange = Experience("strange", "s", "FloorPlan1", "look", frozenset({"pan"}), True)
     of = lambda k, room="FloorPlan1": [
-        e.id for e in recalled([mug, strange, look, egg], room, HEAT, frozenset({"mug"}), k)
+        e.id for e in Experiences([mug, strange, look, egg]).recalled(room, HEAT, frozenset({"mug"}), k)
     ]
     assert of(9) == ["mug", "egg", "look"] and of(2) == ["mug", "egg"] and of(0) == []
     twin = Experience("twin", "t", "FloorPlan9", HEAT, frozenset({"mug"}), True)
-    ranked = lambda room: [e.id for e in recalled([mug, twin], room, HEAT, frozenset({"mug"}), 2)]
+    ranked = lambda room: [e.id for e in Experiences([mug, twin]).recalled(room, HEAT, frozenset({"mug"}), 2)]
     assert ranked("FloorPlan9") == ["twin", "mug"] and ranked("FloorPlan1") == ["mug", "twin"]
     assert ranked("FloorPlan3") == ["twin", "mug"]  # the latest
