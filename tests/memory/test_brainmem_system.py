@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.expert import ExpertExecutor
+from data_gen.experience import traces_of
 from envs.base import Task
+from envs.household.environment import HouseholdEnvironment
 from memory.brainmem.settings import BrainMemSettings
 from memory.brainmem.system import BrainMem
 from memory.protocol import MemorySystem, Query, Recall, Record, Trace
@@ -46,6 +51,24 @@ def test_it_is_a_memory_system_whose_sections_come_in_the_papers_order(tmp_path:
     assert "Avoid: the steps ran out" in sections["Relevant Experiences"]
     assert "mug in shelf 1 (3 of 3 visits)" in sections["Spatial Reasoning Guidance"]
     assert sections["Real-time Action Hints"].endswith("mug: take mug 1 from shelf 1; heat mug 1 with microwave 1")
+
+
+def test_an_experts_walks_never_contradict_themselves(tmp_path: Path) -> None:
+    """Section 7, check 8, on generated homes; real games: docs/brainmem.md."""
+    env = HouseholdEnvironment(scenes={"train": 40})
+    played = run_episodes(
+        lambda: env, [EpisodeSpec(task) for task in env.tasks("train")[:140]], Delivery("expert", "none"),
+        ExpertExecutor(), Limits(50), 1,
+    )  # fmt: skip
+    memory, steps = taught(tmp_path), 0
+    for [walk] in traces_of(played):
+        session = memory.session(Query(walk.task), Recall())
+        for record in walk.records:
+            session.recall(record.observation)
+            session.observe(record)
+            assert "CONSISTENCY WARNING" not in str(session.recall(record.feedback).entries), (walk.task.id, record)
+            steps += 1
+    assert len(played) == 140 and steps > 500
 
 
 def test_an_empty_memory_says_its_fixed_advice_alone(tmp_path: Path) -> None:
