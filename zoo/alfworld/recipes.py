@@ -42,7 +42,7 @@ Draw = Callable[[random.Random], stages.Batch]
 
 
 def train_executor(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (2400, 1200, 1200),
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (1600, 800),
     played: int = 1000, batch: int = 32, levels: Sequence[Level] = (*LEVELS, *SEARCH),
 ) -> None:  # fmt: skip
     """Make the executor: text curriculum, cloning, then for each further number of `steps` a round of its own episodes.
@@ -71,7 +71,7 @@ def train_executor(
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (800, 600, 1200),
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (800, 500, 600),
     batch: int = 16, levels: Sequence[Level] = LEVELS,
 ) -> None:  # fmt: skip
     """Make the compiler base: text curriculum; questions about view and Brief State alone, then about M too, both
