@@ -178,7 +178,10 @@ def report_paper(
         list[str] | None,
         typer.Argument(help="Run folders (none: the paper's table); for a figure one, and a.b=c over its settings."),
     ] = None,
-    table: Annotated[int | None, typer.Option(help="1 to 6, from runs with results.json.")] = None,
+    table: Annotated[
+        int | None, typer.Option(help="1 to 6, from runs with results.json; of BrainMem 4 to 10, 14.")
+    ] = None,
+    of: Annotated[str, typer.Option(help="Whose table: memcompiler or brainmem.")] = "memcompiler",
     figure: Annotated[
         int | None, typer.Option(help="3: attention by step, 4: soft and text tokens; a run, or a cell of a matrix.")
     ] = None,
@@ -187,8 +190,8 @@ def report_paper(
     seed: Annotated[int, typer.Option(help="Of figure 4: seed of t-SNE, of the probe's split and its shuffles.")] = 0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to (default: RUN/paper).")] = None,
 ) -> None:
-    """One of the paper's tables, or of its measured figures, with what RUN measured beside it: Markdown, JSON, PNG
-    (docs/paper-tables.md)."""
+    """One of the paper's tables (or of BrainMem's), or of its measured figures, with what RUN measured beside it: as
+    Markdown, JSON and PNG (docs/paper-tables.md)."""
     if (table is None) == (figure is None):
         raise typer.BadParameter("say which: --table N or --figure N")
     folders = [Path(run) for run in runs or [] if "=" not in run or Path(run).is_dir()]  # a cell's name has one, too
@@ -198,7 +201,7 @@ def report_paper(
             raise typer.BadParameter(f"no such run: {overrides[0]}")
         from eval.paper.render import run_table
 
-        run_table(table, folders, out)
+        run_table(table, folders, out, of)
     elif figure is not None:
         if len(folders) != 1:
             raise typer.BadParameter(f"a figure is made from one run: name one, not {len(folders)}")

@@ -1,4 +1,4 @@
-"""`memcompiler report paper --table 3 RUN ...`: a table of the paper as OUT/table3.md, .json and .png."""
+"""`memcompiler report paper --table 3 RUN ...`: a table of a paper as OUT/table3.md, .json and .png."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from eval.paper.specs import EFFICIENCY
-from eval.paper.tables import MEASURED, NOT_MEASURED, PAPER, Row, Table, TableCell, paper_table
+from eval.paper.tables import MEASURED, MEMCOMPILER, NOT_MEASURED, PAPER, Row, Table, TableCell, paper_table
 from eval.plots import MUTED, dot_with_interval, figure_of, quiet, save_figure, titled
 from eval.table import DASH, escape, markdown_table, sizes
 from runtime.store import to_json, write_atomically
@@ -17,19 +17,20 @@ from runtime.store import to_json, write_atomically
 _ABOUT = ("environment", "split", "seed", "n_tasks", "executors")
 
 
-def run_table(number: int, runs: Sequence[Path], out: Path | None) -> None:
+def run_table(number: int, runs: Sequence[Path], out: Path | None, paper: str = MEMCOMPILER) -> None:
     """Print table `number` and write it to OUT (default: `paper` in the first run; without runs, nowhere).
 
     Raises:
-        ValueError: no such table, or a run that has no results.
+        ValueError: no such paper or table, or a run that has no results.
     """
-    table = paper_table(number, runs)
+    table = paper_table(number, runs, paper)
+    name = f"table{number}" if paper == MEMCOMPILER else f"{paper}-table{number}"
     target = out or (runs[0] / "paper" if runs else None)
     if target is None:
         typer.echo(to_markdown(table))
         return
-    write(target, f"table{number}", to_markdown(table), table.to_json())
-    table_plot(table, target / f"table{number}.png")
+    write(target, name, to_markdown(table), table.to_json())
+    table_plot(table, target / f"{name}.png")
 
 
 def write(out: Path, name: str, text: str, record: Mapping[str, Any]) -> None:
@@ -62,7 +63,7 @@ def _text(cell: TableCell | None, source: str, column: str) -> str:
     """`52.5 [44.8, 60.1] (+12%)`"""
     if cell is None:
         return NOT_MEASURED if source == MEASURED and column not in EFFICIENCY else DASH  # some have no compiler
-    digits = 3 if column.endswith(" s") else 1
+    digits = 3 if column.endswith(" s") else 2 if column.endswith(" tokens") and column not in EFFICIENCY else 1
     shown = f"{cell.value:g}" if source == PAPER else f"{cell.value:.{digits}f}"
     if cell.low is not None and cell.high is not None:
         shown += f" [{cell.low:.{digits}f}, {cell.high:.{digits}f}]"
@@ -85,7 +86,7 @@ def table_plot(table: Table, path: Path) -> Path:
         quiet(panel, grid="x")
         panel.tick_params(axis="y", length=0)
         panel.spines["left"].set_visible(False)
-        if column not in EFFICIENCY:
+        if column not in EFFICIENCY and not column.endswith(" tokens"):
             panel.set_xlim(-2, 102)
     names = [f"{executor}, {method}".replace("$", r"\$") for executor, method in labels]
     panels[0].set_yticks(range(len(labels)), names, fontsize=7.5)

@@ -1,4 +1,4 @@
-"""What each of the paper's tables shows, in this project's names: benchmarks and splits, deliveries, metrics."""
+"""What each table of a paper shows, in this project's names: benchmarks and splits, deliveries, metrics."""
 
 from __future__ import annotations
 
@@ -24,17 +24,25 @@ class Spec:
     """How a run's results become rows and columns of one of the paper's tables.
 
     Attributes:
-        methods: name of the paper's row by delivery; in Table 4 by `variant/delivery`.
+        methods: name of the paper's row by delivery; by `level/delivery` where levels of `axis` make rows.
+        axis: of a matrix, whose levels make rows if it is one of `axes`.
         metrics: what environments that the paper has not are shown by.
         axes: axes of a matrix that rows and columns tell already; others stand beside the method's name.
         by_method: rows of one method together (the paper has one executor), instead of rows of one executor.
+        families: other environments' families have columns of their own.
     """
 
     columns: tuple[Column, ...]
     methods: Mapping[str, str]
     metrics: tuple[str, ...] = ("success",)
     axes: frozenset[str] = _AXES
+    axis: str = "variant"
     by_method: bool = False
+    families: bool = True
+
+    @property
+    def efficiency(self) -> bool:
+        return any(column.metric in EFFICIENCY for column in self.columns)
 
 
 def _embodiedbench(metric: str) -> tuple[Column, ...]:
@@ -89,4 +97,62 @@ SPECS: Mapping[int, Spec] = {
         {"static": "AMMI", "compiled": "SCMC"}, by_method=True,
     ),
     6: Spec(_embodiedbench("progress"), _METHODS, metrics=("progress",)),
+}  # fmt: skip
+
+# -- BrainMem ---------------------------------------------------------------------------------------------------------
+
+_BASE = Column("EB-ALFRED Base", "eb_alfred", ("base",))
+_TOKENS = tuple(
+    Column(f"EB-ALFRED {short}, 10^6 tokens", "eb_alfred", (split,), "tokens")
+    for short, split in (("Base", "base"), ("Long", "long_horizon"))
+)
+
+
+def _levels(axis: str, rows: Mapping[str, str], metrics: tuple[str, ...] = ("success",)) -> Spec:
+    """Make the table whose rows are levels of an axis, memory recalled at every step."""
+    names = {"success": _BASE.name, "progress": f"{_BASE.name} progress"}
+    columns = tuple(replace(_BASE, name=names[metric], metric=metric) for metric in metrics)
+    methods = {f"{level}/live": name for level, name in rows.items()}
+    return Spec(columns, methods, metrics, _AXES | {axis}, axis, by_method=True, families=False)
+
+
+BRAINMEM: Mapping[int, Spec] = {
+    4: _levels("tiers", {
+        "none": "No memory", "working": "+ working memory", "working-episodic": "+ episodic memory",
+        "no-evolving": "+ semantic memory", "all": "+ evolving (all)",
+    }),
+    5: _levels("working", {
+        "all": "All", "no-feedback": "w/o feedback", "no-success-state": "w/o success state",
+        "no-agent-state": "w/o agent state", "no-consistency-check": "w/o consistency check",
+    }),
+    6: _levels("window", {w: f"W={w}" for w in ("1", "3", "5", "8", "10")}, ("success", "progress")),
+    7: _levels("episodic", {
+        "all": "Both", "no-spatial": "w/o spatial graph", "no-trajectory": "w/o trajectory graph",
+    }),
+    8: _levels("k", {k: f"k={k}" for k in ("1", "2", "3", "5")}),
+    9: _levels("parts", {"all": "All", "no-insights": "w/o learning insights"}),
+    10: Spec(_TOKENS, {"none": "No memory", "live": "BrainMem"}, ("tokens",), by_method=True, families=False),
+    14: Spec(
+        (_BASE,), {"brainmem/none": "No memory", "brainmem/live": "BrainMem"}, axes=_AXES | {"memory", "order"},
+        axis="memory", by_method=True, families=False,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """A paper whose tables are shown with measured rows. `numbers` is the file of its figures."""
+
+    arxiv: str
+    numbers: str
+    tables: Mapping[int, Spec]
+    note: str = ""  # to be said under each of them
+
+
+PAPERS: Mapping[str, Paper] = {
+    "memcompiler": Paper("2605.07594v2", "numbers.yaml", SPECS),
+    "brainmem": Paper(
+        "2604.16331v1", "brainmem.yaml", BRAINMEM,
+        "Columns of other benchmarks than the paper's are analogues: the same switches, another benchmark and planner.",
+    ),
 }  # fmt: skip

@@ -1,8 +1,8 @@
-"""The paper's tables with what a run measured beside what the paper printed, each row marked as one or the other.
+"""A paper's tables with what a run measured beside what the paper printed, each row marked as one or the other.
 
 A measured value stands in a column of the paper only where it is of that benchmark and that split; everything else (the
 built-in household tasks, other splits) gets columns of its own, where the paper has nothing. What was not measured is
-said to be so. The paper's figures are in `numbers.yaml`.
+said to be so. A paper's figures are in a file of their own (`eval.paper.specs.PAPERS`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,10 @@ import yaml
 
 from eval.intervals import wilson
 from eval.metrics import ROLES, display_name, grouped, split_name, usage
-from eval.paper.specs import ALFWORLD, EFFICIENCY, SPECS, Column, Spec
+from eval.paper.specs import ALFWORLD, EFFICIENCY, PAPERS, Column, Paper, Spec
 from eval.runs import episode_files, episodes_of, read_results
 
-NUMBERS = Path(__file__).with_name("numbers.yaml")
-TABLES = tuple(SPECS)
+MEMCOMPILER = "memcompiler"  # the paper that is meant where none is named
 NOT_MEASURED = "not measured"
 PAPER, MEASURED = "paper", "measured"
 _RESAMPLES = 2_000
@@ -91,34 +91,41 @@ class Measured:
     def cell(self, metric: str, family: str) -> TableCell | None:
         if metric in EFFICIENCY:
             return self.efficiency.get(metric)
+        if metric == "tokens":
+            used = [self.summary["usage"][role] for role in ROLES if role in self.summary.get("usage", {})]
+            return TableCell(sum(of["tokens_in"] + of["tokens_out"] for of in used) / 1e6) if used else None
         summary = self.summary["by_family"].get(family) if family else self.summary
         return _percent(summary[metric]) if summary else None
 
 
 @cache
-def paper_numbers() -> dict[str, Any]:
-    """Read `numbers.yaml`: `tables`, `figures`, `models`."""
-    return yaml.safe_load(NUMBERS.read_text(encoding="utf-8"))
+def paper_numbers(paper: str = MEMCOMPILER) -> dict[str, Any]:
+    """Read a paper's figures: `tables`; this project's has `figures` and `models`, too."""
+    return yaml.safe_load(Path(__file__).with_name(PAPERS[paper].numbers).read_text(encoding="utf-8"))
 
 
-def paper_table(number: int, runs: Sequence[Path]) -> Table:
-    """Make table `number` of the paper, with what evaluations in `runs` (each with a results.json) measured.
+def paper_table(number: int, runs: Sequence[Path], paper: str = MEMCOMPILER) -> Table:
+    """Make table `number` of a paper, with what evaluations in `runs` (each with a results.json) measured.
 
     Raises:
-        ValueError: no such table, a run without whole results, or two measurements for the same cell.
+        ValueError: no such paper or table, a run without whole results, or two measurements for the same cell.
     """
-    if number not in SPECS:
-        raise ValueError(f"the paper's results are in tables {', '.join(map(str, TABLES))}; there is no table {number}")
-    spec, printed = SPECS[number], paper_numbers()["tables"][number]
+    if paper not in PAPERS:
+        raise ValueError(f"tables are of {', '.join(PAPERS)}; there are none of {paper}")
+    if number not in (specs := PAPERS[paper].tables):
+        raise ValueError(f"the paper's results are in tables {', '.join(map(str, specs))}; there is no table {number}")
+    spec, printed = specs[number], paper_numbers(paper)["tables"][number]
     results = [read_results(run) for run in runs]
-    found = [m for run, of_run in zip(runs, results, strict=True) for m in measurements(of_run, run, number == 5)]
+    found = [m for run, of_run in zip(runs, results, strict=True) for m in measurements(of_run, run, spec.efficiency)]
     further = _further_columns(spec, found)
     rows = [*_paper_rows(printed), *_measured_rows(spec, (*spec.columns, *further), found, printed)]
     columns = (*printed["columns"], *(c.name for c in further))
     plotted = [*printed.get("relative_of", printed["columns"]), *(c.name for c in further if not c.family)]
     about = [_about(run, of_run) for run, of_run in zip(runs, results, strict=True)]
-    title, notes = f"Table {number}. {printed['title']}", _notes(number, found, results)
-    return Table(number, title, columns, plotted, _ordered(rows, spec, printed), about, notes)
+    notes = _notes(spec, PAPERS[paper], "relative_of" in printed, found, results)
+    return Table(
+        number, f"Table {number}. {printed['title']}", columns, plotted, _ordered(rows, spec, printed), about, notes
+    )
 
 
 # what a run measured --------------------------------------------------------------------------------------------------
@@ -146,6 +153,8 @@ def _cells(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _executor(cell: Mapping[str, Any], names: Mapping[str, str]) -> str:
     settings = cell.get("config", {}).get("executor", {})
+    if settings.get("engine") == "scripted":
+        return "scripted planner"
     of = settings.get("api", {}) if settings.get("engine") == "api" else settings
     short = str(of.get("model") or "unknown executor").rstrip("/").rsplit("/", 1)[-1]
     return names.get(short, short)
@@ -203,7 +212,8 @@ def _further_columns(spec: Spec, found: Sequence[Measured]) -> tuple[Column, ...
         for metric in spec.metrics:
             name = f"{m.environment} {m.split}"
             name += " progress" if metric == "progress" and len(spec.metrics) > 1 else ""
-            for family in ("", *(families if len(families) > 1 else ())):
+            name += ", 10^6 tokens" if metric == "tokens" else ""
+            for family in ("", *(families if len(families) > 1 and spec.families else ())):
                 columns.add(Column(f"{name}: {family}" if family else name, m.environment, (m.split,), metric, family))
     return tuple(sorted(columns, key=lambda c: (c.environment, c.splits, spec.metrics.index(c.metric), c.family)))
 
@@ -226,7 +236,7 @@ def _measured_rows(
 
 def _method(spec: Spec, m: Measured) -> str:
     """Name the paper's row, or the delivery itself; with what else distinguishes it in its matrix."""
-    variant = m.levels.get("variant") if "variant" in spec.axes else None
+    variant = m.levels.get(spec.axis) if spec.axis in spec.axes else None
     own = ", ".join(filter(None, (variant, display_name(m.delivery))))
     name = spec.methods.get(f"{variant}/{m.delivery}" if variant else m.delivery, own)
     if not any(column.environment for column in spec.columns) and not _in(ALFWORLD, m):
@@ -303,19 +313,27 @@ def _about(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _notes(number: int, found: Sequence[Measured], results: Sequence[Mapping[str, Any]]) -> list[str]:
+def _notes(
+    spec: Spec, paper: Paper, relative: bool, found: Sequence[Measured], results: Sequence[Mapping[str, Any]]
+) -> list[str]:  # fmt: skip
     notes = [
-        "Rows marked paper: as printed in arXiv 2605.07594v2. Rows marked measured: this project's runs, with 95 % "
+        f"Rows marked paper: as printed in arXiv {paper.arxiv}. Rows marked measured: this project's runs, with 95 % "
         "intervals in brackets (Wilson for success, bootstrap for progress) and n, the episodes behind a number."
     ]
-    if number in (1, 2, 6):
+    notes += filter(None, [paper.note])
+    for m in found:
+        if by_order := m.summary.get("success_by_order"):
+            scores = [100 * score for score in by_order.values()]
+            told = f"{fmean(scores):.1f} ± {stdev(scores) if len(scores) > 1 else 0.0:.1f}"
+            notes.append(f"{_method(spec, m)}: {told} (mean and standard deviation of {len(scores)} orders).")
+    if relative:
         notes.append("In round brackets: the change against the same executor without memory.")
-    if number in (1, 6):
+    if any(len(column.splits) > 1 for column in spec.columns):
         notes.append("A measured average stands only where all six subsets were measured: all their episodes together.")
     if any(cell.get("config", {}).get("concurrency", 1) != 1 for of_run in results for cell in _cells(of_run)):
         batched = "Some episodes were batched: their latencies are shares of a batch's, not what one agent waits."
-        notes += [batched] if number == 5 else []
-    if number == 5:
+        notes += [batched] if spec.efficiency else []
+    if spec.efficiency:
         notes.append("Means per call; intervals by bootstrap over episodes.")
     if not found:
         notes.append("No run was given.")

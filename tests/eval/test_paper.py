@@ -16,8 +16,8 @@ from eval.intervals import bootstrap_mean, wilson
 from eval.matrix import cells, joined
 from eval.metrics import summarise
 from eval.paper.render import table_plot, to_markdown
-from eval.paper.specs import SPECS
-from eval.paper.tables import MEASURED, NOT_MEASURED, PAPER, TABLES, Table, paper_numbers, paper_table
+from eval.paper.specs import PAPERS, SPECS
+from eval.paper.tables import MEASURED, NOT_MEASURED, PAPER, Table, paper_numbers, paper_table
 from eval.runs import read_results
 
 EVAL_CONFIGS = CONFIGS / "eval"
@@ -65,10 +65,13 @@ def row(table: Table, executor: str, method: str, source: str) -> dict[str, Any]
 # the paper's own numbers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", TABLES)
-def test_every_row_has_a_value_for_every_column(number: int) -> None:
-    printed = paper_numbers()["tables"][number]
-    assert [c.name for c in SPECS[number].columns] == printed["columns"]
+ALL = [(paper, number) for paper, of in PAPERS.items() for number in of.tables]
+
+
+@pytest.mark.parametrize(("paper", "number"), ALL)
+def test_every_row_has_a_value_for_every_column(paper: str, number: int) -> None:
+    printed = paper_numbers(paper)["tables"][number]
+    assert [c.name for c in PAPERS[paper].tables[number].columns] == printed["columns"]
     for methods in printed["executors"].values():
         for numbers in methods.values():
             assert len(numbers["values"]) == len(printed["columns"])
@@ -76,7 +79,7 @@ def test_every_row_has_a_value_for_every_column(number: int) -> None:
 
 
 def test_what_the_text_of_the_paper_says_stands_in_the_tables() -> None:
-    tables = {n: paper_numbers()["tables"][n]["executors"] for n in TABLES}
+    tables = {n: paper_numbers()["tables"][n]["executors"] for n in SPECS}
     assert (
         tables[1]["Qwen-3-VL-32B"]["Ours"]["values"][0] == 40
         and tables[1]["Qwen-3-VL-32B"]["Ours"]["relative"][0] == 110
@@ -111,6 +114,50 @@ def test_averages_are_those_of_the_six_subsets_but_where_the_paper_has_it_otherw
 
 SHIPPED = [(1, "table1-embodiedbench"), (2, "table2-text"), (3, "table3-components"), (4, "table4-soft"),
            (6, "table1-embodiedbench")]  # fmt: skip
+
+
+BRAINMEM = {4: "tiers", 5: "working", 6: "window", 7: "episodic", 8: "experiences", 9: "insights", 14: "orders"}
+
+
+@pytest.mark.parametrize("number", BRAINMEM)
+def test_each_of_brainmem_s_rows_is_measured_by_its_configuration_as_an_analogue(number: int, tmp_path: Path) -> None:
+    table = paper_table(number, [matrix_of(tmp_path / "run", f"brainmem-{BRAINMEM[number]}", {})], "brainmem")
+    printed = paper_numbers("brainmem")["tables"][number]
+    assert table.columns[0] == "EB-ALFRED Base" and table.columns[-1].startswith("alfworld valid_seen")
+    for method in printed["executors"]["GPT-4o"]:
+        [ours] = [r for r in table.rows if (r.executor, r.method, r.source) == ("scripted planner", method, MEASURED)]
+        assert set(ours.cells) == {c for c in table.columns if c.startswith("alfworld")}
+    assert "analogues" in to_markdown(table) and "2604.16331" in to_markdown(table)
+
+
+def test_brainmem_s_own_benchmarks_fill_the_paper_s_columns(tmp_path: Path) -> None:
+    usage = {"executor": {"calls": 9, "tokens_in": 4_000_000, "tokens_out": 50_000}}
+    run = matrix_of(tmp_path / "run", "brainmem-embodiedbench", {})
+    results = json.loads((run / "results.json").read_text())
+    for of in results["results"].values():
+        of["usage"] = usage
+    (run / "results.json").write_text(json.dumps(results))
+    [ours] = [r for r in paper_table(10, [run], "brainmem").rows if (r.method, r.source) == ("BrainMem", MEASURED)]
+    assert ours.cells["EB-ALFRED Base, 10^6 tokens"].value == ours.cells["EB-ALFRED Long, 10^6 tokens"].value == 4.05
+    assert "EB-ALFRED Base" in row(paper_table(14, [run], "brainmem"), ours.executor, "live memory", MEASURED)
+
+
+def test_tokens_and_orders_of_a_stream(tmp_path: Path) -> None:
+    usage = {"executor": {"calls": 9, "tokens_in": 2_000_000, "tokens_out": 50_000}, "environment": {"calls": 9}}
+    config = {"executor": {"engine": "scripted"}}
+    run = run_of(
+        tmp_path / "a", {"none": summary(5, 10, usage=usage)}, environment="alfworld", split="x", config=config
+    )
+    table = paper_table(10, [run], "brainmem")
+    assert row(table, "scripted planner", "No memory", MEASURED)["alfworld x, 10^6 tokens"].value == 2.05
+    assert "| 2.05 |" in to_markdown(table)
+    table_plot(table, tmp_path / "table.png")
+    orders = {str(n): score for n, score in enumerate((0.80, 0.82, 0.82, 0.80, 0.84))}
+    results = {"live": summary(408, 500, levels={"memory": "brainmem"}, success_by_order=orders)}
+    streams = paper_table(14, [run_of(tmp_path / "b", results, config=config)], "brainmem")
+    assert "BrainMem: 81.6 ± 1.7 (mean and standard deviation of 5 orders)." in streams.notes
+    with pytest.raises(ValueError, match="there are none of karma"):
+        paper_table(4, [], "karma")
 
 
 @pytest.mark.parametrize(("number", "config"), SHIPPED)
