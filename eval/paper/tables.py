@@ -123,9 +123,8 @@ def paper_table(number: int, runs: Sequence[Path], paper: str = MEMCOMPILER) -> 
     plotted = [*printed.get("relative_of", printed["columns"]), *(c.name for c in further if not c.family)]
     about = [_about(run, of_run) for run, of_run in zip(runs, results, strict=True)]
     notes = _notes(spec, PAPERS[paper], "relative_of" in printed, found, results)
-    return Table(
-        number, f"Table {number}. {printed['title']}", columns, plotted, _ordered(rows, spec, printed), about, notes
-    )
+    title, ordered = f"Table {number}. {printed['title']}", _ordered(rows, spec, printed)
+    return Table(number, title, columns, plotted, ordered, about, notes)
 
 
 # what a run measured --------------------------------------------------------------------------------------------------
