@@ -186,5 +186,5 @@ def recorded_step(
         tuple(earlier.action for earlier in episode.steps[:t]), tuple(memory),
         parse_brief_state(step.brief_before) if spec.brief_state else None,
         pasted(spec.kind, episode.memory_text, memory),
-        Emission(step.guidance, step.reason) if step.emission_kind else None, soft,
+        Emission(step.guidance, step.reason) if step.emission_kind else None, soft, first=episode.steps[0].observation,
     )  # fmt: skip

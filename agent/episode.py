@@ -95,6 +95,7 @@ async def run_episode(
     try:
         state, history = BriefState(spec.goal), ()
         observed = await ask(env, env.reset, spec.task)
+        first = observed.text
         for t in range(limits.max_steps):
             record = StepRecord(t, observed.text, observed.image, observed.admissible, render_brief_state(state))
             episode.steps.append(record)
@@ -103,7 +104,7 @@ async def run_episode(
             text = pasted(delivery.kind, episode.memory_text, recalled.entries)
             step = StepInput(
                 spec.goal, observed.text, observed.image, observed.admissible, history, recalled.entries,
-                state if delivery.brief_state else None, text, expert=expert,
+                state if delivery.brief_state else None, text, expert=expert, first=first,
             )  # fmt: skip
             step = await roles.compile(step, record)  # Eq. 3 to 5
             action = await roles.act(step, record)

@@ -63,6 +63,7 @@ class StepInput:
     emission: Emission | None = None  # what the compiler said; None without a compiler, and before it is asked
     soft: Tensor | None = None  # its soft tokens (N, d) at the executor's scale, where they are delivered
     expert: Callable[[], list[str] | None] | None = None  # from here. Teachers may ask it, learned models never do
+    first: str = ""  # the episode's first observation
 
 
 def compile_request(step: StepInput) -> CompileRequest:
@@ -88,9 +89,10 @@ def delivered(step: StepInput, executor: Executor) -> MemoryBlock:
 def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:
     """Ask for one action, with what this executor reads."""
     image = step.image if executor.sees_images else None
+    first = step.first if executor.reads.first_view and step.history else ""  # at the first step it is in view
     return ExecutorRequest(
         step.goal, delivered(step, executor), step.history, step.observation, step.admissible, step.expert, image,
-        executor.reads.history, executor.reads.commands == "last",
+        executor.reads.history, first,
     )  # fmt: skip
 
 

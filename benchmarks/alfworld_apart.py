@@ -82,7 +82,7 @@ def main() -> None:
     make_env, specs = play.material(a.out / "bank", a.split, a.limit)
     compiler = gate.load(a.compiler, a.checkpoint)
     settings = ExecutorConfig(
-        model=a.executor, dtype="float32", instructions="none", max_new_tokens=16, commands="last"
+        model=a.executor, dtype="float32", instructions="none", max_new_tokens=16, first_view=True
     )
     model, script = load_frozen(settings, Told("")), play.Pupil(play.Script.of(specs))
 

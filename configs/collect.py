@@ -63,7 +63,7 @@ class CollectConfig(Settings):
     attempts: int = Field(default=3, ge=1)  # at an emission, before one that cannot be read counts as NOACTION
     # Who acts while an endpoint teacher compiles; default: the environment's expert, where it has none the teacher.
     actor: Literal["expert", "teacher", "executor"] | None = None
-    executor: ExecutorConfig = ExecutorConfig()  # of actor executor; rows keep commands where it reads them
+    executor: ExecutorConfig = ExecutorConfig()  # of actor executor
     # Tasks of a round, which is recorded when it is over (then an endpoint teacher's bank grows); default: 16 with an
     # endpoint, 64 with the expert.
     concurrency: int | None = Field(default=None, ge=1)

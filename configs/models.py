@@ -171,14 +171,15 @@ class ExecutorConfig(ModelSettings):
     reads_state: bool = False
     soft_on: Literal["guidance", "always"] = "guidance"
     history: int = Field(default=20, ge=0)  # of its last actions that it is shown; 0 where memory is to keep them
-    # The possible commands: below its instructions, if an environment has them there (told); or as the last line.
-    commands: Literal["told", "last"] = "told"
+    first_view: bool = (
+        False  # it is shown the episode's first view at every step, which may tell which places there are
+    )
     max_new_tokens: int = Field(default=64, ge=1)
 
     @property
     def reading(self) -> dict[str, Any]:
         """What checkpoints say of the executor that they were trained for, and evaluations compare with their own."""
-        return self.model_dump(include={"reads_state", "soft_on", "history", "commands"})
+        return self.model_dump(include={"reads_state", "soft_on", "history", "first_view"})
 
     @model_validator(mode="after")
     def _engine_can(self) -> ExecutorConfig:

@@ -32,7 +32,6 @@ from data_gen.rows import SftRow, rows_of, save_rows
 from data_gen.tasks import guarded_tasks, specs_for
 from envs.base import Environment, Task
 from envs.registry import Environments, executor_told
-from executor.build import reads_of
 from executor.records import Executor, Grounding
 from memory.entry import MemoryEntry
 from memory.protocol import BankError, Kept, MemorySystem, Trace
@@ -148,7 +147,7 @@ def restore(of: Collection) -> int:
 def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Make rows of what was played, and write them with their statistics and card; last, collect.json says that the
     collection is whole. Returns what it says, `facts` among it."""
-    listed = reads_of(config.executor, executor_told(config.env)).commands != "none"
+    listed = executor_told(config.env).lists_commands
     steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.acts != "expert", listed)
     if not of.brief_state:
         steps = [replace(row, state="") for row in steps]

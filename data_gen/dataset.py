@@ -227,6 +227,7 @@ FIELDS: Mapping[str, str] = {
     "memory_images": "the views (PNG) that each of these entries keeps of its episode; empty where none does",
     "state": "the Brief State before the step",
     "observation, image": "what the environment showed: text, and the view (PNG) where it draws one",
+    "first": "the first observation of the episode",
     "history": "the actions before the step",
     "commands": "what was possible, where executors are shown it; else empty",
     "emission": "what the teacher says as compiler: the target of the text loss",

@@ -21,7 +21,7 @@ from compiler.records import Compilation, CompileRequest
 from configs.collect import CollectConfig
 from envs.registry import executor_told
 from executor.api import ApiExecutor
-from executor.build import load_executor, reads_of, shown_instructions
+from executor.build import load_executor, reads_of
 from executor.records import Executor
 from lm.endpoint import Endpoint, EndpointFailure, Message, user_message
 from lm.ledger import Answer
@@ -136,7 +136,8 @@ def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[E
     if config.acts == "expert":
         return ExpertExecutor(config.noise, config.seed), endpoints
     if config.acts == "teacher":
-        shown, reads = shown_instructions(config.executor, told), reads_of(config.executor, told)
+        shown = told.instructions if config.executor.instructions == "full" else ""
+        reads = reads_of(config.executor, told)
         return ApiExecutor(teacher, shown, config.executor.max_new_tokens, "actor", reads), endpoints
     actor = load_executor(config.executor, told, cache)
     if isinstance(actor, ApiExecutor):

@@ -50,7 +50,8 @@ class SftRow:
     success: bool = True  # of the row's episode
     steps: int = 0  # of the row's episode; 0: unknown (rows of an older version)
     memory_images: Pictures = ()  # of each entry; () where no entry has any
-    commands: tuple[str, ...] = ()  # that were possible, where executors are shown them (`executor.commands`)
+    commands: tuple[str, ...] = ()  # that were possible, where executors are shown them (`EnvSpec.lists_commands`)
+    first: str = ""  # observation of the episode; "" in rows of an older version
 
     @property
     def kind(self) -> Kind:
@@ -70,7 +71,7 @@ class SftRow:
         return StepInput(
             self.goal, self.observation, image, self.commands or None, self.history, tuple(memory),
             parse_brief_state(self.state) if self.state else None, emission=parse(self.emission).emission,
-            soft=torch.empty(n_tokens, 0) if n_tokens else None,
+            soft=torch.empty(n_tokens, 0) if n_tokens else None, first=self.first,
         )  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def rows_of(episode: Episode, kept: Kept, commands: bool = False) -> list[SftRow
                 state=step.brief_before, observation=step.observation, image=image, history=history,
                 emission=step.emission_text, action=step.executor_text, success=episode.success,
                 steps=len(episode.steps), memory_images=pictures if any(pictures) else (),
-                commands=step.admissible or () if commands else (),
+                commands=step.admissible or () if commands else (), first=episode.steps[0].observation,
             )
         )  # fmt: skip
         history = (*history, step.action)

@@ -47,10 +47,11 @@ def main(checkpoint: str | None = None, number: int = 14) -> bool:
     state, history = BriefState(spec.goal), ()  # b_0 holds the goal
     print(f"goal: {spec.goal}\nmemory: {len(spec.memory)} entries")
     observed, success = env.reset(spec.task), False
+    first = observed.text
     for t in range(settings.max_steps):
         # Observe: s_t = (o_t, b_t) and M.
         seen = (observed.text, observed.image, observed.admissible)
-        step = StepInput(spec.goal, *seen, history, spec.memory, state, expert=env.expert)
+        step = StepInput(spec.goal, *seen, history, spec.memory, state, expert=env.expert, first=first)
         # Compile (Eq. 3): guidance and soft tokens for the executor, operations on the Brief State.
         [compiled] = compiler.compile([compile_request(step)])
         step = replace(step, emission=compiled.emission, soft=compiled.soft)

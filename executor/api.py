@@ -47,6 +47,6 @@ class ApiExecutor:
         image = request.image if self.sees_images else None
         plain = replace(request, image=image, delivered=replace(request.delivered, soft=None))
         parts = [part.text if part.image is None else png_bytes(part.image) for part in executor_parts(plain, "")]
-        told = instructed(self.instructions, request, self.reads.commands == "told")
+        told = instructed(self.instructions, request, self.reads.commands)
         system = [{"role": "system", "content": told}] if told else []
         return [*system, user_message(*parts)]

@@ -49,7 +49,7 @@ class TokenExecutor:
         """Make the prompt that all backends read. A picture is left out by an executor that does not see. Raises:
         ValueError, where memory or observation spell the reserved memory token or the image token."""
         shown = request if self.sees_images else replace(request, image=None)
-        told = instructed(self.instructions, request, self.reads.commands == "told")
+        told = instructed(self.instructions, request, self.reads.commands)
         prompt = self.encoder.encode(executor_parts(shown, self.placeholder_text), told)
         soft = request.delivered.soft
         if prompt.ids.count(self.placeholder) != request.delivered.n_soft:

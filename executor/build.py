@@ -76,17 +76,11 @@ def load_frozen(config: ExecutorConfig, told: Told) -> FrozenExecutor:
 
 
 def _common(config: ExecutorConfig, told: Told) -> dict[str, Any]:
-    reads = {"instructions": shown_instructions(config, told), "reads": reads_of(config, told)}
-    return {**reads, "max_new_tokens": config.max_new_tokens, "images": config.images}
-
-
-def shown_instructions(config: ExecutorConfig, told: Told) -> str:
-    """Return what the executor is told about its environment, "" where settings keep it from it."""
-    return told.instructions if config.instructions == "full" else ""
+    shown = told.instructions if config.instructions == "full" else ""
+    common = {"instructions": shown, "max_new_tokens": config.max_new_tokens, "images": config.images}
+    return {**common, "reads": reads_of(config, told)}
 
 
 def reads_of(config: ExecutorConfig, told: Told) -> Reads:
     """Say what settings and environment let the executor read."""
-    told_of = "told" if told.lists_commands and shown_instructions(config, told) else "none"
-    commands = "last" if config.commands == "last" else told_of
-    return Reads(config.reads_state, config.soft_on, config.history, commands)
+    return Reads(config.reads_state, config.soft_on, config.history, config.first_view, told.lists_commands)

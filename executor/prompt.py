@@ -1,6 +1,7 @@
 """The executor's prompt: the same for every delivery but for the block that the delivery adds.
 
 goal: in home 17: put a hot mug in cabinet
+first: ...                                         the episode's first view, from its second step on (`executor.first_view`)
 memory: ...                                        static: all of M, pasted
 now: find mug                                      compiled: the Brief State's lines (`executor.reads_state`)
 guide: in home 17 the mug was in cabinet 2 | go to cabinet 2   compiled: text guidance
@@ -8,7 +9,6 @@ soft: <mem><mem><mem><mem>                         compiled: placeholders of the
 did: go to shelf 1 ; open shelf 1
 view: <image>                                      executors that see
 see: ...
-can: go to shelf 1 ; go to cabinet 2                  the possible commands (`executor.commands: last`)
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PICTURE = "[picture]"  # how records show a picture's place
-CAN = "can: "
 HISTORY = 20  # actions that are shown, unless settings say otherwise
 
 
@@ -52,7 +51,7 @@ class ExecutorRequest:
     expert: Callable[[], list[str] | None] | None = None  # for expert executors only, models never ask it
     image: Image | None = None  # the current view, for executors that see
     shown: int = HISTORY  # of the actions so far
-    listed: bool = False  # the possible commands are the prompt's last line
+    first: str = ""  # the first view, where it is to be shown again
 
 
 def instructed(instructions: str, request: ExecutorRequest, lists_commands: bool) -> str:
@@ -71,7 +70,7 @@ def executor_text(request: ExecutorRequest, placeholder: str) -> str:
 def executor_parts(request: ExecutorRequest, placeholder: str) -> list[Part]:
     """Write the user turn: one text, or, where there is a picture, what stands before it, the picture, and the rest."""
     d = request.delivered
-    lines = [f"goal: {request.goal}"]
+    lines = [f"goal: {request.goal}", *([f"first: {request.first}"] if request.first else [])]
     if d.memory:
         lines.append(f"memory:\n{d.memory}\n")
     if d.state:
@@ -82,12 +81,10 @@ def executor_parts(request: ExecutorRequest, placeholder: str) -> list[Part]:
         lines.append(f"soft: {placeholder * d.n_soft}")
     if did := request.history[max(0, len(request.history) - request.shown) :]:
         lines.append(f"did: {' ; '.join(did)}")
-    last = [f"see: {request.observation}"]
-    if request.listed and request.admissible:
-        last.append(f"{CAN}{' ; '.join(request.admissible)}")
+    see = f"see: {request.observation}"
     if request.image is None:
-        return [Part("\n".join([*lines, *last]))]
-    return [Part("\n".join([*lines, "view: "])), Part(image=request.image), Part("\n".join(["", *last]))]
+        return [Part("\n".join([*lines, see]))]
+    return [Part("\n".join([*lines, "view: "])), Part(image=request.image), Part(f"\n{see}")]
 
 
 def memory_text(texts: Sequence[str]) -> str:

@@ -61,11 +61,6 @@ class Action:
     logprob: float | None = field(default=None, compare=False)
 
 
-Commands = Literal["none", "told", "last"]
-"""Where the possible commands stand in an executor's prompt: below its instructions, where an environment has them
-fixed for a scene; or last, where they change with every step (whatever stands behind them would be read anew)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Reads:
     """What an executor reads beside goal, view and actions: of what was compiled, beside guidance with its reason."""
@@ -74,7 +69,8 @@ class Reads:
     # Soft tokens with EXPERIENCE and HYBRID only, so that it acts without memory on BRIEF and NOACTION; or always.
     soft_on: Literal["guidance", "always"] = "guidance"
     history: int = HISTORY  # of its last actions, at most
-    commands: Commands = "none"
+    first_view: bool = False  # the episode's first one, too, at every step: it may tell which places there are
+    commands: bool = False  # the possible commands, below its instructions (`envs.spec.EnvSpec.lists_commands`)
 
 
 PAPER = Reads()

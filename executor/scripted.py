@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from envs.household.trajectories import PUT, SOUGHT, TAKE, USE
 from envs.household.vocabulary import LAMP
-from executor.prompt import CAN, ExecutorRequest, executor_text
+from executor.prompt import ExecutorRequest, executor_text
 from executor.records import PAPER, Action, Grounding, Reads
 
 _PLACE, _GO = r"([a-z]+ \d+)", "go to "
@@ -79,7 +79,7 @@ class ScriptedPlanner:
 
 def planned(prompt: str, commands: Sequence[str]) -> str:
     """Return the command that the planner takes."""
-    before, _, view = prompt.partition(f"\n{CAN}")[0].rpartition("see: ")
+    before, _, view = prompt.rpartition("see: ")
     wanted = Wanted.of(before.partition("\n")[0].removeprefix("goal: "))
     failed = {action for line in _FAILED.findall(before) for action in line.split("; ")}
     possible = [command for command in commands if command not in failed]

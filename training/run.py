@@ -23,7 +23,7 @@ from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
 from data_gen.experience import bank_facts, filled_bank
 from data_gen.leakage import MANIFEST, guard_rows, record_rows, rows_environment
 from data_gen.memories import open_memory
-from data_gen.rows import SftRow, load_rows, row_folders
+from data_gen.rows import load_rows, row_folders
 from data_gen.tasks import guarded_tasks, specs_for
 from envs.manifest import Manifest
 from envs.registry import Environments, compiler_told, executor_told
@@ -62,8 +62,9 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             record_rows(run, list(parts), problems)
         spec = rows_environment(list(parts))
         rows = [row for part in parts.values() for row in part]
+        if config.executor.first_view and not any(row.first for row in rows):
+            raise ConfigError("the executor reads the first view, which rows of an older version lack: collect anew")
         executor = load_frozen(config.executor, spec.told)
-        _require_commands(executor, rows)
         compiler = load_compiler(config.compiler, executor, config.seed, spec.compiling)
         facts = {"environment": spec.name, **_bank_facts(list(parts))}
         trainer = SftTrainer(config, compiler, executor, rows, out, facts)
@@ -134,15 +135,6 @@ def _run_folder(config: SftConfig | GrpoConfig, out: Path, on_exists: str) -> Ru
 
 
 # -- SFT --------------------------------------------------------------------------------------------------------------
-
-
-def _require_commands(executor: Executor, rows: Sequence[SftRow]) -> None:
-    """Raise ConfigError where the executor reads the possible commands and no row holds any."""
-    if executor.reads.commands != "none" and not any(row.commands for row in rows):
-        raise ConfigError(
-            "the executor reads the possible commands, and the rows hold none: collect them with the same executor.* "
-            "settings, or train with executor.commands=told"
-        )
 
 
 def _bank_facts(rows: Sequence[Path]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ recall, then facts and memory documents in which only scene AND object together 
 to memory documents the model stayed at chance; facts told with ever more words lead there.) Then the place, or that
 nothing tells it, is to be known from the goal at once, past all that stands between a goal and the question in a
 compiler's prompt: what has only ever continued a fact does not know, before it has begun to tell one, whether there is
-any. Where places are searched, there follow those that one has not been to (search).
+any. Where places are searched, there follows the way from each place to the next one of a list (search).
 Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
 """
 
@@ -28,6 +28,8 @@ from zoo.models import END_OF_TURN, SPECIAL, Lexicon
 
 IGNORE = -100
 ANSWER = f"{END_OF_TURN}\n<|im_start|>assistant\n"  # where one begins
+ROOM = "You are in the middle of a room. Looking quickly around you, you see"
+MOST_GONE, LEAPS, OPENED = 10, 0.3, 0.3  # places gone to in a search; shares of those that leap, and that are opened
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
 Kind = Literal["copy", "recall", "facts", "documents", "goals", "search"]
 
@@ -171,26 +173,26 @@ DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_doc
 
 def searches(
     vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int, places: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Say to which of `places` places one has been, list all, and go to those that are left, in random order: to be
-    predicted is any of them. The third tensor lists these, (labelled tokens, places), padded with IGNORE."""
+) -> tuple[Tensor, Tensor]:
+    """List `places` places in a first view, and go from each to the next, the first after the last, but for some leaps:
+    to be predicted is where one goes that does not leap, last of all as an answer."""
     tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    rows, labels, equals = [], [], []
+    rows, labels = [], []
     for _ in range(batch):
-        listed = rng.sample(vocabulary.places, places)
-        order = rng.sample(listed, places)
-        been = rng.randrange(places)
-        did, can = (" ;".join(f" go to {place}" for place in some) for some in (order[:been], listed))
-        ids = tokenize(f"did:{did}\ncan:{can}{ANSWER}")
-        target = [IGNORE] * len(ids)
-        left = [tokenize(f" {place}") for place in order[been:]]
-        for i, place in enumerate(left):
-            way = tokenize(" ; go to" if i else "go to")
-            ids, target = ids + way + place, target + [IGNORE] * len(way) + place
-            equals.append([token for [token] in left[i:]])
-        rows.append(ids)
-        labels.append(target)
-    return pad(rows, tokenizer.pad_token_id), pad(labels, IGNORE), pad(equals, IGNORE)
+        seen = rng.sample(vocabulary.places, places)
+        ids = tokenize(f"first: {ROOM} a {', a '.join(seen[:-1])}, and a {seen[-1]}.\ndid:")
+        target, at = [IGNORE] * len(ids), rng.randrange(places)
+        for i in range(rng.randint(1, MOST_GONE)):
+            leaps = i == 0 or rng.random() < LEAPS
+            at = rng.randrange(places) if leaps else (at + 1) % places
+            way, place = tokenize(" ; go to" if i else " go to"), tokenize(f" {seen[at]}")
+            opened = tokenize(f" ; open {seen[at]}") if rng.random() < OPENED else []
+            ids = ids + way + place + opened
+            target += [IGNORE] * len(way) + (place if not leaps else [IGNORE]) + [IGNORE] * len(opened)
+        way, place = tokenize(f"\nsee: You arrive at {seen[at]}.{ANSWER}go to"), tokenize(f" {seen[(at + 1) % places]}")
+        rows.append(ids + way + place)
+        labels.append(target + [IGNORE] * len(way) + place)
+    return pad(rows, tokenizer.pad_token_id), pad(labels, IGNORE)
 
 
 def look_ups(
@@ -242,7 +244,7 @@ LEVELS = (
     *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
     Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.975),
 )  # fmt: skip
-SEARCH = tuple(Level("search", places, 0.95) for places in (3, 6, 12, 24))
+SEARCH = tuple(Level("search", places, 0.95) for places in (6, 12, 24))
 
 
 class TextCurriculum(TrainerCallback):
@@ -288,8 +290,7 @@ class TextCurriculum(TrainerCallback):
             case "recall":
                 tokens, labels = key_value(self.vocabulary, numbers, batch, pairs)
             case "search":
-                drawn = searches(self.vocabulary, self.tokenizer, draw, batch, level.difficulty)
-                return dict(zip(("input_ids", "labels", "equals"), drawn, strict=True))
+                tokens, labels = searches(self.vocabulary, self.tokenizer, draw, batch, level.difficulty)
             case _:
                 document = DOCUMENTS[level.kind]
                 n = entries or draw.choice([2, 3, 4, 4, 5, 6])

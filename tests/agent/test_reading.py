@@ -16,8 +16,6 @@ from compiler.build import report_reading
 from compiler.language import Emission, Kind
 from configs.models import ExecutorConfig
 from data_gen.rows import rows_of
-from envs.spec import Told
-from executor.build import reads_of
 from executor.prompt import executor_text
 from executor.records import EVERYTHING, PAPER, Reads
 from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
@@ -29,7 +27,7 @@ EMISSIONS = {
     Kind.BRIEF: Emission(ops=(Create("x", "1"),)), Kind.NOACTION: Emission(),
 }  # fmt: skip
 STATE = BriefState("g").apply(Create("plan", "a; b"))
-READS = [PAPER, EVERYTHING, Reads(state=True), Reads(soft_on="always"), Reads(commands="last")]
+READS = [PAPER, EVERYTHING, Reads(state=True), Reads(soft_on="always")]
 
 
 class Reader(Recorder):
@@ -89,15 +87,6 @@ def test_how_many_of_its_last_actions_it_is_shown_is_a_setting() -> None:
         assert executor_text(executor_request(step, reader), "") == f"goal: g{did}\nsee: see"
 
 
-@pytest.mark.parametrize("instructions, lists, settings, commands", [
-    ("full", True, "told", "told"), ("full", False, "told", "none"), ("none", True, "told", "none"),
-    ("full", True, "last", "last"), ("none", False, "last", "last"),
-])  # fmt: skip
-def test_where_the_possible_commands_stand(instructions, lists, settings, commands) -> None:
-    config = ExecutorConfig(instructions=instructions, commands=settings)
-    assert reads_of(config, Told("You are at home.", lists)).commands == commands
-
-
 def test_an_executor_that_cannot_read_soft_tokens_never_gets_any() -> None:
     closed = Reader(EVERYTHING)
     closed.accepts_soft = False
@@ -108,7 +97,7 @@ def test_an_executor_that_cannot_read_soft_tokens_never_gets_any() -> None:
 def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path, caplog) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"executor_reads": ExecutorConfig().reading}))
     trained = checkpoint.executor_reading(tmp_path)
-    assert trained == {"reads_state": False, "soft_on": "guidance", "history": 20, "commands": "told"}
+    assert trained == {"reads_state": False, "soft_on": "guidance", "history": 20}
     with caplog.at_level(logging.WARNING):
         report_reading(trained, ExecutorConfig(), "here")
         report_reading({"reads_state": False, "soft_on": "guidance"}, ExecutorConfig(), "of before")

@@ -1,7 +1,6 @@
 """Golden prompts: any change of what the models read is a change of results, and must be made on purpose."""
 
 import io
-from dataclasses import replace
 
 from PIL import Image
 
@@ -87,14 +86,6 @@ def test_executor_prompts_differ_by_the_delivered_block_only():
         f"goal: {GOAL}\nnow: heat mug\nguide: it was there | go to cabinet 2\nsoft: <m><m><m>\n"
         "did: look\nsee: You see a mug 1."
     )
-
-
-def test_the_possible_commands_are_the_prompt_s_last_line_where_asked():
-    asked = ExecutorRequest(GOAL, MemoryBlock(), (), "You see a mug 1.", ("look", "take mug 1"), image=PICTURE)
-    for request in (asked, replace(asked, image=None)):
-        whole, listed = executor_text(request, ""), executor_text(replace(request, listed=True), "")
-        assert listed == f"{whole}\ncan: look ; take mug 1" and "can:" not in whole
-        assert executor_text(replace(request, listed=True, admissible=None), "") == whole
 
 
 def test_text_from_memory_is_data():

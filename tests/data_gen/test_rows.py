@@ -86,7 +86,7 @@ def test_rows_keep_the_commands_where_executors_are_shown_them(tmp_path: Path) -
     [episode] = run_episodes(lambda: env, specs, delivery, ExpertExecutor(), Limits(4), concurrency=1)
     assert {row.commands for row in rows_of(episode, {})} == {()}
     save_rows(rows_of(episode, {}, commands=True), tmp_path / "rows")
-    executor = FrozenExecutor(tiny_models.lm_backbone(), "generate", "Answer.", reads=Reads(commands="told"))
+    executor = FrozenExecutor(tiny_models.lm_backbone(), "generate", "Answer.", reads=Reads(commands=True))
     for t, kept in enumerate(load_rows(tmp_path / "rows")):
         assert kept.commands == episode.steps[t].admissible and kept.commands
         again = executor.encode(executor_request(recorded_step(episode, t), executor))

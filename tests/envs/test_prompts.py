@@ -54,7 +54,7 @@ def test_every_executor_is_told_that_one_command_is_the_answer_and_knows_what_co
 
 @pytest.mark.parametrize("mode", ["choice", "generate"])
 def test_choice_and_generation_read_the_same_skills_of_the_scene(mode: Literal["choice", "generate"]) -> None:
-    reads = Reads(commands="told")
+    reads = Reads(commands=True)
     executor = FrozenExecutor(tiny_models.lm_backbone(), mode, ALFRED, reads=reads)
     shown = executor.tokenizer.decode(executor.encode(REQUEST).ids)
     assert ALFRED.split("\n")[0] in shown and "\n".join(["The commands:", *SKILLS]) in shown
@@ -67,12 +67,12 @@ def test_choice_and_generation_read_the_same_skills_of_the_scene(mode: Literal["
 
 def test_every_engine_is_told_alike_and_none_means_nothing() -> None:
     closed = ApiExecutor.__new__(ApiExecutor)
-    closed.instructions, closed.sees_images, closed.reads = ALFRED, False, Reads(commands="told")
+    closed.instructions, closed.sees_images, closed.reads = ALFRED, False, Reads(commands=True)
     system, _ = closed.messages(REQUEST)
     assert system == {"role": "system", "content": prompt(registry.find("eb_alfred"), "executor")}
     settings = ExecutorConfig(model="zoo/household/executor", dtype="float32", device="cpu")
     full = load_frozen(settings, registry.find("eb_alfred").told)
-    assert (full.instructions, full.reads.commands) == (ALFRED, "told")
+    assert (full.instructions, full.reads.commands) == (ALFRED, True)
     bare = load_frozen(settings.model_copy(update={"instructions": "none"}), registry.find("eb_alfred").told)
     assert "The commands:" not in bare.tokenizer.decode(bare.encode(REQUEST).ids)
 

@@ -21,7 +21,7 @@ from lm.backbone import load_backbone
 from memory.entry import MemoryEntry, Provenance
 from zoo.alfworld import gate, lessons, play, recipes
 from zoo.alfworld.words import LEXICON, SCENES
-from zoo.curriculum import ANSWER, IGNORE, Level, Vocabulary, searches
+from zoo.curriculum import IGNORE, Level, Vocabulary, searches
 from zoo.gates import Share
 from zoo.models import make_tokenizer
 
@@ -58,18 +58,13 @@ def test_a_step_of_a_search_takes_few_tokens():
 def test_searches_ask_for_any_place_that_one_has_not_been_to():
     vocabulary = Vocabulary.of(TOKENIZER, LEXICON)
     tokens, labels, equals = searches(vocabulary, TOKENIZER, random.Random(2), 3, 4)
-    assert len(equals) == int((labels != IGNORE).sum())
-    rest = iter(equals.tolist())
-    for row, own in zip(tokens, labels, strict=True):
+    assert equals.shape == (3 * 4, 4) and int((labels != IGNORE).sum()) == 3 * 4
+    for row, own, rest in zip(tokens, labels, equals.reshape(3, 4, 4).tolist(), strict=True):
         gone = own[own != IGNORE].tolist()
-        for i in range(len(gone)):
-            assert sorted(t for t in next(rest) if t != IGNORE) == sorted(gone[i:])
-        prompt, answer = TOKENIZER.decode(row).replace("<|endoftext|>", "").split(ANSWER)
-        did, can = prompt.removeprefix("did:").split("\ncan:")
-        left = ["go to" + TOKENIZER.decode([place]) for place in gone]
-        been = [part.strip() for part in did.split(";") if part]
-        assert answer == " ; ".join(left) and sorted(part.strip() for part in can.split(";")) == sorted(been + left)
-        assert len(been + left) == 4
+        assert [sorted(t for t in r if t != IGNORE) for r in rest] == [sorted(gone[i:]) for i in range(4)]
+        seen, did = TOKENIZER.decode(row).removeprefix("you see a ").split("\ndid:")
+        assert did == " ;".join(f" go to{TOKENIZER.decode([place])}" for place in gone)
+        assert sorted(seen.split(", a ")) == sorted(TOKENIZER.decode([place]).strip() for place in gone)
 
 
 # -- the script -------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def executor_gates(model: str, work: Path, split: str, limit: int | None, seed: 
     itself: what an executor can reach that learns from it."""
     make_env, specs = play.material(work, split, limit)
     script, shares = play.Script.of(specs), list[Share]()
-    settings = ExecutorConfig(model=model, dtype="float32", instructions="none", max_new_tokens=16, commands="last")
+    settings = ExecutorConfig(model=model, dtype="float32", instructions="none", max_new_tokens=16, first_view=True)
     for delivery in play.deliveries(seed)[:3]:
         actor = None if model == SCRIPT else load_frozen(settings, Told(""))
         pupil = play.Pupil(script, actor, seed=seed)

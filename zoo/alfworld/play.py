@@ -27,15 +27,16 @@ from envs.household.trajectories import AlfworldReader
 from envs.registry import Environments
 from executor.prompt import ExecutorRequest, executor_text
 from executor.records import Action, Executor, Grounding, Reads
+from memory.brainmem.reading import room
 from memory.entry import MemoryEntry
 from zoo.models import MEMORY_TOKEN
 
 READER = AlfworldReader()
 TEACHER = ExpertTeacher(reader=READER)
 K, STEPS, SIDE_BY_SIDE = 4, 50, 64
-READS = Reads(commands="last")
-"""What the executor reads: guidance with its reason, and no Brief State, as in the paper; and the possible commands,
-for only the first view tells which places there are."""
+READS = Reads(first_view=True)
+"""What the executor reads: guidance with its reason, no Brief State, as in the paper; and the first view, which alone
+tells which places there are."""
 _GO, _TAKEN_FROM = "go to ", re.compile(r"take .+ from (.+)")
 
 Make = Callable[[], Environment]
@@ -62,9 +63,10 @@ class Script:
     """Does what a competent executor does with what it is given.
 
     It knows every command and recipe, but not where things are: it goes where guidance or pasted memory says, and where
-    nothing says anything, or the place is a disappointment, it searches places that it has not been to, in random
-    order. It never knows more than its prompt: of its actions, those that are shown. What pasted memory says, it reads
-    as the teacher does, without a Brief State.
+    nothing says anything, or the place is a disappointment, it goes on to the place that the first view names after the
+    one that it went to last, which finds everything in one round and asks for no list of places that one has been to.
+    It never knows more than its prompt: of its actions, those that are shown. What pasted memory says, it reads as the
+    teacher does, without a Brief State.
     """
 
     entries: Mapping[str, MemoryEntry]  # by text: what may be pasted
@@ -87,8 +89,8 @@ class Script:
         last = next((a for a in reversed(request.history) if a.startswith(_GO)), "")
         if last and (inside := f"open {last.removeprefix(_GO)}") in commands:
             return (inside,), False
-        ways = tuple(c for c in commands if c.startswith(_GO))
-        return tuple(c for c in ways if c.removeprefix(_GO) not in been) or ways or tuple(plan[:1]), False
+        way = f"{_GO}{_after(last.removeprefix(_GO), room(request.first or request.observation))}"
+        return ((way,) if way in commands else tuple(plan[:1])), False
 
     def _told(self, request: ExecutorRequest) -> str:
         """Return the place that guidance or memory names for what is looked for; "" for none."""
@@ -100,6 +102,12 @@ class Script:
             asked = CompileRequest(request.goal, memory, None, seen, None, request.history, request.expert)
             guidance = TEACHER.emission(asked).guidance
         return guidance.removeprefix(_GO) if guidance.startswith(_GO) else ""
+
+
+def _after(place: str, places: Sequence[str]) -> str:
+    """Return what comes after a place, the first after the last; the first where it is none of them."""
+    at = places.index(place) + 1 if place in places else 0
+    return places[at % len(places)] if places else ""
 
 
 def _been(history: Sequence[str]) -> set[str]:
