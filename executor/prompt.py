@@ -1,7 +1,7 @@
 """The executor's prompt: the same for every delivery but for the block that the delivery adds.
 
 goal: in home 17: put a hot mug in cabinet
-first: ...                                         the episode's first view, from its second step on (`executor.first_view`)
+first: ...                                         the episode's first view, later on (`executor.first_view`)
 memory: ...                                        static: all of M, pasted
 now: find mug                                      compiled: the Brief State's lines (`executor.reads_state`)
 guide: in home 17 the mug was in cabinet 2 | go to cabinet 2   compiled: text guidance

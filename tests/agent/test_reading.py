@@ -16,6 +16,8 @@ from compiler.build import report_reading
 from compiler.language import Emission, Kind
 from configs.models import ExecutorConfig
 from data_gen.rows import rows_of
+from envs.spec import Told
+from executor.build import reads_of
 from executor.prompt import executor_text
 from executor.records import EVERYTHING, PAPER, Reads
 from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
@@ -27,7 +29,7 @@ EMISSIONS = {
     Kind.BRIEF: Emission(ops=(Create("x", "1"),)), Kind.NOACTION: Emission(),
 }  # fmt: skip
 STATE = BriefState("g").apply(Create("plan", "a; b"))
-READS = [PAPER, EVERYTHING, Reads(state=True), Reads(soft_on="always")]
+READS = [PAPER, EVERYTHING, Reads(state=True), Reads(soft_on="always"), Reads(first_view=True)]
 
 
 class Reader(Recorder):
@@ -87,6 +89,16 @@ def test_how_many_of_its_last_actions_it_is_shown_is_a_setting() -> None:
         assert executor_text(executor_request(step, reader), "") == f"goal: g{did}\nsee: see"
 
 
+def test_the_first_view_stays_in_the_prompt_where_asked() -> None:
+    reader = Reader(Reads(first_view=True))
+    begin = StepInput("g", "a room", first="a room")
+    later = StepInput("g", "a shelf", history=("a",), first="a room")
+    shown = [executor_text(executor_request(step, reader), "") for step in (begin, later)]
+    assert shown == ["goal: g\nsee: a room", "goal: g\nfirst: a room\ndid: a\nsee: a shelf"]
+    assert executor_text(executor_request(later, Reader(PAPER)), "") == "goal: g\ndid: a\nsee: a shelf"
+    assert reads_of(ExecutorConfig(first_view=True), Told("")).first_view and not PAPER.first_view
+
+
 def test_an_executor_that_cannot_read_soft_tokens_never_gets_any() -> None:
     closed = Reader(EVERYTHING)
     closed.accepts_soft = False
@@ -97,7 +109,7 @@ def test_an_executor_that_cannot_read_soft_tokens_never_gets_any() -> None:
 def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path, caplog) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"executor_reads": ExecutorConfig().reading}))
     trained = checkpoint.executor_reading(tmp_path)
-    assert trained == {"reads_state": False, "soft_on": "guidance", "history": 20}
+    assert trained == {"reads_state": False, "soft_on": "guidance", "history": 20, "first_view": False}
     with caplog.at_level(logging.WARNING):
         report_reading(trained, ExecutorConfig(), "here")
         report_reading({"reads_state": False, "soft_on": "guidance"}, ExecutorConfig(), "of before")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ from envs.alfworld.export import export_split
 from envs.household.environment import HouseholdEnvironment
 from executor.prompt import HISTORY, ExecutorRequest, MemoryBlock
 from lm.backbone import load_backbone
+from memory.brainmem.reading import room
 from memory.entry import MemoryEntry, Provenance
 from zoo.alfworld import gate, lessons, play, recipes
 from zoo.alfworld.words import LEXICON, SCENES
-from zoo.curriculum import IGNORE, Level, Vocabulary, searches
+from zoo.curriculum import ANSWER, IGNORE, ROOM, Level, Vocabulary, searches
 from zoo.gates import Share
 from zoo.models import make_tokenizer
 
@@ -55,29 +57,35 @@ def test_a_step_of_a_search_takes_few_tokens():
     assert len(ids(view)) == 12
 
 
-def test_searches_ask_for_any_place_that_one_has_not_been_to():
+def test_searches_ask_for_the_next_place_of_the_first_view():
     vocabulary = Vocabulary.of(TOKENIZER, LEXICON)
-    tokens, labels, equals = searches(vocabulary, TOKENIZER, random.Random(2), 3, 4)
-    assert equals.shape == (3 * 4, 4) and int((labels != IGNORE).sum()) == 3 * 4
-    for row, own, rest in zip(tokens, labels, equals.reshape(3, 4, 4).tolist(), strict=True):
-        gone = own[own != IGNORE].tolist()
-        assert [sorted(t for t in r if t != IGNORE) for r in rest] == [sorted(gone[i:]) for i in range(4)]
-        seen, did = TOKENIZER.decode(row).removeprefix("you see a ").split("\ndid:")
-        assert did == " ;".join(f" go to{TOKENIZER.decode([place])}" for place in gone)
-        assert sorted(seen.split(", a ")) == sorted(TOKENIZER.decode([place]).strip() for place in gone)
+    tokens, labels = searches(vocabulary, TOKENIZER, random.Random(2), 8, 4)
+    for row, own in zip(tokens, labels, strict=True):
+        prompt, answer = TOKENIZER.decode(row).replace("<|endoftext|>", "").split(ANSWER)
+        view, did = prompt.removeprefix("first: ").split("\ndid:")
+        places = room(view)
+        did, see = did.split("\nsee: You arrive at ")
+        gone = [part.removeprefix(" go to ") for part in did.split(" ;") if " go to " in part]
+        follows = [p for last, p in pairwise(gone) if places[(places.index(last) + 1) % 4] == p]
+        last = places[(places.index(gone[-1]) + 1) % 4]
+        told = [TOKENIZER.decode([place]).strip() for place in own[own != IGNORE]]
+        assert see == f"{gone[-1]}." and answer == f"go to {last}" and told[-1] == last and len(places) == 4
+        assert len(told) <= len(follows) + 1 and set(told[:-1]) <= set(follows)  # a leap may lead there by chance
+    assert int((labels != IGNORE).sum()) > 8
 
 
 # -- the script -------------------------------------------------------------------------------------------------------
 
 
 def request(
-    observation: str = "x", history: tuple[str, ...] = (), plan: tuple[str, ...] = (), **given
-) -> ExecutorRequest:
-    commands = tuple(f"go to {place}" for place in PLACES)
+    observation: str = "x", history: tuple[str, ...] = (), plan: tuple[str, ...] = (), first: str = "",
+    opens: bool = False, **given,
+) -> ExecutorRequest:  # fmt: skip
+    commands = tuple(f"go to {place}" for place in PLACES) + ((f"open {PLACES[0]}",) if opens else ())
     plan = plan or ("go to fridge 1", "open fridge 1", "take mug 1 from fridge 1", "move mug 1 to shelf 1")
     block = MemoryBlock(**given)
     return ExecutorRequest(
-        "in FloorPlan1: put a mug in shelf", block, history, observation, commands, lambda: list(plan)
+        "in FloorPlan1: put a mug in shelf", block, history, observation, commands, lambda: list(plan), first=first
     )
 
 
@@ -87,13 +95,15 @@ def entry(scene: str, place: str) -> MemoryEntry:
     return MemoryEntry(f"{scene} {place}", text, Provenance("t", scene, "put a mug in shelf", "train", True, actions))
 
 
-def test_the_script_searches_where_it_has_not_been_and_knows_no_more_than_its_prompt():
-    script = play.Script({})
-    every = tuple(f"go to {place}" for place in PLACES)
-    assert script.choices(request()) == (every, False)
-    assert script.choices(request(history=("go to cabinet 1",))) == (every[1:], False)
-    long_ago = ("go to cabinet 1", *["look"] * HISTORY)
-    assert script.choices(request(history=long_ago)) == (every, False)
+def test_the_script_goes_on_to_the_next_place_of_the_first_view_and_knows_no_more_than_its_prompt():
+    script, view = play.Script({}), f"{ROOM} a {', a '.join(PLACES[:-1])}, and a {PLACES[-1]}."
+    assert script.choices(request(view)) == ((f"go to {PLACES[0]}",), False)
+    at = lambda place, **more: script.choices(request(history=(f"go to {place}",), first=view, **more))
+    for place, following in zip(PLACES, (*PLACES[1:], PLACES[0]), strict=True):
+        assert at(place) == ((f"go to {following}",), False)
+    assert at(PLACES[0], opens=True) == ((f"open {PLACES[0]}",), False)
+    long_ago = (f"go to {PLACES[1]}", *["look"] * HISTORY)
+    assert script.choices(request(history=long_ago, first=view)) == ((f"go to {PLACES[0]}",), False)
 
 
 def test_the_script_follows_guidance_but_not_to_where_it_has_been():
