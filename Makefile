@@ -29,7 +29,7 @@ TEST := $(call stamp,.venv,test,$(TEST_EXTRAS))
 OPENENV := $(call stamp,.venv-openenv,test,openenv)
 
 .DEFAULT_GOAL := help
-.PHONY: help sync quickstart test test-fast lint types doctor FORCE
+.PHONY: help sync quickstart alfworld test test-fast lint types doctor FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -39,6 +39,9 @@ sync: $(CORE)  ## install the core and UV_EXTRAS into .venv
 
 quickstart: $(CORE)  ## install what is missing, then the main job (result in out/quickstart)
 	.venv/bin/memcompiler quickstart --out $(OUT) $(ARGS)
+
+alfworld: $(CORE)  ## the main job on real ALFWorld games (set ALFWORLD_DATA; result in out/alfworld)
+	.venv/bin/memcompiler quickstart -c alfworld --out $(if $(filter file,$(origin OUT)),out/alfworld,$(OUT)) $(ARGS)
 
 test: $(TEST) $(OPENENV)  ## install what is missing, then all tests
 	.venv/bin/pytest $(ARGS)

@@ -142,7 +142,11 @@ def all_probes() -> list[Probe]:
         *(Probe(name, partial(imports, name), f"{sync()} --reinstall-package {name}") for name in libraries),
         Probe("deepspeed", partial(is_installed, "deepspeed"), sync()),
         Probe("lancedb", full_text_search, f"{sync()} --reinstall-package lancedb"),
-        *(Probe(f"{name}-tiny", partial(shipped_model, name), _restore(name)) for name in ("compiler", "executor")),
+        *(
+            Probe(f"{world} {name}", partial(shipped_model, world, name), _restore(world, name))
+            for world in ("household", "alfworld")
+            for name in ("compiler", "executor")
+        ),
         Probe("gpu", gpus, core=False),
         *(probe for name in registry.names() for probe in environment_probes(name)),
         Probe("openenv", partial(imports, "openenv.core", "openenv"), sync("openenv"), core=False),
@@ -187,20 +191,20 @@ def full_text_search() -> str:
     return f"{version}, full-text search works"
 
 
-def shipped_model(name: str) -> str:
+def shipped_model(world: str, name: str) -> str:
     """Check that the model's files are those that its record names (`"sha256": {file: digest}`)."""
-    folder = REPOSITORY / "zoo" / "household" / name
+    folder = REPOSITORY / "zoo" / world / name
     if not any(folder.glob("*.safetensors")):
-        raise Missing(f"no weights in zoo/household/{name}")
+        raise Missing(f"no weights in zoo/{world}/{name}")
     record = folder / "RECORD.json"
     said: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     digests: dict[str, str] = said.get("sha256", {})
     for file, digest in sorted(digests.items()):
         path = folder / file
         if not path.is_file():
-            raise Missing(f"zoo/household/{name}/{file} is not there")
+            raise Missing(f"zoo/{world}/{name}/{file} is not there")
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise RuntimeError(f"zoo/household/{name}/{file} is not the file that RECORD.json describes")
+            raise RuntimeError(f"zoo/{world}/{name}/{file} is not the file that RECORD.json describes")
     return f"{len(digests)} files verified" if digests else "there; no digests to verify"
 
 
@@ -227,12 +231,12 @@ def vllm() -> str:
 # what to paste --------------------------------------------------------------------------------------------------------
 
 
-def _restore(name: str) -> str:
+def _restore(world: str, name: str) -> str:
     """Bring back a shipped model: from git where it is committed, else by training it again."""
     tracked = None
     if shutil.which("git"):
-        asked = ["git", "ls-files", "--error-unmatch", f"zoo/household/{name}/RECORD.json"]
+        asked = ["git", "ls-files", "--error-unmatch", f"zoo/{world}/{name}/RECORD.json"]
         tracked = subprocess.run(asked, cwd=REPOSITORY, capture_output=True, stdin=subprocess.DEVNULL)
     if tracked is not None and tracked.returncode == 0:
-        return f"git checkout -- zoo/household/{name}"
-    return f".venv/bin/memcompiler zoo {name}"
+        return f"git checkout -- zoo/{world}/{name}"
+    return f".venv/bin/memcompiler zoo {name} --world {world}"

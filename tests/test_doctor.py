@@ -148,7 +148,7 @@ class _Nothing:
 
 def test_shipped_model(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "REPOSITORY", tmp_path)
-    probe = Probe("tiny", partial(doctor.shipped_model, "tiny"), "git checkout -- zoo/household/tiny")
+    probe = Probe("tiny", partial(doctor.shipped_model, "household", "tiny"), "git checkout -- zoo/household/tiny")
     assert run_probe(probe) == Check("tiny", "missing", "no weights in zoo/household/tiny", probe.fix)
     folder = tmp_path / "zoo" / "household" / "tiny"
     folder.mkdir(parents=True)
@@ -267,13 +267,13 @@ def test_remedies_use_the_private_uv_where_there_is_no_other(monkeypatch):
 
 def test_shipped_models_are_restored_from_git_where_they_are_committed(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "REPOSITORY", tmp_path)
-    assert doctor._restore("compiler") == ".venv/bin/memcompiler zoo compiler"
+    assert doctor._restore("household", "compiler") == ".venv/bin/memcompiler zoo compiler --world household"
     record = tmp_path / "zoo" / "household" / "compiler" / "RECORD.json"
     record.parent.mkdir(parents=True)
     record.touch()
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
-    assert doctor._restore("compiler") == "git checkout -- zoo/household/compiler"
+    assert doctor._restore("household", "compiler") == "git checkout -- zoo/household/compiler"
 
 
 # --- this machine ---
