@@ -27,6 +27,7 @@ from configs.run_folder import RunFolder
 from data_gen.dataset import describe_rows, filtered
 from data_gen.endpoint_teacher import EndpointTeacher
 from data_gen.experience import ROUND, Views, bank_facts, explain, filled_bank, kept_views, traces_of
+from data_gen.lifetime import play_round
 from data_gen.memories import growing_memory
 from data_gen.rows import SftRow, rows_of, save_rows
 from data_gen.tasks import guarded_tasks, specs_for
@@ -101,10 +102,11 @@ def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, 
     if done := restore(of):
         console.print(f"  resumed at task {done} of {len(of.tasks)}")
     delivery = Delivery("teacher", "compiled", teacher, soft=False, brief_state=of.brief_state)
+    rounds = play_round if of.grows else run_episodes  # with further attempts where there is something that learns
     with progress("teacher", len(of.tasks), done) as advance:
         for start in range(done, len(of.tasks), of.size):
             specs = specs_for(of.tasks[start : start + of.size], of.bank, of.k)
-            episodes = run_episodes(make_env, specs, delivery, actor, of.limits, of.size, advance)
+            episodes = rounds(make_env, specs, delivery, actor, of.limits, of.size, advance)
             explain(episodes, teacher)
             JsonLines(of.record).append(*(episode.to_json(images=True) for episode in episodes))
             if of.grows:

@@ -18,11 +18,11 @@ from runtime.errors import is_failure
 
 def play_round(
     make_env: Callable[[], Environment], specs: Sequence[EpisodeSpec], delivery: Delivery, executor: Executor,
-    limits: Limits, size: int,
+    limits: Limits, size: int, on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:  # fmt: skip
     """Play `specs`, at most `size` side by side; then again those that failed and that memory wants another attempt at,
-    until it wants none. Further attempts are the episodes' `retries`."""
-    episodes = run_episodes(make_env, specs, delivery, executor, limits, size)
+    until it wants none. Further attempts are the episodes' `retries`; `on_episode` hears of first ones."""
+    episodes = run_episodes(make_env, specs, delivery, executor, limits, size, on_episode)
     left = list(zip(specs, episodes, strict=True))
     while left := [(_again(spec, session), e) for spec, e in left if (session := _wanted(spec, e)) is not None]:
         further = run_episodes(make_env, [spec for spec, _ in left], delivery, executor, limits, size)

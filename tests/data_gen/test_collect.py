@@ -33,7 +33,9 @@ from memcompiler.cli import app
 from memcompiler.collect import run_collect
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
+from memory.journal import Journal
 from memory.trajectory import stated_goal
+from runtime.store import JsonLines
 from tests import vllm_engines
 from tests.faulty_server import FaultyServer, hashed
 
@@ -104,6 +106,23 @@ def test_the_bank_grows_from_round_to_round(whole):
     requests = int((whole / "requests").read_text())
     assert summary["endpoints"]["teacher"]["requests"] == requests == sum(len(e["steps"]) for e in episodes) + 5
     assert (summary["malformed"], summary["misapplied"]) == (0, 0)
+
+
+def test_what_failed_is_attempted_again_where_memory_asks_for_it(tmp_path):
+    """BrainMem's guided retries: memory learns from all attempts, rows and success are of the first."""
+    out = tmp_path / "run"
+    with FaultyServer(answer=model) as server:
+        episodes = collect(out, server, "memory={system: brainmem}")
+        assert [len(e["retries"]) > 0 for e in episodes] == [not e["success"] for e in episodes]
+        assert all([try_["success"] for try_ in e["retries"][:-1]] in ([], [False]) for e in episodes)
+        learned = [[t.attempt for t in row.attempts] for row in Journal(out / "bank")]
+        assert learned == [list(range(1 + len(e["retries"]))) for e in episodes]
+        rows = load_rows(out / "rows")
+        assert {row.task_id for row in rows} == {e["task_id"] for e in episodes if e["success"]}
+        JsonLines(out / "episodes.jsonl").truncate(3)  # a kill within the second round
+        (out / "collect.json").unlink()
+        shutil.rmtree(out / "bank")
+        assert collect(out, server, "memory={system: brainmem}") == episodes
 
 
 def test_rows_hold_what_was_played(whole):
