@@ -72,7 +72,7 @@ def records(out: Path, whole_lines: bool = False) -> list[dict]:
     lines = (out / "episodes.jsonl").read_text().splitlines(keepends=True)
     episodes = [json.loads(line) for line in lines if line.endswith("\n") or not whole_lines]
     for episode in episodes:
-        for step in episode["steps"]:
+        for step in (step for attempt in (episode, *episode.get("retries", ())) for step in attempt["steps"]):
             del step["seconds"]
     return episodes
 
