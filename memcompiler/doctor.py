@@ -143,7 +143,7 @@ def all_probes() -> list[Probe]:
         Probe("deepspeed", partial(is_installed, "deepspeed"), sync()),
         Probe("lancedb", full_text_search, f"{sync()} --reinstall-package lancedb"),
         *(
-            Probe(f"{world} {name}", partial(shipped_model, world, name), _restore(world, name))
+            Probe(f"{world} {name}", partial(shipped_model, world, name), _restore(world, name), world == "household")
             for world in ("household", "alfworld")
             for name in ("compiler", "executor")
         ),

@@ -42,7 +42,7 @@ Draw = Callable[[random.Random], stages.Batch]
 
 
 def train_executor(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (1600, 800),
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (1600,),
     played: int = 1000, batch: int = 32, levels: Sequence[Level] = (*LEVELS, *SEARCH),
 ) -> None:  # fmt: skip
     """Make the executor: text curriculum, cloning, then for each further number of `steps` a round of its own episodes.
