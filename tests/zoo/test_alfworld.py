@@ -104,6 +104,7 @@ def request(
     opens: bool = False, **given,
 ) -> ExecutorRequest:  # fmt: skip
     commands = tuple(f"go to {place}" for place in PLACES) + ((f"open {PLACES[0]}",) if opens else ())
+    commands += tuple(c for c in plan[:1] if not c.startswith("go to "))
     plan = plan or ("go to fridge 1", "open fridge 1", "take mug 1 from fridge 1", "move mug 1 to shelf 1")
     block = MemoryBlock(**given)
     return ExecutorRequest(
@@ -151,6 +152,57 @@ def test_the_script_reads_pasted_memory_as_guidance():
 def test_the_script_acts_on_what_it_has_found():
     plan = ("take mug 1 from fridge 1", "go to shelf 1", "move mug 1 to shelf 1")
     assert play.Script({}).choices(request(plan=plan, guidance="go to cabinet 1")) == (plan[:1], False)
+
+
+@pytest.mark.parametrize("plan, history, commands, wanted", [
+    (  # any mug in view does
+        ("go to bed 1", "take mug 3 from bed 1", "move mug 3 to shelf 2"), ("go to desk 1",),
+        ("take mug 1 from desk 1", "take mug 2 from desk 1", "take pen 1 from desk 1", "go to bed 1"),
+        ("take mug 1 from desk 1", "take mug 2 from desk 1"),
+    ),
+    (  # and any shelf
+        ("go to shelf 2", "move mug 1 to shelf 2"), ("go to desk 1",),
+        ("move mug 1 to desk 1", "go to shelf 1", "go to shelf 2", "go to bed 1"), ("go to shelf 1", "go to shelf 2"),
+    ),
+    (  # here is one
+        ("go to shelf 2", "move mug 1 to shelf 2"), ("go to shelf 1",), ("move mug 1 to shelf 1", "go to shelf 2"),
+        ("move mug 1 to shelf 1",),
+    ),
+    (  # which is closed
+        ("go to shelf 2", "move mug 1 to shelf 2"), ("go to shelf 1",), ("open shelf 1", "go to shelf 2"),
+        ("open shelf 1",),
+    ),
+    (  # and any sink
+        ("go to sinkbasin 2", "clean mug 1 with sinkbasin 2", "go to shelf 1", "move mug 1 to shelf 1"), (),
+        ("go to sinkbasin 1", "go to sinkbasin 2", "go to shelf 1"), ("go to sinkbasin 1", "go to sinkbasin 2"),
+    ),
+    (("open fridge 1", "use desklamp 1"), (), ("use desklamp 1",), ("open fridge 1",)),
+])  # fmt: skip
+def test_commands_that_serve_equally_well(plan, history, commands, wanted) -> None:
+    asked = ExecutorRequest("put a mug in shelf", MemoryBlock(), history, "x", commands, lambda: list(plan))
+    assert play.Script({}).choices(asked) == (wanted, False)
+
+
+def test_the_second_of_two_things_goes_where_the_first_one_lies() -> None:
+    commands = ("take mug 1 from shelf 1", "go to shelf 1", "go to shelf 2")
+    asked = lambda plan: play.Script({}).choices(
+        ExecutorRequest("put two mug in shelf", MemoryBlock(), ("go to bed 1",), "x", commands, lambda: list(plan))
+    )
+    assert asked(("go to shelf 1", "move mug 2 to shelf 1")) == (("go to shelf 1",), False)
+    lying = ("take mug 1 from shelf 1", "go to shelf 2", "move mug 1 to shelf 2")
+    assert asked(lying) == (("take mug 1 from shelf 1",), False)
+    assert play._alike(("go to desk 1", "take mug 2 from desk 1", "move mug 2 to shelf 1"), "put two mug in shelf", "",
+                       commands) == ()  # fmt: skip
+
+
+def test_a_lamp_is_searched_as_things_are() -> None:
+    view = f"{ROOM} a {', a '.join(PLACES[:-1])}, and a {PLACES[-1]}."
+    plan = ("go to fridge 1", "use desklamp 1")
+    assert script_of(view, plan) == ((f"go to {PLACES[0]}",), False)
+
+
+def script_of(view: str, plan: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    return play.Script({}).choices(request(view, plan=plan))
 
 
 # -- lessons ----------------------------------------------------------------------------------------------------------

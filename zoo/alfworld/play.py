@@ -23,7 +23,7 @@ from data_gen.experience import filled_bank
 from data_gen.tasks import chosen_tasks, specs_for
 from envs.alfworld.environment import AlfworldSettings
 from envs.base import Environment
-from envs.household.trajectories import AlfworldReader
+from envs.household.trajectories import PUT, TAKE, TREAT, AlfworldReader
 from envs.registry import Environments
 from executor.prompt import ExecutorRequest, executor_text
 from executor.records import Action, Executor, Grounding, Reads
@@ -80,16 +80,17 @@ class Script:
         that is listed is what guidance or memory says."""
         plan, commands = (request.expert() if request.expert else None) or [], request.admissible or ()
         need = READER.need(plan)
-        if need is None or not need.need.startswith("find ") or READER.subgoals(plan[:1], request.goal, frozenset()):
-            return tuple(plan[:1]), False
         request = replace(request, history=request.history[-request.shown :] if request.shown else ())
+        last = next((a for a in reversed(request.history) if a.startswith(_GO)), "").removeprefix(_GO)
+        at_hand = _alike(plan, request.goal, last, commands)
+        if at_hand or need is None or not need.need.startswith("find "):
+            return at_hand or tuple(plan[:1]), False
         told, been = f"{_GO}{self._told(request)}", _been(request.history)
         if told in commands and told.removeprefix(_GO) not in been:
             return (told,), True
-        last = next((a for a in reversed(request.history) if a.startswith(_GO)), "")
-        if last and (inside := f"open {last.removeprefix(_GO)}") in commands:
+        if last and (inside := f"open {last}") in commands:
             return (inside,), False
-        way = f"{_GO}{_after(last.removeprefix(_GO), room(request.first or request.observation))}"
+        way = f"{_GO}{_after(last, room(request.first or request.observation))}"
         return ((way,) if way in commands else tuple(plan[:1])), False
 
     def _told(self, request: ExecutorRequest) -> str:
@@ -102,6 +103,28 @@ class Script:
             asked = CompileRequest(request.goal, memory, None, seen, None, request.history, request.expert)
             guidance = TEACHER.emission(asked).guidance
         return guidance.removeprefix(_GO) if guidance.startswith(_GO) else ""
+
+
+def _alike(plan: Sequence[str], goal: str, last: str, commands: Sequence[str]) -> tuple[str, ...]:
+    """List what serves the plan's next deed as well as its own commands, which name one thing and one place of those
+    that would do: the deed itself with any that are at hand, or a way to any place of the kind that it needs. Nothing,
+    where the thing has yet to be found. The second of two things has to go where the first one lies."""
+    deed = next((c for c in plan if not c.startswith((_GO, "open ", "close "))), "")
+    second = "two " in goal and sum(PUT.fullmatch(c) is not None for c in plan) == 1
+    if take := TAKE.fullmatch(deed):
+        goals = {m["place"] for c in plan if (m := PUT.fullmatch(c))} if second else set[str]()
+        taking = ((c, TAKE.fullmatch(c)) for c in commands)
+        return tuple(c for c, m in taking if m and m["thing"] == take["thing"] and m["place"] not in goals)
+    done = PUT.fullmatch(deed) or TREAT.fullmatch(deed)
+    if done is None or not done["place"]:
+        return tuple(plan[:1]) if plan[:1] == [deed] else ()
+    kind = done["place"] if second else rf"{done['place'].rpartition(' ')[0]} \d+"
+    doing = re.compile(rf"{re.escape(deed[: done.start('place')])}{kind}")
+    if at_hand := tuple(c for c in commands if doing.fullmatch(c)):
+        return at_hand
+    if re.fullmatch(kind, last) and f"open {last}" in commands:
+        return (f"open {last}",)
+    return tuple(c for c in commands if re.fullmatch(rf"{_GO}{kind}", c)) or tuple(plan[:1])
 
 
 def _after(place: str, places: Sequence[str]) -> str:
