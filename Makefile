@@ -40,7 +40,7 @@ sync: $(CORE)  ## install the core and UV_EXTRAS into .venv
 quickstart: $(CORE)  ## install what is missing, then the main job (result in out/quickstart)
 	.venv/bin/memcompiler quickstart --out $(OUT) $(ARGS)
 
-alfworld: $(CORE)  ## the main job on real ALFWorld games (set ALFWORLD_DATA; result in out/alfworld)
+alfworld: $(CORE)  ## the main job on real ALFWorld games, once their small models are made (docs/alfworld-models.md)
 	.venv/bin/memcompiler quickstart -c alfworld --out $(if $(filter file,$(origin OUT)),out/alfworld,$(OUT)) $(ARGS)
 
 test: $(TEST) $(OPENENV)  ## install what is missing, then all tests
