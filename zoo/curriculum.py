@@ -6,8 +6,7 @@ recall, then facts and memory documents in which only scene AND object together 
 to memory documents the model stayed at chance; facts told with ever more words lead there.) Then the place, or that
 nothing tells it, is to be known from the goal at once, past all that stands between a goal and the question in a
 compiler's prompt: what has only ever continued a fact does not know, before it has begun to tell one, whether there is
-any. Where places are searched, there follows the way from each place to the next one of a list (search), and, as an
-executor's prompt puts it, to the place that pasted memory or guidance tells, unless one has been there (told).
+any. Where places are searched, there follows the way from each place to the next one of a list (search).
 Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
 """
 
@@ -31,9 +30,8 @@ IGNORE = -100
 ANSWER = f"{END_OF_TURN}\n<|im_start|>assistant\n"  # where one begins
 ROOM = "You are in the middle of a room. Looking quickly around you, you see"
 MOST_GONE, LEAPS, OPENED = 10, 0.3, 0.3  # places gone to in a search; shares of those that leap, and that are opened
-KNOWN, BEEN, GUIDED = 0.7, 0.3, 0.3  # shares of told searches: M tells the place, one has been there, guidance says it
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
-Kind = Literal["copy", "recall", "facts", "documents", "goals", "search", "told"]
+Kind = Literal["copy", "recall", "facts", "documents", "goals", "search"]
 
 FORMS = (" {scene} {thing}", " in {scene} the {thing}", " in {scene} the {thing} was in",
          "\nbecause in {scene} the {thing} was in")  # fmt: skip
@@ -197,46 +195,6 @@ def searches(
     return pad(rows, tokenizer.pad_token_id), pad(labels, IGNORE)
 
 
-def told_searches(
-    vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int, filler: int
-) -> tuple[Tensor, Tensor]:
-    """Ask an executor where to go: to the place that memory, or guidance, tells for the goal's scene and object, unless
-    one has been there; else from the last place to the next of the first view."""
-    tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    rows, labels = [], []
-    for _ in range(batch):
-        text, way = _told_search(vocabulary, rng, filler)
-        asked, answer = tokenize(f"{text}{ANSWER}go to"), tokenize(f" {way}")
-        rows.append(asked + answer)
-        labels.append([IGNORE] * len(asked) + answer)
-    return pad(rows, tokenizer.pad_token_id), pad(labels, IGNORE)
-
-
-def _told_search(vocabulary: Vocabulary, rng: random.Random, filler: int) -> tuple[str, str]:
-    """Write an executor's prompt, and the place to go to."""
-    scenes, things = rng.sample(vocabulary.scenes, 3), rng.sample(vocabulary.objects, 3)
-    pairs = rng.sample(list(product(scenes, things)), 4)
-    seen = rng.sample(vocabulary.places, rng.randint(6, 24))
-    places = {pair: rng.choice(seen) for pair in pairs}
-    pair = rng.choice(pairs) if rng.random() < KNOWN else (rng.choice(scenes), rng.choice(things))
-    told, at = places.get(pair, ""), rng.randrange(len(seen))
-    gone = [seen[(at + i) % len(seen)] for i in range(rng.randint(1, 4))]
-    if told and rng.random() < BEEN:
-        gone.insert(rng.randrange(len(gone) + 1), told)
-    lines = [f"goal: {_goal(vocabulary, rng, *pair)}", f"first: {ROOM} a {', a '.join(seen[:-1])}, and a {seen[-1]}."]
-    if rng.random() < GUIDED:
-        reason = f"in {pair[0]} the {pair[1]} was in {told}"
-        lines += [f"guide: {reason} | go to {told}"] if told else []
-    else:
-        lines.append(_memory(vocabulary, rng, places, filler))
-    here = gone[-1]
-    other = rng.choice([f"a {thing} 1" for thing in vocabulary.objects if thing != pair[1]])
-    view = f"On the {here}, you see {rng.choice([other, 'nothing'])}."
-    lines += [f"did: go to {' ; go to '.join(gone)}", f"see: You arrive at {here}. {view}"]
-    following = seen[(seen.index(here) + 1) % len(seen)]
-    return "\n".join(lines), told if told and told not in gone else following
-
-
 def look_ups(
     tokenizer: Any, rng: random.Random, batch: int, document: Callable[[], tuple[str, list[tuple[str, str]]]]
 ) -> tuple[Tensor, Tensor]:
@@ -286,9 +244,7 @@ LEVELS = (
     *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
     Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.975),
 )  # fmt: skip
-SEARCH = (
-    *(Level("search", places, 0.95) for places in (6, 12, 24)), *(Level("told", filler, 0.95) for filler in (0, 6, 12)),
-)  # fmt: skip
+SEARCH = tuple(Level("search", places, 0.95) for places in (6, 12, 24))
 
 
 class TextCurriculum(TrainerCallback):
@@ -305,7 +261,7 @@ class TextCurriculum(TrainerCallback):
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Draw the level's own documents, or those of earlier kinds: half of recall's, a fifth from facts on, two
-        fifths from search on, half from told on."""
+        fifths from search on."""
         level = self.levels[sum(passed + 1 < step for passed in self.passed)]  # the loader draws one batch ahead
         numbers, draw = np.random.default_rng((self.seed, step)), random.Random(f"{self.seed}/{step}")
         share = draw.random()
@@ -313,10 +269,8 @@ class TextCurriculum(TrainerCallback):
             level = LEVELS[0]
         elif share < 0.2:  # from facts on: the other two are drawn by now
             level = LEVELS[1]
-        elif share < 0.4 and level.kind in ("search", "told"):
+        elif share < 0.4 and level.kind == "search":
             level = LEVELS[-1]
-        elif share < 0.5 and level.kind == "told":
-            level = SEARCH[2]
         return self._drawn(level, numbers, draw, 32 if level.kind in ("documents", "goals") else 64)
 
     def exam(self, _: int) -> dict[str, Tensor]:
@@ -337,8 +291,6 @@ class TextCurriculum(TrainerCallback):
                 tokens, labels = key_value(self.vocabulary, numbers, batch, pairs)
             case "search":
                 tokens, labels = searches(self.vocabulary, self.tokenizer, draw, batch, level.difficulty)
-            case "told":
-                tokens, labels = told_searches(self.vocabulary, self.tokenizer, draw, batch, level.difficulty)
             case _:
                 document = DOCUMENTS[level.kind]
                 n = entries or draw.choice([2, 3, 4, 4, 5, 6])

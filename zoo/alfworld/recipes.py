@@ -33,7 +33,7 @@ from zoo.curriculum import LEVELS, SEARCH, Level
 from zoo.models import as_llama, deepened, make_tokenizer
 from zoo.recipes import RATE
 
-EXECUTOR: recipes.Stages = {**recipes.TEXT, "search": (RATE / 2, ("search", "told"))}
+EXECUTOR: recipes.Stages = {**recipes.TEXT, "search": (RATE / 2, ("search",))}
 """The stages of text; those of the compiler base are all worlds'."""
 EXAM_OF = 25
 LAYERS = 8  # of the compiler base
