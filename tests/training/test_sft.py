@@ -1,14 +1,19 @@
 """SFT: gradients reach LoRA and projector, never the executor; splitting a batch changes nothing; resume is exact."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from compiler import checkpoint
+from configs.load import ConfigError
+from configs.training import SftConfig
 from data_gen.rows import load_rows, save_rows
 from executor.records import PAPER
 from tests import tiny_models
 from tests.training.sft_trainers import ROWS, executor, trainable, trainer
 from training.losses import cosine_with_warmup, token_nll
+from training.run import train_sft
 from training.sft import encode_row, sft_losses
 
 
@@ -149,9 +154,16 @@ def test_rows_whose_soft_tokens_nobody_reads_have_no_loss_of_theirs(tmp_path):
 
 
 def test_a_checkpoint_says_what_its_executor_read(tmp_path):
-    settings = {"reads_state": True, "soft_on": "always", "history": 7}
+    settings = {"reads_state": True, "soft_on": "always", "history": 7, "first_view": True}
     trainer(tmp_path, executor=settings, max_steps=1).run(lambda m: None)
     assert checkpoint.executor_reading(checkpoint.find(tmp_path)) == settings
+
+
+def test_an_executor_that_reads_the_first_view_is_not_trained_for_on_rows_without(tmp_path):
+    save_rows([replace(row, first="") for row in ROWS], tmp_path / "rows")
+    config = SftConfig(rows=str(tmp_path / "rows"), executor={"first_view": True}, allow_leakage=True)
+    with pytest.raises(ConfigError, match="first view"):
+        train_sft(config, tmp_path / "out")
 
 
 def test_rows_round_trip(tmp_path):
