@@ -21,12 +21,9 @@ from agent.deliveries import Delivery
 from agent.records import Episode
 from compiler.language import Emission, render
 from compiler.records import Compilation, Compiler, CompileRequest
-from configs.models import ExecutorConfig
-from envs.spec import Told
 from eval.intervals import wilson
 from eval.metrics import paired_difference, succeeded
 from eval.table import interval, markdown_table, points
-from executor.build import load_frozen
 from executor.records import Executor
 from runtime.store import to_json, write_atomically
 from zoo.alfworld import gate, play
@@ -81,10 +78,7 @@ def main() -> None:
     a = parser.parse_args()
     make_env, specs = play.material(a.out / "bank", a.split, a.limit)
     compiler = gate.load(a.compiler, a.checkpoint)
-    settings = ExecutorConfig(
-        model=a.executor, dtype="float32", instructions="none", max_new_tokens=16, first_view=True
-    )
-    model, script = load_frozen(settings, Told("")), play.Pupil(play.Script.of(specs))
+    model, script = gate.load_executor(a.executor), play.Pupil(play.Script.of(specs))
 
     def played(merge: Merge, executor: Executor) -> list[Episode]:
         return play.played(make_env, specs, Delivery("text", "compiled", Repaired(compiler, merge), False), executor)

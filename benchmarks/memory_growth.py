@@ -42,14 +42,13 @@ NOISE, BLOCK = 0.2, 256  # of later rounds; episodes that are committed together
 def episodes(envs: Environments, tasks: Sequence[Task], steps: int) -> Iterator[list[Trace]]:
     """Yield episodes without end."""
     for turn in itertools.count():
-        named = {task.id: task for task in tasks}
         for start in range(0, len(tasks), ROUND):
             specs = [EpisodeSpec(task) for task in tasks[start : start + ROUND]]
             actor = ExpertExecutor(NOISE if turn else 0.0, turn)
             played = run_episodes(envs.lease, specs, Delivery("expert", "none"), actor, Limits(steps), ROUND)
             for [trace] in traces_of(played):
-                task = named[trace.task.id]
-                yield [replace(trace, task=replace(task, id=f"{task.id} {turn}" if turn else task.id))]
+                own = trace.task
+                yield [replace(trace, task=replace(own, id=f"{own.id} {turn}" if turn else own.id))]
 
 
 def timed(act: Callable[[], object]) -> float:

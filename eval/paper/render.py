@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from eval.paper.specs import EFFICIENCY
+from eval.paper.specs import EFFICIENCY, MILLIONS
 from eval.paper.tables import MEASURED, MEMCOMPILER, NOT_MEASURED, PAPER, Row, Table, TableCell, paper_table
 from eval.plots import MUTED, dot_with_interval, figure_of, quiet, save_figure, titled
 from eval.table import DASH, escape, markdown_table, sizes
@@ -63,7 +63,7 @@ def _text(cell: TableCell | None, source: str, column: str) -> str:
     """`52.5 [44.8, 60.1] (+12%)`"""
     if cell is None:
         return NOT_MEASURED if source == MEASURED and column not in EFFICIENCY else DASH  # some have no compiler
-    digits = 3 if column.endswith(" s") else 2 if column.endswith(" tokens") and column not in EFFICIENCY else 1
+    digits = 3 if column.endswith(" s") else 2 if column.endswith(MILLIONS) else 1
     shown = f"{cell.value:g}" if source == PAPER else f"{cell.value:.{digits}f}"
     if cell.low is not None and cell.high is not None:
         shown += f" [{cell.low:.{digits}f}, {cell.high:.{digits}f}]"
@@ -86,7 +86,7 @@ def table_plot(table: Table, path: Path) -> Path:
         quiet(panel, grid="x")
         panel.tick_params(axis="y", length=0)
         panel.spines["left"].set_visible(False)
-        if column not in EFFICIENCY and not column.endswith(" tokens"):
+        if column not in EFFICIENCY and not column.endswith(MILLIONS):
             panel.set_xlim(-2, 102)
     names = [f"{executor}, {method}".replace("$", r"\$") for executor, method in labels]
     panels[0].set_yticks(range(len(labels)), names, fontsize=7.5)

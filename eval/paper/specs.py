@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+MILLIONS = "10^6 tokens"  # how the name of a column ends that counts them
 _AXES = frozenset({"executor", "environment", "split", "seed"})
 
 
@@ -103,7 +104,7 @@ SPECS: Mapping[int, Spec] = {
 
 _BASE = Column("EB-ALFRED Base", "eb_alfred", ("base",))
 _TOKENS = tuple(
-    Column(f"EB-ALFRED {short}, 10^6 tokens", "eb_alfred", (split,), "tokens")
+    Column(f"EB-ALFRED {short}, {MILLIONS}", "eb_alfred", (split,), "tokens")
     for short, split in (("Base", "base"), ("Long", "long_horizon"))
 )
 

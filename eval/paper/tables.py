@@ -19,7 +19,7 @@ import yaml
 
 from eval.intervals import wilson
 from eval.metrics import ROLES, display_name, grouped, split_name, usage
-from eval.paper.specs import ALFWORLD, EFFICIENCY, PAPERS, Column, Paper, Spec
+from eval.paper.specs import ALFWORLD, EFFICIENCY, MILLIONS, PAPERS, Column, Paper, Spec
 from eval.runs import episode_files, episodes_of, read_results
 
 MEMCOMPILER = "memcompiler"  # the paper that is meant where none is named
@@ -211,7 +211,7 @@ def _further_columns(spec: Spec, found: Sequence[Measured]) -> tuple[Column, ...
         for metric in spec.metrics:
             name = f"{m.environment} {m.split}"
             name += " progress" if metric == "progress" and len(spec.metrics) > 1 else ""
-            name += ", 10^6 tokens" if metric == "tokens" else ""
+            name += f", {MILLIONS}" if metric == "tokens" else ""
             for family in ("", *(families if len(families) > 1 and spec.families else ())):
                 columns.add(Column(f"{name}: {family}" if family else name, m.environment, (m.split,), metric, family))
     return tuple(sorted(columns, key=lambda c: (c.environment, c.splits, spec.metrics.index(c.metric), c.family)))

@@ -52,7 +52,7 @@ class Experiences(Sequence[Experience]):
     longer as episodes go by that are about the same and say the same."""
 
     def __init__(self, experiences: Iterable[Experience] = ()) -> None:
-        self._all, self._ids = list[Experience](), dict[str, Experience]()
+        self._all, self._places = list[Experience](), dict[str, int]()  # places by id
         # Places in the order, the last at the end: of those of a task type and objects, in all and by room.
         self._about = dict[tuple[str, frozenset[str]], list[int]]()
         self._there = dict[tuple[str, frozenset[str], str], list[int]]()
@@ -65,7 +65,7 @@ class Experiences(Sequence[Experience]):
         """Take in the latest."""
         place = len(self._all)
         self._all.append(e)
-        self._ids[e.id] = e
+        self._places[e.id] = place
         self._about.setdefault((e.task_type, e.objects), []).append(place)
         self._there.setdefault((e.task_type, e.objects, e.room), []).append(place)
         for thing in e.objects or ("",):
@@ -81,7 +81,7 @@ class Experiences(Sequence[Experience]):
 
     def of_ids(self, ids: Iterable[str]) -> list[Experience]:
         """Return those of these ids, in their order."""
-        return sorted((self._ids[id] for id in ids if id in self._ids), key=self._all.index)
+        return [self._all[place] for place in sorted(self._places[id] for id in ids if id in self._places)]
 
     def recalled(self, room: str, task_type: str, objects: frozenset[str], k: int, own: str = "") -> list[Experience]:
         """Return the k experiences of other tasks than `own` that say most about a task: its type counts two, the share

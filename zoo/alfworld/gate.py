@@ -21,6 +21,7 @@ from compiler.records import CompileRequest
 from configs.models import CompilerConfig, ExecutorConfig
 from envs.spec import Told
 from executor.build import load_frozen
+from executor.hf import FrozenExecutor
 from lm.backbone import load_backbone
 from zoo.alfworld import play
 from zoo.alfworld.lessons import EMISSION
@@ -38,9 +39,8 @@ def executor_gates(model: str, work: Path, split: str, limit: int | None, seed: 
     itself: what an executor can reach that learns from it."""
     make_env, specs = play.material(work, split, limit)
     script, shares = play.Script.of(specs), list[Share]()
-    settings = ExecutorConfig(model=model, dtype="float32", instructions="none", max_new_tokens=16, first_view=True)
+    actor = None if model == SCRIPT else load_executor(model)
     for delivery in play.deliveries(seed)[:3]:
-        actor = None if model == SCRIPT else load_frozen(settings, Told(""))
         pupil = play.Pupil(script, actor, seed=seed)
         episodes = play.played(make_env, specs, delivery, pupil)
         for steps in WITHIN:
@@ -86,6 +86,12 @@ def _sentences(request: CompileRequest) -> set[str]:
         for entry in request.memory
         for fact in play.READER.facts(entry.provenance.actions)
     }
+
+
+def load_executor(model: str) -> FrozenExecutor:
+    """Load an executor that reads what it was made for."""
+    settings = ExecutorConfig(model=model, dtype="float32", instructions="none", max_new_tokens=16, first_view=True)
+    return load_frozen(settings, Told(""))
 
 
 def load(model: str, checkpoint: str | None) -> MemoryCompiler:

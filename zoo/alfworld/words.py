@@ -4,6 +4,7 @@ and one or two more.)"""
 
 from __future__ import annotations
 
+from zoo.curriculum import ROOM
 from zoo.models import Lexicon
 
 PLACES = {
@@ -24,7 +25,7 @@ two them find look examine clean heat cool hot take move open close use slice in
 The failed memory goal done now note did guide see soft system user assistant maybe plan where who what which best place
 places left for out here hand yes ask emission speaks names ruled used search elsewhere knows says other lamp""".split()
 PHRASES = (
-    "go to", "You are in the middle of a room. Looking quickly around you, you see", "You arrive at", "On the",
+    "go to", ROOM, "You arrive at", "On the",
     "In it, you see", "is closed", "is open", "You open the", "You close the", "You pick up the", "from the",
     "You move the", "to the", "using the", "Nothing happens.", "You turn on the", "because in", "was in", "= no",
     "= maybe",

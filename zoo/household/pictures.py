@@ -21,7 +21,7 @@ from lm.prompt import Part
 from memory.entry import MemoryEntry, Provenance
 from memory.trajectory import png_bytes
 from zoo import lessons as shared
-from zoo.curriculum import FORMS, NOTHING
+from zoo.curriculum import FORMS, NOTHING, ROOM
 from zoo.household.words import LEXICON
 from zoo.lessons import Lesson, collate
 from zoo.stages import Batch
@@ -53,7 +53,7 @@ def picture_lesson(backbone: Backbone, rng: random.Random) -> Lesson:
     goal = f"in {scene}: put a {thing} in {rng.choice(LEXICON.goals)}"
     mark = _mark(rng)
     room = _room(mark, rng)
-    seen = f"You are in the middle of a room. Looking quickly around you, you see a {', a '.join(room)}."
+    seen = f"{ROOM} a {', a '.join(room)}."
     request = CompileRequest(goal, tuple(entries), BriefState(goal), seen, drawn(room, mark, rng))
     talk = [("what is marked", mark), *((f"what is marked in {home}", place) for home, place in marks.items())]
     rng.shuffle(talk)
