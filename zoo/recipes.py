@@ -47,11 +47,18 @@ def train_text(
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.15)  # type: ignore[arg-type]
     for name, (rate, kinds) in text.items():
         curriculum = TextCurriculum(tokenizer, lexicon, seed, [level for level in levels if level.kind in kinds])
-        model = stages.train_on_answers(
-            model, work / name, seed, steps, curriculum.batch, curriculum.exam, rate, 25, warmup=50,
-            callbacks=[curriculum],
-        )  # fmt: skip
+        model = through(model, work / name, curriculum, rate, steps)
     return model  # type: ignore[return-value]
+
+
+def through(
+    model: PreTrainedModel, folder: Path, curriculum: TextCurriculum, rate: float, steps: int = 6_000
+) -> PreTrainedModel:
+    """Train until the last of a curriculum's exams is passed. Raises: RuntimeError, as `train_text`."""
+    return stages.train_on_answers(
+        model, folder, curriculum.seed, steps, curriculum.batch, curriculum.exam, rate, 25, warmup=50,
+        callbacks=[curriculum],
+    )  # fmt: skip
 
 
 def finish(

@@ -119,7 +119,7 @@ def accuracy(outcome: EvalPrediction) -> dict[str, float]:
 
 def run(trainer: Trainer, folder: Path) -> PreTrainedModel:
     """Train from the last checkpoint, if there is one, to the end; the trained model, which lies in `folder` too."""
-    if (folder / "model.safetensors").exists():
+    if finished(folder):
         return type(trainer.model).from_pretrained(folder)  # type: ignore[union-attr]
     last = get_last_checkpoint(str(folder)) if folder.exists() else None
     if last and _ended(last):  # killed between its last checkpoint and its end: one more step would be another model
@@ -130,6 +130,11 @@ def run(trainer: Trainer, folder: Path) -> PreTrainedModel:
     trainer.save_state()
     trainer.save_model(str(folder))
     return trainer.model  # type: ignore[return-value]
+
+
+def finished(folder: Path) -> bool:
+    """Tell whether a stage is through: its model lies in the folder itself, not in a checkpoint's."""
+    return (folder / "model.safetensors").exists()
 
 
 def _ended(checkpoint: str) -> bool:

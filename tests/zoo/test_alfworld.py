@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,7 @@ from memory.brainmem.reading import room
 from memory.entry import MemoryEntry, Provenance
 from zoo.alfworld import gate, lessons, play, recipes
 from zoo.alfworld.words import LEXICON, SCENES
-from zoo.curriculum import ANSWER, IGNORE, ROOM, Level, Vocabulary, searches
+from zoo.curriculum import ANSWER, IGNORE, ROOM, Level, Vocabulary, list_document, searches
 from zoo.gates import Share
 from zoo.models import make_tokenizer
 
@@ -74,6 +75,27 @@ def test_searches_ask_for_the_next_place_of_the_first_view():
     assert int((labels != IGNORE).sum()) > 8
 
 
+@pytest.mark.parametrize("filler", [0, 6])
+def test_a_list_is_of_all_that_entries_tell_in_the_order_in_which_it_is_told_first(filler):
+    vocabulary, lengths = Vocabulary.of(TOKENIZER, LEXICON), set[int]()
+    for seed in range(20):
+        text, asked = list_document(vocabulary, random.Random(seed), 4, filler)
+        told = re.findall(r"in (\w+) the (\w+) was in (\w+ \d+)", text)
+        assert len(asked) == 4 and text.count("because") == 4
+        for question, answer in asked:
+            scene, thing = re.search(r"ask: in (\w+) find (\w+)<", question).groups()  # type: ignore[union-attr]
+            places = dict.fromkeys(place for s, t, place in told if (s, t) == (scene, thing))
+            assert answer == f"{', '.join(places) or 'nothing'}<|im_end|>"
+            lengths.add(len(places))
+    assert {0, 1, 2, 3} <= lengths
+
+
+def test_batches_are_drawn_from_several_parts_in_their_shares():
+    draw = recipes.mixed((0.25, lambda rng: {"a": rng.random()}), (0.75, lambda rng: {"b": rng.random()}))
+    drawn = [next(iter(draw(random.Random(seed)))) for seed in range(400)]
+    assert 70 < drawn.count("a") < 130
+
+
 # -- the script -------------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +141,7 @@ def test_the_script_reads_pasted_memory_as_guidance():
     entries = [entry("FloorPlan2", "shelf 1"), entry("FloorPlan1", "cabinet 2"), entry("FloorPlan1", "fridge 1")]
     script = play.Script({each.text: each for each in entries})
     memory = "\n\n".join(each.text for each in entries)
-    assert script.choices(request(memory=memory)) == (("go to cabinet 2",), True)
+    assert script.choices(request(memory=memory)) == (("go to cabinet 2", "go to fridge 1"), True)
     history = ("go to cabinet 2",)
     assert script.choices(request("On the cabinet 2, you see nothing.", history, memory=memory)) == (
         ("go to fridge 1",),
@@ -193,6 +215,15 @@ def test_equally_good_commands_share_what_is_to_be_predicted():
     equals = [sorted({token for token in row if token != IGNORE}) for row in batch["equals"].tolist()]
     assert equals == [[go], sorted(ids(" shelf 1") + ids(" bed 1")), [end]]
     assert int((batch["labels"] != IGNORE).sum()) == len(equals)
+
+
+def test_a_share_of_the_deeds_is_told():
+    example = lambda told: play.Example("goal: x\nsee: y", ("look",) if told else ("help",), told, "look")
+    examples = [example(True), *[example(False)] * 9]
+    for share, least, most in ((0.0, 5, 40), (0.5, 85, 135)):  # one in ten; and half beside it
+        draws, rng = lessons.DeedDraws(TOKENIZER, examples, 1, share), random.Random(0)
+        told = sum(ids("look")[0] in draws.draw(rng)["labels"].flatten().tolist() for _ in range(200))
+        assert least < told < most
 
 
 def test_the_loss_of_equally_good_tokens_is_their_mean():
@@ -293,11 +324,13 @@ def test_the_gates_tell_what_a_compiler_got_wrong():
     speaks, silent = situation(), situation("")
     wrong_place = Emission("go to cabinet 1", "in FloorPlan1 the mug was in cabinet 1")
     blend = Emission("go to cabinet 2", "in FloorPlan1 the mug was in shelf 1")
-    said = [speaks.emission, wrong_place, blend, blend]
-    found = {s.name: (s.right, s.n) for s in gate.judged([speaks, speaks, speaks, silent], said)}
+    second = Emission("go to cabinet 3", "in FloorPlan1 the mug was in cabinet 1")  # is left, too
+    said = [speaks.emission, wrong_place, blend, second, Emission(), blend]
+    found = {s.name: (s.right, s.n) for s in gate.judged([*[speaks] * 5, silent], said)}
     assert found == {
-        "right place": (2, 3), "right silence": (0, 1), "right where something is ruled out": (2, 4),
-        "cites an entry that exists": (2, 4), "the whole emission is the teacher's": (1, 4),
+        "right place": (3, 5), "right silence": (0, 1), "right where something is ruled out": (3, 6),
+        "cites an entry that exists": (3, 5), "the place is the teacher's": (2, 5),
+        "the whole emission is the teacher's": (1, 6),
     }  # fmt: skip
 
 
@@ -318,10 +351,10 @@ def test_both_recipes_leave_a_model_that_the_gates_can_read(games, tmp_path, mon
     monkeypatch.setenv("ALFWORLD_DATA", str(games))
     levels = [Level(kind, 3, -1.0) for kind in ("copy", "facts", "search")]
     work = tmp_path / "work"
-    recipes.train_executor(tmp_path / "executor", work, steps=(2, 2), played=2, batch=4, levels=levels)
-    recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2, 2), batch=4, levels=levels)
-    executor = ["copying", "look_up", "search", "cloning", "own_1"]
-    compiler = ["copying", "look_up", "states", "questions", "emissions"]
+    recipes.train_executor(tmp_path / "executor", work, steps=(2, 2), batch=4, levels=levels)
+    recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2), batch=4, levels=levels)
+    executor = ["copying", "look_up", "reading", "search", "cloning"]
+    compiler = ["copying", "look_up", "reading", "emissions"]
     for name, made in (("executor", executor), ("compiler", compiler)):
         record = json.loads((tmp_path / name / "RECORD.json").read_text())
         assert list(record["log"]) == made and record["command"].startswith(f"memcompiler zoo {name} --world alfworld")

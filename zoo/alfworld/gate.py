@@ -65,18 +65,28 @@ def compiler_gates(
 
 
 def judged(situations: Sequence[play.Situation], said: Sequence[Emission]) -> list[Share]:
-    """Count the states in which a compiler does what it should."""
+    """Count the states in which a compiler does what it should. Where the teacher names a place, any serves that M
+    tells of what is looked for and that is not ruled out: of two that entries name, the teacher's is only the first."""
     pairs = list(zip(situations, said, strict=True))
-    agreed = [(s, theirs.guidance == s.emission.guidance) for s, theirs in pairs]
+    named = [(s, theirs) for s, theirs in pairs if s.emission.guidance.startswith(play.GO)]
+    right = [(s, _serves(s, theirs)) for s, theirs in pairs]
     return [
-        Share.of("right place", (same for s, same in agreed if s.emission.guidance.startswith("go to ")), THRESHOLD),
-        Share.of("right silence", (same for s, same in agreed if not s.emission.guidance), THRESHOLD),
-        Share.of("right where something is ruled out", (same for s, same in agreed if s.search and s.search.ruled_out),
+        Share.of("right place", (_serves(s, theirs) for s, theirs in named), THRESHOLD),
+        Share.of("right silence", (good for s, good in right if not s.emission.guidance), THRESHOLD),
+        Share.of("right where something is ruled out", (good for s, good in right if s.search and s.search.ruled_out),
                  THRESHOLD),
         Share.of("cites an entry that exists", (theirs.reason in _sentences(s.request) for s, theirs in pairs
-                                                if theirs.guidance.startswith("go to ")), THRESHOLD),
+                                                if theirs.guidance.startswith(play.GO)), THRESHOLD),
+        Share.of("the place is the teacher's", (theirs.guidance == s.emission.guidance for s, theirs in named)),
         Share.of("the whole emission is the teacher's", (theirs == s.emission for s, theirs in pairs)),
     ]  # fmt: skip
+
+
+def _serves(situation: play.Situation, theirs: Emission) -> bool:
+    ours = situation.emission.guidance
+    if not ours.startswith(play.GO) or situation.search is None:
+        return theirs.guidance == ours
+    return theirs.guidance.startswith(play.GO) and theirs.guidance.removeprefix(play.GO) in situation.search.places
 
 
 def _sentences(request: CompileRequest) -> set[str]:

@@ -97,16 +97,22 @@ def deed_batch(labels: SceneLabels, deeds: Sequence[Deed], rng: random.Random, p
 
 
 class DeedDraws:
-    """Batches of prompts of like length: a random example with its neighbours by length."""
+    """Batches of prompts of like length: a random example with its neighbours by length; a share of the batches of
+    those alone in which pasted memory or guidance says where to go."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], size: int) -> None:
-        self._deeds = sorted((deed(tokenizer, example) for example in examples), key=lambda d: len(d.prompt))
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], size: int, told: float = 0.0
+    ) -> None:
+        by_length = lambda some: sorted((deed(tokenizer, each) for each in some), key=lambda d: len(d.prompt))
+        self._all, self._told = by_length(examples), by_length([each for each in examples if each.told])
         self._labels, self._pad_id = SceneLabels(tokenizer), tokenizer.pad_token_id
-        self._size = min(size, len(self._deeds))
+        self._size, self._share = size, told
 
     def draw(self, rng: random.Random) -> Batch:
-        """Take examples of like length."""
-        return deed_batch(self._labels, alike(self._deeds, self._size, rng), rng, self._pad_id)  # type: ignore[arg-type]
+        """Draw a batch."""
+        pool = self._told if self._told and rng.random() < self._share else self._all
+        chosen = alike(pool, min(self._size, len(pool)), rng)
+        return deed_batch(self._labels, chosen, rng, self._pad_id)  # type: ignore[arg-type]
 
 
 # -- the compiler base ------------------------------------------------------------------------------------------------

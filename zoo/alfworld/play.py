@@ -37,7 +37,7 @@ K, STEPS, SIDE_BY_SIDE = 4, 50, 64
 READS = Reads(first_view=True)
 """What the executor reads: guidance with its reason, no Brief State, as in the paper; and the first view, which alone
 tells which places there are."""
-_GO, _TAKEN_FROM = "go to ", re.compile(r"take .+ from (.+)")
+GO, _TAKEN_FROM = "go to ", re.compile(r"take .+ from (.+)")
 
 Make = Callable[[], Environment]
 
@@ -66,7 +66,7 @@ class Script:
     nothing says anything, or the place is a disappointment, it goes on to the place that the first view names after the
     one that it went to last, which finds everything in one round and asks for no list of places that one has been to.
     It never knows more than its prompt: of its actions, those that are shown. What pasted memory says, it reads as the
-    teacher does, without a Brief State.
+    teacher does, without a Brief State; of several places that it tells any will do.
     """
 
     entries: Mapping[str, MemoryEntry]  # by text: what may be pasted
@@ -76,40 +76,41 @@ class Script:
         return cls({entry.text: entry for spec in specs for entry in spec.memory})
 
     def choices(self, request: ExecutorRequest) -> tuple[tuple[str, ...], bool]:
-        """List the commands that serve equally well, none where there is no way to the goal; and tell whether the one
-        that is listed is what guidance or memory says."""
+        """List the commands that serve equally well, none where there is no way to the goal; and tell whether they are
+        what guidance or memory says."""
         plan, commands = (request.expert() if request.expert else None) or [], request.admissible or ()
         need = READER.need(plan)
         request = replace(request, history=request.history[-request.shown :] if request.shown else ())
-        last = next((a for a in reversed(request.history) if a.startswith(_GO)), "").removeprefix(_GO)
+        last = next((a for a in reversed(request.history) if a.startswith(GO)), "").removeprefix(GO)
         at_hand = _alike(plan, request.goal, last, commands)
         if at_hand or need is None or not need.need.startswith("find "):
             return at_hand or tuple(plan[:1]), False
-        told, been = f"{_GO}{self._told(request)}", _been(request.history)
-        if told in commands and told.removeprefix(_GO) not in been:
-            return (told,), True
+        been = _been(request.history)
+        told = (f"{GO}{place}" for place in self._told(request) if place not in been)
+        if ways := tuple(way for way in told if way in commands):
+            return ways, True
         if last and (inside := f"open {last}") in commands:
             return (inside,), False
-        way = f"{_GO}{_after(last, room(request.first or request.observation))}"
+        way = f"{GO}{_after(last, room(request.first or request.observation))}"
         return ((way,) if way in commands else tuple(plan[:1])), False
 
-    def _told(self, request: ExecutorRequest) -> str:
-        """Return the place that guidance or memory names for what is looked for; "" for none."""
-        guidance = request.delivered.guidance
+    def _told(self, request: ExecutorRequest) -> tuple[str, ...]:
+        """List the place that guidance names for what is looked for, or all that pasted memory does."""
         if request.delivered.memory:
             memory = tuple(self.entries[text] for text in request.delivered.memory.split("\n\n"))
-            places = ", ".join(c for c in request.admissible or () if c.startswith(_GO))
+            places = ", ".join(c for c in request.admissible or () if c.startswith(GO))
             seen = f"{request.observation}\n{places}" if request.history else request.observation
             asked = CompileRequest(request.goal, memory, None, seen, None, request.history, request.expert)
-            guidance = TEACHER.emission(asked).guidance
-        return guidance.removeprefix(_GO) if guidance.startswith(_GO) else ""
+            return search.places if (search := TEACHER.search(asked)) else ()
+        guidance = request.delivered.guidance
+        return (guidance.removeprefix(GO),) if guidance.startswith(GO) else ()
 
 
 def _alike(plan: Sequence[str], goal: str, last: str, commands: Sequence[str]) -> tuple[str, ...]:
     """List what serves the plan's next deed as well as its own commands, which name one thing and one place of those
     that would do: the deed itself with any that are at hand, or a way to any place of the kind that it needs. Nothing,
     where the thing has yet to be found. The second of two things has to go where the first one lies."""
-    deed = next((c for c in plan if not c.startswith((_GO, "open ", "close "))), "")
+    deed = next((c for c in plan if not c.startswith((GO, "open ", "close "))), "")
     second = "two " in goal and sum(PUT.fullmatch(c) is not None for c in plan) == 1
     if take := TAKE.fullmatch(deed):
         goals = {m["place"] for c in plan if (m := PUT.fullmatch(c))} if second else set[str]()
@@ -124,7 +125,7 @@ def _alike(plan: Sequence[str], goal: str, last: str, commands: Sequence[str]) -
         return at_hand
     if re.fullmatch(kind, last) and f"open {last}" in commands:
         return (f"open {last}",)
-    return tuple(c for c in commands if re.fullmatch(rf"{_GO}{kind}", c)) or tuple(plan[:1])
+    return tuple(c for c in commands if re.fullmatch(rf"{GO}{kind}", c)) or tuple(plan[:1])
 
 
 def _after(place: str, places: Sequence[str]) -> str:
@@ -137,8 +138,8 @@ def _been(history: Sequence[str]) -> set[str]:
     """List the places that were gone to, but for those that something was last taken from: they may hold more."""
     been = set[str]()
     for command in history:
-        if command.startswith(_GO):
-            been.add(command.removeprefix(_GO))
+        if command.startswith(GO):
+            been.add(command.removeprefix(GO))
         elif found := _TAKEN_FROM.fullmatch(command):
             been.discard(found[1])
     return been
@@ -184,7 +185,7 @@ class Pupil:
         """Draw one of the commands; chance depends on seed, goal and history alone."""
         chance = random.Random(f"{self.seed} {request.goal} {request.history}")
         if told and chance.random() < self.strays:
-            commands = tuple(c for c in request.admissible or () if c.startswith(_GO))
+            commands = tuple(c for c in request.admissible or () if c.startswith(GO))
         text = chance.choice(commands or ("look",))
         return Action(text, Grounding.CHOICE, text, (), 0, 0)
 
