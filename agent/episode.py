@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from agent.deliveries import Delivery, pasted
 from agent.records import Episode, StepInput, StepRecord, compile_request, executor_request
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
-from envs.base import Environment, Task
+from envs.base import Environment, Task, living
 from executor.records import Executor
 from lm.ledger import EndpointStop
 from memory.entry import MemoryEntry
@@ -22,6 +22,7 @@ from memory.protocol import Fixed, Recall, Session, Trace
 from memory.trajectory import stated_goal
 from runtime.errors import CompilerFailure, EnvironmentFailure, EpisodeFailure, ExecutorFailure, StopReason
 
+_BROKE = "the world of the sequence broke"
 T = TypeVar("T")
 Batch = Callable[[Sequence[Any]], list[Any]]
 
@@ -85,16 +86,17 @@ class EpisodeExpert:
 
 async def run_episode(
     env: Environment, spec: EpisodeSpec, delivery: Delivery, executor: Executor, limits: Limits, batcher: StepBatcher,
-    index: int,
+    index: int, goes_on: bool = False,
 ) -> Episode:  # fmt: skip
-    """Play one episode. A failure of environment, compiler or executor ends it with a named reason. Raises:
-    EndpointStop, where no endpoint may be asked any more, for any episode."""
+    """Play one episode, in a world of its own or, where it `goes_on`, in the one that an earlier one left. A failure of
+    environment, compiler or executor ends it with a named reason. Raises: EndpointStop, where no endpoint may be asked
+    any more, for any episode."""
     episode, expert = _begin(spec, delivery, limits), EpisodeExpert(env)
     session = spec.begin() if delivery.kind != "none" else Fixed(Recall(spec.memory))
     roles = _Roles(delivery, executor, env, expert, batcher, index)
     try:
         state, history = BriefState(spec.goal), ()
-        observed = await ask(env, env.reset, spec.task)
+        observed = await ask(env, living(env).proceed if goes_on else env.reset, spec.task)
         first = observed.text
         for t in range(limits.max_steps):
             record = StepRecord(t, observed.text, observed.image, observed.admissible, render_brief_state(state))
@@ -193,29 +195,48 @@ def run_episodes(
     make_env: Callable[[], Environment], specs: Sequence[EpisodeSpec], delivery: Delivery, executor: Executor,
     limits: Limits, concurrency: int = 64, on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:  # fmt: skip
-    """Play all specs, at most `concurrency` at a time, each with an environment of its own; results in their order.
+    """Play all specs, at most `concurrency` at a time, each with an environment of its own; results in their order."""
+    alone = [[spec] for spec in specs]
+    played = run_sequences(make_env, alone, delivery, executor, limits, concurrency, on_episode)
+    return [episode for [episode] in played]
+
+
+def run_sequences(
+    make_env: Callable[[], Environment], sequences: Sequence[Sequence[EpisodeSpec]], delivery: Delivery,
+    executor: Executor, limits: Limits, concurrency: int = 64, on_episode: Callable[[Episode], None] | None = None,
+) -> list[list[Episode]]:  # fmt: skip
+    """Play sequences of tasks side by side, each in a world of its own that is never reset: what a task leaves, solved
+    or not, the next one finds. A world that breaks ends its sequence: the tasks that are left fail with it.
 
     Where `make_env` is a pool's `lease` (or anything whose owner has a `capacity`), no more than that run at a time: an
     episode that waits for a worker would wait for those that wait for it in the batch.
     """
     concurrency = min(concurrency, getattr(getattr(make_env, "__self__", make_env), "capacity", concurrency))
     batcher = StepBatcher()
+    note = on_episode or (lambda _: None)
 
-    def episode_of(spec: EpisodeSpec) -> Callable[[int], Awaitable[Episode]]:
-        async def run(index: int) -> Episode:
-            env = make_env()
+    def life_of(specs: Sequence[EpisodeSpec]) -> Callable[[int], Awaitable[list[Episode]]]:
+        async def run(index: int) -> list[Episode]:
+            env, lived = make_env(), list[Episode]()
             try:
-                episode = await run_episode(env, spec, delivery, executor, limits, batcher, index)
+                for spec in specs:
+                    for earlier in lived[-1:]:
+                        note(earlier)
+                    if broken := _breach(lived):
+                        episode = _begin(spec, delivery, limits)
+                        episode.stop_reason, episode.error = StopReason.ENVIRONMENT_FAILURE, broken
+                    else:
+                        episode = await run_episode(env, spec, delivery, executor, limits, batcher, index, bool(lived))
+                    lived.append(episode)
             finally:
                 trouble = await _close(env)
-            episode.error = episode.error or trouble
-            if on_episode:
-                on_episode(episode)
-            return episode
+            lived[-1].error = lived[-1].error or trouble
+            note(lived[-1])
+            return lived
 
         return run
 
-    episodes: list[Episode] = []
+    played: list[list[Episode]] = []
 
     async def run_all() -> None:
         # Twice: where the run is interrupted, each call in flight is cut short by a `close` beside it.
@@ -223,12 +244,20 @@ def run_episodes(
         asyncio.get_running_loop().set_default_executor(threads)
         awake = asyncio.create_task(_stay_awake())
         try:
-            episodes.extend(await batcher.run([episode_of(spec) for spec in specs], concurrency))
+            played.extend(await batcher.run([life_of(specs) for specs in sequences if specs], concurrency))
         finally:
             awake.cancel()
 
     asyncio.run(run_all())  # returns nothing: asyncio writes out the repr of what a main task returns
-    return episodes
+    return played
+
+
+def _breach(lived: Sequence[Episode]) -> str:
+    """Say where the world of a sequence broke; "" for a whole one."""
+    if not lived or lived[-1].stop_reason != StopReason.ENVIRONMENT_FAILURE:
+        return ""
+    error = lived[-1].error or ""
+    return error if error.startswith(_BROKE) else f"{_BROKE} in {lived[-1].task_id}: {error}"
 
 
 async def _stay_awake() -> None:

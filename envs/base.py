@@ -4,7 +4,7 @@ An environment is text first (`Observation.text`), may show a picture (`Observat
 commands that are possible now (`Observation.admissible`). Nothing here knows about models.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -34,6 +34,23 @@ class Task:
 def task_from_json(fields: Mapping[str, Any]) -> Task:
     """Return a task from its fields as JSON holds them."""
     return Task(**{**fields, "isolation": {name: tuple(labels) for name, labels in fields["isolation"].items()}})
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSequence:
+    """Tasks to do one after another in one world that is never reset; all of them isolated as the world is. `id` is
+    unique in its environment and split; `family`: what kind of sequence it is."""
+
+    id: str
+    scene: str
+    split: str
+    family: str
+    tasks: tuple[Task, ...]
+
+
+def sequence_from_json(fields: Mapping[str, Any]) -> TaskSequence:
+    """Return a sequence from its fields as JSON holds them."""
+    return TaskSequence(**{**fields, "tasks": tuple(map(task_from_json, fields["tasks"]))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +91,25 @@ class Environment(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class LivingEnvironment(Environment, Protocol):
+    """An environment in which one task can follow another in the same world."""
+
+    def sequences(self, split: str) -> Sequence[TaskSequence]:
+        """List a split's sequences, always the same ones. Raises ValueError for a split that does not exist."""
+        ...
+
+    def proceed(self, task: Task) -> Observation:
+        """Go on to another task where the last one left off: world, place and hand stay as they are. The text tells the
+        room's places again, as `reset` does. Raises EnvironmentFailure for a task of another world."""
+        ...
+
+
+def living(env: Environment) -> LivingEnvironment:
+    """Return an environment as one in which tasks can follow one another; EnvironmentFailure where they cannot."""
+    if isinstance(env, LivingEnvironment):
+        return env
+    raise EnvironmentFailure(f"{env.name} starts every task in a world of its own: sequences of tasks in one world are "
+                             "played by household and, with its native engine, alfworld")  # fmt: skip

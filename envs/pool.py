@@ -19,7 +19,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from envs.base import EnvironmentFailure, Observation, Task, Transition, task_from_json
+from envs.base import (
+    EnvironmentFailure,
+    Observation,
+    Task,
+    TaskSequence,
+    Transition,
+    sequence_from_json,
+    task_from_json,
+)
 from envs.spec import PoolLimits, WorkerSpec
 from envs.worker import task_to_json
 from envs.worker_process import HostedError, Worker, WorkerFailure, end_workers
@@ -179,8 +187,15 @@ class Lease:
 
     def tasks(self, split: str) -> list[Task]:
         """List a split; ValueError and FileNotFoundError as the hosted environment raises them."""
+        return self._listed("tasks", split, task_from_json)
+
+    def sequences(self, split: str) -> list[TaskSequence]:
+        """List a split's sequences, as `tasks`; EnvironmentFailure where the hosted environment has none."""
+        return self._listed("sequences", split, sequence_from_json)
+
+    def _listed(self, call: str, split: str, decode: Callable[[Mapping[str, Any]], T]) -> list[T]:
         try:
-            return self._call("tasks", lambda value, _: [task_from_json(fields) for fields in value], split=split)
+            return self._call(call, lambda value, _: [decode(fields) for fields in value], split=split)
         except HostedError as error:
             known = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
             if error.type in known:
@@ -190,6 +205,10 @@ class Lease:
     def reset(self, task: Task) -> Observation:
         """Start an episode, with a fresh worker if this lease has none (any more)."""
         return self._call("reset", _observation, task=task_to_json(task))
+
+    def proceed(self, task: Task) -> Observation:
+        """Go on to another task in the live world."""
+        return self._call("proceed", _observation, task=task_to_json(task))
 
     def step(self, action: str) -> Transition:
         return self._call("step", _transition, action=action)
@@ -217,7 +236,7 @@ class Lease:
                 self._pool.lose(worker, failure)
             raise
         except HostedError as error:
-            worker.strikes += name in ("reset", "step")
+            worker.strikes += name in ("reset", "proceed", "step")
             self._pool.count(error.type)
             raise
         if name == "step":
@@ -226,7 +245,7 @@ class Lease:
 
     def _hold(self, name: str) -> Worker:
         """Mark the worker as being in a call: a `close` from now on kills it, an earlier one forbids the call."""
-        if self._worker is None and name in ("reset", "tasks") and not self._closed:
+        if self._worker is None and name in ("reset", "tasks", "sequences") and not self._closed:
             self._worker = self._pool.take()
             if self._closed:  # by another thread, which may have found nothing to give back
                 self.close()

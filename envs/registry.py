@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, SerializeAsAny
 
-from envs.base import Environment, Task
+from envs.base import Environment, Task, TaskSequence, living
 from envs.pool import EnvironmentPool
 from envs.spec import EnvSettings, EnvSpec, Told, source_sha256
 from envs.trajectories import TrajectoryReader
@@ -148,6 +148,15 @@ class Environments:
             listed = self.spec.list_tasks(self.settings, split)
             self._tasks[split] = self._ask(split) if listed is None else listed
         return list(self._tasks[split])
+
+    def sequences(self, split: str) -> list[TaskSequence]:
+        """List a split's sequences of tasks in one world. Raises: as `tasks`; EnvironmentFailure where worlds do not go
+        on."""
+        env = self.lease()
+        try:
+            return list(living(env).sequences(split))
+        finally:
+            env.close()
 
     def close(self) -> None:
         """End all workers."""

@@ -71,7 +71,9 @@ class PoolLimits:
 
     start_s: float = 180.0
     tasks_s: float = 180.0
+    sequences_s: float = 180.0
     reset_s: float = 120.0
+    proceed_s: float = 120.0
     step_s: float = 60.0
     ping_s: float = 60.0  # of a worker at rest, before it is used again
     expert_s: float = 120.0

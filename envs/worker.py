@@ -8,6 +8,7 @@ that a simulator pinned to an old interpreter can be hosted there. The hosted ob
 
     tasks(split) -> dicts with the fields of `envs.base.Task`
     reset(task dict) -> {"text": str, "image": PNG bytes, PIL image or None, "admissible": list or None}
+    sequences(split) -> dicts with the fields of `envs.base.TaskSequence`, and proceed(task dict) -> as reset, if it can
     step(action) -> {"observation": as above, "progress": float, "success": bool, "done": bool}
     expert() -> list or None, and close(), if it has them
 
@@ -38,7 +39,9 @@ from typing import Any
 MARK = b"MCW1"
 HEAD = struct.Struct("!4sI")
 FRAME_LIMIT = 64 * 2**20  # bytes; a 4k picture as PNG stays far below
+SEQUENCE_FIELDS = ("id", "scene", "split", "family")
 TEXT_FIELDS = ("id", "goal", "scene", "split", "kind", "family")  # of a task
+CALLS = ("tasks", "sequences", "reset", "proceed", "step", "expert", "close", "ping")
 PNG_MARK = b"\x89PNG\r\n\x1a\n"
 
 Value = tuple[Any, list[bytes]]  # a JSON-ready answer and the pictures that it refers to by position
@@ -143,13 +146,34 @@ class Hosted:
     def tasks(self, split: str) -> Value:
         return [task_to_json(task) for task in self.inner.tasks(split)], []
 
-    def reset(self, task: dict[str, Any]) -> Value:
-        given: Any = task
-        if not self.plain:
-            from envs.base import task_from_json
+    def sequences(self, split: str) -> Value:
+        listed = [
+            {
+                **{name: field(each, name, "") for name in SEQUENCE_FIELDS},
+                "tasks": list(map(task_to_json, field(each, "tasks"))),
+            }
+            for each in self._living().sequences(split)
+        ]
+        return listed, []
 
-            given = task_from_json(task)
-        return self._observation(self.inner.reset(given))
+    def reset(self, task: dict[str, Any]) -> Value:
+        return self._observation(self.inner.reset(self._task(task)))
+
+    def proceed(self, task: dict[str, Any]) -> Value:
+        return self._observation(self._living().proceed(self._task(task)))
+
+    def _task(self, task: dict[str, Any]) -> Any:
+        if self.plain:
+            return task
+        from envs.base import task_from_json
+
+        return task_from_json(task)
+
+    def _living(self) -> Any:
+        """Return the hosted object where one task can follow another in its world."""
+        if not callable(getattr(self.inner, "proceed", None)):
+            raise RuntimeError(f"{type(self.inner).__name__} starts every task in a world of its own")
+        return self.inner
 
     def step(self, action: str) -> Value:
         made = self.inner.step(action)
@@ -242,7 +266,7 @@ def serve(channel: Channel, line: Line, factory: str, arguments: str) -> int:
 
     def start() -> Value:
         hosted = Hosted(pkgutil.resolve_name(factory)(**json.loads(arguments)))
-        calls.update({name: getattr(hosted, name) for name in ("tasks", "reset", "step", "expert", "close", "ping")})
+        calls.update({name: getattr(hosted, name) for name in CALLS})
         return hosted.ping()
 
     if not line.answer(start):

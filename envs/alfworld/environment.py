@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from envs.alfworld.games import FOLDER, AlfworldGames
 from envs.alfworld.prompts import COMPILING, INSTRUCTIONS
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.household.environment import REFUSED, EngineEnvironment, telling_views
+from envs.household.sequences import SequenceSettings
 from envs.household.trajectories import AlfworldReader
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports, sync
 
@@ -36,10 +37,11 @@ class AlfworldEnvironment(EngineEnvironment):
     name = "alfworld"
 
     def __init__(
-        self, data_root: str | os.PathLike[str] | None = None, images: bool = True, image_size: int = 64
-    ) -> None:
+        self, data_root: str | os.PathLike[str] | None = None, images: bool = True, image_size: int = 64, seed: int = 0,
+        sequences: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self._folder = AlfworldGames(data_root)
-        super().__init__(self._folder, images, image_size)
+        super().__init__(self._folder, images, image_size, seed, sequences)
 
     def game_file(self, task: Task) -> Path:
         return self._folder.path(task)
@@ -67,6 +69,14 @@ class TextWorldEnvironment(AlfworldEnvironment):
             raise EnvironmentFailure(f"TextWorld opens {task.id} with other than banner, room and task: "
                                      f"{seen.text!r}") from None  # fmt: skip
         return replace(ours, text=room, admissible=seen.admissible)
+
+    def sequences(self, split: str) -> NoReturn:
+        """Raise EnvironmentFailure: TextWorld plays one task in a world."""
+        raise EnvironmentFailure("TextWorld plays one task in a world: for sequences, set env.engine=native")
+
+    def proceed(self, task: Task) -> NoReturn:
+        """Raise EnvironmentFailure, as `sequences`."""
+        self.sequences(task.split)
 
     def step(self, action: str) -> Transition:
         """Carry out one command."""
@@ -151,12 +161,14 @@ class AlfworldSettings(EnvSettings):
     data_root: str | None = None  # folder of json_2.1.1 (default: $ALFWORLD_DATA)
     engine: Literal["native", "textworld"] = "native"  # who plays the games
     images: bool = False  # the games have no view: the household's floor plans are our own, for who asks for them
+    sequences: SequenceSettings = SequenceSettings()  # tasks one after another in one game's world
 
 
 def _construct(settings: AlfworldSettings) -> WorkerSpec:
     root = str(Path(settings.data_root).expanduser().resolve()) if settings.data_root else None
     name = "TextWorldEnvironment" if settings.engine == "textworld" else "AlfworldEnvironment"
-    return WorkerSpec(f"{__name__}:{name}", {"data_root": root, "images": settings.images})
+    arguments = settings.model_dump(include={"images", "seed", "sequences"})
+    return WorkerSpec(f"{__name__}:{name}", {"data_root": root, **arguments})
 
 
 def find_games() -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from envs.base import EnvironmentFailure, Task
 from envs.household import world
 from envs.household.engine import Engine
+from envs.household.sequences import with_goal
 from envs.household.world import KINDS, LOOK, NOWHERE, Game, Goal, Item, Receptacle, State, Wording
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
@@ -59,7 +60,11 @@ class AlfworldGames:
 
     def game(self, task: Task) -> tuple[Game, None]:
         """Read the game of a task (nothing is marked in real games)."""
-        return read_game(self.path(task)), None
+        return with_goal(read_game(self.path(task)), task), None
+
+    def worlds(self, split: str) -> list[Task]:
+        """Return the split's tasks: each game is a world of its own."""
+        return self.tasks(split)
 
     def path(self, task: Task) -> Path:
         """Return the game file of a task."""

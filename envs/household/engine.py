@@ -45,10 +45,16 @@ class Engine:
 
     def intro(self) -> str:
         """Tell the room as first seen, in ALFWorld's words: all of it, unless the agent starts facing something."""
-        if self.here(self.game.start):
-            return self._look(self.game.start)
+        facing = self.here(self.game.start)
+        return self._look(self.game.start) if facing else f"You are in the middle of a room. {self._places()}"
+
+    def again(self, state: State) -> str:
+        """Tell the room to someone who has been in it for a while: its places, and what is faced."""
+        return f"{self._places()} {self._look(state)}" if self.here(state) else self.intro()
+
+    def _places(self) -> str:
         seen = _enumerate([f"a {r.name}" for r in self.game.receptacles if r.location != NOWHERE])
-        return f"You are in the middle of a room. Looking quickly around you, you see {seen}."
+        return f"Looking quickly around you, you see {seen}."
 
     def here(self, state: State) -> tuple[int, ...]:
         """Return the receptacles at the agent's place."""

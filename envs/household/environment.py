@@ -1,14 +1,15 @@
 """The household as an `Environment`: one live episode of the engine, in homes of its own; its settings and spec."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import Field
 
-from envs.base import EnvironmentFailure, Observation, Task, Transition
+from envs.base import EnvironmentFailure, Observation, Task, TaskSequence, Transition
 from envs.household.engine import Command, Engine
 from envs.household.expert import plan
 from envs.household.generate import DEFAULT_KINDS, Generator
+from envs.household.sequences import SequenceSettings, sequences
 from envs.household.trajectories import HouseholdReader
 from envs.household.world import Game, State
 from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec, last_view
@@ -34,6 +35,10 @@ class Games(Protocol):
         """Return a task's game, and the item whose receptacle the picture marks, if any."""
         ...
 
+    def worlds(self, split: str) -> list[Task]:
+        """Return one task for each world of a split; any goal can be asked for in it (`sequences.with_goal`)."""
+        ...
+
 
 class EngineEnvironment:
     """Games of the household engine: one live episode, a step in tens of microseconds.
@@ -43,10 +48,13 @@ class EngineEnvironment:
 
     name = "household"
 
-    def __init__(self, games: Games, images: bool, image_size: int) -> None:
+    def __init__(
+        self, games: Games, images: bool, image_size: int, seed: int = 0, sequences: Mapping[str, Any] | None = None
+    ) -> None:
         if image_size < 64:
             raise ValueError(f"image_size must be at least 64 pixels for the plan to be readable, not {image_size}")
         self._games, self._images, self._image_size = games, images, image_size
+        self._seed, self._sequences = seed, SequenceSettings.model_validate(sequences or {})
         self._playing: tuple[Engine, State] | None = None
         self._commands: dict[str, Command] = {}
         self._marked: int | None = None
@@ -62,6 +70,25 @@ class EngineEnvironment:
         engine = Engine(game)
         self._playing, self._plan, self._renderer = (engine, engine.reset()), None, None
         return self._observe(engine.intro())
+
+    def sequences(self, split: str) -> list[TaskSequence]:
+        """List the sequences that the settings ask for, each in one of the split's worlds."""
+        game_of = lambda task: self._games.game(task)[0]
+        return sequences(self._games.worlds(split), game_of, self._sequences, self._seed, split)
+
+    def proceed(self, task: Task) -> Observation:
+        """Go on to another task in this world: what lies where, what is open and in hand, and the agent's place stay.
+
+        The text names the room's places, as at the start, and what is in view. EnvironmentFailure where the task is
+        one of another world.
+        """
+        engine, state = self._live()
+        game, self._marked = self._games.game(task)
+        if (game.receptacles, game.items) != (engine.game.receptacles, engine.game.items):
+            raise EnvironmentFailure(f"task {task.id} is of another world than the live one: it needs a reset")
+        engine = Engine(game)
+        self._playing, self._plan, self._renderer = (engine, state), None, None
+        return self._observe(engine.again(state))
 
     def step(self, action: str) -> Transition:
         """Carry out one command."""
@@ -138,10 +165,11 @@ class HouseholdEnvironment(EngineEnvironment):
         wandering_objects: int = 3,
         kinds: Sequence[str] = DEFAULT_KINDS,
         remembered_share: float = 0.0,
+        sequences: Mapping[str, Any] | None = None,
     ) -> None:
         shares = visual_share, remembered_share
         games = Generator(seed, scenes, *shares, fixed_objects, wandering_objects, tuple(kinds))
-        super().__init__(games, images, image_size)
+        super().__init__(games, images, image_size, seed, sequences)
 
 
 def telling_views(actions: Sequence[str]) -> Sequence[int]:
@@ -155,11 +183,14 @@ class HouseholdSettings(EnvSettings):
     visual_share: float = Field(default=0.5, ge=0, le=1)  # share of tasks that only the picture decides
     remembered_share: float = Field(default=0.0, ge=0, le=1)  # share that only a picture in memory decides
     kinds: tuple[str, ...] | None = None  # task types (default: the four that fetch one thing)
+    fixed_objects: int = Field(default=6, ge=1)  # things of a home that lie where they lay in earlier episodes
+    wandering_objects: int = Field(default=3, ge=0)  # and that lie elsewhere each time
+    sequences: SequenceSettings = SequenceSettings()  # tasks one after another in one home
 
 
 def _construct(settings: HouseholdSettings) -> WorkerSpec:
-    shares = {"visual_share", "remembered_share"}
-    arguments = settings.model_dump(include={"seed", "scenes", "images", "kinds", *shares}, exclude_none=True)
+    homes = {"scenes", "visual_share", "remembered_share", "kinds", "fixed_objects", "wandering_objects"}
+    arguments = settings.model_dump(include={"seed", "images", "sequences", *homes}, exclude_none=True)
     return WorkerSpec(f"{__name__}:HouseholdEnvironment", arguments)
 
 

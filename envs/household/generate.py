@@ -17,6 +17,7 @@ from functools import lru_cache
 
 from envs.base import EnvironmentFailure, Task
 from envs.household import world
+from envs.household.sequences import WORLD, with_goal
 from envs.household.vocabulary import CAN_CONTAIN, ITEM_TYPES, LAMP, LAMP_PLACES, OPENABLE, PHRASES, PLACES, ItemType
 from envs.household.world import CLEAN, COOL, HEAT, KINDS, LOOK, SIMPLE, TWO, Game, Goal, Item, Receptacle, State
 
@@ -113,6 +114,13 @@ class Generator:
             errand = _draw(rng, self._errands(home, item, (place,)))
             evaluation.append(self._task(rng, layout, index, len(evaluation), item, errand, "remembered"))
         return experience, evaluation
+
+    def worlds(self, split: str) -> list[Task]:
+        """Return one task for each home of a split."""
+        homes = dict[str, Task]()
+        for task in self.tasks(split):
+            homes.setdefault(task.data["scene"], task)
+        return sorted(homes.values(), key=lambda task: int(task.data["scene"]))
 
     @property
     def _text_share(self) -> float:
@@ -234,17 +242,17 @@ class Generator:
         except KeyError as missing:
             raise EnvironmentFailure(f"task {task.id} is not of a generated home: its data has no {missing}") from None
         home = self._home(seed, layout, index)
-        seen = home.seen[0] if home.seen else None
-        if target not in home.fixed and target not in home.wandering and target != seen:
+        seen, sequence = home.seen[0] if home.seen else None, task.data.get(WORLD)
+        if sequence is None and target not in home.fixed and target not in home.wandering and target != seen:
             raise EnvironmentFailure(f"task {task.id} asks for a {target}, which that home does not have: the task was "
                                      "made with another number of items or other task types")  # fmt: skip
-        rng = _rng(seed, task.id, "episode")
+        rng = _rng(seed, sequence or task.id, "episode")
         placed: list[tuple[str, int, int]] = [  # (type, number, receptacle)
             (item, number, place) for item, places in home.fixed.items() for number, place in enumerate(places, 1)
         ]
         for item in home.wandering:
             fitting = _fitting(home.receptacles, item)
-            if item == target:
+            if item == target and sequence is None:
                 fitting = [i for i in fitting if home.receptacles[i].type != destination]
             placed.append((item, 1, rng.choice(fitting)))
         if home.seen is not None:
@@ -255,7 +263,7 @@ class Generator:
         items = tuple(_item(kind, number) for kind, number, _ in placed)
         goal = Goal(task.kind, target, destination, LAMP if task.kind == LOOK else "")
         start = _start(home, [place for *_, place in placed])
-        game = Game(home.receptacles, items, start, goal, task.goal, CAN_CONTAIN)
+        game = with_goal(Game(home.receptacles, items, start, goal, task.goal, CAN_CONTAIN), task)
         shown = target if task.family == "visual" else seen if task.split.endswith(EXPERIENCE) else None
         return game, next((i for i, item in enumerate(items) if item.type == shown), None)
 

@@ -90,6 +90,35 @@ ITEM_TYPES: dict[str, ItemType] = {
     for name, (flags, places) in _TABLE.items()
 }
 
+# How a thing is called by those who do not say its name: by colour and group.
+_GROUPS = {
+    "food": "red apple, brown bread, white egg, green lettuce, brown potato, red tomato",
+    "dish": "white bowl, blue cup, blue mug, white plate",
+    "cutlery": "silver butterknife, silver fork, silver knife, silver ladle, black spatula, silver spoon",
+    "cookware": "black kettle, black pan, silver pot",
+    "bottle": "green glassbottle, green winebottle, white soapbottle, blue spraybottle",
+    "device": "black alarmclock, black cellphone, silver laptop, black remotecontrol, silver watch",
+    "stationery": "blue book, white newspaper, blue pen, yellow pencil",
+    "ornament": "white candle, white statue, blue vase",
+    "washing thing": "white cloth, yellow dishsponge, white soapbar",
+    "spice": "black peppershaker, white saltshaker",
+}  # fmt: skip
+TRAITS: dict[str, tuple[str, str]] = {
+    thing: (colour, group)
+    for group, things in _GROUPS.items()
+    for colour, thing in (each.split() for each in things.split(", "))
+}
+"""Colour and group of item types; what is alone of its kind has none."""
+
+# How often ALFWorld's 3,553 train games ask for each of the types above.
+ASKED_FOR: dict[str, int] = dict(
+    mug=220, cup=145, potato=136, egg=126, tomato=124, apple=122, book=114, cellphone=113, spraybottle=108, bowl=106,
+    soapbar=106, plate=97, soapbottle=95, creditcard=90, keychain=90, cd=89, candle=84, alarmclock=84, lettuce=81,
+    pan=81, pot=76, remotecontrol=76, pencil=75, pillow=71, newspaper=67, pen=66, cloth=63, kettle=62, bread=58,
+    tissuebox=52, laptop=52, statue=43, ladle=42, dishsponge=39, knife=36, spatula=35, peppershaker=34, butterknife=32,
+    spoon=31, box=31, watch=31, winebottle=29, saltshaker=28, vase=28, fork=25, glassbottle=12,
+)  # fmt: skip
+
 LAMP = "desklamp"
 LAMP_PLACES = frozenset({"desk", "dresser", "shelf", "sidetable", "diningtable", "countertop", "coffeetable"})
 
