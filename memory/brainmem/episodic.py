@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from envs.base import Task
-from memory.brainmem.reading import Body, kind, moved, objects, room, summary, views
+from envs.household.telling import Body, kind, moved, objects, room, summary, views
 from memory.protocol import Record, Trace
 
 State = tuple[str, str]  # room, summary

@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from envs.household.telling import kind
 from envs.household.trajectories import PUT, TAKE, TREAT, USE
 from memory.brainmem.episodic import Topic
-from memory.brainmem.reading import kind
 from memory.brainmem.semantic import Experience
 from memory.protocol import Record, Trace
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from envs.base import Task
+from envs.household.telling import summary
 from memory.brainmem import agent, overview, working
 from memory.brainmem.episodic import Standing, State, TrajectoryGraph, topic_of
 from memory.brainmem.knowledge import NAME, Knowledge, id_of
-from memory.brainmem.reading import summary
 from memory.brainmem.semantic import agreeing
 from memory.brainmem.settings import BrainMemSettings
 from memory.brainmem.working import WorkStep

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from envs.base import Task
-from memory.brainmem.reading import Body, kind, moved, objects, room, summary, views
+from envs.household.telling import Body, kind, moved, objects, room, summary, views
 from memory.brainmem.settings import Working
 from memory.brainmem.working import WorkStep, rate, rendered, warnings
 

@@ -18,9 +18,9 @@ from compiler.language import Emission
 from compiler.records import CompileRequest
 from envs.alfworld.export import export_split
 from envs.household.environment import HouseholdEnvironment
+from envs.household.telling import room
 from executor.prompt import HISTORY, ExecutorRequest, MemoryBlock
 from lm.backbone import load_backbone
-from memory.brainmem.reading import room
 from memory.entry import MemoryEntry, Provenance
 from zoo.alfworld import gate, lessons, play, recipes
 from zoo.alfworld.words import LEXICON, SCENES

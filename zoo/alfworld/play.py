@@ -23,11 +23,11 @@ from data_gen.experience import filled_bank
 from data_gen.tasks import chosen_tasks, specs_for
 from envs.alfworld.environment import AlfworldSettings
 from envs.base import Environment
+from envs.household.telling import room
 from envs.household.trajectories import PUT, TAKE, TREAT, AlfworldReader
 from envs.registry import Environments
 from executor.prompt import ExecutorRequest, executor_text
 from executor.records import Action, Executor, Grounding, Reads
-from memory.brainmem.reading import room
 from memory.entry import MemoryEntry
 from zoo.models import MEMORY_TOKEN
 

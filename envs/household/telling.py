@@ -1,7 +1,7 @@
 """What text tells: where the agent stands, what it holds, what is where, and what a task is about.
 
-Read is the wording of ALFWorld's text world, which generated homes share; other text gives nothing to be read, and a
-step of it is its action and feedback alone. Nothing comes from the simulator's own state.
+Read is the wording of ALFWorld's text world, which generated homes share; other text gives nothing to be read. Nothing
+comes from the simulator's own state.
 """
 
 from __future__ import annotations
