@@ -1,14 +1,13 @@
 """Synthetic documents that make a tiny model's look-up circuit form (paper: none; design notes: quickstart).
 
 A model of a million parameters does not learn to look things up from household text alone: the signal is too sparse.
-Six kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
+Five kinds of documents give a dense one, in this order: random segments that are repeated once (copying), key-value
 recall, then facts and memory documents in which only scene AND object together decide the place. (Straight from recall
 to memory documents the model stayed at chance; facts told with ever more words lead there.) Then the place, or that
 nothing tells it, is to be known from the goal at once, past all that stands between a goal and the question in a
 compiler's prompt: what has only ever continued a fact does not know, before it has begun to tell one, whether there is
-any. Where places are searched, there follows the way from each place to the next one of a list (search); where
-several entries tell of the same scene and object, all that they tell, in the order in which it is told first (lists).
-Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
+any. Where places are searched, the way from each place to the next one of a list is learned as well (search). Every
+batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ANSWER = f"{END_OF_TURN}\n<|im_start|>assistant\n"  # where one begins
 ROOM = "You are in the middle of a room. Looking quickly around you, you see"
 MOST_GONE, LEAPS, OPENED = 10, 0.3, 0.3  # places gone to in a search; shares of those that leap, and that are opened
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
-Kind = Literal["copy", "recall", "facts", "documents", "goals", "lists", "search"]
+Kind = Literal["copy", "recall", "facts", "documents", "goals", "search"]
 
 FORMS = (" {scene} {thing}", " in {scene} the {thing}", " in {scene} the {thing} was in",
          "\nbecause in {scene} the {thing} was in")  # fmt: skip
@@ -111,37 +110,6 @@ def goal_document(
     return _memory(vocabulary, rng, places, filler), [*_told(places), *zip(goals, answers, strict=True)]
 
 
-def list_document(
-    vocabulary: Vocabulary, rng: random.Random, entries: int, filler: int
-) -> tuple[str, list[tuple[str, str]]]:
-    """Text of memory entries that tell of few pairs, of most of them more than once and not always the same, and
-    questions, as lessons ask them, about all of these pairs: the answer lists what is told, as it comes first."""
-    scenes, objects = rng.sample(vocabulary.scenes, 2), rng.sample(vocabulary.objects, 2)
-    few, told = rng.sample(vocabulary.places, entries + 1), dict[tuple[str, str], dict[str, None]]()
-    texts = []
-    for _ in range(entries):
-        pair = (rng.choices(scenes, (3, 1))[0], rng.choices(objects, (3, 1))[0])
-        places = rng.sample(few, rng.choices((1, 2), (3, 1))[0])
-        told.setdefault(pair, {}).update(dict.fromkeys(places))
-        facts = (FORMS[2].format(scene=pair[0], thing=pair[1]) + f" {place}" for place in places)
-        actions = [action for place in places for action in _fetched(vocabulary, rng, pair[1], place)][: 2 * filler]
-        texts.append(f"{_goal(vocabulary, rng, *pair)}\n{' ; '.join(actions)}\nbecause{';'.join(facts)}")
-    turn = "\n<|im_start|>user\nask:"
-    questions = [
-        (f"{turn} in {scene} find {thing}{ANSWER}", ", ".join(told.get((scene, thing), [NOTHING])) + END_OF_TURN)
-        for scene, thing in product(scenes, objects)
-    ]  # fmt: skip
-    return "memory:\n" + "\n\n".join(texts) + "\n", questions
-
-
-def _fetched(vocabulary: Vocabulary, rng: random.Random, thing: str, place: str) -> list[str]:
-    """List what an entry did with a thing that was in a place."""
-    target, number = rng.choice(vocabulary.places), rng.randint(1, 4)
-    opened = [f"open {place}"] if rng.random() < OPENED else []
-    took = [f"go to {place}", *opened, f"take {thing} {number} from {place}"]
-    return [*took, f"go to {target}", f"move {thing} {number} to {target}"]
-
-
 def _memory(vocabulary: Vocabulary, rng: random.Random, places: Mapping[tuple[str, str], str], filler: int) -> str:
     """Text of memory entries that tell a place by scene and object."""
     texts = []
@@ -201,7 +169,7 @@ def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
 
 
 ENTRIES = (2, 3, 4, 4, 5, 6)  # of a document
-DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_document, "lists": list_document}
+DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_document}
 
 
 def searches(
@@ -287,7 +255,6 @@ LEVELS = (
     *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
     Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.975),
 )  # fmt: skip
-LISTS = tuple(Level("lists", filler, 0.97) for filler in (0, 1, 3, 6))
 SEARCH = tuple(Level("search", places, 0.95) for places in (6, 12, 24))
 
 
@@ -313,9 +280,9 @@ class TextCurriculum(TrainerCallback):
             level = LEVELS[0]
         elif share < 0.2:  # from facts on: the other two are drawn by now
             level = LEVELS[1]
-        elif share < 0.4 and level.kind in ("lists", "search"):
+        elif share < 0.4 and level.kind == "search":
             level = LEVELS[-1]
-        return self._drawn(level, numbers, draw, 32 if level.kind in ("documents", "goals", "lists") else 64)
+        return self._drawn(level, numbers, draw, 32 if level.kind in ("documents", "goals") else 64)
 
     def exam(self, _: int) -> dict[str, Tensor]:
         """Draw the level's exam: 64 rows that do not change until it is passed."""

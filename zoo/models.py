@@ -120,17 +120,6 @@ def make_executor(tokenizer: PreTrainedTokenizerFast, hidden: int = 128, layers:
     return Qwen2ForCausalLM(Qwen2Config(**_decoder(tokenizer, hidden, layers), rope_parameters=rope))
 
 
-def deepened(model: Qwen2ForCausalLM, layers: int) -> Qwen2ForCausalLM:
-    """Return the model with more layers behind its own, which at first pass on what they get: the same function."""
-    config = model.config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}
-    deeper = Qwen2ForCausalLM(Qwen2Config.from_dict(config))
-    deeper.load_state_dict(model.state_dict(), strict=False)
-    for name, weight in deeper.named_parameters():
-        if name not in model.state_dict() and name.endswith(("o_proj.weight", "down_proj.weight")):
-            torch.nn.init.zeros_(weight)
-    return deeper
-
-
 def as_llama(model: Qwen2ForCausalLM) -> LlamaForCausalLM:
     """Give the same function another name: a Llama with attention biases (that of o_proj zero).
 

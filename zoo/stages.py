@@ -45,15 +45,19 @@ class AnswerLoss:
     Batches are padded on the right, so the causal mask is the only one needed.
     """
 
+    bf16 = False  # matrices are multiplied in bfloat16
+
     def compute_loss(self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None):
         """Mean NLL of the labelled tokens; as outputs, which of them are predicted. Where several tokens serve equally
         well, the batch lists them: `equals` (labelled tokens in their order, alternatives), padded with IGNORE."""
         given = ("labels", "attention_mask", "equals")
         sequence = {name: value for name, value in inputs.items() if name not in given}
-        hidden = model.model(**sequence, use_cache=False).last_hidden_state[:, :-1]
         labels = inputs["labels"][:, 1:]
         asked = labels != IGNORE
-        logits, target = model.lm_head(hidden[asked]), labels[asked]
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            hidden = model.model(**sequence, use_cache=False).last_hidden_state[:, :-1]
+            logits = model.lm_head(hidden[asked])
+        logits, target = logits.float(), labels[asked]
         if "equals" not in inputs:
             loss = torch.nn.functional.cross_entropy(logits, target)
             return (loss, {"right": logits.argmax(-1) == target}) if return_outputs else loss
@@ -98,7 +102,7 @@ def arguments(folder: Path, seed: int, steps: int, rate: float, every: int, warm
 def train_on_answers(
     model: PreTrainedModel, folder: Path, seed: int, steps: int, draw: Callable[[int], Batch],
     exam: Callable[[int], Batch], rate: float, every: int, warmup: float = 0.02,
-    callbacks: Sequence[TrainerCallback] = (),
+    callbacks: Sequence[TrainerCallback] = (), bf16: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
     """Train on the batches that `draw(step)` gives, with the accuracy on `exam(1)` in the log; the trained model."""
     settings = TrainingArguments(
@@ -110,6 +114,7 @@ def train_on_answers(
         model, settings, data_collator=lambda rows: rows[0], train_dataset=Batches(steps, draw),
         eval_dataset=Batches(1, exam), compute_metrics=accuracy, callbacks=[Stopwatch(), *callbacks],
     )  # fmt: skip
+    trainer.bf16 = bf16
     return run(trainer, folder)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import random
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -24,7 +25,7 @@ from compiler.records import CompileRequest
 from envs.trajectories import Fact
 from lm.backbone import Backbone
 from memory.entry import MemoryEntry
-from zoo.alfworld.play import READER, Example, Situation
+from zoo.alfworld.play import GO, READER, Example, Situation
 from zoo.alfworld.words import SCENES, THINGS
 from zoo.curriculum import IGNORE, NOTHING, pad
 from zoo.lessons import Lesson, Talk, collate, questions
@@ -34,9 +35,11 @@ EMISSION = "emission"
 TOLD, UNTOLD = 4, 2  # questions in a situation about what M tells and does not tell, at most
 SEEN, UNSEEN = 3, 2  # and about things that are in view and that are not
 _LISTED_THING = re.compile(r"\b([a-z]+) (\d+)")
+NEAR = 16  # neighbours on either side, of one length, from which is drawn
+RARE = 0.35
+MEMORY, GUIDE = "memory:", "guide:"  # as an executor's prompt says them
 T = TypeVar("T")
 Ask = Callable[[Situation, random.Random], tuple[CompileRequest, Talk]]
-Shares = tuple[float, float]
 
 
 class SceneLabels:
@@ -56,11 +59,17 @@ class SceneLabels:
         return table
 
 
-def alike(by_length: Sequence[T], size: int, rng: random.Random) -> list[T]:
-    """Draw `size` of eight times as many neighbours by length: alike in length, but not of one episode."""
-    stretch = min(8 * size, len(by_length))
-    at = rng.randint(0, len(by_length) - stretch)
-    return rng.sample(by_length[at : at + stretch], size)
+class ByLength(Generic[T]):
+    """Things in the order of their lengths, of which some of like length can be drawn."""
+
+    def __init__(self, things: Iterable[T], length: Callable[[T], int]) -> None:
+        self.things = sorted(things, key=length)
+        self.lengths = [length(thing) for thing in self.things]
+
+    def near(self, length: int, rng: random.Random) -> T:
+        """Draw one of those that are nearest to a length."""
+        at = min(max(bisect_left(self.lengths, length), NEAR), max(len(self.things) - NEAR, 0))
+        return rng.choice(self.things[max(at - NEAR, 0) : at + NEAR])
 
 
 # -- the executor -----------------------------------------------------------------------------------------------------
@@ -96,23 +105,38 @@ def deed_batch(labels: SceneLabels, deeds: Sequence[Deed], rng: random.Random, p
     return {"input_ids": ids, "labels": pad(targets, IGNORE), "equals": pad(equals, IGNORE)}
 
 
+def kind_of(example: Example) -> tuple[str, str]:
+    """Say what decides a deed: what the prompt has beside goal and view, and what it comes to."""
+    given = next((name for name in (MEMORY, GUIDE) if f"\n{name}" in example.prompt), "")
+    return given, "told" if example.told else example.wanted[0].partition(" ")[0]
+
+
 class DeedDraws:
-    """Batches of prompts of like length: a random example with its neighbours by length; a share of the batches of
-    those alone in which pasted memory or guidance says where to go."""
+    """Batches of deeds of like length. Kinds of deeds are drawn by their number to the power of `RARE`, for what is
+    rare in games has to be learned, too. `short`: the shortest third of each kind without M alone, all kinds alike."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], size: int, told: float = 0.0
+        self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], size: int, short: bool = False
     ) -> None:
-        by_length = lambda some: sorted((deed(tokenizer, each) for each in some), key=lambda d: len(d.prompt))
-        self._all, self._told = by_length(examples), by_length([each for each in examples if each.told])
-        self._labels, self._pad_id = SceneLabels(tokenizer), tokenizer.pad_token_id
-        self._size, self._share = size, told
+        kinds = dict[tuple[str, str], list[Deed]]()
+        for example in examples:
+            if not (short and kind_of(example)[0] == MEMORY):
+                kinds.setdefault(kind_of(example), []).append(deed(tokenizer, example))
+        pools = [sorted(deeds, key=_tokens)[: -(-len(deeds) // 3) if short else None] for deeds in kinds.values()]
+        self._pools = [ByLength(deeds, _tokens) for deeds in pools]
+        self._shares = [len(deeds) ** (0 if short else RARE) for deeds in pools]
+        self._lengths = [length for pool in self._pools for length in pool.lengths]
+        self._labels, self._size = SceneLabels(tokenizer), size
+        self._pad_id: int = tokenizer.pad_token_id  # type: ignore[assignment]
 
     def draw(self, rng: random.Random) -> Batch:
         """Draw a batch."""
-        pool = self._told if self._told and rng.random() < self._share else self._all
-        chosen = alike(pool, min(self._size, len(pool)), rng)
-        return deed_batch(self._labels, chosen, rng, self._pad_id)  # type: ignore[arg-type]
+        length, pools = rng.choice(self._lengths), rng.choices(self._pools, self._shares, k=self._size)
+        return deed_batch(self._labels, [pool.near(length, rng) for pool in pools], rng, self._pad_id)
+
+
+def _tokens(deed: Deed) -> int:
+    return len(deed.prompt)
 
 
 # -- the compiler base ------------------------------------------------------------------------------------------------
@@ -177,27 +201,21 @@ def _listed(places: Iterable[str]) -> str:
 
 
 class LessonDraws:
-    """Batches of lessons on situations of like length, as often as they come; a share of the batches on those alone in
-    which a place is named, and one on those in which something is looked for and no place is named."""
+    """Batches of lessons on situations of like length, in equal shares: a place is named, something is looked for and
+    nothing is said, nothing is looked for."""
 
-    def __init__(
-        self, backbone: Backbone, situations: Sequence[Situation], size: int, ask: Ask, shares: Shares = (0.0, 0.0),
-    ) -> None:  # fmt: skip
+    def __init__(self, backbone: Backbone, situations: Sequence[Situation], size: int, ask: Ask) -> None:
         self._backbone, self._size, self._ask = backbone, size, ask
         self._labels = SceneLabels(backbone.tokenizer)
-        self._all = sorted(situations, key=_length)
-        named = [each for each in self._all if each.emission.guidance]
-        silent = [each for each in self._all if each.search and not each.emission.guidance]
-        self._pools = [(pool, share) for pool, share in zip((named, silent), shares, strict=True) if pool]
+        named = [each for each in situations if each.emission.guidance]
+        silent = [each for each in situations if each.search and not each.emission.guidance]
+        rest = [each for each in situations if not each.search and not each.emission.guidance]
+        self._pools = [ByLength(pool, _length) for pool in (named, silent, rest) if pool]
 
     def draw(self, rng: random.Random) -> Batch:
         """Draw a batch."""
-        chance, pool = rng.random(), self._all
-        for some, share in self._pools:
-            if 0 <= chance < share:
-                pool = some
-            chance -= share
-        chosen = alike(pool, min(self._size, len(pool)), rng)
+        length = rng.choice(rng.choice(self._pools).lengths)
+        chosen = [pool.near(length, rng) for pool in rng.choices(self._pools, k=self._size)]
         return collate(self._backbone, [self._lesson(situation, rng) for situation in chosen])
 
     def _lesson(self, situation: Situation, rng: random.Random) -> Lesson:
@@ -210,6 +228,24 @@ class LessonDraws:
 def ask_state(situation: Situation, rng: random.Random) -> tuple[CompileRequest, Talk]:
     """Ask of view and Brief State alone, behind a prompt without M."""
     return replace(situation.request, memory=()), state_talk(situation, rng)
+
+
+def ask_emission(situation: Situation, rng: random.Random) -> tuple[CompileRequest, Talk]:
+    """Ask for the emission alone."""
+    return situation.request, [(EMISSION, render(situation.emission))]
+
+
+def without_memory(situations: Iterable[Situation]) -> list[Situation]:
+    """Keep those whose emission follows from view and Brief State, and take M from them: nothing is said, or what is
+    said is noted already, of this scene and by its own name."""
+    kept = []
+    for each in situations:
+        said, state = each.emission, each.request.state
+        place, scene = said.guidance.removeprefix(GO), each.request.goal.partition(":")[0]
+        noted = said.reason.startswith(scene) and said.reason.endswith(f" was in {place}")
+        if state is not None and state.current and (noted or not said.guidance):
+            kept.append(replace(each, request=replace(each.request, memory=())))
+    return kept
 
 
 def ask_all(situation: Situation, rng: random.Random, emission_first: float) -> tuple[CompileRequest, Talk]:

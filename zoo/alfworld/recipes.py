@@ -3,10 +3,11 @@
     memcompiler zoo executor --world alfworld --out OUT
     memcompiler zoo compiler --world alfworld --out OUT
 
-Both begin with the text curriculum (`zoo/curriculum.py`) and with *reading*: questions about task memory, view and
-Brief State behind the compiler's own prompts (`lessons.py`). From there the compiler base goes on to emissions (to
-write them unasked is left to SFT), and the executor to the way from place to place; then it clones a script (`play.py`)
-under all text deliveries in equal shares.
+Both begin with a model that looks things up untrained (`zoo/wiring.py`), and go from what is short to what is long, in
+bfloat16 where matrices are multiplied. The executor learns the way from place to place, then what to do where a prompt
+is short, then it clones a script (`play.py`) under all text deliveries in equal shares. The compiler base is asked
+about view and Brief State behind prompts without M, then about M too, mostly for the emission first (to write it
+unasked is left to SFT).
 
 Nothing of a valid game is in any of it: games and memory are those of the train split, and every 25th game is kept for
 the exams in the log.
@@ -20,96 +21,90 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from transformers import PreTrainedModel, Qwen2ForCausalLM, set_seed
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from agent.episode import EpisodeSpec
 from lm.backbone import Backbone
 from zoo import recipes, stages
 from zoo.alfworld import play
-from zoo.alfworld.lessons import DeedDraws, LessonDraws, ask_all, ask_state
+from zoo.alfworld.lessons import DeedDraws, LessonDraws, ask_all, ask_emission, ask_state, without_memory
 from zoo.alfworld.words import LEXICON
-from zoo.curriculum import LEVELS, SEARCH, Level, TextCurriculum, Vocabulary, document_batch
-from zoo.models import as_llama, deepened, make_tokenizer
-from zoo.recipes import RATE
+from zoo.curriculum import SEARCH, Level, TextCurriculum, Vocabulary, document_batch
+from zoo.models import make_tokenizer
+from zoo.wiring import wired
 
 EXAM_OF = 25
-LAYERS = 8
-READING = 1300  # steps
-DOCUMENTS = (Level("goals", 12, 1), Level("lists", 6, 1))
-"""What goes on to be learned beside real prompts: without it to look up is forgotten while the rest is learned."""
-OFTEN = (0.4, 0.4)  # shares of lessons in which a place is named, and in which none is though something is looked for
+EXECUTOR_LAYERS, COMPILER_LAYERS = 5, 6
+RATE = 1e-3
+DOCUMENTS = (Level("documents", 8, 1), Level("goals", 12, 1))
+"""What goes on beside real prompts, so that look-up stays."""
 
 Draw = Callable[[random.Random], stages.Batch]
 
 
 def train_executor(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (READING, 1600),
-    batch: int = 32, levels: Sequence[Level] = (*LEVELS, *SEARCH),
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (150, 1600),
+    batch: int = 32, levels: Sequence[Level] = SEARCH,
 ) -> None:  # fmt: skip
-    """Make the executor: reading, the way from place to place, cloning.
+    """Make the executor: the way from place to place, short prompts, cloning.
 
     Args:
         games: the first so many train games (default: all).
-        steps: of reading and of cloning.
+        steps: on short prompts and of cloning.
     """
-    made = _Recipe(work, seed, games, batch // 2, levels)
-    model = made.reader(steps[0])
-    search = TextCurriculum(made.tokenizer, LEXICON, seed, [level for level in levels if level.kind == "search"])
-    model = recipes.through(model, work / "search", search, RATE / 2)
-    model = made.stage(model, "cloning", steps[1], lambda: _deeds(made, batch))
+    made = _Recipe(work, seed, games, batch)
+    model = wired(made.tokenizer, EXECUTOR_LAYERS, seed)
+    model = recipes.through(model, work / "search", TextCurriculum(made.tokenizer, LEXICON, seed, levels), RATE)
+    model = made.stage(model, "short", steps[0], lambda: _deeds(made, short=True))
+    model = made.stage(model, "cloning", steps[1], lambda: _deeds(made))
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    names = (*recipes.TEXT, "reading", "search", "cloning")
-    recipes.finish("executor --world alfworld", out, as_llama(model), made.tokenizer, work, names, settings)
+    names = ("search", "short", "cloning")
+    recipes.finish("executor --world alfworld", out, model, made.tokenizer, work, names, settings)
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (READING, 600),
-    batch: int = 16, levels: Sequence[Level] = LEVELS,
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (200, 1600),
+    batch: int = 20,
 ) -> None:  # fmt: skip
-    """Make the compiler base: reading, then mostly the emission first, in states as often as they come."""
-    made = _Recipe(work, seed, games, batch, levels)
-    model = made.reader(steps[0])
+    """Make the compiler base: view and Brief State without M, then all of it.
+
+    Args:
+        steps: without M and with it.
+    """
+    made = _Recipe(work, seed, games, batch)
+    model: PreTrainedModel = wired(made.tokenizer, COMPILER_LAYERS, seed)
+    model = made.stage(model, "states", steps[0], lambda: _states(made, model))
     model = made.stage(model, "emissions", steps[1], lambda: _emissions(made, model))
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    names = (*recipes.TEXT, "reading", "emissions")
-    recipes.finish("compiler --world alfworld", out, as_llama(model), made.tokenizer, work, names, settings)
+    recipes.finish("compiler --world alfworld", out, model, made.tokenizer, work, ("states", "emissions"), settings)
 
 
 @dataclass
 class _Recipe:
-    """What both recipes share: games, situations, and the model that they begin with."""
+    """What both recipes share: games, situations, documents."""
 
     work: Path
     seed: int
     games: int | None
     batch: int
-    levels: Sequence[Level]
 
     def __post_init__(self) -> None:
         self.tokenizer = make_tokenizer(LEXICON)
         vocabulary = Vocabulary.of(self.tokenizer, LEXICON)
-        self.documents: Draw = partial(document_batch, vocabulary, self.tokenizer, DOCUMENTS, self.batch)
-
-    def reader(self, steps: int) -> Qwen2ForCausalLM:
-        """Make a model that reads compile prompts: text curriculum; then questions about view and Brief State alone,
-        and about M too, both mostly where something is looked for, and documents."""
-        model = recipes.train_text(self.tokenizer, LEXICON, self.work, self.seed, self.levels)
-        set_seed(self.seed)
-        model = deepened(model, LAYERS)
-        return self.stage(model, "reading", steps, lambda: _questions(self, model))
+        self.documents: Draw = partial(document_batch, vocabulary, self.tokenizer, DOCUMENTS, max(self.batch // 2, 1))
 
     def stage(
         self, model: PreTrainedModel, name: str, steps: int, drawn: Callable[[], tuple[Draw, Draw]]
-    ) -> Qwen2ForCausalLM:
+    ) -> PreTrainedModel:
         """Train on what is drawn for it, with the accuracy on one batch of the exam in the log."""
         folder, seed = self.work / name, self.seed
         if stages.finished(folder):
-            return Qwen2ForCausalLM.from_pretrained(folder)
+            return LlamaForCausalLM.from_pretrained(folder)
         draw, exam = drawn()
         return stages.train_on_answers(
             model, folder, seed, steps, lambda step: draw(random.Random(f"{seed}/{name}/{step}")),
-            lambda _: exam(random.Random(seed)), RATE / 2, every=50,
-        )  # type: ignore[return-value]  # fmt: skip
+            lambda _: exam(random.Random(seed)), RATE, every=50, bf16=True,
+        )  # fmt: skip
 
     @cached_property
     def material(self) -> tuple[play.Make, list[EpisodeSpec], list[EpisodeSpec]]:
@@ -123,29 +118,38 @@ class _Recipe:
         learned, kept = (play.situations_of(make_env, specs, self.seed) for specs in parts)
         return learned, kept
 
+    @cached_property
+    def examples(self) -> tuple[list[play.Example], list[play.Example]]:
+        make_env, *parts = self.material
+        script = play.Script.of([spec for specs in parts for spec in specs])
+        learned, kept = (
+            play.examples_of(make_env, specs, play.Pupil(script, seed=self.seed), self.seed) for specs in parts
+        )
+        return learned, kept
 
-def _questions(made: _Recipe, model: PreTrainedModel) -> tuple[Draw, Draw]:
-    draws, ask = partial(LessonDraws, Backbone(model, made.tokenizer)), partial(ask_all, emission_first=0.2)
-    learned, kept = made.situations
-    states, questions = (draws(learned, made.batch, asks, OFTEN).draw for asks in (ask_state, ask))
-    return mixed((0.2, made.documents), (0.25, states), (0.55, questions)), draws(kept, 64, ask).draw
+
+def _states(made: _Recipe, model: PreTrainedModel) -> tuple[Draw, Draw]:
+    draws = partial(LessonDraws, Backbone(model, made.tokenizer))
+    (bare, later), (kept, _) = ((without_memory(some), some) for some in made.situations)
+    lessons = mixed((0.4, draws(bare, made.batch, ask_emission).draw), (0.6, draws(later, made.batch, ask_state).draw))
+    return lessons, draws(kept, 64, ask_emission).draw
 
 
 def _emissions(made: _Recipe, model: PreTrainedModel) -> tuple[Draw, Draw]:
-    draws, ask = partial(LessonDraws, Backbone(model, made.tokenizer)), partial(ask_all, emission_first=0.8)
+    draws, all_of_it = partial(LessonDraws, Backbone(model, made.tokenizer)), partial(ask_all, emission_first=0.5)
     learned, kept = made.situations
-    lessons = draws(learned, made.batch, ask, (0.3, 0.2)).draw
-    return mixed((0.1, made.documents), (0.9, lessons)), draws(kept, 64, ask).draw
-
-
-def _deeds(made: _Recipe, batch: int) -> tuple[Draw, Draw]:
-    make_env, learned, kept = made.material
-    script = play.Script.of((*learned, *kept))
-    examples, asked = (
-        play.examples_of(make_env, specs, play.Pupil(script, seed=made.seed), made.seed) for specs in (learned, kept)
+    lessons = mixed(
+        (0.07, made.documents),
+        (0.13, draws(learned, made.batch, ask_state).draw),
+        (0.3, draws(learned, max(made.batch // 2, 1), all_of_it).draw),
+        (0.5, draws(learned, made.batch, ask_emission).draw),
     )
-    deeds = DeedDraws(made.tokenizer, examples, batch, told=0.4).draw
-    return mixed((0.1, made.documents), (0.9, deeds)), DeedDraws(made.tokenizer, asked, 8 * batch).draw
+    return lessons, draws(kept, 64, ask_emission).draw
+
+
+def _deeds(made: _Recipe, short: bool = False) -> tuple[Draw, Draw]:
+    learned, kept = (DeedDraws(made.tokenizer, examples, made.batch, short) for examples in made.examples)
+    return mixed((0.1, made.documents), (0.9, learned.draw)), kept.draw
 
 
 def mixed(*parts: tuple[float, Draw]) -> Draw:

@@ -1,0 +1,77 @@
+"""A decoder whose heads are set by hand: what it can do before it has learned anything."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from zoo.alfworld.words import LEXICON
+from zoo.curriculum import IGNORE, Vocabulary, fact_list, look_ups, memory_document, repeated_segments
+from zoo.models import make_tokenizer
+from zoo.wiring import HEADS, layout, wired
+
+TOKENIZER = make_tokenizer(LEXICON)
+VOCABULARY = Vocabulary.of(TOKENIZER, LEXICON)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return wired(TOKENIZER, layers=5)
+
+
+def right(model, tokens, labels) -> float:
+    """Share of the labelled tokens that are predicted."""
+    with torch.no_grad():
+        predicted = model(tokens).logits.argmax(-1)[:, :-1]
+    asked = labels[:, 1:] != IGNORE
+    return float((predicted == labels[:, 1:])[asked].float().mean())
+
+
+def documents(make, difficulty: int):
+    draw = random.Random(1)
+    return look_ups(TOKENIZER, draw, 16, partial(make, VOCABULARY, draw, 4, difficulty))
+
+
+def test_untrained_it_copies_what_comes_twice(model):
+    tokens, labels = repeated_segments(VOCABULARY, np.random.default_rng(0), 16)
+    assert right(model, tokens, labels) > 0.85
+
+
+@pytest.mark.parametrize(("make", "difficulty"), [(fact_list, 3), (memory_document, 12)])
+def test_untrained_it_looks_up_by_scene_and_thing_where_neither_alone_decides(model, make, difficulty):
+    assert right(model, *documents(make, difficulty)) > 0.95
+
+
+def test_without_its_wiring_it_looks_nothing_up(model):
+    torch.manual_seed(0)
+    other = type(model)(model.config)
+    assert right(other, *documents(memory_document, 12)) < 0.1
+
+
+def test_every_layer_has_its_heads_and_the_last_ones_are_free():
+    rows = layout(6)
+    assert [len(row) for row in rows] == [HEADS] * 6
+    assert all(head is None for row in rows[3:] for head in row)
+
+
+def test_free_layers_add_nothing_at_first(model):
+    ids = torch.tensor([TOKENIZER("in FloorPlan301 the mug was in cabinet 2")["input_ids"]])
+    seen = model(ids, output_hidden_states=True).hidden_states
+    assert torch.equal(seen[-2], seen[3])  # (the last one has been through the final norm)
+
+
+def test_all_of_it_is_trained(model):
+    tokens, labels = documents(fact_list, 0)
+    model(tokens, labels=labels).loss.backward()
+    still = {name for name, weight in model.named_parameters() if weight.grad is None}
+    model.zero_grad()
+    assert not still
+
+
+def test_the_same_seed_makes_the_same_weights(model):
+    again = wired(TOKENIZER, layers=5).state_dict()
+    assert all(torch.equal(weight, again[name]) for name, weight in model.state_dict().items())
