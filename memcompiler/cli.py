@@ -115,6 +115,21 @@ def train_grpo(settings: "GrpoConfig", out: Out = Path("out/grpo"), on_exists: O
     run_train_grpo(settings, out, on_exists)
 
 
+@train_app.command("router")
+def train_router(
+    out: Out = Path("out/router"),
+    environments: Annotated[str, typer.Option(help="Whose expert leaves the histories.")] = (
+        "household,alfworld,scienceworld"
+    ),
+    features: Annotated[Literal["numeric", "full"], typer.Option(help="full: words, too.")] = "numeric",
+    seed: int = 0,
+) -> None:
+    """Train S3Mem's evidence router on template questions about our own episodes (docs/s3mem.md)."""
+    from training.router import train_router
+
+    train_router(out, environments.split(","), features, seed)
+
+
 @launch_app.command("grpo")
 @with_settings("configs.training:GrpoConfig")
 def launch_grpo(
