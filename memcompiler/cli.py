@@ -154,6 +154,28 @@ def evaluate(settings: "EvalConfig", out: Out = Path("out/eval"), on_exists: OnE
     run_eval(settings, out, on_exists)
 
 
+@app.command("qa")
+def answer_questions(
+    data: Annotated[Path, typer.Option(help="LoCoMo's or AMA-Bench's file, or a folder of EMemBench's.")],
+    model: Annotated[str, typer.Option(help="The reader: a Hugging Face name or folder, or a model's name.")],
+    memory: Annotated[str, typer.Option(help="A memory system, or a baseline: windows, oracle, ...")] = "s3mem",
+    tokens: Annotated[int, typer.Option(min=1, help="Of evidence, at most.")] = 1000,
+    engine: Annotated[Literal["hf", "vllm", "endpoint"], typer.Option(help="What the reader runs on.")] = "hf",
+    base_url: Annotated[str, typer.Option(help="Of engine endpoint.")] = "https://api.openai.com/v1",
+    key_env: Annotated[str, typer.Option(help="Of engine endpoint: variable with its key; empty: none.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="So many questions, of all categories.")] = None,
+    facts: Annotated[bool, typer.Option("--facts", help="Read the file's notes of the records instead.")] = False,
+    settings: Annotated[list[str] | None, typer.Argument(help="The memory's own settings, as a.b=c.")] = None,
+    out: Out = Path("out/qa"),
+) -> None:
+    """Answer questions about long histories from what a memory packs. A killed run goes on where it was."""
+    from eval.qa.command import run_qa
+    from memcompiler.options import own_settings
+
+    reader = (engine, model, base_url, key_env or None)
+    run_qa(data, memory, own_settings(settings), tokens, facts, reader, limit, out)
+
+
 @app.command()
 def push(
     run: Annotated[Path, typer.Argument(help="A run or checkpoint folder.")],
@@ -313,6 +335,22 @@ def bench_delivery(
     from benchmarks.delivery import run_bench_delivery
 
     run_bench_delivery(model, memory_tokens, steps, concurrency, engine, dtype, n_soft, out)
+
+
+@bench_app.command("recall")
+def bench_recall(
+    data: Annotated[Path, typer.Option(help="LoCoMo's JSON, or another file of questions with evidence.")],
+    memory: Annotated[str, typer.Option(help="A memory system, or a baseline: bm25, windows, oracle, ...")] = "s3mem",
+    tokens: Annotated[str, typer.Option(help="Budgets, such as 500,1000,2000.")] = "500,1000,2000",
+    facts: Annotated[bool, typer.Option("--facts", help="Read the file's notes of the records instead.")] = False,
+    settings: Annotated[list[str] | None, typer.Argument(help="The memory's own settings, as a.b=c.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for recall.json.")] = None,
+) -> None:
+    """Measure the share of each question's evidence that a memory packs within a budget; no model is needed."""
+    from eval.qa.recall import run_recall
+    from memcompiler.options import own_settings
+
+    run_recall(data, memory, [int(budget) for budget in tokens.split(",")], own_settings(settings), facts, out)
 
 
 # shipped models -------------------------------------------------------------------------------------------------------

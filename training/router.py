@@ -28,16 +28,16 @@ from memory.protocol import Trace
 from memory.s3mem.features import Features
 from memory.s3mem.packing import packed
 from memory.s3mem.pool import Index
-from memory.s3mem.router import Labels, Router, fit
+from memory.s3mem.router import Labels, Router, fit, material
 from memory.s3mem.settings import S3MemSettings
 from memory.s3mem.writing import written
 from runtime.store import to_json
 
-WORLDS, TASKS = 60, 8  # living worlds of each environment, tasks in each
-SCIENCE = 24  # ScienceWorld's episodes: the first of each kind of task
+WORLDS, TASKS = 24, 8  # living worlds of each environment, tasks in each
+SCIENCE = 8  # ScienceWorld's episodes: the first of each kind of task
 NOISE = 0.25  # share of the expert's actions that are detours, so that things recur
-PER_CATEGORY = {"steps": 3, "dialogues": 12}  # questions of a history
-DIALOGUES, SESSIONS = 45, 12
+PER_CATEGORY = {"steps": 3, "dialogues": 10}  # questions of a history
+DIALOGUES, SESSIONS = 20, 12
 HELD_OUT = 0.25  # share of the scenes, and of the dialogues, on which C is chosen
 CS = (0.01, 0.1, 1.0)
 BUDGETS = (100, 200, 400)
@@ -88,10 +88,8 @@ def cases_of(found: Sequence[Source], seed: int = 0) -> tuple[list[Case], list[C
     for side, n in ((train, DIALOGUES), (held, round(HELD_OUT * DIALOGUES))):
         homes, draw = [trace for trace in side if trace.task.kind == "history"], random.Random(seed)
         pairs = [draw.sample(homes, 2) for _ in range(n)]
-        told = [
-            dialogue_case(f"{'train' if side is train else 'held'}-{i}", (a, b), SESSIONS, PER_CATEGORY["dialogues"], seed)
-            for i, (a, b) in enumerate(pairs)
-        ]  # fmt: skip
+        name, most = "train" if side is train else "held", PER_CATEGORY["dialogues"]
+        told = [dialogue_case(f"{name}-{i}", (a, b), SESSIONS, most, seed) for i, (a, b) in enumerate(pairs)]
         sides.append([*(step_case(trace, PER_CATEGORY["steps"], seed) for trace in side), *told])
     return sides[0], sides[1]
 
@@ -133,9 +131,10 @@ def train_router(
     examples = [label for case in train for _, label in labelled(case, settings)]
     tests = [pair for case in held for pair in labelled(case, settings)]
     console.print(f"  router: {len(examples)} questions to learn from, {len(tests)} held out")
+    told = material(examples, features, seed)
     scores: dict[float, tuple[float, Router]] = {}
     for c in CS:
-        router = fit(examples, c, features, seed)
+        router = fit(told, c)
         scores[c] = held_out_recall(router, tests, settings), router
         console.print(f"  C={c:g}: {100 * scores[c][0]:.1f} % of held-out evidence packed")
     best = max(CS, key=lambda c: scores[c][0])

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from envs.base import Task
 from data_gen.cases import Case, Question
+from envs.base import Task
 from memory.protocol import Record, Trace
 
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}

@@ -12,7 +12,7 @@ import numpy as np
 import typer
 
 from data_gen.cases import Case
-from eval.intervals import mean_interval
+from eval.intervals import bootstrap_mean
 from eval.qa.evidence import asking
 from eval.qa.files import read_cases
 from eval.table import markdown_table
@@ -74,5 +74,5 @@ def told(shares: Sequence[float], interval: bool) -> str:
     mean = f"{100 * np.mean(shares):.1f}"
     if not interval or len(shares) < 2:
         return mean
-    found = mean_interval(shares)
+    found = bootstrap_mean(shares)
     return f"{mean} [{100 * found.low:.1f}, {100 * found.high:.1f}]"

@@ -133,9 +133,20 @@ def node_matrix(asked: Asked, rows: NDArray[np.int64], features: Features) -> cs
 # training ------------------------------------------------------------------------------------------------------------
 
 
-def fit(examples: Sequence[Labels], c: float = 1.0, features: Features = "numeric", seed: int = 0) -> Router:
-    """Fit the heads: logistic loss, positives weighted as much as negatives. Evidence that is no candidate is put among
-    them, here alone (B.3)."""
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What the heads are fitted to: rows of phi with both labels, rows of psi with theirs."""
+
+    nodes: csr_matrix
+    support: NDArray[np.int64]
+    anchor: NDArray[np.int64]
+    pairs: csr_matrix
+    links: NDArray[np.int64]
+    features: Features
+
+
+def material(examples: Iterable[Labels], features: Features = "numeric", seed: int = 0) -> Material:
+    """Compute features and labels. Evidence that is no candidate is put among them, here alone (B.3)."""
     rng = np.random.default_rng(seed)
     nodes, supports, anchors, pairs, links = [], [], [], [], []
     for example in examples:
@@ -148,11 +159,19 @@ def fit(examples: Sequence[Labels], c: float = 1.0, features: Features = "numeri
         anchors += [id in example.anchor for id in ids]
         chosen = training_pairs(example, rows, rng)
         if chosen:
-            x = hashed(edge_features(asked, [pair for pair, _ in chosen]), len(chosen), EDGE)
-            pairs.append(x)
+            pairs.append(hashed(edge_features(asked, [pair for pair, _ in chosen]), len(chosen), EDGE))
             links += [label for _, label in chosen]
-    x, psi = vstack(nodes).tocsr(), vstack(pairs).tocsr()
-    return Router(_head(x, supports, c), _head(x, anchors, c), _head(psi, links, c), features)
+    whole = lambda parts: csr_matrix(vstack(parts))
+    labels = (np.array(each, dtype=np.int64) for each in (supports, anchors, links))
+    support, anchor, link = labels
+    return Material(whole(nodes), support, anchor, whole(pairs), link, features)
+
+
+def fit(told: Material, c: float = 1.0) -> Router:
+    """Fit the heads: logistic loss, positives weighted as much as negatives."""
+    heads = ((told.nodes, told.support), (told.nodes, told.anchor), (told.pairs, told.links))
+    support, anchor, edge = (_head(x, labels, c) for x, labels in heads)
+    return Router(support, anchor, edge, told.features)
 
 
 def training_pairs(
@@ -177,8 +196,12 @@ def _some(pairs: Sequence[tuple[int, int]], n: int, rng: np.random.Generator) ->
     return [pairs[i] for i in sorted(chosen)]
 
 
-def _head(x: csr_matrix, labels: Sequence[bool], c: float) -> Head:
+def _head(x: csr_matrix, labels: NDArray[np.int64], c: float) -> Head:
+    """Fit one head on the columns that are touched; the other weights stay 0."""
     from sklearn.linear_model import LogisticRegression
 
-    model = LogisticRegression(C=c, class_weight="balanced", max_iter=1000).fit(x, np.array(labels, dtype=int))
-    return Head(model.coef_[0].astype(np.float64), float(model.intercept_[0]))
+    touched = np.flatnonzero(np.asarray(abs(x).sum(axis=0)).ravel())
+    model = LogisticRegression(C=c, class_weight="balanced", max_iter=1000).fit(x[:, touched], labels)
+    weights = np.zeros(x.shape[1])
+    weights[touched] = model.coef_[0]
+    return Head(weights, float(model.intercept_[0]))

@@ -12,7 +12,6 @@ from memory.entry import MemoryEntry, Provenance
 from memory.retrieval import encodable
 from memory.trajectory import one_line
 
-
 NAME = "s3mem"
 Representation = Literal["full", "chunk", "event", "objects"]
 WORD_TOKENS = 1.3  # tokens of a word, where no tokenizer counts them
