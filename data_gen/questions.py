@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from data_gen.cases import Case, Question
 from memory.protocol import Trace
@@ -45,7 +46,7 @@ class Steps:
     ) -> Question:  # fmt: skip
         """Make a question; `chain`: each piece of evidence is read because of the one before it."""
         told, of = [self.ids[i] for i in evidence], [self.ids[i] for i in anchors or evidence]
-        links = tuple(zip(told, told[1:], strict=False)) if chain else ()
+        links = tuple(pairwise(told)) if chain else ()
         return Question("", text, answer, category, tuple(told), anchors=tuple(of), links=links)
 
 
@@ -78,7 +79,7 @@ def _beside(steps: Steps, draw: random.Random) -> Iterator[Question]:
             text = f"What did you do just before {when}?"
             yield steps.asked("before", text, records[i - 1].action, [i, i - 1], [i], chain=True)
     once = [(action, at[0]) for action, at in steps.done(refused=True).items() if len(at) == 1]
-    for (one, i), (other, j) in zip(once, once[1:], strict=False):
+    for (one, i), (other, j) in pairwise(once):
         if 1 < j - i <= STRETCH + 1:
             told = "; ".join(record.action for record in records[i + 1 : j])
             text = f"Which actions did you take between {one} and {other}?"

@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from data_gen.cases import Case, Question
 from data_gen.small_talk import NAMES, PADDING, PLACES, REACTIONS, SMALL_TALK, TIMES
@@ -31,7 +31,10 @@ VERBS = {  # of what was done: as the teller may say it, and as a question may
     "open": (("opened", "looked into", "went through"), ("open", "look into")),
     "see": (("saw", "noticed", "had a look at"), ("see", "notice")),
 }
-COMPANIONS = "my sister|my brother|my neighbour|my aunt|a colleague|my grandmother|the children|an old friend".split("|")
+COMPANIONS = (
+    "my sister", "my brother", "my neighbour", "my aunt", "a colleague", "my grandmother", "the children",
+    "an old friend",
+)  # fmt: skip
 OCCASIONS = (
     "the party|the exam|the wedding|the move|the holidays|the picnic|the visit|the concert|the storm|the anniversary"
 ).split("|")
@@ -69,9 +72,9 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a pair talks, drawn for each dialogue, so that no habit of theirs is one of all people: turns that an event is
-    told over, shares of small talk and of reactions that name the thing, sentences around another, events in a session,
-    share of parts that the other one guesses."""
+    """How a pair talks, drawn for each dialogue, so that no habit of theirs is one of all people: share of an event's
+    parts that come later, shares of small talk and of reactions that name the thing, sentences around another, events
+    in a session, share of parts that the other one guesses."""
 
     spread: float
     chat: float
@@ -82,8 +85,10 @@ class Style:
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Style:
-        return cls(draw.uniform(0.3, 0.9), draw.uniform(0, 0.6), draw.uniform(0.5, 1), draw.uniform(0.3, 1.5), draw.randint(2, 5),
-                   draw.uniform(0, 0.5))  # fmt: skip
+        within = draw.uniform
+        return cls(
+            within(0.3, 0.9), within(0, 0.6), within(0.5, 1), within(0.3, 1.5), draw.randint(2, 5), within(0, 0.5)
+        )  # fmt: skip
 
 
 def deeds(trace: Trace) -> list[tuple[str, str, str]]:
@@ -151,12 +156,13 @@ class _Dialogue:
         it = draw.choice(("it", "it", f"the {event.thing}"))
         later = {
             "place": f"{it.capitalize()} was in the {event.place}.",
-            "companion": f"{event.companion.capitalize()} helped me with {it}.", "occasion": f"{it.capitalize()} is for {event.occasion}.",
+            "companion": f"{event.companion.capitalize()} helped me with {it}.",
+            "occasion": f"{it.capitalize()} is for {event.occasion}.",
         }  # fmt: skip
         parts = [part for part in later if getattr(event, part)]
         draw.shuffle(parts)
         rest = [part for part in parts if draw.random() < self.style.spread]
-        ends = {"place": f"in the {event.place}", "companion": f"with {event.companion}", "occasion": f"for {event.occasion}"}
+        ends = _named(event)
         deed = " ".join([f"{draw.choice(('So', 'Well,', 'Guess what,', 'You know,'))} I {verb} {thing}",
                          *(ends[part] for part in parts if part not in rest), time])  # fmt: skip
         turn = self.say(who, f"{' '.join(deed.split())}.")
@@ -259,8 +265,8 @@ def _about_one(dialogue: _Dialogue) -> Iterator[Question]:
             turn, ground = told.turns[asked], told.turns["thing"]
             links = ((ground, turn),) if ground != turn else ()
             made = Question(
-                "", _worded(dialogue, event, asked, named, event.by), answer, "temporal" if asked == "day" else "single-hop",
-                (turn,), anchors=(ground,), links=links,
+                "", _worded(dialogue, event, asked, named, event.by), answer,
+                "temporal" if asked == "day" else "single-hop", (turn,), anchors=(ground,), links=links,
             )  # fmt: skip
             yield made
             if asked != "day":
@@ -281,9 +287,14 @@ def _key(event: Event, named: set[str]) -> tuple[object, ...]:
     return (event.verb, *((part, getattr(event, part)) for part in PARTS if part in named))
 
 
+def _named(event: Event) -> dict[str, str]:
+    """Word the parts of an event that follow what was done."""
+    place, companion, occasion = event.place, event.companion, event.occasion
+    return {"place": f"in the {place}", "companion": f"with {companion}", "occasion": f"for {occasion}"}
+
+
 def _worded(dialogue: _Dialogue, event: Event, asked: str, named: set[str], by: str) -> str:
-    ways = {"place": f" in the {event.place}", "companion": f" with {event.companion}", "occasion": f" for {event.occasion}"}
-    parts: Mapping[str, str] = {part: text if part in named else "" for part, text in ways.items()}
+    parts: Mapping[str, str] = {part: f" {text}" if part in named else "" for part, text in _named(event).items()}
     verb = dialogue.draw.choice(VERBS[event.verb][1])
     text = ASKED[asked].format(by=by, verb=verb, thing=event.thing, **parts)
     return text.replace(" my ", " their ")
@@ -307,4 +318,4 @@ def _about_several(dialogue: _Dialogue) -> Iterator[Question]:
             "occasion": f"What has {by} done for {value}?",
         }[part].replace(" my ", " their ")  # fmt: skip
         answer = ", ".join(dict.fromkeys(told.event.thing for told in members))
-        yield Question("", text, answer, "multi-hop", turns, anchors=turns, links=tuple(zip(turns, turns[1:], strict=False)))
+        yield Question("", text, answer, "multi-hop", turns, anchors=turns, links=tuple(pairwise(turns)))

@@ -39,8 +39,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One attempt at a task, or another history: a dialogue, a log (its task says which). `views` are PNG bytes of the views that may be kept; `shown`, the ids of what was recalled
-    in it."""
+    """One attempt at a task, or another history: a dialogue, a log (its task says which). `views` are PNG bytes of the
+    views that may be kept; `shown`, the ids of what was recalled in it."""
 
     task: Task
     records: tuple[Record, ...]

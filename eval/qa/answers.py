@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,12 @@ class Asked:
     reader: str
     limit: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 def run_answers(asked: Asked, cases: Sequence[Case], reader: Reader, out: Path) -> dict[str, Any]:
     """Answer what is not answered yet; return and write the results. Raises: ValueError, where OUT holds answers that
     follow from something else."""
     out.mkdir(parents=True, exist_ok=True)
-    mark, told = out / ASKED, to_json(asked.to_json())
+    mark, told = out / ASKED, to_json(asdict(asked))
     if mark.exists() and mark.read_text(encoding="utf-8") != told:
         raise ValueError(f"{out} holds answers of {mark.read_text(encoding='utf-8')}: name another folder for {told}")
     write_atomically(mark, told)
@@ -65,7 +62,7 @@ def run_answers(asked: Asked, cases: Sequence[Case], reader: Reader, out: Path) 
                 lines.append(*_answered(batch, ask, reader, asked.tokens))
                 for question in batch:
                     advance(question)
-    results = {**asked.to_json(), **summary(list(lines))}
+    results = {**asdict(asked), **summary(list(lines))}
     write_atomically(out / RESULTS, to_json(results, indent=1))
     return results
 
@@ -117,7 +114,10 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     categories = list(dict.fromkeys(row["category"] for row in rows))
     absent, present = [r for r in rows if r["absent"]], [r for r in rows if not r["absent"]]
     mean = lambda of, key: sum(row[key] for row in of) / len(of) if of else None
-    scored = lambda of: {key: vars_of(bootstrap_mean([row[key] for row in of])) for key in SCORES} if of else None
+    interval = lambda values: {key: value for key, value in asdict(bootstrap_mean(values)).items() if key != "stderr"}
+    scored = lambda of: {key: interval([row[key] for row in of]) for key in SCORES} if of else None
+    total = lambda key: sum(row[key] for row in rows)
+    used = {"calls": len(rows), "tokens_in": total("reader_in"), "tokens_out": total("reader_out")}
     return {
         "n": len(rows), "failed": sum(row["failed"] for row in rows),
         "by_category": {c: {"n": len(of), **(scored(of) or {})} for c in categories
@@ -126,13 +126,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "abstention": {"right": mean(absent, "abstained"), "wrong": mean(present, "abstained"), "n": len(absent)},
         "tokens_per_question": mean(rows, "tokens"), "word_tokens_per_question": mean(rows, "word_tokens"),
         "recall": mean([row for row in rows if row["recall"] is not None], "recall"),
-        "usage": {"reader": {"calls": len(rows), "tokens_in": sum(r["reader_in"] for r in rows),
-                             "tokens_out": sum(r["reader_out"] for r in rows), "seconds": sum(r["seconds"] for r in rows)}},
+        "usage": {"reader": {**used, "seconds": total("seconds")}},
     }  # fmt: skip
-
-
-def vars_of(interval: Any) -> dict[str, Any]:
-    return {name: getattr(interval, name) for name in ("mean", "low", "high", "n")}
 
 
 def to_markdown(results: Mapping[str, Any]) -> str:
@@ -142,9 +137,9 @@ def to_markdown(results: Mapping[str, Any]) -> str:
     rows = [[name, str(of["n"]), *(cell(of[key]) for key in SCORES)] for name, of in parts]
     apart = results["abstention"]
     right = "-" if apart["right"] is None else f"{100 * apart['right']:.1f} %"
-    return "\n".join([
-        *markdown_table(heads, rows), "",
-        f"abstained where that is right: {right} (n = {apart['n']}); evidence tokens per question: "
-        f"{results['tokens_per_question']:.0f} by the reader's tokenizer, {results['word_tokens_per_question']:.0f} by words; "
-        f"answers that failed: {results['failed']}",
-    ])  # fmt: skip
+    by_reader, by_words = results["tokens_per_question"], results["word_tokens_per_question"]
+    told = (
+        f"abstained where that is right: {right} (n = {apart['n']}); evidence tokens per question: {by_reader:.0f} by "
+        f"the reader's tokenizer, {by_words:.0f} by words; answers that failed: {results['failed']}"
+    )
+    return "\n".join([*markdown_table(heads, rows), "", told])

@@ -27,7 +27,7 @@ MOST = 256  # entries of a memory system that knows no budget
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a reader is shown: texts in reading order, the ids of the records behind them, their tokens (words x 1.3)."""
+    """What a reader is shown: texts in reading order, ids of the records behind them, their tokens (words x 1.3)."""
 
     texts: tuple[str, ...]
     pointers: frozenset[str]

@@ -23,7 +23,8 @@ def read_cases(path: Path) -> list[Case]:
         if path.is_dir():
             return _emembench(path)
         text = path.read_text(encoding="utf-8")
-        rows = json.loads(text) if text.lstrip().startswith("[") else list(map(json.loads, filter(str.strip, text.splitlines())))
+        whole = text.lstrip().startswith("[")
+        rows = json.loads(text) if whole else [json.loads(line) for line in text.splitlines() if line.strip()]
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             if all("conversation" in row for row in rows):
                 return list(map(locomo_case, rows))
@@ -69,8 +70,8 @@ def emembench_case(name: str, folder: Path) -> Case:
     rows = (json.loads(line) for line in (folder / QA).read_text(encoding="utf-8").splitlines() if line.strip())
     questions = tuple(
         Question(
-            f"{name}/{i}", str(row.get("paraphrase") or row["question"]), str(row["gt"]), str(row.get("type") or "unknown"),
-            absent=str(row["gt"]).strip().lower() == UNANSWERABLE,
+            f"{name}/{i}", str(row.get("paraphrase") or row["question"]), str(row["gt"]),
+            str(row.get("type") or "unknown"), absent=str(row["gt"]).strip().lower() == UNANSWERABLE,
         )
         for i, row in enumerate(rows)
     )  # fmt: skip

@@ -63,8 +63,9 @@ class HfReader:
         read = self.tokenizer(text, return_tensors="pt")
         with torch.no_grad():
             out = self.model.generate(**read, max_new_tokens=MAX_TOKENS, do_sample=False)
-        new = out[0, read["input_ids"].shape[1] :]
-        return Answer(_first_line(self.tokenizer.decode(new, skip_special_tokens=True)), out.shape[1] - len(new), len(new))
+        given = read["input_ids"].shape[1]
+        told = self.tokenizer.decode(out[0, given:], skip_special_tokens=True)
+        return Answer(_first_line(told), given, out.shape[1] - given)
 
     def count(self, text: str) -> int:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -27,10 +27,14 @@ _COMPILED = {op: re.compile(pattern) for op, pattern in _OPS.items()}
 _NTH = re.compile(r"\b(second|third|fourth|fifth|sixth|(\d+)(?:st|nd|rd|th))\b(?! of (?:january|may|june))")
 _NUMBERS = {"first": 1, "second": 2, "third": 3, "fourth": 4, "fifth": 5, "sixth": 6}
 _STEPS = re.compile(r"\bsteps? (\d+)(?:(?: to | and |-)(?:step )?(\d+))?")
-_DATE = re.compile(rf"\b(\d{{1,2}})?(?:st|nd|rd|th)?(?: of)? ?\b({'|'.join(MONTHS)})\b(?: (\d{{1,2}})\b)?(?:,? (\d{{4}}))?")
+_DATE = re.compile(
+    rf"\b(\d{{1,2}})?(?:st|nd|rd|th)?(?: of)? ?\b({'|'.join(MONTHS)})\b(?: (\d{{1,2}})\b)?(?:,? (\d{{4}}))?"
+)
 _QUOTED = re.compile(r"['\"“`]([^'\"”`]{2,80})['\"”`]")
 _STATE = re.compile(r"\bstate\b|\blocation\b|\bwhere (?:was|is|were|are)\b|\btemperature\b|\bcondition\b|\bopen or\b")
-_SOURCE = re.compile(r"\bwho said\b|\baccording to\b|\bmention|\bsay\b|\bsaid\b|\btell\b|\btold\b|in which (?:session|turn)")
+_SOURCE = re.compile(
+    r"\bwho said\b|\baccording to\b|\bmention|\bsay\b|\bsaid\b|\btell\b|\btold\b|in which (?:session|turn)"
+)
 MULTI_HOP = frozenset({"count", "compare", "between", "cause", "before", "after"})
 
 

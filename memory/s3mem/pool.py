@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -33,15 +33,16 @@ class Index:
         self.at = {unit.id: i for i, unit in enumerate(units)}
 
     @cached_property
-    def vectors(self):
+    def vectors(self) -> Callable[[Sequence[str]], Scores]:
         return dense(self.settings.dense, self.terms)
 
     @cached_property
     def known(self) -> Known:
         steps = [unit for unit in self.units if unit.origin.kind == "step"]
+        actors = {unit.origin.actor.lower() for unit in self.units} - {""}
         return Known(
             {event_of(unit) for unit in steps}, {o for unit in self.units for o in unit.objects},
-            {unit.place for unit in steps if unit.place}, sorted({unit.origin.actor.lower() for unit in self.units} - {""}),
+            {unit.place for unit in steps if unit.place}, sorted(actors),
         )  # fmt: skip
 
     @cached_property
@@ -100,7 +101,8 @@ class Asked:
     def objects(self) -> Scores:
         """Give the share of the named objects that each unit is about."""
         named = set(self.anchor.objects) - set(self.anchor.sources)
-        return np.array([len(named.intersection(u.objects)) / max(len(named), 1) for u in self.index.units], dtype=float)
+        found = [len(named.intersection(unit.objects)) for unit in self.index.units]
+        return np.array(found, dtype=float) / max(len(named), 1)
 
     @cached_property
     def in_steps(self) -> Mask:
@@ -174,7 +176,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A unit that a question may be answered by, with what the router thinks of it. `place`: in the order of writing."""
+    """A unit that may answer a question, with what the router thinks of it. `place`: in the order of writing."""
 
     unit: Unit
     cost: float

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,7 @@ def training_pairs(
     positive = {(at[i], at[j]) for i, j in example.edges}
     ranked = sorted(map(int, rows), key=lambda i: (-best[i], i))
     evidence = [at[id] for id in sorted(example.support)]
-    near = [pair for i, j in zip(ranked, ranked[1:], strict=False) for pair in ((i, j), (j, i))]
+    near = [pair for i, j in pairwise(ranked) for pair in ((i, j), (j, i))]
     touching = [pair for i in evidence for j in ranked[:NEGATIVES] for pair in ((i, j), (j, i)) if i != j]
     everything = list(permutations(ranked[:NEGATIVES], 2))
     kinds = [near[: NEGATIVES // 4], _some(touching, NEGATIVES // 2, rng), _some(everything, NEGATIVES // 4, rng)]

@@ -14,8 +14,8 @@ _STEP_4 = "al ance ence er ic able ible ant ement ment ent ion ou ism ate iti ou
 
 
 def _longest_first(rules: str) -> list[tuple[str, str]]:
-    pairs = (rule.partition(":")[::2] for rule in rules.split())
-    return sorted(pairs, key=lambda pair: -len(pair[0]))
+    parted = (rule.partition(":") for rule in rules.split())
+    return sorted(((suffix, other) for suffix, _, other in parted), key=lambda pair: -len(pair[0]))
 
 
 _SUFFIXES = (_longest_first(_STEP_2), _longest_first(_STEP_3))

@@ -79,10 +79,7 @@ class S3Mem:
     def _recalled(self, query: Query) -> Recall:
         index = self._index(query.task)
         budget = float(query.tokens or self.settings.tokens)
-        if query.text:
-            pack = self.pack(index, query.text, budget)
-        else:
-            pack = self._of_goal(index, query.task, budget)
+        pack = self.pack(index, query.text, budget) if query.text else self._of_goal(index, query.task, budget)
         picks = pack.picks if query.text else pack.picks[: query.k]
         how = self.settings.representation
         return Recall(
@@ -122,8 +119,9 @@ class S3Mem:
         key = (key[0], task.id if own else "")
         if key not in self._scopes:
             scope, left_out = key
-            chosen = [u for u in units if (not scope or u.origin.scene == scope) and u.origin.task_id != (left_out or None)]
-            self._scopes[key] = Index(chosen, self.settings)
+            inside = (unit for unit in units if not scope or unit.origin.scene == scope)
+            others = [unit for unit in inside if not left_out or unit.origin.task_id != left_out]
+            self._scopes[key] = Index(others, self.settings)
             while len(self._scopes) > SCOPES:
                 self._scopes.popitem(last=False)
         self._scopes.move_to_end(key)

@@ -1,4 +1,4 @@
-"""Scene-event units (S3Mem, Eq. 2): what is written of a history once, without a question in sight; and how one reads."""
+"""Scene-event units (S3Mem, Eq. 2): what is written of a history once, with no question in sight; and how one reads."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _turns(trace: Trace) -> Iterator[Unit]:
 
 
 def sessions(records: Sequence[Record]) -> list[int]:
-    """Number the sessions of a dialogue: what was said at one time, in a row."""
+    """Give each turn the number of its session: what was said at one time, in a row."""
     numbers, number = list[int](), 0
     for i, record in enumerate(records):
         number += i == 0 or record.when != records[i - 1].when

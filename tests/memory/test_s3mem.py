@@ -85,7 +85,7 @@ def example() -> Labels:
 
 
 def test_the_papers_example_has_its_labels() -> None:
-    index, at = table_7()
+    index, _ = table_7()
     asked = index.ask(QUESTION)
     assert asked.anchor.steps == (1, 39) and asked.anchor.events == ("mix picture",) and asked.anchor.multi_hop
     assert "count" in asked.anchor.ops
