@@ -50,7 +50,7 @@ def asked(memory: S3Mem, text: str, tokens: int = 100) -> tuple[list[str], list[
 def test_a_question_is_answered_by_a_pack_of_entries_with_pointers(tmp_path: Path) -> None:
     memory = S3Mem(tmp_path, S3MemSettings(fill=True))
     memory.commit([[dialogue()]])
-    texts, pointers = asked(memory, "Where did Ann buy the bicycle?", 30)
+    texts, pointers = asked(memory, "Which red bicycle did Ann buy last week?", 30)
     assert "D1:0" in pointers and sum(1.3 * len(text.split()) for text in texts) <= 30
     assert texts == sorted(texts, key=lambda t: [said for _, said, _ in SAID].index(t.partition(": ")[2]))
     [recalled] = memory.recall([Query.question("Where did Ann buy the bicycle?", 30)])
