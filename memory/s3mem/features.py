@@ -186,4 +186,4 @@ def token_features(asked: Asked, rows: Iterable[int]) -> csr_matrix:
     rows_of_names = [
         [*question, *(f"u={w}" for w in unit), *(f"both={w}" for w in unit if f"q={w}" in question)] for unit in told
     ]
-    return FeatureHasher(NODE, input_type="string").transform(rows_of_names)
+    return csr_matrix(FeatureHasher(NODE, input_type="string").transform(rows_of_names))

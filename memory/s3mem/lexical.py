@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
 
 Scores = NDArray[np.float64]
 Dense = Literal["lsa", "hash", "none"]
@@ -69,11 +70,12 @@ def dense(how: Dense, texts: Sequence[Sequence[str]]) -> Callable[[Sequence[str]
 
         vectors = HashingVectorizer(analyzer="char_wb", ngram_range=(3, 5), n_features=2**16, alternate_sign=False)
         rows = vectors.transform(joined)
-        return lambda question: np.asarray((rows @ vectors.transform([" ".join(question)]).T).todense()).ravel()
+        asked = lambda question: csr_matrix(vectors.transform([" ".join(question)]))
+        return lambda question: (csr_matrix(rows) @ asked(question).transpose()).toarray().ravel()
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    tfidf = TfidfVectorizer(analyzer=str.split, sublinear_tf=True)
+    tfidf = TfidfVectorizer(token_pattern=r"\S+", lowercase=False, sublinear_tf=True)
     matrix = tfidf.fit_transform(joined)
     d = min(DIMENSIONS, *(n - 1 for n in matrix.shape))
     if d < 1:

@@ -28,30 +28,32 @@ class Pack:
 
 @dataclass(slots=True)
 class _Packing:
-    """A pack in the making."""
+    """A pack in the making, `left` tokens to be spent."""
 
-    budget: float
+    left: float
     repeats: bool
     picks: list[Candidate] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
+    pointers: set[str] = field(default_factory=set)  # of the records that are told already, and
+    states: set[tuple[str, str]] = field(default_factory=set)  # keys with the values that they took
 
     def takes(self, candidate: Candidate) -> bool:
-        """Tell whether it is new, and fits."""
-        fits = sum(pick.cost for pick in self.picks) + candidate.cost <= self.budget
-        return fits and candidate.unit.id not in self.reasons and not self._said(candidate)
+        """Tell whether it fits and is new: neither its records nor the states that it tells of are in the pack."""
+        if candidate.cost > self.left or self.pointers.issuperset(candidate.unit.pointers):
+            return False
+        states = _states(candidate)
+        return self.repeats or not states or not states <= self.states
 
     def take(self, candidate: Candidate, why: str) -> None:
         self.picks.append(candidate)
         self.reasons[candidate.unit.id] = why
+        self.left -= candidate.cost
+        self.pointers.update(candidate.unit.pointers)
+        self.states |= _states(candidate)
 
-    def _said(self, candidate: Candidate) -> bool:
-        """Tell whether its records, or the state that it tells of, stand in the pack already."""
-        pointers = {pointer for pick in self.picks for pointer in pick.unit.pointers}
-        if pointers.issuperset(candidate.unit.pointers):
-            return True
-        states = {(c.key, c.after) for pick in self.picks for c in pick.unit.changes}
-        mine = {(c.key, c.after) for c in candidate.unit.changes}
-        return bool(mine) and mine <= states and not self.repeats
+
+def _states(candidate: Candidate) -> set[tuple[str, str]]:
+    return {(change.key, change.after) for change in candidate.unit.changes}
 
 
 def packed(
@@ -62,11 +64,11 @@ def packed(
     Single-hop: by support, at most `n_single` above `tau_sup`. Multi-hop: from the surest anchor along the edges above
     `tau_edge`, at most `hops` of them. With `fill`, what is left of the budget is spent by support.
     """
-    packing = _Packing(budget, bool(anchor.ops & REPEATS))
+    repeats = bool(anchor.ops & REPEATS)
+    packing = _Packing(budget, repeats)
     ranked = sorted(candidates, key=lambda c: (-c.support, -c.anchor, c.cost, c.unit.id))
     if not (anchor.multi_hop and settings.packing == "chain" and _chain(packing, candidates, edges, settings)):
-        packing.picks.clear()
-        packing.reasons.clear()
+        packing = _Packing(budget, repeats)
         _single(packing, ranked, settings)
     if settings.fill:
         for candidate in ranked:

@@ -148,7 +148,8 @@ class Asked:
             "window": (self.window, settings.window_top),
         }  # fmt: skip
         on = set(settings.channels)
-        found = {name: _top(scores, n) for name, (scores, n) in ranked.items() if name in on}
+        found: dict[Channel, NDArray[np.int64]] = {}
+        found |= {name: _top(scores, n) for name, (scores, n) in ranked.items() if name in on}
         best = _top(self.fused, BEST)
         if "anchor" in on:
             exact = self.event | (self.on_date & (self.own > 0))
