@@ -1,7 +1,7 @@
 """memcompiler qa: questions about histories, answered by a fixed reader from what a memory packs; beside episodes.
 
-    OUT/answers.jsonl      a row per question, on disk as soon as it is answered; a killed run asks nothing twice
-    OUT/results.json       scores by category, abstention apart, tokens per question, what the reader used
+OUT/answers.jsonl      a row per question, on disk as soon as it is answered; a killed run asks nothing twice
+OUT/results.json       scores by category, abstention apart, tokens per question, what the reader used
 """
 
 from __future__ import annotations

@@ -137,5 +137,3 @@ def _chat(tokenizer: Any, prompt: str) -> str:
 
 def _first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
-
-

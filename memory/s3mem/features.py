@@ -62,12 +62,21 @@ def _retrieval(asked: Asked, rows: NDArray[np.int64]) -> Columns:
     own, actor = asked.own[rows] / top, asked.by_actor[rows].astype(float)
     window = asked.window[rows] / max(float(asked.window.max(initial=0)), 1e-9)
     return {
-        "own": own, "window": window, "previous": at(before), "next": at(after), "further": further,
+        "own": own,
+        "window": window,
+        "previous": at(before),
+        "next": at(after),
+        "further": further,
         "dense": asked.dense[rows] / max(float(asked.dense.max(initial=0)), 1e-9),
-        "covered": index.own.covered(asked.terms)[rows], "covered_window": index.window.covered(asked.terms)[rows],
+        "covered": index.own.covered(asked.terms)[rows],
+        "covered_window": index.window.covered(asked.terms)[rows],
         "fused": asked.fused[rows] / max(float(asked.fused.max(initial=0)), 1e-9),
-        "rank": 1 / (1 + asked.order[1][rows] / BEST), "asks": asks, "answers": prior * at(before),
-        "actor": actor, "own_actor": own * actor, "window_actor": window * actor,
+        "rank": 1 / (1 + asked.order[1][rows] / BEST),
+        "asks": asks,
+        "answers": prior * at(before),
+        "actor": actor,
+        "own_actor": own * actor,
+        "window_actor": window * actor,
     }
 
 
@@ -147,7 +156,8 @@ def _pair(asked: Asked, i: int, j: int, one: Unit, other: Unit, ops: Sequence[st
     }  # fmt: skip
     found = {name: 1.0 for name, flag in flags.items() if flag}
     found |= {
-        "distance": min(abs(apart), 50) / 50, "shared_objects": len(set(one.objects) & set(other.objects)) / 5,
+        "distance": min(abs(apart), 50) / 50,
+        "shared_objects": len(set(one.objects) & set(other.objects)) / 5,
         "shared_terms": len(mine & theirs) / max(len(mine | theirs), 1),
         "shared_question": len(mine & theirs & question) / max(len(question), 1),
         "new_question": len((theirs - mine) & question) / max(len(question), 1),
