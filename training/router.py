@@ -87,7 +87,7 @@ def cases_of(found: Sequence[Source], seed: int = 0) -> tuple[list[Case], list[C
     sides = []
     for side, n in ((train, DIALOGUES), (held, round(HELD_OUT * DIALOGUES))):
         homes, draw = [trace for trace in side if trace.task.kind == "history"], random.Random(seed)
-        pairs = [draw.sample(homes, 2) for _ in range(n)]
+        pairs = [draw.sample(homes, 2) for _ in range(n if len(homes) > 1 else 0)]
         name, most = "train" if side is train else "held", PER_CATEGORY["dialogues"]
         told = [dialogue_case(f"{name}-{i}", (a, b), SESSIONS, most, seed) for i, (a, b) in enumerate(pairs)]
         sides.append([*(step_case(trace, PER_CATEGORY["steps"], seed) for trace in side), *told])

@@ -137,14 +137,28 @@ def test_anchors_are_worth_something_where_a_step_or_an_occurrence_is_named(
     assert gain(with_anchors, without, "step", "nth", "first", "last", "count") > 0
 
 
-def test_the_full_unit_carries_most_within_a_budget(sides: tuple[list[Case], list[Case]], trained: Router) -> None:
-    held = steps(sides[1])
-    by_form = {how: mean(shares(held, trained, representation=how)) for how in ("full", "event", "objects")}
-    assert by_form["full"] >= by_form["objects"]
+def test_where_places_and_states_are_asked_for_the_full_unit_tells_them(
+    sides: tuple[list[Case], list[Case]], trained: Router
+) -> None:  # fmt: skip
+    """Within equal budgets. The share of records is no measure here: the shorter a unit reads, the more of them fit."""
+    told = {how: answered(steps(sides[1]), trained, how) for how in ("full", "event", "objects")}
+    assert told["full"] > told["event"] and told["full"] > told["objects"], told
+
+
+def answered(cases: list[Case], router: Router, how: str) -> float:
+    """Return the share of questions for a place or a state whose answer stands in the pack."""
+    settings = S3MemSettings(fill=True, representation=how)  # type: ignore[arg-type]
+    found = []
+    for case in cases:
+        for question, label in training.labelled(case, settings):
+            if question.category in ("where", "where-first", "state"):
+                picks = packed(label.asked.anchor, router.nodes(label.asked), {}, BUDGET, settings).picks
+                found.append(any(question.answer in pick.unit.rendered(settings.representation) for pick in picks))
+    return float(np.mean(found))
 
 
 def test_a_router_is_written_with_what_it_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"WORLDS": 4, "DIALOGUES": 4, "SESSIONS": 4, "CS": (1.0,)}.items():
+    for name, value in {"WORLDS": 4, "DIALOGUES": 2, "SESSIONS": 4, "CS": (1.0,)}.items():
         monkeypatch.setattr(training, name, value)
     made = training.train_router(tmp_path, ["household"])
     manifest = json.loads((tmp_path / "router.json").read_text(encoding="utf-8"))
