@@ -154,6 +154,7 @@ def _facts(told: str, sought: str, scene: str) -> list[str]:
         *re.findall(rf"\b{sought} in {_PLACE} \(", room),
         *re.findall(rf"take {sought} \d+ from {_PLACE}", f"{patterns}\n{entries}"),
         *re.findall(rf"\bin {re.escape(scene)} the {sought} was in {_PLACE}", told),
+        *re.findall(rf"^\[in {re.escape(scene)}, [^\]]*at {_PLACE}\] .*\b{sought} \d", told, re.MULTILINE),
     ]
 
 

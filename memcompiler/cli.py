@@ -115,6 +115,21 @@ def train_grpo(settings: "GrpoConfig", out: Out = Path("out/grpo"), on_exists: O
     run_train_grpo(settings, out, on_exists)
 
 
+@train_app.command("router")
+def train_router(
+    out: Out = Path("out/router"),
+    environments: Annotated[str, typer.Option(help="Whose expert leaves the histories.")] = (
+        "household,alfworld,scienceworld"
+    ),
+    features: Annotated[Literal["numeric", "full"], typer.Option(help="full: words, too.")] = "numeric",
+    seed: int = 0,
+) -> None:
+    """Train S3Mem's evidence router on template questions about our own episodes (docs/s3mem.md)."""
+    from training.router import train_router
+
+    train_router(out, environments.split(","), features, seed)
+
+
 @launch_app.command("grpo")
 @with_settings("configs.training:GrpoConfig")
 def launch_grpo(
@@ -137,6 +152,28 @@ def evaluate(settings: "EvalConfig", out: Out = Path("out/eval"), on_exists: OnE
     from eval.evaluate import run_eval
 
     run_eval(settings, out, on_exists)
+
+
+@app.command("qa")
+def answer_questions(
+    data: Annotated[Path, typer.Option(help="LoCoMo's or AMA-Bench's file, or a folder of EMemBench's.")],
+    model: Annotated[str, typer.Option(help="The reader: a Hugging Face name or folder, or a model's name.")],
+    memory: Annotated[str, typer.Option(help="A memory system, or a baseline: windows, oracle, ...")] = "s3mem",
+    tokens: Annotated[int, typer.Option(min=1, help="Of evidence, at most.")] = 1000,
+    engine: Annotated[Literal["hf", "vllm", "endpoint"], typer.Option(help="What the reader runs on.")] = "hf",
+    base_url: Annotated[str, typer.Option(help="Of engine endpoint.")] = "https://api.openai.com/v1",
+    key_env: Annotated[str, typer.Option(help="Of engine endpoint: variable with its key; empty: none.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="So many questions, of all categories.")] = None,
+    facts: Annotated[bool, typer.Option("--facts", help="Read the file's notes of the records instead.")] = False,
+    settings: Annotated[list[str] | None, typer.Argument(help="The memory's own settings, as a.b=c.")] = None,
+    out: Out = Path("out/qa"),
+) -> None:
+    """Answer questions about long histories from what a memory packs. A killed run goes on where it was."""
+    from eval.qa.command import run_qa
+    from memcompiler.options import own_settings
+
+    reader = (engine, model, base_url, key_env or None)
+    run_qa(data, memory, own_settings(settings), tokens, facts, reader, limit, out)
 
 
 @app.command()
@@ -179,9 +216,9 @@ def report_paper(
         typer.Argument(help="Run folders (none: the paper's table); for a figure one, and a.b=c over its settings."),
     ] = None,
     table: Annotated[
-        int | None, typer.Option(help="1 to 6, from runs with results.json; of BrainMem 4 to 10, 14.")
+        int | None, typer.Option(help="1 to 6, from runs; of BrainMem 4 to 10, 14; of S3Mem 1 to 5, 7.")
     ] = None,
-    of: Annotated[str, typer.Option(help="Whose table: memcompiler or brainmem.")] = "memcompiler",
+    of: Annotated[str, typer.Option(help="Whose table: memcompiler, brainmem or s3mem.")] = "memcompiler",
     figure: Annotated[
         int | None, typer.Option(help="3: attention by step, 4: soft and text tokens; a run, or a cell of a matrix.")
     ] = None,
@@ -298,6 +335,22 @@ def bench_delivery(
     from benchmarks.delivery import run_bench_delivery
 
     run_bench_delivery(model, memory_tokens, steps, concurrency, engine, dtype, n_soft, out)
+
+
+@bench_app.command("recall")
+def bench_recall(
+    data: Annotated[Path, typer.Option(help="LoCoMo's JSON, or another file of questions with evidence.")],
+    memory: Annotated[str, typer.Option(help="A memory system, or a baseline: bm25, windows, oracle, ...")] = "s3mem",
+    tokens: Annotated[str, typer.Option(help="Budgets, such as 500,1000,2000.")] = "500,1000,2000",
+    facts: Annotated[bool, typer.Option("--facts", help="Read the file's notes of the records instead.")] = False,
+    settings: Annotated[list[str] | None, typer.Argument(help="The memory's own settings, as a.b=c.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for recall.json.")] = None,
+) -> None:
+    """Measure the share of each question's evidence that a memory packs within a budget; no model is needed."""
+    from eval.qa.recall import run_recall
+    from memcompiler.options import own_settings
+
+    run_recall(data, memory, [int(budget) for budget in tokens.split(",")], own_settings(settings), facts, out)
 
 
 # shipped models -------------------------------------------------------------------------------------------------------

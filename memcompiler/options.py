@@ -74,6 +74,13 @@ def load_settings(
     return settings
 
 
+def own_settings(overrides: list[str] | None) -> dict[str, Any]:
+    """Read settings that are somebody's own (a memory system's), as a.b=c."""
+    from omegaconf import OmegaConf
+
+    return dict(OmegaConf.to_container(OmegaConf.from_dotlist(overrides or [])) or {})  # type: ignore[arg-type]
+
+
 class OneLineErrors(TyperGroup):
     """A group whose known failures end in one clear line (exit 1); anything else keeps its traceback."""
 

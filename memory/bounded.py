@@ -32,12 +32,15 @@ class Bounded:
 
     def fitting(self, recalled: Recall) -> Recall:
         """Leave out, in order, what no longer fits."""
-        left, kept = self.most, list[MemoryEntry]()
-        for entry in recalled.entries:
+        left, kept = self.most, list[int]()
+        for i, entry in enumerate(recalled.entries):
             if (tokens := self.count(entry.text)) <= left:
                 left -= tokens
-                kept.append(entry)
-        return Recall(tuple(kept), recalled.made)
+                kept.append(i)
+        entries, pointers = recalled.entries, recalled.pointers
+        return Recall(
+            tuple(entries[i] for i in kept), recalled.made, tuple(pointers[i] for i in kept) if pointers else ()
+        )
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         return [self.fitting(recalled) for recalled in self.memory.recall(queries)]

@@ -23,7 +23,8 @@ class BankError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One step: what was in view, what was done, and what came of it."""
+    """One step: what was in view, what was done, and what came of it. Of a history that is no episode, a turn, an entry
+    or a frame: `action` holds what was said or noted, by `actor`, at `when`; `id` is its name there."""
 
     t: int
     observation: str
@@ -31,12 +32,15 @@ class Record:
     feedback: str
     refused: bool = False  # it was no command, or the environment answered that it is not possible
     progress: float = 0.0  # towards the goal, after it
+    id: str = ""
+    actor: str = ""
+    when: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One attempt at a task. `views` are PNG bytes of the views that may be kept; `shown`, the ids of what was recalled
-    in it."""
+    """One attempt at a task, or another history: a dialogue, a log (its task says which). `views` are PNG bytes of the
+    views that may be kept; `shown`, the ids of what was recalled in it."""
 
     task: Task
     records: tuple[Record, ...]
@@ -58,19 +62,29 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What is asked outside of a session: for a task, as it begins, at most `k` entries."""
+    """What is asked outside of a session: for a task, as it begins, at most `k` entries. With `text`, a question about
+    what was committed, `tokens` of which are to be read at most; systems that know of none take the task's goal."""
 
     task: Task
     k: int = 4
+    text: str = ""
+    tokens: int | None = None
+
+    @classmethod
+    def question(cls, text: str, tokens: int | None = None, id: str = "", scene: str = "", k: int = 1_000) -> Query:
+        """Ask a question, which no episode is played for."""
+        return cls(Task(id, text, scene, "", "question"), k, text, tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
     """Entries in the order in which they are read. `made`: they were made for this very step, so that the system's
-    `entries` do not hold them and a record has to."""
+    `entries` do not hold them and a record has to. `pointers`: for each entry the ids of the records behind it, where
+    the system knows them."""
 
     entries: tuple[MemoryEntry, ...] = ()
     made: bool = False
+    pointers: tuple[tuple[str, ...], ...] = ()
 
 
 class Session(Protocol):

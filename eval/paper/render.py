@@ -8,13 +8,12 @@ from typing import Any
 
 import typer
 
+from eval.paper import questions
 from eval.paper.specs import EFFICIENCY, MILLIONS
-from eval.paper.tables import MEASURED, MEMCOMPILER, NOT_MEASURED, PAPER, Row, Table, TableCell, paper_table
+from eval.paper.tables import ABOUT, MEASURED, MEMCOMPILER, NOT_MEASURED, PAPER, Row, Table, TableCell, paper_table
 from eval.plots import MUTED, dot_with_interval, figure_of, quiet, save_figure, titled
 from eval.table import DASH, escape, markdown_table, sizes
 from runtime.store import to_json, write_atomically
-
-_ABOUT = ("environment", "split", "seed", "n_tasks", "executors")
 
 
 def run_table(number: int, runs: Sequence[Path], out: Path | None, paper: str = MEMCOMPILER) -> None:
@@ -23,7 +22,7 @@ def run_table(number: int, runs: Sequence[Path], out: Path | None, paper: str = 
     Raises:
         ValueError: no such paper or table, or a run that has no results.
     """
-    table = paper_table(number, runs, paper)
+    table = questions.question_table(number, runs) if paper == questions.NAME else paper_table(number, runs, paper)
     name = f"table{number}" if paper == MEMCOMPILER else f"{paper}-table{number}"
     target = out or (runs[0] / "paper" if runs else None)
     if target is None:
@@ -44,7 +43,7 @@ def write(out: Path, name: str, text: str, record: Mapping[str, Any]) -> None:
 def to_markdown(table: Table) -> str:
     heads = ["executor", "method", "source", *table.columns, "n"]
     about = [
-        f"Run {escape(of['run'])}: " + "; ".join(f"{key} {escape(', '.join(map(str, of[key])))}" for key in _ABOUT)
+        f"Run {escape(of['run'])}: " + "; ".join(f"{key} {escape(', '.join(map(str, of[key])))}" for key in ABOUT)
         for of in table.runs
     ]
     lines = markdown_table(heads, [_cells(table, row) for row in table.rows], left=3)

@@ -25,6 +25,7 @@ from eval.runs import episode_files, episodes_of, read_results
 MEMCOMPILER = "memcompiler"  # the paper that is meant where none is named
 NOT_MEASURED = "not measured"
 PAPER, MEASURED = "paper", "measured"
+ABOUT = ("environment", "split", "seed", "n_tasks", "executors")  # what is said of a run under a table
 _RESAMPLES = 2_000
 
 

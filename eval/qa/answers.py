@@ -1,0 +1,145 @@
+"""memcompiler qa: questions about histories, answered by a fixed reader from what a memory packs; beside episodes.
+
+OUT/answers.jsonl      a row per question, on disk as soon as it is answered; a killed run asks nothing twice
+OUT/results.json       scores by category, abstention apart, tokens per question, what the reader used
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data_gen.cases import Case, Question
+from eval.intervals import bootstrap_mean
+from eval.qa.evidence import asking
+from eval.qa.metrics import abstains, bleu_1, locomo_score, set_f1
+from eval.qa.readers import Reader, prompt_of
+from eval.table import markdown_table
+from runtime.progress import progress
+from runtime.store import JsonLines, to_json, write_atomically
+
+ANSWERS, RESULTS, ASKED = "answers.jsonl", "results.json", "asked.json"
+BATCH = 16  # questions that are answered together, and that a kill may cost
+SCORES = ("f1", "bleu_1", "locomo")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a run's answers follow from."""
+
+    data: str
+    memory: str
+    settings: Mapping[str, Any]
+    tokens: int
+    facts: bool
+    reader: str
+    limit: int | None = None
+
+
+def run_answers(asked: Asked, cases: Sequence[Case], reader: Reader, out: Path) -> dict[str, Any]:
+    """Answer what is not answered yet; return and write the results. Raises: ValueError, where OUT holds answers that
+    follow from something else."""
+    out.mkdir(parents=True, exist_ok=True)
+    mark, told = out / ASKED, to_json(asdict(asked))
+    if mark.exists() and mark.read_text(encoding="utf-8") != told:
+        raise ValueError(f"{out} holds answers of {mark.read_text(encoding='utf-8')}: name another folder for {told}")
+    write_atomically(mark, told)
+    lines = JsonLines(out / ANSWERS, ("id", "answer"))
+    known = {row["id"] for row in lines}
+    chosen = chosen_questions(cases, asked.limit)
+    with progress("questions", sum(map(len, chosen.values())), len(known)) as advance:
+        for n, case in enumerate(cases):
+            left = [q for q in chosen[case.id] if q.id not in known]
+            if not left:
+                continue
+            ask = asking(asked.memory, case, asked.settings, out / "memory" / _name(n, case), asked.facts)
+            for start in range(0, len(left), BATCH):
+                batch = left[start : start + BATCH]
+                lines.append(*_answered(batch, ask, reader, asked.tokens))
+                for question in batch:
+                    advance(question)
+    results = {**asdict(asked), **summary(list(lines))}
+    write_atomically(out / RESULTS, to_json(results, indent=1))
+    return results
+
+
+def _name(n: int, case: Case) -> str:
+    return f"{n}-{hashlib.sha256(case.id.encode()).hexdigest()[:8]}"
+
+
+def chosen_questions(cases: Sequence[Case], limit: int | None) -> dict[str, list[Question]]:
+    """Choose `limit` questions, as many of each category as its share of them, the same ones every time."""
+    everything = [(case.id, question) for case in cases for question in case.questions]
+    if limit is not None and limit < len(everything):
+        by_category: dict[str, list[tuple[str, Question]]] = {}
+        for pair in everything:
+            by_category.setdefault(pair[1].category, []).append(pair)
+        place = lambda pair: hashlib.sha256(pair[1].id.encode()).hexdigest()
+        everything = [
+            pair for of in by_category.values()
+            for pair in sorted(of, key=place)[: max(1, round(limit * len(of) / len(everything)))]
+        ]  # fmt: skip
+    found: dict[str, list[Question]] = {case.id: [] for case in cases}
+    for case_id, question in everything:
+        found[case_id].append(question)
+    return found
+
+
+def _answered(batch: Sequence[Question], ask: Any, reader: Reader, tokens: int) -> Iterable[dict[str, Any]]:
+    """Pack evidence, have it read, and score the answers. The reader sees pack, question and options alone."""
+    packs = [ask(question, tokens) for question in batch]
+    started = time.perf_counter()
+    answers = reader.answer([prompt_of(p.texts, q.text, q.options) for p, q in zip(packs, batch, strict=True)])
+    seconds = (time.perf_counter() - started) / len(batch)
+    for question, pack, answer in zip(batch, packs, answers, strict=True):
+        text = answer.text if answer else ""
+        yield {
+            "id": question.id, "category": question.category, "answer": text, "gold": question.answer,
+            "failed": answer is None, "abstained": abstains(text), "absent": question.absent,
+            "recall": pack.recall(question.evidence) if question.evidence else None,
+            "tokens": reader.count("\n".join(pack.texts)) if pack.texts else 0, "word_tokens": pack.tokens,
+            "reader_in": answer.tokens_in if answer else 0, "reader_out": answer.tokens_out if answer else 0,
+            "seconds": seconds, "f1": set_f1(text, question.answer), "bleu_1": bleu_1(text, question.answer),
+            "locomo": locomo_score(text, question.answer, "adversarial" if question.absent else question.category),
+        }  # fmt: skip
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sum up answers: scores by category and over all questions (weighted by questions), with and without those whose
+    right answer is to abstain, which stand apart."""
+    categories = list(dict.fromkeys(row["category"] for row in rows))
+    absent, present = [r for r in rows if r["absent"]], [r for r in rows if not r["absent"]]
+    mean = lambda of, key: sum(row[key] for row in of) / len(of) if of else None
+    interval = lambda values: {key: value for key, value in asdict(bootstrap_mean(values)).items() if key != "stderr"}
+    scored = lambda of: {key: interval([row[key] for row in of]) for key in SCORES} if of else None
+    total = lambda key: sum(row[key] for row in rows)
+    used = {"calls": len(rows), "tokens_in": total("reader_in"), "tokens_out": total("reader_out")}
+    return {
+        "n": len(rows), "failed": sum(row["failed"] for row in rows),
+        "by_category": {c: {"n": len(of), **(scored(of) or {})} for c in categories
+                        if (of := [row for row in rows if row["category"] == c])},
+        "overall": scored(rows), "overall_without_absent": scored(present),
+        "abstention": {"right": mean(absent, "abstained"), "wrong": mean(present, "abstained"), "n": len(absent)},
+        "tokens_per_question": mean(rows, "tokens"), "word_tokens_per_question": mean(rows, "word_tokens"),
+        "recall": mean([row for row in rows if row["recall"] is not None], "recall"),
+        "usage": {"reader": {**used, "seconds": total("seconds")}},
+    }  # fmt: skip
+
+
+def to_markdown(results: Mapping[str, Any]) -> str:
+    heads = ["category", "n", "F1", "BLEU-1", "LoCoMo's score"]
+    cell = lambda of: f"{100 * of['mean']:.1f} [{100 * of['low']:.1f}, {100 * of['high']:.1f}]"
+    parts = [*results["by_category"].items(), ("all", {"n": results["n"], **(results["overall"] or {})})]
+    rows = [[name, str(of["n"]), *(cell(of[key]) for key in SCORES)] for name, of in parts]
+    apart = results["abstention"]
+    right = "-" if apart["right"] is None else f"{100 * apart['right']:.1f} %"
+    by_reader, by_words = results["tokens_per_question"], results["word_tokens_per_question"]
+    told = (
+        f"abstained where that is right: {right} (n = {apart['n']}); evidence tokens per question: {by_reader:.0f} by "
+        f"the reader's tokenizer, {by_words:.0f} by words; answers that failed: {results['failed']}"
+    )
+    return "\n".join([*markdown_table(heads, rows), "", told])

@@ -1,0 +1,65 @@
+"""LoCoMo's file (Maharana et al., 2024) as cases: a dialogue of many sessions each, a record a turn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from data_gen.cases import Case, Question
+from envs.base import Task
+from memory.protocol import Record, Trace
+
+CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
+
+
+def locomo_case(sample: Mapping[str, Any]) -> Case:
+    """Make a case of one sample. Evidence is split where one string names several turns; what is no turn is dropped."""
+    name = str(sample["sample_id"])
+    turns = [_turn(turn, when) for _, when, session in _sessions(sample["conversation"]) for turn in session]
+    known = {record.id for record in turns}
+    return Case(
+        name, (_history(name, turns),), tuple(_questions(name, sample["qa"], known)),
+        (_history(f"{name}/facts", list(_facts(sample, known))),),
+    )  # fmt: skip
+
+
+def _history(name: str, records: list[Record]) -> Trace:
+    numbered = (Record(t, "", r.action, "", id=r.id, actor=r.actor, when=r.when) for t, r in enumerate(records))
+    return Trace(Task(name, "", "", "", "dialogue"), tuple(numbered), True)
+
+
+def _sessions(conversation: Mapping[str, Any]) -> Iterator[tuple[int, str, list[Any]]]:
+    """Yield number, date and turns of each session that has turns."""
+    numbers = sorted(int(key.split("_")[1]) for key in conversation if re.fullmatch(r"session_\d+", key))
+    for number in numbers:
+        yield number, conversation.get(f"session_{number}_date_time", ""), conversation[f"session_{number}"]
+
+
+def _turn(turn: Mapping[str, Any], when: str) -> Record:
+    photo = f" [photo: {turn['blip_caption']}]" if turn.get("blip_caption") else ""
+    return Record(0, "", f"{turn['text']}{photo}", "", id=turn["dia_id"], actor=turn["speaker"], when=when)
+
+
+def _facts(sample: Mapping[str, Any], known: set[str]) -> Iterator[Record]:
+    """Yield what the file has noted of the turns: a record named by the turns that it was noted of."""
+    for number, when, _ in _sessions(sample["conversation"]):
+        for actor, facts in sample.get("observation", {}).get(f"session_{number}_observation", {}).items():
+            for fact, cited in facts:
+                ids = _ids(cited, known)
+                if ids:
+                    yield Record(0, "", fact, "", id=" ".join(ids), actor=actor, when=when)
+
+
+def _questions(name: str, questions: list[Mapping[str, Any]], known: set[str]) -> Iterator[Question]:
+    for i, asked in enumerate(questions):
+        category = CATEGORIES[asked["category"]]
+        answer = str(asked.get("answer", asked.get("adversarial_answer", "")))
+        evidence = _ids(asked.get("evidence", []), known)
+        yield Question(f"{name}/{i}", asked["question"], answer, category, evidence, absent=asked["category"] == 5)
+
+
+def _ids(cited: Any, known: set[str]) -> tuple[str, ...]:
+    parts = [cited] if isinstance(cited, str) else cited
+    ids = (id for part in parts for id in re.split(r"[;\s]+", str(part)))
+    return tuple(dict.fromkeys(id for id in ids if id in known))

@@ -1,0 +1,107 @@
+"""What a question is after (S3Mem, section 3.1): an event, a state or a source, by rule from its text alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from memory.s3mem.text import MONTHS, NUMBERED, STOP_WORDS, words
+
+Kind = Literal["event", "state", "source"]
+_OPS = {
+    "count": r"how (?:many|often)|number of|count",
+    "between": r"\bbetween\b|from steps? \d+ to",
+    "before": r"\bbefore\b|previous|prior to|just before",
+    "after": r"\bafter\b|following|next (?:did|action|step)",
+    "first": r"\bfirst\b|earliest|initially|at the beginning",
+    "last": r"\blast (?:seen|time|step|action|place|did)|\blatest\b|most recent|finally|\bnow\b|currently|in the end",
+    "compare": r"\bcompared?\b|\bboth\b|in common|\bdifferen|\bsame\b|\bmore than\b|\bor\b.*\?",
+    "cause": r"\bwhy\b|\bcaus|because|\bled to\b|\bmade\b.*\b(?:become|hot|cold|clean|open)|which action",
+    "when": r"\bwhen\b|what (?:date|day|month|year|time)|how long|which (?:day|month|year|step)|at which step",
+    "where": r"\bwhere\b|which (?:place|room|city|country|receptacle)|what (?:place|city|country)",
+    "who": r"\bwho\b|\bwhose\b|\bwhom\b",
+}
+_COMPILED = {op: re.compile(pattern) for op, pattern in _OPS.items()}
+_NTH = re.compile(r"\b(second|third|fourth|fifth|sixth|(\d+)(?:st|nd|rd|th))\b(?! of (?:january|may|june))")
+_NUMBERS = {"first": 1, "second": 2, "third": 3, "fourth": 4, "fifth": 5, "sixth": 6}
+_STEPS = re.compile(r"\bsteps? (\d+)(?:(?: to | and |-)(?:step )?(\d+))?")
+_DATE = re.compile(
+    rf"\b(\d{{1,2}})?(?:st|nd|rd|th)?(?: of)? ?\b({'|'.join(MONTHS)})\b(?: (\d{{1,2}})\b)?(?:,? (\d{{4}}))?"
+)
+_QUOTED = re.compile(r"['\"“`]([^'\"”`]{2,80})['\"”`]")
+_STATE = re.compile(r"\bstate\b|\blocation\b|\bwhere (?:was|is|were|are)\b|\btemperature\b|\bcondition\b|\bopen or\b")
+_SOURCE = re.compile(
+    r"\bwho said\b|\baccording to\b|\bmention|\bsay\b|\bsaid\b|\btell\b|\btold\b|in which (?:session|turn)"
+)
+MULTI_HOP = frozenset({"count", "compare", "between", "cause", "before", "after"})
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """What a question names. `dates`: as "8 may 2023", without what is not said; `steps`: a range, both ends in it."""
+
+    text: str
+    kind: Kind = "event"
+    ops: frozenset[str] = frozenset()
+    events: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    steps: tuple[int, int] | None = None
+    dates: tuple[str, ...] = ()
+    nth: int | None = None
+    multi_hop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a memory holds that a question may name: events, objects, places and actors, in lower case."""
+
+    events: Collection[str] = ()
+    objects: Collection[str] = ()
+    places: Collection[str] = ()
+    actors: Collection[str] = ()
+
+
+def anchor_of(question: str, known: Known) -> Anchor:
+    """Parse a question by rule."""
+    text = " ".join(question.lower().split())
+    ops = {op for op, pattern in _COMPILED.items() if pattern.search(text)}
+    nth = _NUMBERS.get(m[1]) or int(m[2] or 0) if (m := _NTH.search(text)) else None
+    ops |= {"nth"} if nth else set()
+    named = _spans(text)
+    events = [*dict.fromkeys(quoted for quoted in _QUOTED.findall(text) if quoted in known.events)]
+    events = events or _longest(named & set(known.events), text)
+    objects = [each for each in _longest(named & set(known.objects), text) if each not in STOP_WORDS]
+    places = _longest(named & set(known.places), text)
+    sources = [actor for actor in known.actors if actor and actor in named]
+    steps = (int(m[1]), int(m[2] or m[1])) if (m := _STEPS.search(text)) else None
+    kind: Kind = "state" if _STATE.search(text) else "source" if _SOURCE.search(text) else "event"
+    numbered = {each for each in objects if NUMBERED.fullmatch(each)} - {part for e in events for part in _spans(e)}
+    linked = len(events) > 1 or len(numbered) > 1
+    return Anchor(
+        question, kind, frozenset(ops), tuple(events), tuple(objects), tuple(places), tuple(sources), steps,
+        tuple(" ".join(filter(None, (d[0] or d[2], d[1], d[3]))) for d in _DATE.findall(text) if d[0] or d[2] or d[3]),
+        nth, bool(ops & MULTI_HOP) or linked,
+    )  # fmt: skip
+
+
+def _spans(text: str) -> set[str]:
+    """List all runs of up to six words, and the numbered things."""
+    told = words(text)
+    runs = {" ".join(told[i : i + n]) for n in range(1, 7) for i in range(len(told) - n + 1)}
+    return runs | set(NUMBERED.findall(text))
+
+
+def _longest(found: Collection[str], text: str) -> list[str]:
+    """Keep those that are no part of a longer one, in the order of the text."""
+    kept = [each for each in found if not any(each != other and f" {each} " in f" {other} " for other in found)]
+    return sorted(kept, key=lambda each: (text.find(each), each))
+
+
+def dated(when: str, dates: Collection[str]) -> bool:
+    """Tell whether a time such as "1:56 pm on 8 May, 2023" is of one of the dates."""
+    told = words(when)
+    return any(set(date.split()) <= set(told) for date in dates)

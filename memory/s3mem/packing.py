@@ -1,0 +1,140 @@
+"""From scores to an evidence pack (S3Mem, 3.3 and A.4): deterministic, nothing learned, within a budget of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+
+from memory.s3mem.anchors import Anchor
+from memory.s3mem.pool import Candidate
+from memory.s3mem.router import Edges
+from memory.s3mem.settings import S3MemSettings
+
+REPEATS = frozenset({"count", "compare"})  # questions for which equal events stay apart
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Units in reader order, with why each was picked, by its id."""
+
+    picks: tuple[Candidate, ...]
+    reasons: Mapping[str, str]
+
+    @property
+    def tokens(self) -> float:
+        return sum(pick.cost for pick in self.picks)
+
+
+@dataclass(slots=True)
+class _Packing:
+    """A pack in the making, `left` tokens to be spent."""
+
+    left: float
+    repeats: bool
+    picks: list[Candidate] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    pointers: set[str] = field(default_factory=set)  # of the records that are told already, and
+    states: set[tuple[str, str]] = field(default_factory=set)  # keys with the values that they took
+
+    def takes(self, candidate: Candidate) -> bool:
+        """Tell whether it fits and is new: neither its records nor the states that it tells of are in the pack."""
+        if candidate.cost > self.left or self.pointers.issuperset(candidate.unit.pointers):
+            return False
+        states = _states(candidate)
+        return self.repeats or not states or not states <= self.states
+
+    def take(self, candidate: Candidate, why: str) -> None:
+        self.picks.append(candidate)
+        self.reasons[candidate.unit.id] = why
+        self.left -= candidate.cost
+        self.pointers.update(candidate.unit.pointers)
+        self.states |= _states(candidate)
+
+
+def _states(candidate: Candidate) -> set[tuple[str, str]]:
+    return {(change.key, change.after) for change in candidate.unit.changes}
+
+
+def packed(
+    anchor: Anchor, candidates: Sequence[Candidate], edges: Edges, budget: float, settings: S3MemSettings
+) -> Pack:  # fmt: skip
+    """Choose what is read, in the order in which it is read.
+
+    Single-hop: by support, at most `n_single` above `tau_sup`. Multi-hop: from the surest anchor along the edges above
+    `tau_edge`, at most `hops` of them. With `fill`, what is left of the budget is spent by support.
+    """
+    repeats = bool(anchor.ops & REPEATS)
+    packing = _Packing(budget, repeats)
+    ranked = sorted(candidates, key=lambda c: (-c.support, -c.anchor, c.cost, c.unit.id))
+    if not (anchor.multi_hop and settings.packing == "chain" and _chain(packing, candidates, edges, settings)):
+        packing = _Packing(budget, repeats)
+        _single(packing, ranked, settings)
+    if settings.fill:
+        for candidate in ranked:
+            if packing.takes(candidate):
+                packing.take(candidate, "fill")
+    return Pack(tuple(ordered(packing.picks, causal="cause" in anchor.ops)), packing.reasons)
+
+
+def _single(packing: _Packing, ranked: Sequence[Candidate], settings: S3MemSettings) -> None:
+    for candidate in ranked:
+        if len(packing.picks) == settings.n_single or candidate.support < settings.tau_sup:
+            break
+        if packing.takes(candidate):
+            packing.take(candidate, "support")
+    if not packing.picks:
+        first = next((candidate for candidate in ranked if packing.takes(candidate)), None)
+        if first is not None:
+            packing.take(first, "best")
+
+
+def _chain(packing: _Packing, candidates: Sequence[Candidate], edges: Edges, settings: S3MemSettings) -> bool:
+    """Grow a chain; False where no edge passes."""
+    by_anchor = sorted(candidates, key=lambda c: (-c.anchor, -c.support, c.cost, c.unit.id))
+    start = next((candidate for candidate in by_anchor if packing.takes(candidate)), None)
+    if start is None:
+        return False
+    packing.take(start, "anchor")
+    for _ in range(settings.hops):
+        links = [(c, p) for c, p in _links(packing, candidates, edges) if p >= settings.tau_edge]
+        if not links:
+            break
+        best, _ = min(links, key=lambda link: (-link[1] * link[0].support, link[0].cost, link[0].unit.id))
+        packing.take(best, "edge")
+    return len(packing.picks) > 1
+
+
+def _links(packing: _Packing, candidates: Sequence[Candidate], edges: Edges) -> Iterator[tuple[Candidate, float]]:
+    """Yield what fits with its best edge out of the pack."""
+    inside = [pick.unit.id for pick in packing.picks]
+    for candidate in candidates:
+        if packing.takes(candidate):
+            yield candidate, max((edges.get((id, candidate.unit.id), 0.0) for id in inside), default=0.0)
+
+
+def ordered(picks: Sequence[Candidate], causal: bool = False) -> list[Candidate]:
+    """Sort by time; with `causal`, so that no effect stands before its cause either."""
+    in_time = sorted(picks, key=lambda c: c.place)
+    if not causal:
+        return in_time
+    by_id = {pick.unit.id: pick for pick in in_time}
+    graph = {id: set[str]() for id in by_id}
+    for pick in in_time:
+        for kind, effect in pick.unit.relations:
+            if kind == "causes" and effect in graph:
+                graph[effect].add(pick.unit.id)
+    sorter = TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return in_time
+    done = list[Candidate]()
+    place = {id: i for i, id in enumerate(by_id)}
+    ready = list(sorter.get_ready())
+    while ready:
+        ready.sort(key=place.__getitem__)
+        done.append(by_id[first := ready.pop(0)])
+        sorter.done(first)
+        ready += sorter.get_ready()
+    return done

@@ -1,0 +1,37 @@
+"""Settings of S3Mem (arXiv 2605.28831): what the paper leaves open, and a switch for each ablation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from memory.s3mem.lexical import Dense
+from memory.s3mem.units import Representation
+from runtime.settings import Settings
+
+Channel = Literal["lexical", "dense", "window", "anchor", "object", "near", "relation"]
+CHANNELS: tuple[Channel, ...] = ("lexical", "dense", "window", "anchor", "object", "near", "relation")
+
+
+class S3MemSettings(Settings):
+    writer: Literal["rules", "llm"] = "rules"  # llm: a language model that is given; by rule what it does not tell
+    representation: Representation = "full"
+    anchors: bool = True  # False: a question is its words alone
+    edges: bool = True  # False: edges count nothing
+    packing: Literal["chain", "topk"] = "chain"  # topk: by support alone, whatever the question
+    router: Literal["learned", "retrieval_rank"] = "learned"
+    router_path: str | None = None  # of another than the one that ships, trained with other features say
+    channels: tuple[Channel, ...] = CHANNELS
+    dense: Dense = "lsa"
+    lexical_top: int = Field(default=24, ge=1)
+    dense_top: int = Field(default=24, ge=1)
+    window_top: int = Field(default=48, ge=1)
+    pool: int = Field(default=128, ge=1)  # candidates, at most
+    tokens: int = Field(default=400, ge=1)  # of a pack, where the question does not say
+    fill: bool = False  # spend what is left of the tokens, too
+    tau_sup: float = 0.5
+    tau_edge: float = 0.5
+    n_single: int = Field(default=3, ge=1)
+    hops: int = Field(default=3, ge=0)
+    edge_nodes: int = Field(default=16, ge=2)  # the best candidates, between which edges are scored

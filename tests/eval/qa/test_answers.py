@@ -1,0 +1,156 @@
+"""The runner of questions: what a reader sees, what is scored, and going on after a kill."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from data_gen.cases import Case, Question
+from envs.base import Task
+from eval.paper.questions import question_table
+from eval.paper.tables import MEASURED
+from eval.qa.answers import Asked, chosen_questions, run_answers, to_markdown
+from eval.qa.evidence import BASELINES, asking
+from eval.qa.readers import prompt_of
+from lm.ledger import Answer
+from memory.protocol import Record, Trace
+
+KINDS = ("single-hop", "temporal")
+THINGS = ("mug", "pen", "cat", "bicycle", "lamp", "vase", "spoon", "kettle")
+
+
+class Echo:
+    """Answers with the last word of the memory that shares a word with the question; notes its prompts."""
+
+    name = "echo"
+
+    def __init__(self) -> None:
+        self.prompts = list[str]()
+
+    def answer(self, prompts: Sequence[str]) -> list[Answer | None]:
+        self.prompts += prompts
+        return [self._one(prompt) for prompt in prompts]
+
+    def _one(self, prompt: str) -> Answer | None:
+        memory, _, question = prompt.partition("\n\nQuestion: ")
+        thing = next(thing for thing in THINGS if thing in question)
+        found = next((line.split()[-1].strip(".") for line in memory.splitlines() if f"the {thing}" in line), "")
+        return Answer(found or "Not mentioned", len(prompt.split()), 1) if thing != "kettle" else None
+
+    def count(self, text: str) -> int:
+        return len(text.split())
+
+
+def cases() -> list[Case]:
+    def case(name: str) -> Case:
+        records = tuple(
+            Record(t, "", f"I put the {thing} in the room{t}.", "", id=f"D1:{t}", actor="Ann", when="8 May, 2023")
+            for t, thing in enumerate(THINGS)
+        )
+        questions = tuple(
+            Question(f"{name}/{t}", f"Where is the {thing}?", f"room{t}", KINDS[t % 2], (f"D1:{t}",))
+            for t, thing in enumerate(THINGS)
+        )
+        absent = Question(f"{name}/x", "Where is the lamp of Bo?", "room4", "adversarial", ("D1:4",), absent=True)
+        return Case(name, (Trace(Task(name, "", "", "", "dialogue"), records, True),), (*questions, absent))
+
+    return [case("a"), case("b")]
+
+
+def asked(memory: str = "bm25-stems", tokens: int = 40, **more: object) -> Asked:
+    return Asked("data.json", memory, {}, tokens, False, "echo", **more)  # type: ignore[arg-type]
+
+
+def test_answers_are_scored_by_category_and_abstention_stands_apart(tmp_path: Path) -> None:
+    results = run_answers(asked(), cases(), Echo(), tmp_path)
+    assert results["n"] == 18 and results["failed"] == 2  # the kettles
+    assert results["by_category"]["single-hop"]["f1"]["mean"] == 1.0
+    assert results["by_category"]["temporal"]["f1"]["mean"] == pytest.approx(0.75)  # 2 of its 8 failed
+    assert results["abstention"] == {"right": 0.0, "wrong": 0.0, "n": 2}
+    assert results["overall"]["f1"]["n"] == 18 and results["overall_without_absent"]["f1"]["n"] == 16
+    assert 0 < results["word_tokens_per_question"] <= 40 and results["recall"] == 1.0
+    assert results["usage"]["reader"]["calls"] == 18 and results["usage"]["reader"]["tokens_in"] > 0
+    assert json.loads((tmp_path / "results.json").read_text())["n"] == 18
+    assert "| all | 18 |" in to_markdown(results)
+
+
+def test_a_run_asks_nothing_twice_and_takes_no_other_question(tmp_path: Path) -> None:
+    first = Echo()
+    run_answers(asked(limit=4), cases(), first, tmp_path / "some")
+    whole, again = Echo(), Echo()
+    run_answers(asked(), cases(), whole, tmp_path / "whole")
+    answers = tmp_path / "whole" / "answers.jsonl"
+    lines = answers.read_bytes().splitlines(keepends=True)
+    before = json.loads((tmp_path / "whole" / "results.json").read_text())
+    answers.write_bytes(b"".join(lines[:7]) + lines[7][:20])  # as a kill leaves it
+    after = run_answers(asked(), cases(), again, tmp_path / "whole")
+    assert len(again.prompts) == 18 - 7
+    unlike = {"usage"}
+    assert {k: v for k, v in json.loads(json.dumps(after)).items() if k not in unlike} == {
+        k: v for k, v in before.items() if k not in unlike
+    }
+    with pytest.raises(ValueError, match="name another folder"):
+        run_answers(asked(tokens=41), cases(), Echo(), tmp_path / "whole")
+
+
+def test_the_reader_sees_pack_and_question_alone() -> None:
+    prompt = prompt_of(["(8 May) Ann: hi"], "What?", ("a", "b"))
+    assert prompt.endswith("Memory:\n(8 May) Ann: hi\n\nQuestion: What?\nChoose one of: a; b\nShort answer:")
+
+
+def test_some_questions_are_chosen_of_every_category_the_same_each_time() -> None:
+    some = chosen_questions(cases(), 6)
+    assert some == chosen_questions(cases(), 6)
+    categories = [question.category for of in some.values() for question in of]
+    assert {"single-hop", "temporal", "adversarial"} == set(categories) and len(categories) <= 7
+
+
+@pytest.mark.parametrize("memory", [*BASELINES, "s3mem", "trajectory", "brainmem"])
+def test_anything_can_be_asked_within_a_budget(memory: str, tmp_path: Path) -> None:
+    [case, _] = cases()
+    ask = asking(memory, case, {}, tmp_path)
+    for question in case.questions[:2]:
+        pack = ask(question, 40)
+        assert pack.tokens <= 40 and pack.pointers <= {f"D1:{t}" for t in range(len(THINGS))}
+        if memory in ("bm25", "windows", "hybrid", "oracle", "s3mem", "trajectory"):
+            assert pack.recall(question.evidence) == 1.0
+    with pytest.raises(ValueError, match="no memory 'nothing'"):
+        asking("nothing", case, {}, tmp_path)
+
+
+def test_a_run_stands_in_the_papers_tables_as_an_analogue(tmp_path: Path) -> None:
+    run_answers(asked("s3mem", 100), cases(), Echo(), tmp_path)
+    for number in (1, 2, 3, 4, 5):
+        table = question_table(number, [tmp_path])
+        [ours] = [row for row in table.rows if row.source == MEASURED]
+        assert ours.method == ("full unit" if number == 4 else "S3Mem")
+        assert any(column.startswith("data.json: overall F1") for column in ours.cells)
+        assert not set(ours.cells) & {"overall F1", "accuracy"}  # the paper's columns are of its own data
+    example = question_table(7, [])
+    ours = {row.method: row.cells for row in example.rows if row.source == MEASURED}
+    assert set(ours) == {row.method for row in example.rows if row.source != MEASURED}
+    counted = [ours[f"step {t}: mix picture"]["y_sup"].value for t in (3, 4)]
+    others = [cells["y_sup"].value for name, cells in ours.items() if not name.endswith("mix picture")]
+    assert min(counted) > max(others)
+    with pytest.raises(ValueError, match="there is no table 6"):
+        question_table(6, [])
+
+
+def test_recall_ends_with_its_line(tmp_path: Path, repository: Path) -> None:
+    turn = lambda t, thing: {"speaker": "Ann", "dia_id": f"D1:{t}", "text": f"I put the {thing} in the room{t}."}
+    talk = {"session_1_date_time": "8 May", "session_1": [turn(t, thing) for t, thing in enumerate(THINGS)]}
+    asked = [
+        {"question": f"Where is the {thing}?", "answer": "", "evidence": [f"D1:{t}"], "category": 4}
+        for t, thing in enumerate(THINGS)
+    ]
+    data = tmp_path / "locomo.json"
+    data.write_text(json.dumps([{"sample_id": "c", "conversation": talk, "qa": asked}]))
+    command = [sys.executable, "-m", "memcompiler", "bench", "recall", "--data", str(data), "--tokens", "20,1000"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repository, timeout=300)
+    assert told.stdout.strip().splitlines()[-1] == "recall@1000: 100.0"
+    assert "| single-hop | 8 |" in told.stdout
