@@ -300,6 +300,23 @@ def bench_delivery(
     run_bench_delivery(model, memory_tokens, steps, concurrency, engine, dtype, n_soft, out)
 
 
+@bench_app.command("hit-rate")
+def bench_hit_rate(
+    stream: Annotated[Literal["uniform", "skewed", "drifting"], typer.Option(help="How objects are drawn.")],
+    objects: Annotated[int, typer.Option(min=1, help="Objects that may be asked for.")] = 40,
+    capacity: Annotated[int, typer.Option(min=1, help="Units that short-term memory holds.")] = 10,
+    policy: Annotated[Literal["fifo", "lru", "wtinylfu"], typer.Option(help="Which unit leaves.")] = "wtinylfu",
+    window: Annotated[int | None, typer.Option(min=1, help="Of wtinylfu (default: all units but one).")] = None,
+    queries: Annotated[int, typer.Option(min=1, help="Objects that are asked for.")] = 20_000,
+    drift: Annotated[int, typer.Option(min=1, help="Queries for which favourites of drifting last.")] = 100,
+    seed: Annotated[int, typer.Option(help="Of the stream.")] = 0,
+) -> None:
+    """How often KARMA's short-term memory holds what is asked for, by replacement policy, on a trace."""
+    from benchmarks.hit_rate import run_bench_hit_rate
+
+    run_bench_hit_rate(stream, objects, capacity, policy, window, queries, seed, drift)
+
+
 # shipped models -------------------------------------------------------------------------------------------------------
 
 
