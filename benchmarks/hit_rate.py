@@ -4,7 +4,8 @@
     python -m benchmarks.hit_rate --out out/karma-figures        # all streams, five seeds, with plots
 
 A query asks for one object and is a hit where its unit is held; then the object is used, which writes its unit. Streams
-draw the objects uniformly, by Zipf's weights, or by Zipf's weights whose order is drawn anew every hundred (or 25) queries.
+draw the objects uniformly, by Zipf's weights, or by Zipf's weights drawn in another order every
+hundred (or 25) queries.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from memory.karma.settings import KarmaSettings
 from runtime.store import to_json, write_atomically
 
 Stream = Literal["uniform", "skewed", "drifting"]
-DRIFT, FASTER = 100, 25  # queries for which favourites stay the same: as long as it takes counts of C = 10 to age, or less
+DRIFT, FASTER = (
+    100,
+    25,
+)  # queries for which favourites stay the same: as long as it takes counts of C = 10 to age, or less
 STREAMS: Mapping[str, tuple[Stream, int]] = {
     "uniform": ("uniform", DRIFT), "skewed": ("skewed", DRIFT), f"drifting every {DRIFT}": ("drifting", DRIFT),
     f"drifting every {FASTER}": ("drifting", FASTER),
@@ -143,7 +147,9 @@ def measured(number: int, stream: Stream, drift: int, queries: int, seeds: int) 
 def _table(found: Mapping[str, Sequence[Hits]]) -> list[list[str]]:
     rows = []
     for name, of_seeds in found.items():
-        told = [bootstrap_mean([getattr(h, of) for h in of_seeds]) for of in ("rate", "without_first_uses", "warmed_up")]
+        told = [
+            bootstrap_mean([getattr(h, of) for h in of_seeds]) for of in ("rate", "without_first_uses", "warmed_up")
+        ]
         rows.append([name, *(f"{100 * i.mean:.1f} [{100 * i.low:.1f}, {100 * i.high:.1f}]" for i in told)])
     return rows
 

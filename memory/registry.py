@@ -39,6 +39,7 @@ class MemorySpec:
 
 _ALL = Plugins("memory system", "memcompiler.memories", MemorySpec, {
     "trajectory": "memory.bank:TRAJECTORY", "brainmem": "memory.brainmem.system:BRAINMEM",
+    "karma": "memory.karma.system:KARMA",
 })  # fmt: skip
 BUILT_IN = _ALL.built_in
 register, find, names, loaded = _ALL.register, _ALL.find, _ALL.names, _ALL.loaded

@@ -21,6 +21,10 @@ class Cache(Protocol[V]):
 
     def use(self, id: str) -> None: ...
 
+    def revise(self, id: str, value: V) -> None:
+        """Replace what an id that is held stands for; nobody uses it thereby."""
+        ...
+
     def drop(self, id: str) -> None:
         """Forget what an id stands for, if it is there."""
         ...
@@ -56,6 +60,9 @@ class Fifo(Generic[V]):
     def use(self, id: str) -> None:
         pass
 
+    def revise(self, id: str, value: V) -> None:
+        self._entries = [(held, value if held == id else old) for held, old in self._entries]
+
     def drop(self, id: str) -> None:
         self._entries = [entry for entry in self._entries if entry[0] != id]
 
@@ -83,6 +90,9 @@ class Lru(Generic[V]):
 
     def use(self, id: str) -> None:
         self._entries.move_to_end(id)
+
+    def revise(self, id: str, value: V) -> None:
+        self._entries[id] = value
 
     def drop(self, id: str) -> None:
         self._entries.pop(id, None)
@@ -164,6 +174,10 @@ class WTinyLfu(Generic[V]):
         """Move the oldest of a segment to the recent end of another."""
         id, value = source.popitem(last=False)
         target[id] = value
+
+    def revise(self, id: str, value: V) -> None:
+        if (segment := self._segment(id)) is not None:
+            segment[id] = value
 
     def drop(self, id: str) -> None:
         if (segment := self._segment(id)) is not None:

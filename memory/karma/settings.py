@@ -26,14 +26,18 @@ class KarmaSettings(Settings):
     sample: int | None = Field(default=None, ge=2)  # W, at which all counts are halved (default: 10 x capacity)
     # What is written, and what is recalled of it.
     write: Literal["used+ooi", "used", "all_seen"] = "used+ooi"  # ooi: things in view that the instruction names
-    states: Literal["rules", "vlm"] = "rules"  # who says in which state a thing is; vlm: the model that memory.api names
+    states: Literal["rules", "vlm"] = (
+        "rules"  # who says in which state a thing is; vlm: the model that memory.api names
+    )
     k: int = Field(default=1, ge=1)  # units that are recalled
     gate: Literal["always", "object_overlap"] = "always"  # object_overlap: where an earlier instruction shares a word
     feedback: bool = True  # a unit that a view contradicts is dropped; the paper's open loop never notices
     # Long-term memory.
     build: Literal["given", "explored"] = "given"  # all places from the start, or each when it is first visited
     grid: int = Field(default=3, ge=1)  # areas a side
-    radius: float | None = Field(default=None, gt=0)  # metres around an area's centre beyond which nothing belongs to it
+    radius: float | None = Field(
+        default=None, gt=0
+    )  # metres around an area's centre beyond which nothing belongs to it
 
     @model_validator(mode="after")
     def _window_fits(self) -> Self:
