@@ -175,9 +175,10 @@ class ExecutorConfig(ModelSettings):
         False  # it is shown the episode's first view at every step, which may tell which places there are
     )
     # Of engine program (by rule, or by the model that `api.model` names): explore where memory was wrong, instead of
-    # being stuck; and in whose homes it knows where things lie.
+    # being stuck; in whose homes it knows where things lie; and whether it explores by that without a scene graph, too.
     feedback: bool = True
     homes: Literal["household", "alfworld"] = "household"
+    explore: Literal["shuffled", "likely"] = "shuffled"
     max_new_tokens: int = Field(default=64, ge=1)
 
     @property

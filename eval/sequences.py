@@ -119,7 +119,11 @@ def judged(
     """Count what the tasks of a sequence show. `memory`: what the delivery recalled from, if it did; `most`: the steps
     that a task was given."""
     life = memory.life(sequence) if isinstance(memory, Karma) else None
-    oracle, asked, made = Home(sequence.id, _ORACLE, Tools(), sequence.plan), set[str](), list[SubTask]()
+    oracle, asked, made = (
+        Home(sequence.id, sequence.scene, _ORACLE, Tools(), sequence.plan),
+        set[str](),
+        list[SubTask](),
+    )
     for task, episode in zip(sequence.tasks, episodes, strict=True):
         thing = task.data.get("item", "")
         known = [unit for unit in oracle.short.held() if unit.type == thing and unit.source == "used"]

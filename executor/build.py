@@ -48,7 +48,8 @@ def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None)
             from lm.endpoint import Endpoint
 
             endpoint = Endpoint(config.api, cache)
-        return ProgramExecutor(endpoint, config.feedback, config.homes, reads=common["reads"])
+        likely = config.explore == "likely"
+        return ProgramExecutor(endpoint, config.feedback, config.homes, likely, reads=common["reads"])
     if config.engine == "hf":
         return load_frozen(config, told)
     from lm.backbone import dtype_of, load_encoder, model_path, quiet

@@ -33,6 +33,7 @@ _GO, STUCK = "go to ", "look"
 _VAGUE = re.compile(r"put the (hot|cool|clean|moved) ([a-z ]+) in ([a-z]+)")
 _CONDITION = {"hot": "heated", "cool": "cooled", "clean": "cleaned"}
 _TREATED = {"heat": "heated", "cool": "cooled", "clean": "cleaned"}
+_WAS = re.compile(r"\bthe ([a-z]+) was in ([a-z]+ \d+)")  # how teachers cite a place
 _LAMP = re.compile(r"\b(desklamp|floorlamp)\b")
 PLAN_TOKENS = 512
 
@@ -59,7 +60,8 @@ class Situation:
             raise ValueError("a program of skills needs an environment that lists its commands")
         goal = request.goal.partition(": ")[2] if request.goal.startswith("in ") else request.goal
         d = request.delivered
-        return cls(goal, "\n".join(filter(None, (d.memory, d.guidance))), tuple(request.admissible))
+        told = [d.memory, d.reason, *d.guidance.split(" / ")]
+        return cls(goal, "\n".join(filter(None, told)), tuple(request.admissible))
 
     @property
     def here(self) -> list[str]:
@@ -80,13 +82,16 @@ class Situation:
 
     @property
     def units(self) -> list[Unit]:
-        """List what memory says of things: units as they are, of trajectories where a thing was last put or taken."""
+        """List what memory says of things: units as they are, of trajectories where a thing was last put or taken, and
+        what compiled guidance cites."""
         found = list[Unit]()
         for line in self.memory.split("\n"):
             if unit := read_unit(line):
                 found.append(unit)
             elif " ; " in line:
                 found += _units_of(line.split(" ; "))
+            elif said := _WAS.search(line):
+                found.append(Unit(said[1], said[2]))
         return found
 
 
@@ -194,12 +199,14 @@ class ProgramExecutor:
         endpoint: the language model that plans; None plans by rule.
         feedback: explore where memory was wrong, instead of being stuck.
         homes: the environment in whose homes it knows where things lie.
+        likely: explore by that without a scene graph, too.
         seed: of the order in which it explores without a scene graph.
     """
 
     endpoint: Endpoint | None = None
     feedback: bool = True
     homes: str = "household"
+    likely: bool = False
     seed: int = 0
     reads: Reads = PAPER
     batched: bool = True
@@ -216,10 +223,14 @@ class ProgramExecutor:
             for now, plan, request in zip(situations, plans, requests, strict=True)
         ]
 
+    @property
+    def instructions(self) -> str:
+        return ROLE if self.endpoint else ""
+
     def hash(self) -> str:
         """Return what it is, in the place of a hash of weights."""
         by = f"{self.endpoint.config.model} at {self.endpoint.config.base_url}" if self.endpoint else "rules"
-        return f"program by {by}, feedback {self.feedback}, homes {self.homes}, seed {self.seed}"
+        return f"program by {by}, feedback {self.feedback}, homes {self.homes}, likely {self.likely}, seed {self.seed}"
 
     def _planned(self, situations: Sequence[Situation]) -> list[Plan | Exception]:
         if self.endpoint is None:
@@ -284,9 +295,9 @@ class ProgramExecutor:
         """Put places in the order in which they are explored: without a scene graph, shuffled; with one area by area,
         as they are ranked, else by how likely one of their places holds the thing, then by hops from here."""
         shuffled = sorted(places, key=lambda p: blake2b(f"{self.seed}/{goal}/{p}".encode()).digest())
-        if not graph.areas:
-            return shuffled
         odds = _odds(self.homes, sought, places)
+        if not graph.areas:
+            return sorted(shuffled, key=lambda p: -odds[p]) if self.likely else shuffled
         hops = graph.hops(graph.area_of(here))
         areas = {a.name: [p for p in a.contains if p in odds] for a in graph.areas}
         score = {name: 1 - prod(1 - odds[p] for p in of) for name, of in areas.items()}

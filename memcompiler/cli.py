@@ -179,9 +179,9 @@ def report_paper(
         typer.Argument(help="Run folders (none: the paper's table); for a figure one, and a.b=c over its settings."),
     ] = None,
     table: Annotated[
-        int | None, typer.Option(help="1 to 6, from runs with results.json; of BrainMem 4 to 10, 14.")
+        int | None, typer.Option(help="1 to 6, from runs with results.json; of BrainMem 4 to 10, 14; of KARMA 1, 2.")
     ] = None,
-    of: Annotated[str, typer.Option(help="Whose table: memcompiler or brainmem.")] = "memcompiler",
+    of: Annotated[str, typer.Option(help="Whose table: memcompiler, brainmem or karma.")] = "memcompiler",
     figure: Annotated[
         int | None, typer.Option(help="3: attention by step, 4: soft and text tokens; a run, or a cell of a matrix.")
     ] = None,

@@ -22,7 +22,7 @@ from memory.journal import Journal, Row
 from memory.karma.graph import SceneGraph, build_graph
 from memory.karma.recall import nearest, words
 from memory.karma.settings import KarmaSettings
-from memory.karma.units import ShortTerm, Unit, asked_states
+from memory.karma.units import HAND, ShortTerm, Unit, asked_states
 from memory.protocol import Edge, Graph, Query, Recall, Record, Table, Trace
 from memory.registry import MemorySpec, Tools
 from memory.trajectory import one_line
@@ -34,9 +34,11 @@ STATES_TOKENS = 256
 
 @dataclass
 class Home:
-    """What is known of one world: both memories, and what was asked there so far. `world` names it in ids."""
+    """What is known of one world: both memories, and what was asked there so far. `world` names it in ids, `scene` to
+    people."""
 
     world: str
+    scene: str
     settings: KarmaSettings
     tools: Tools
     plan: FloorPlan = field(default_factory=FloorPlan)
@@ -89,13 +91,17 @@ class Home:
     def entries(self, units: Sequence[Unit]) -> tuple[MemoryEntry, ...]:
         """Make the entries of both memories, and of the task before."""
         made = [self._entry(LONG, f"{self.world}/long", self.graph.text)] if self.settings.long else []
-        made += [self._entry(SHORT, f"{self.world}/{u.id}@{u.version}", u.text, u.written[0], u.image) for u in units]
+        made += [self._entry(SHORT, f"{self.world}/{u.id}@{u.version}", u.text, u) for u in units]
         made += [self._entry(BEFORE, f"{self.world}/{len(self.asked)}", self.before)]
         return tuple(entry for entry in made if entry.text)
 
-    def _entry(self, source: str, id: str, text: str, task: str = "", image: bytes = b"") -> MemoryEntry:
-        images = (image,) if image else ()
-        return MemoryEntry(f"{source}/{id}", text, Provenance(task, self.world, "", "", True, source=source), images)
+    def _entry(self, source: str, id: str, text: str, unit: Unit | None = None) -> MemoryEntry:
+        """Make an entry; of a unit with the command that fetches its object, which is what teachers read."""
+        if unit is None:
+            return MemoryEntry(f"{source}/{id}", text, Provenance("", self.scene, "", "", True, source=source))
+        fetched = (f"take {unit.id} from {unit.place}",) if unit.place not in ("", HAND) else ()
+        origin = Provenance(unit.written[0], self.scene, "", "", True, fetched, source)
+        return MemoryEntry(f"{source}/{id}", text, origin, (unit.image,) if unit.image else ())
 
 
 def object_of(id: str) -> str:
@@ -198,7 +204,7 @@ class Karma:
 
     def life(self, world: TaskSequence) -> KarmaLife:
         """Begin to live in a world: short-term memory is empty, and of what lasts all that was learned is there."""
-        home = Home(world.id, self.settings, self._tools, world.plan)
+        home = Home(world.id, world.scene, self.settings, self._tools, world.plan)
         if world.scene in (known := self._known()):
             home.visited |= known[world.scene][0].visited & world.plan.things.keys()
         return KarmaLife(home)
@@ -237,7 +243,7 @@ class Karma:
         return home
 
     def _empty(self, task: Task) -> Home:
-        return Home(one_line(task.scene), self.settings, self._tools)
+        return Home(one_line(task.scene), task.scene, self.settings, self._tools)
 
     def tables(self) -> list[Table]:
         rows = [

@@ -133,7 +133,7 @@ def test_a_model_says_the_states_of_what_was_used_when_a_task_is_over() -> None:
         asked.append(messages[1]["content"])
         return "apple 1: dirty"
 
-    home = Home("w", KarmaSettings(states="vlm"), Tools(ask=ask))
+    home = Home("w", "home 1", KarmaSettings(states="vlm"), Tools(ask=ask))
     life = KarmaLife(home)
     session = life.session(Query(TASK))
     session.recall("")
