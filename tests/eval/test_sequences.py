@@ -104,7 +104,7 @@ def test_what_is_counted_as_recalled_is_what_the_record_says(tmp_path: Path) -> 
 
 
 def test_a_bank_of_episodes_lives_in_each_world_by_itself(tmp_path: Path) -> None:
-    settings = ["memory.system=trajectory", "env.sequences={simple: 0, composite: 2, complex: 0}"]
+    settings = ["memory.system=trajectory", "env.sequences={simple: 0, composite: 5, complex: 0}"]
     made = evaluated(tmp_path, *settings)
     saved = summary(made, "static", "composite", "re")
     assert saved is not None and saved > 0
