@@ -20,9 +20,9 @@ from envs.household.telling import deed, room
 from memory.entry import MemoryEntry, Provenance, Written
 from memory.journal import Journal, Row
 from memory.karma.graph import SceneGraph, build_graph
-from memory.karma.recall import nearest, words
+from memory.karma.recall import nearest
 from memory.karma.settings import KarmaSettings
-from memory.karma.units import HAND, ShortTerm, Unit, asked_states
+from memory.karma.units import HAND, ShortTerm, Unit, asked_states, said
 from memory.protocol import Edge, Graph, Query, Recall, Record, Table, Trace
 from memory.registry import MemorySpec, Tools
 from memory.trajectory import one_line
@@ -63,16 +63,15 @@ class Home:
             self.plan = FloorPlan(dict.fromkeys(places))
             self.short.plan, self._graph = self.plan, None
 
-    def observe(self, record: Record, task: Task) -> list[Unit]:
-        """Take in a step; return what it wrote."""
-        written = self.short.observe(record, task.id, frozenset(words(task.goal)))
+    def observe(self, record: Record, task: Task) -> None:
+        """Take in a step."""
+        self.short.observe(record, task.id, said(task.goal))
         if at := self.short.body.at:
             self.visited.add(at)
-        return written
 
     def finish(self, task: Task, success: bool) -> None:
         """Note that a task is over."""
-        self.asked.append(frozenset(words(task.goal)))
+        self.asked.append(said(task.goal))
         self.before = f"The task before was: {one_line(task.goal)} ({'done' if success else 'not done'})"
 
     def units(self, goal: str) -> list[Unit]:
@@ -85,7 +84,7 @@ class Home:
         """Tell whether short-term memory is shown at all: an earlier instruction was about a thing of this one."""
         if self.settings.gate == "always":
             return True
-        things = {unit.type for unit in self.short.held()} & set(words(goal))
+        things = {unit.type for unit in self.short.held()} & said(goal)
         return any(things & earlier for earlier in self.asked)
 
     def entries(self, units: Sequence[Unit]) -> tuple[MemoryEntry, ...]:
@@ -101,7 +100,7 @@ class Home:
             return MemoryEntry(f"{source}/{id}", text, Provenance("", self.scene, "", "", True, source=source))
         fetched = (f"take {unit.id} from {unit.place}",) if unit.place not in ("", HAND) else ()
         origin = Provenance(unit.written[0], self.scene, "", "", True, fetched, source)
-        return MemoryEntry(f"{source}/{id}", text, origin, (unit.image,) if unit.image else ())
+        return MemoryEntry(f"{source}/{id}", text, origin)
 
 
 def object_of(id: str) -> str:
@@ -281,7 +280,7 @@ def _learn(home: Home, trace: Trace) -> None:
         if (done := deed(record.feedback)) and done.verb == "take":
             origins.setdefault(done.thing, done.place)
     home.short.start_afresh(origins)
-    home.asked.append(frozenset(words(trace.task.goal)))
+    home.asked.append(said(trace.task.goal))
 
 
 def _open(path: Path, settings: KarmaSettings, tools: Tools) -> Karma:

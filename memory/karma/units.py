@@ -36,7 +36,6 @@ class Unit:
     source: str = "used"  # or seen
     written: Moment = ("", 0)
     version: int = 0
-    image: bytes = b""
 
     @property
     def type(self) -> str:
@@ -61,6 +60,11 @@ def read_unit(text: str) -> Unit | None:
     return Unit(found[0][1], found[0][2] or "", tuple(fact[3] for fact in found if fact[3]))
 
 
+def said(goal: str) -> frozenset[str]:
+    """Return the words of an instruction, by which it names kinds of things."""
+    return frozenset(re.findall(r"[a-z]+", goal.lower()))
+
+
 @dataclass
 class ShortTerm:
     """The units that are held, and what writes them."""
@@ -83,21 +87,23 @@ class ShortTerm:
     def get(self, id: str) -> Unit | None:
         return next((unit for unit in self.held() if unit.id == id), None)
 
-    def observe(self, record: Record, task: str, named: frozenset[str], image: bytes = b"") -> list[Unit]:
-        """Take in a step; return what it wrote. `named`: the words of the instruction."""
+    def observe(self, record: Record, task: str, named: frozenset[str]) -> None:
+        """Take in a step. `named`: the words of the instruction."""
         if record.refused:
-            return []
+            return
         body, self.body = self.body, self.body.after(record.action, record.feedback)
         if self.body.at != body.at:
             self._in_view = {}
         moment = (task, record.t)
-        written = [self._used(done, moment, image)] if (done := deed(record.feedback)) else []
+        if done := deed(record.feedback):
+            self._used(done, moment)
         for place, things in _listed(record.feedback):
             self._in_view |= dict.fromkeys(things, place)
             if self.settings.feedback:
                 self._contradict(place, things)
-            written += [self._seen(t, place, moment, image) for t in things if self._notes(t, named)]
-        return written
+            for thing in things:
+                if self._notes(thing, named):
+                    self._seen(thing, place, moment)
 
     def _notes(self, thing: str, named: frozenset[str]) -> bool:
         """Tell whether seeing a thing is enough to write it."""
@@ -108,20 +114,20 @@ class ShortTerm:
                 return kind(thing) in named
         return False
 
-    def _used(self, done: Deed, moment: Moment, image: bytes) -> Unit:
+    def _used(self, done: Deed, moment: Moment) -> None:
         known = self.get(done.thing)
         states = known.states if known else ()
         if state := STATES.get(done.verb):
             states = (*(s for s in states if s not in (state, EXCLUDE.get(state))), state)
         here = known.place if known else self._in_view.get(done.thing, "")
         place = {"take": HAND, "put": done.place, "on": here, "off": here, "slice": here}.get(done.verb, HAND)
-        return self._write(Unit(done.thing, place, states, source="used", written=moment, image=image))
+        self._write(Unit(done.thing, place, states, source="used", written=moment))
 
-    def _seen(self, thing: str, place: str, moment: Moment, image: bytes) -> Unit:
+    def _seen(self, thing: str, place: str, moment: Moment) -> None:
         known = self.get(thing)
         source = known.source if known and known.place == place else "seen"  # it was used, and is seen to be there
         states = known.states if known else ()
-        return self._write(Unit(thing, place, states, source=source, written=moment, image=image))
+        self._write(Unit(thing, place, states, source=source, written=moment))
 
     def restate(self, id: str, states: Sequence[str]) -> None:
         """Replace what is known of an object's states."""
@@ -136,11 +142,10 @@ class ShortTerm:
             place = origins.get(unit.id, unit.place)
             self.units.revise(unit.id, replace(unit, place=place, states=(), position=self.plan.things.get(place)))
 
-    def _write(self, unit: Unit) -> Unit:
+    def _write(self, unit: Unit) -> None:
         self._writes += 1
         made = replace(unit, position=self.plan.things.get(unit.place), version=self._writes)
         self.units.write(unit.id, made)
-        return made
 
     def _contradict(self, place: str, things: Sequence[str]) -> None:
         """Forget units of things that are not where they were said to be."""
