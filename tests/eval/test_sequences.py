@@ -115,16 +115,17 @@ def test_a_bank_of_episodes_lives_in_each_world_by_itself(tmp_path: Path) -> Non
 
 
 def test_several_seeds_are_one_row_and_papers_numbers_stand_beside_it(tmp_path: Path) -> None:
-    levels = ["env.sequences={simple: 2, composite: 2, complex: 2}", "matrix.seed={a: {env.seed: 0}, b: {env.seed: 1}}"]
-    made = evaluated(tmp_path, *levels, config="eval/karma-table2")
+    memories = "{no-short: {memory.settings: {short: false}}, karma: {memory.settings: {}}}"
+    levels = f"matrix={{memories: {memories}, seed: {{a: {{env.seed: 0}}, b: {{env.seed: 1}}}}}}"
+    made = evaluated(tmp_path, "env.sequences={simple: 1, composite: 2, complex: 1}", levels)
     row = made["results"]["memories=karma/static"]["living"]["summary"]["composite"]
     cells = [json.loads((tmp_path / "cells" / f"memories=karma,seed={seed}" / RESULTS).read_text()) for seed in "ab"]
     each = [summary(cell, "static", "composite", "sequences") for cell in cells]
     assert row["sequences"]["n"] == 4 and row["sequences"]["mean"] == pytest.approx(sum(filter(None, each)) / 2)
     table = paper_table(2, [tmp_path], "karma")
     measured = {r.method: r.cells for r in table.rows if r.source == "measured"}
-    assert set(measured) == {f"{name}, household test" for name in (
-        "KARMA", "w/o long-term", "w/o short-term", "No memory (reference)")}  # fmt: skip
+    names = ("KARMA", "w/o short-term", "No memory (reference)")
+    assert set(measured) == {f"{name}, household test" for name in names}
     assert measured["KARMA, household test"]["Composite SR"].value == pytest.approx(100 * row["sequences"]["mean"])
     assert "Simple MRA" not in measured["KARMA, household test"]
 
