@@ -4,7 +4,8 @@ Memory is shown piece by piece, as fixed triggers over what can be observed fire
 asked. At every step:
 
 1. An entry is opened where its first line (the goal it was written for) shares `SHARED` words with the goal or more.
-2. The pieces of an open entry are its other lines, a line of actions in stretches of `STRETCH`.
+2. The pieces of an open entry are its other lines, a line of actions in stretches of `STRETCH`. An entry of one line is
+   a piece.
 3. A piece is disclosed where it shares `SHARED` words or more with goal and view together, one of the goal's among them
    (a thing with its number, "cabinet 2", is a word of its own). Those that share most are shown, `PIECES` at most, of
    equal ones the first in M.
@@ -55,6 +56,8 @@ def words(text: str) -> frozenset[str]:
 def _pieces(request: CompileRequest, goal: frozenset[str]) -> Iterator[str]:
     for entry in request.memory:
         heading, *lines = entry.text.split("\n")
+        if not lines:
+            yield heading
         for line in lines if len(words(heading) & goal) >= SHARED else ():
             actions = line.split(" ; ")
             for start in range(0, len(actions), STRETCH):

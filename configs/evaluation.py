@@ -15,9 +15,10 @@ from runtime.settings import Settings
 
 class EvalMemoryConfig(MemoryConfig):
     """Frozen memory is filled before anything is evaluated, and only read. Online, it grows over the stream of the
-    evaluated tasks, a memory for each delivery that recalls anything; it begins empty, or with what `bank` holds."""
+    evaluated tasks, a memory for each delivery that recalls anything; it begins empty, or with what `bank` holds.
+    Living, the split's sequences are evaluated, each in a world that is never reset, and memory lives in each anew."""
 
-    protocol: Literal["frozen", "online"] = "frozen"
+    protocol: Literal["frozen", "online", "living"] = "frozen"
     warm_start: bool = False  # online: begin with the experience that frozen memory would hold
     order_seed: int | None = None  # online: shuffle the stream (default: the split's own order)
     round: int = Field(default=1, ge=1)  # online: episodes that are played before memory takes them in
@@ -25,6 +26,10 @@ class EvalMemoryConfig(MemoryConfig):
     @property
     def online(self) -> bool:
         return self.protocol == "online"
+
+    @property
+    def living(self) -> bool:
+        return self.protocol == "living"
 
 
 class EvalConfig(Settings):

@@ -160,7 +160,7 @@ class ExecutorConfig(ModelSettings):
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
     # What evaluation and rollouts run on; SFT needs hf, for the gradient. http: `memcompiler serve executor` at `url`.
     # api: a closed model, which reads text only. scripted: no model, but a planner that reads the prompt.
-    engine: Literal["hf", "vllm", "http", "api", "scripted"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
+    engine: Literal["hf", "vllm", "http", "api", "scripted", "program"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
     api: EndpointConfig = EndpointConfig()  # of engine api; model, dtype, device and mode are not asked then
     # Among admissible commands by likelihood; free text, grounded afterwards; guided (vLLM): text held to the commands.
     mode: Literal["choice", "generate", "guided"] = "choice"
@@ -174,6 +174,11 @@ class ExecutorConfig(ModelSettings):
     first_view: bool = (
         False  # it is shown the episode's first view at every step, which may tell which places there are
     )
+    # Of engine program (by rule, or by the model that `api.model` names): explore where memory was wrong, instead of
+    # being stuck; in whose homes it knows where things lie; and whether it explores by that without a scene graph, too.
+    feedback: bool = True
+    homes: Literal["household", "alfworld"] = "household"
+    explore: Literal["shuffled", "likely"] = "shuffled"
     max_new_tokens: int = Field(default=64, ge=1)
 
     @property

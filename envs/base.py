@@ -36,6 +36,18 @@ def task_from_json(fields: Mapping[str, Any]) -> Task:
     return Task(**{**fields, "isolation": {name: tuple(labels) for name, labels in fields["isolation"].items()}})
 
 
+Position = tuple[float, float, float]  # x, y (up) and z, in metres
+
+
+@dataclass(frozen=True, slots=True)
+class FloorPlan:
+    """What does not move in a world, for agents that are given it: where things stand (None: nobody knows), and where
+    one can stand."""
+
+    things: Mapping[str, Position | None] = field(default_factory=dict)
+    reachable: tuple[Position, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class TaskSequence:
     """Tasks to do one after another in one world that is never reset; all of them isolated as the world is. `id` is
@@ -46,11 +58,20 @@ class TaskSequence:
     split: str
     family: str
     tasks: tuple[Task, ...]
+    plan: FloorPlan = FloorPlan()
 
 
 def sequence_from_json(fields: Mapping[str, Any]) -> TaskSequence:
     """Return a sequence from its fields as JSON holds them."""
-    return TaskSequence(**{**fields, "tasks": tuple(map(task_from_json, fields["tasks"]))})
+    plan = fields.get("plan") or {"things": {}, "reachable": ()}
+    things = {name: at and _position(at) for name, at in plan["things"].items()}
+    found = FloorPlan(things, tuple(map(_position, plan["reachable"])))
+    return TaskSequence(**{**fields, "tasks": tuple(map(task_from_json, fields["tasks"])), "plan": found})
+
+
+def _position(at: Sequence[float]) -> Position:
+    x, y, z = at
+    return x, y, z
 
 
 @dataclass(frozen=True, slots=True)

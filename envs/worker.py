@@ -120,6 +120,11 @@ def task_to_json(task: Any) -> dict[str, Any]:
     return {**texts, "data": dict(field(task, "data", {})), "isolation": isolation}
 
 
+def plan_to_json(plan: Any) -> dict[str, Any]:
+    """Turn a floor plan, ours or a dict, into a JSON-ready dict."""
+    return {"things": dict(field(plan, "things", {})), "reachable": list(field(plan, "reachable", ()))}
+
+
 def png(image: Any) -> bytes:
     """Turn a picture into PNG, unless it is one."""
     if isinstance(image, (bytes, bytearray)):
@@ -151,6 +156,7 @@ class Hosted:
             {
                 **{name: field(each, name, "") for name in SEQUENCE_FIELDS},
                 "tasks": list(map(task_to_json, field(each, "tasks"))),
+                "plan": plan_to_json(field(each, "plan", {})),
             }
             for each in self._living().sequences(split)
         ]

@@ -36,7 +36,7 @@ from configs.run_folder import ENVIRONMENT, RunFolder, RunFolderError
 from data_gen.experience import bank_facts, filled_bank
 from data_gen.leakage import record_evaluation
 from data_gen.tasks import chosen_tasks, specs_for
-from envs.base import Environment
+from envs.base import Environment, TaskSequence
 from envs.registry import Environments, compiler_told, environment_version, evaluation_split, executor_told, reader_of
 from envs.trajectories import TrajectoryReader
 from eval import stream
@@ -46,6 +46,8 @@ from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
 from eval.provenance import identity
 from eval.report import write_run_report
 from eval.runs import RESULTS, EpisodeRecord, episodes_of
+from eval.sequences import REFERENCE, Worlds, living
+from eval.sequences import pooled as sequences_pooled
 from eval.table import print_results
 from executor.build import load_executor
 from executor.records import Executor
@@ -150,6 +152,7 @@ class Evaluation:
     top_specs: Sequence[EpisodeSpec] = ()
     title: str = ""
     reader: TrajectoryReader | None = None  # of the environment, which teachers need
+    worlds: Sequence[TaskSequence] = ()  # whose tasks the specs are, where they are lived in
 
     def run(
         self, delivery: str | Delivery, record: Callable[[Episode], None] = lambda _: None, played: Collection[str] = ()
@@ -221,20 +224,25 @@ def prepare(
 ) -> tuple[Evaluation, MemorySystem]:
     """Choose the tasks, open the bank that the settings name or have it filled, and make the models ready."""
     envs = loaded.environments(config)
-    frozen = not config.memory.online or config.memory.warm_start
-    tasks, experience = chosen_tasks(config, envs, config.split or evaluation_split(config.env), frozen)
-    tasks = stream.ordered_stream(tasks, config)
+    filled = config.memory.protocol == "frozen" or config.memory.warm_start
+    split = config.split or evaluation_split(config.env)
+    worlds = envs.sequences(split)[: config.limit] if config.memory.living else []
+    tasks, experience = chosen_tasks(config, envs, split, filled)
+    tasks = [task for world in worlds for task in world.tasks] or stream.ordered_stream(tasks, config)
     bank = filled_bank(config, envs, experience, out, beside)
     specs = specs_for(tasks, bank, config.memory.k)
     wants_top = any(find(name).memory == "top" for name in config.deliveries)
     top = specs_for(tasks, bank, min(1, config.memory.k)) if wants_top else []
     executor, compiler = loaded.executor(config), loaded.compiler(config)
     limits, reader = Limits(config.max_steps, config.seed), reader_of(config.env)
-    return Evaluation(envs.lease, specs, executor, compiler, limits, config.concurrency, top, title, reader), bank
+    return Evaluation(
+        envs.lease, specs, executor, compiler, limits, config.concurrency, top, title, reader, tuple(worlds)
+    ), bank
 
 
 def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -> dict[str, Any]:
     config, split = cell.config, cell.config.split or evaluation_split(cell.config.env)
+    frozen = config.memory.protocol == "frozen"
     evaluation, bank = prepare(config, loaded, run.path, cell.name, beside)
     specs, read = evaluation.specs, bank_facts(config, bank)
     depends_on = identity(config, specs, evaluation.executor, evaluation.compiler)
@@ -253,6 +261,11 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
         if config.memory.online and find(name).recalls:
             streams[name] = stream_of(name, config, evaluation, run.path, bank, record)
             streams[name].play(evaluation.make_env, evaluation.executor)
+        elif config.memory.living:
+            wanted = find(name)
+            delivery = wanted.make(evaluation.compiler, config.seed, evaluation.reader)
+            lived = Worlds(config, evaluation.worlds, wanted, delivery, run.path, bank, record)
+            lived.play(evaluation.make_env, evaluation.executor)
         else:
             evaluation.run(name, record.append, set(played.get(name, ())))
     episodes = record.episodes(config.deliveries, [spec.task.id for spec in specs])
@@ -264,7 +277,7 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
         "n_tasks": len(specs),
         **read,
         "max_steps": config.max_steps,
-        **({"memory_protocol": "online"} if config.memory.online else {"chance_lookup": chance(specs)}),
+        **({"chance_lookup": chance(specs)} if frozen else {"memory_protocol": config.memory.protocol}),
         **depends_on,
     }
     made = _results(cell, run, episodes, specs, facts)
@@ -273,6 +286,10 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
             summary["stream"] = stream.told_by(episodes[name])
         for name, of in streams.items():
             made["results"][name]["stream"]["leaked"] = stream.leaked(episodes[name], of.tasks, of.memory)
+    if config.memory.living:
+        memories = {name: bank for name in config.deliveries if find(name).recalls}
+        for name, of in living(evaluation.worlds, episodes, memories, config.max_steps).items():
+            made["results"][name]["living"] = of
     return made
 
 
@@ -291,7 +308,7 @@ def _results(
 ) -> dict[str, Any]:
     config, levels = cell.config, dict(cell.levels)
     ran = json.loads((run.path / ENVIRONMENT).read_text(encoding="utf-8"))
-    looked_up = [name for name in episodes if find(name).needs_checkpoint and not config.memory.online]
+    looked_up = [name for name in episodes if find(name).needs_checkpoint and config.memory.protocol == "frozen"]
     meta = {
         **facts,
         "lookup": {name: lookup(episodes[name], specs) for name in looked_up},
@@ -370,6 +387,9 @@ def _pooled(
     for name, members in grouped(played, lambda one: one[2]).items():
         summaries = [(cell, done[cell.name]["results"][delivery]) for cell, delivery, _ in members]
         pooled["results"][name] |= {"delivery": members[0][1], **_of_column(summaries)}
+        if lived := [(cell.name, of["living"]) for cell, of in summaries if "living" in of]:
+            without = [(c.name, done[c.name]["results"].get(REFERENCE, {}).get("living")) for c, _ in summaries]
+            pooled["results"][name]["living"] = sequences_pooled(lived, [each for each in without if each[1]])
     return pooled
 
 

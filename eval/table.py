@@ -176,6 +176,7 @@ def _notes(results: Mapping[str, Any]) -> list[str]:
     lines = [f"{display_name(a)} − {display_name(b)}: {_at_all_budgets(pair, results)}"
              for a, b, pair in compared_pairs(results)]  # fmt: skip
     lines += _stream_notes(summaries)
+    lines += _living_notes(summaries)
     counts = sizes([summary["success"]["n"] for summary in summaries.values()])
     lines.append(f"{counts} episodes per delivery; [95% Wilson intervals]. Differences: paired bootstrap, exact p.")
     if counted(results["results"]):
@@ -209,6 +210,18 @@ def _stream_notes(summaries: Mapping[str, Any]) -> list[str]:
     if lines:
         lines.append("Memory online: it grows over the stream of these tasks. Not to be set beside frozen memory.")
     return lines
+
+
+def _living_notes(summaries: Mapping[str, Any]) -> list[str]:
+    """Say what only sequences of tasks in worlds that go on show."""
+    names = {"sequences": "sequences solved whole", "mra": "MRA", "mhr": "MHR", "re": "RE", "rt": "RT"}
+    lived = [name for name in ordered(summaries) if "living" in summaries[name]]
+    told = {name: summaries[name]["living"]["summary"]["all"] for name in lived}
+    lines = [
+        f"{display_name(name)}: {'; '.join(f'{word} {interval(of[key])}' for key, word in names.items() if of[key])}."
+        for name, of in told.items()
+    ]
+    return [*lines, "Living worlds: tasks one after another, what one leaves the next one finds."] if lines else []
 
 
 def spread(shares: Sequence[float]) -> str:

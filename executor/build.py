@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from executor.api import ApiExecutor
     from executor.client import RemoteExecutor
     from executor.hf import FrozenExecutor
+    from executor.program import ProgramExecutor
     from executor.scripted import ScriptedPlanner
     from executor.vllm import VllmExecutor
 
-AnyExecutor: TypeAlias = "FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor | ScriptedPlanner"
+AnyExecutor: TypeAlias = (
+    "FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor | ScriptedPlanner | ProgramExecutor"
+)
 
 
 def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None) -> AnyExecutor:
@@ -37,6 +40,16 @@ def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None)
         from executor.scripted import ScriptedPlanner
 
         return ScriptedPlanner(common["reads"])
+    if config.engine == "program":
+        from executor.program import ProgramExecutor
+
+        endpoint = None
+        if config.api.model:
+            from lm.endpoint import Endpoint
+
+            endpoint = Endpoint(config.api, cache)
+        likely = config.explore == "likely"
+        return ProgramExecutor(endpoint, config.feedback, config.homes, likely, reads=common["reads"])
     if config.engine == "hf":
         return load_frozen(config, told)
     from lm.backbone import dtype_of, load_encoder, model_path, quiet

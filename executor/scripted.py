@@ -151,6 +151,7 @@ def _facts(told: str, sought: str, scene: str) -> list[str]:
     entries = "\n".join(re.findall(rf"^in {re.escape(scene)}: .*\n(.*)$", told, re.MULTILINE))
     patterns = m[1] if (m := re.search(r"^Room Successful Patterns:\n((?:.+\n?)*)", told, re.MULTILINE)) else ""
     return [
+        *re.findall(rf"\b{sought} \d+ is in {_PLACE}", told),
         *re.findall(rf"\b{sought} in {_PLACE} \(", room),
         *re.findall(rf"take {sought} \d+ from {_PLACE}", f"{patterns}\n{entries}"),
         *re.findall(rf"\bin {re.escape(scene)} the {sought} was in {_PLACE}", told),

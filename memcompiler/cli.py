@@ -216,9 +216,9 @@ def report_paper(
         typer.Argument(help="Run folders (none: the paper's table); for a figure one, and a.b=c over its settings."),
     ] = None,
     table: Annotated[
-        int | None, typer.Option(help="1 to 6, from runs; of BrainMem 4 to 10, 14; of S3Mem 1 to 5, 7.")
+        int | None, typer.Option(help="1 to 6, from runs; of BrainMem 4 to 10, 14; of KARMA 1, 2; of S3Mem 1 to 5, 7.")
     ] = None,
-    of: Annotated[str, typer.Option(help="Whose table: memcompiler, brainmem or s3mem.")] = "memcompiler",
+    of: Annotated[str, typer.Option(help="Whose table: memcompiler, brainmem, karma or s3mem.")] = "memcompiler",
     figure: Annotated[
         int | None, typer.Option(help="3: attention by step, 4: soft and text tokens; a run, or a cell of a matrix.")
     ] = None,
@@ -351,6 +351,23 @@ def bench_recall(
     from memcompiler.options import own_settings
 
     run_recall(data, memory, [int(budget) for budget in tokens.split(",")], own_settings(settings), facts, out)
+
+
+@bench_app.command("hit-rate")
+def bench_hit_rate(
+    stream: Annotated[Literal["uniform", "skewed", "drifting"], typer.Option(help="How objects are drawn.")],
+    objects: Annotated[int, typer.Option(min=1, help="Objects that may be asked for.")] = 40,
+    capacity: Annotated[int, typer.Option(min=1, help="Units that short-term memory holds.")] = 10,
+    policy: Annotated[Literal["fifo", "lru", "wtinylfu"], typer.Option(help="Which unit leaves.")] = "wtinylfu",
+    window: Annotated[int | None, typer.Option(min=1, help="Of wtinylfu (default: all units but one).")] = None,
+    queries: Annotated[int, typer.Option(min=1, help="Objects that are asked for.")] = 20_000,
+    drift: Annotated[int, typer.Option(min=1, help="Queries for which favourites of drifting last.")] = 100,
+    seed: Annotated[int, typer.Option(help="Of the stream.")] = 0,
+) -> None:
+    """How often KARMA's short-term memory holds what is asked for, by replacement policy, on a trace."""
+    from benchmarks.hit_rate import run_bench_hit_rate
+
+    run_bench_hit_rate(stream, objects, capacity, policy, window, queries, seed, drift)
 
 
 # shipped models -------------------------------------------------------------------------------------------------------

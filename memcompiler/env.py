@@ -9,6 +9,7 @@ from memcompiler.options import command_group, with_settings
 
 if TYPE_CHECKING:
     from configs.collect import CollectConfig
+    from configs.evaluation import EvalConfig
 
 env_app = command_group("Write generated homes as ALFWorld games; serve any environment.")
 Games = Annotated[Path, typer.Option(help="Folder with game.tw-pddl files, e.g. $ALFWORLD_DATA.")]
@@ -36,6 +37,29 @@ def env_export(
         assert isinstance(home, HouseholdEnvironment)
         written = export_split(home, split, out, limit)
     typer.echo(f"{len(written)} games in {out}; play them with env.name=alfworld env.data_root={out}")
+
+
+@env_app.command("sequences")
+@with_settings("configs.evaluation:EvalConfig")
+def env_sequences(
+    settings: "EvalConfig", out: Annotated[Path | None, typer.Option("--out", "-o", help="Manifest to write.")] = None
+) -> None:
+    """List the sequences of tasks in one world that settings ask for (env, env.sequences, split): how many, their tasks
+    as a manifest, and its hash."""
+    from collections import Counter
+
+    from envs.manifest import Manifest
+    from envs.registry import Environments, evaluation_split
+
+    with Environments(settings.env) as envs:
+        sequences = envs.sequences(settings.split or evaluation_split(settings.env))
+    manifest = Manifest.of(settings.env.name, (task for sequence in sequences for task in sequence.tasks))
+    for family, number in Counter(sequence.family for sequence in sequences).items():
+        tasks = sum(len(sequence.tasks) for sequence in sequences if sequence.family == family)
+        typer.echo(f"{family}: {number} sequences, {tasks} tasks")
+    if out is not None:
+        manifest.write(out)
+    typer.echo(f"sha256: {manifest.sha256}")
 
 
 @env_app.command("serve")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from envs.base import Task
+from envs.base import Task, TaskSequence
 from memory.entry import MemoryEntry, Written
 
 
@@ -112,6 +112,26 @@ class Fixed:
         pass
 
 
+class Life(Protocol):
+    """An agent's time in one living world, task after task: what it keeps lasts from one to the next, and ends with
+    it."""
+
+    def session(self, query: Query) -> Session:
+        """Begin the next task of the world."""
+        ...
+
+    def end(self, trace: Trace) -> None:
+        """Take in how it ended."""
+        ...
+
+
+@runtime_checkable
+class Lasting(Protocol):
+    """A memory system that has something to keep of a living world while one lives in it (`life_in`)."""
+
+    def life(self, world: TaskSequence) -> Life: ...
+
+
 class Kept(Protocol):
     """Entries by id."""
 
@@ -206,3 +226,22 @@ class MemorySystem(Kept, Protocol):
     def __iter__(self) -> Iterator[MemoryEntry]:
         """Yield every entry that is kept."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Committed:
+    """The life of a system that knows none: it takes in each attempt as it ends, as over any stream of tasks."""
+
+    memory: MemorySystem
+
+    def session(self, query: Query) -> Session:
+        [first] = self.memory.recall([query])
+        return self.memory.session(query, first)
+
+    def end(self, trace: Trace) -> None:
+        self.memory.commit([[trace]])
+
+
+def life_in(world: TaskSequence, memory: MemorySystem) -> Life:
+    """Begin to live in a world. A system that is not `Lasting` is committed to, and has to be the world's own."""
+    return memory.life(world) if isinstance(memory, Lasting) else _Committed(memory)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envs.base import EnvironmentFailure, Task
+from envs.base import EnvironmentFailure, Position, Task
 from envs.household import world
 from envs.household.engine import Engine
 from envs.household.sequences import with_goal
@@ -166,6 +166,7 @@ def load_game(data: Mapping[str, str], shuffle: Shuffle | None = None) -> Game:
         _receptacles(facts), _items(facts), _start(facts), _read_goal(goal), task_sentence(data["grammar"]),
         can_contain=frozenset((place.removesuffix("type"), item.removesuffix("type")) for place, item in fitting),
         wording=_read_wording(data["grammar"]), locations=tuple(facts.names[location] for location in facts.locations),
+        reachable=tuple(filter(None, map(_stand, facts.locations))),
     )  # fmt: skip
 
 
@@ -253,9 +254,31 @@ def _receptacles(facts: _Facts) -> tuple[Receptacle, ...]:
     types, openable = facts.types("receptacletype"), facts.having("openable")
     where = {place: facts.locations[at] for place, at in facts.of("receptacleatlocation")}
     return tuple(
-        Receptacle(facts.names[id_], types.get(id_, ""), id_ in openable, where.get(id_, NOWHERE))
+        Receptacle(facts.names[id_], types.get(id_, ""), id_ in openable, where.get(id_, NOWHERE), _position(id_))
         for id_ in facts.places
     )
+
+
+_COORDINATES = re.compile(r"\w+?_bar_" + "_bar_".join([r"_?(plus|minus)_(\d+)_dot_(\d+)"] * 3))
+_STAND = re.compile(r"loc_bar_(_minus_|_?)(\d+)_bar_(_minus_|_?)(\d+)_bar_\d+_bar_.+")
+_STEP = 0.25  # metres of AI2-THOR's grid, in which the agent's places are counted
+
+
+def _position(id_: str) -> Position | None:
+    """Read AI2-THOR's coordinates, metres that are spelt out in the identifier; None where there are none."""
+    if (found := _COORDINATES.match(id_)) is None:
+        return None
+    signs, whole, part = found.groups()[::3], found.groups()[1::3], found.groups()[2::3]
+    x, y, z = (float(f"{'-' * (s == 'minus')}{w}.{p}") for s, w, p in zip(signs, whole, part, strict=True))
+    return x, y, z
+
+
+def _stand(id_: str) -> Position | None:
+    """Read where the agent stands from a place's identifier; None where it does not say."""
+    if (found := _STAND.fullmatch(id_)) is None:
+        return None
+    x, z = (float(f"{'-' * bool(s.strip('_'))}{n}") * _STEP for s, n in (found.group(1, 2), found.group(3, 4)))
+    return x, 0.0, z
 
 
 def _items(facts: _Facts) -> tuple[Item, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from envs.base import EnvironmentFailure, Task
+from envs.base import EnvironmentFailure, Position, Task
 from envs.household import world
 from envs.household.sequences import WORLD, with_goal
 from envs.household.vocabulary import CAN_CONTAIN, ITEM_TYPES, LAMP, LAMP_PLACES, OPENABLE, PHRASES, PLACES, ItemType
@@ -31,6 +31,7 @@ _TREATED_AT = {CLEAN: "sinkbasin", HEAT: "microwave", COOL: "fridge"}
 _KIND_WEIGHT = {SIMPLE: 1.0, CLEAN: 1.5, HEAT: 3.0, COOL: 2.0, LOOK: 1.5, TWO: 1.5}
 _HOMES_KEPT = 4096
 _LITTLE = 1e-9  # what shares may miss their sum by
+_SIDE = 6  # metres of a home's room
 _FEWEST_PLACES = 4  # receptacles an item may lie in: with fewer, there would be nothing to remember
 
 Errand = tuple[str, str]  # (task type, receptacle type to bring the item to, "" for look_at_obj_in_light)
@@ -165,7 +166,7 @@ class Generator:
                 )
             if len(self._homes) >= _HOMES_KEPT:
                 self._homes.clear()
-            self._homes[key] = home
+            self._homes[key] = replace(home, receptacles=_positioned(home.receptacles, _rng(*key, "positions")))
         return self._homes[key]
 
     def _try_home(self, rng: random.Random) -> Home | None:
@@ -263,7 +264,9 @@ class Generator:
         items = tuple(_item(kind, number) for kind, number, _ in placed)
         goal = Goal(task.kind, target, destination, LAMP if task.kind == LOOK else "")
         start = _start(home, [place for *_, place in placed])
-        game = with_goal(Game(home.receptacles, items, start, goal, task.goal, CAN_CONTAIN), task)
+        reachable = tuple(_front(r.position) for r in home.receptacles if r.position)
+        game = Game(home.receptacles, items, start, goal, task.goal, CAN_CONTAIN, reachable=reachable)
+        game = with_goal(game, task)
         shown = target if task.family == "visual" else seen if task.split.endswith(EXPERIENCE) else None
         return game, next((i for i, item in enumerate(items) if item.type == shown), None)
 
@@ -288,6 +291,21 @@ def _draw_receptacles(rng: random.Random) -> tuple[Receptacle, ...]:
         counts[kind] = counts.get(kind, 0) + 1
     names = [(kind, number) for kind in sorted(counts) for number in range(counts[kind], 0, -1)]
     return tuple(Receptacle(f"{kind} {number}", kind, kind in OPENABLE, at) for at, (kind, number) in enumerate(names))
+
+
+def _positioned(receptacles: tuple[Receptacle, ...], rng: random.Random) -> tuple[Receptacle, ...]:
+    """Place a home's receptacles in its room, each in a square of its own; in metres."""
+    squares = rng.sample([(x, z) for x in range(_SIDE) for z in range(_SIDE)], len(receptacles))
+    return tuple(
+        replace(r, position=(round(x + rng.random() / 2, 2), round(rng.random(), 2), round(z + rng.random() / 2, 2)))
+        for r, (x, z) in zip(receptacles, squares, strict=True)
+    )
+
+
+def _front(position: Position) -> Position:
+    """Return where one stands to use what is at a position: on the floor, beside it towards the middle of the room."""
+    x, _, z = position
+    return (round(x + (0.5 if x < _SIDE / 2 else -0.5), 2), 0.0, z)
 
 
 @lru_cache(maxsize=65536)

@@ -91,7 +91,7 @@ def _sequence(
 ) -> TaskSequence | None:
     """Draw one sequence in one world; None where its goals run out."""
     living, rng = replace(world, data={**world.data, WORLD: name, **_EMPTY}), random.Random(seed)
-    life = _Life(game_of(living))
+    life = _Life(game := game_of(living))
     if family in LENGTHS:
         asked, least = list(_short(life, rng, family)), LENGTHS[family][0]
         several = family != "composite" or len({each.goal.item_type for each in asked}) > 1
@@ -100,7 +100,7 @@ def _sequence(
         asked = list(_long(life, rng, settings))
         whole = len(asked) == settings.length
     tasks = tuple(_task(living, name, n, each, family) for n, each in enumerate(asked, 1))
-    return TaskSequence(name, world.scene, world.split, family, tasks) if whole else None
+    return TaskSequence(name, world.scene, world.split, family, tasks, game.plan) if whole else None
 
 
 _EMPTY: Mapping[str, str] = {"item": "", "receptacle": "", "lamp": ""}

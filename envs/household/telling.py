@@ -20,6 +20,8 @@ _ROOM = re.compile(r"Looking quickly around you, you see ([^.]*)\.")
 _ENTITY = re.compile(rf"\b({_PLACE})")
 _TAKEN = re.compile(rf"You pick up the ({_PLACE}) from the ({_PLACE})\.")
 _PUT = re.compile(rf"You (?:move|put) the ({_PLACE}) (?:to|in/on|in|on) the ({_PLACE})\.")
+_DONE = re.compile(rf"You (heat|cool|clean) the ({_PLACE}) using the ({_PLACE})\.|You (slice)d the ({_PLACE}) with")
+_SWITCHED = re.compile(rf"You turn (on|off) the ({_PLACE})\.")
 _CARRYING = re.compile(rf"You are carrying: (?:a |an )?({_PLACE})\.")
 EMPTY = "You are not carrying anything."
 _GONE = re.compile(rf"go to ({_PLACE})")
@@ -58,6 +60,29 @@ class Body:
         return f"holding {self.holds}" if self.holds else "holding nothing"
 
 
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """What a step did to a thing: took it from a place, put it in one, heated, cooled or cleaned it there, sliced it,
+    turned it on or off."""
+
+    verb: str  # take, put, heat, cool, clean, slice, on, off
+    thing: str
+    place: str = ""
+
+
+def deed(feedback: str) -> Deed | None:
+    """Read from what the world answered what was done; None for nothing."""
+    if found := _TAKEN.search(feedback):
+        return Deed("take", found[1], found[2])
+    if found := _PUT.search(feedback):
+        return Deed("put", found[1], found[2])
+    if found := _DONE.search(feedback):
+        return Deed("slice", found[5]) if found[4] else Deed(found[1], found[2], found[3])
+    if found := _SWITCHED.search(feedback):
+        return Deed(found[1], found[2])
+    return None
+
+
 def views(text: str) -> Iterator[View]:
     """List the places whose content a text tells."""
     for place, content in _LISTED.findall(text):
@@ -71,8 +96,8 @@ def room(text: str) -> tuple[str, ...]:
 
 def moved(feedback: str) -> str:
     """Return the object that a step moved; "" for none."""
-    found = _TAKEN.search(feedback) or _PUT.search(feedback)
-    return found[1] if found else ""
+    done = deed(feedback)
+    return done.thing if done and done.verb in ("take", "put") else ""
 
 
 def kind(entity: str) -> str:

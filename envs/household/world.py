@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from envs.base import FloorPlan, Position
+
 # Task types, as ALFWorld names them.
 SIMPLE = "pick_and_place_simple"
 CLEAN = "pick_clean_then_place_in_recep"
@@ -38,6 +40,7 @@ class Receptacle:
     type: str  # "cabinet"
     openable: bool
     location: int
+    position: Position | None = field(default=None, compare=False)  # no rule and no text depends on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,12 @@ class Game:
     can_contain: frozenset[tuple[str, str]]  # (receptacle type, item type)
     wording: Wording = field(default_factory=Wording)
     locations: tuple[str, ...] = ()  # names of the agent's places ("loc 3"), where the wording needs them
+    reachable: tuple[Position, ...] = field(default=(), compare=False)  # where the agent can stand, where that is known
+
+    @property
+    def plan(self) -> FloorPlan:
+        """Return what does not move: receptacles that one can walk to, and where one can stand."""
+        return FloorPlan({r.name: r.position for r in self.receptacles if r.location != NOWHERE}, self.reachable)
 
     def places(self, item: int, state: State) -> list[int]:
         """Return the receptacles an item is in (usually one, none while it is held)."""

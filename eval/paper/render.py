@@ -86,7 +86,8 @@ def table_plot(table: Table, path: Path) -> Path:
         panel.tick_params(axis="y", length=0)
         panel.spines["left"].set_visible(False)
         if column not in EFFICIENCY and not column.endswith(MILLIONS):
-            panel.set_xlim(-2, 102)
+            shown = [row.cells[column].value for row in table.rows if column in row.cells]
+            panel.set_xlim(min([-2.0, *(value - 2 for value in shown)]), 102)
     names = [f"{executor}, {method}".replace("$", r"\$") for executor, method in labels]
     panels[0].set_yticks(range(len(labels)), names, fontsize=7.5)
     panels[0].set_ylim(len(labels) - 0.4, -0.6)

@@ -25,7 +25,7 @@ class Spec:
     """How a run's results become rows and columns of one of the paper's tables.
 
     Attributes:
-        methods: name of the paper's row by delivery; by `level/delivery` where levels of `axis` make rows.
+        methods: name of the paper's row by delivery; by `level/delivery` where levels of `axis` make rows. "": no row.
         axis: of a matrix, whose levels make rows if it is one of `axes`.
         metrics: what environments that the paper has not are shown by.
         axes: axes of a matrix that rows and columns tell already; others stand beside the method's name.
@@ -140,6 +140,36 @@ BRAINMEM: Mapping[int, Spec] = {
 }  # fmt: skip
 
 
+# -- KARMA ------------------------------------------------------------------------------------------------------------
+
+LIVING = {"SR": "sequences", "MRA": "mra", "RE": "re", "RT": "rt"}  # what is told of living worlds, by column
+
+
+def _living(axis: str, methods: Mapping[str, str]) -> Spec:
+    """Make a table of sequences in living worlds: rows are levels of an axis; of several rows without memory, which are
+    the same sequences played in the same way, the last level's stands."""
+    columns = tuple(
+        Column(f"{family.title()} {name}", "", (), metric, family)
+        for family in ("simple", "composite", "complex")
+        for name, metric in LIVING.items()
+    )
+    *others, last = methods
+    rows = {f"{level}/static": name for level, name in methods.items()} | {f"{last}/none": "No memory (reference)"}
+    dropped = {f"{level}/none": "" for level in others}
+    return Spec(columns, rows | dropped, axes=_AXES | {axis}, axis=axis, by_method=True, families=False)
+
+
+KARMA: Mapping[int, Spec] = {
+    1: _living("method", {
+        "episodes-stand-in": "Bank of episodes (stand-in)", "last-seen-stand-in": "Last seen where (stand-in)",
+        "karma": "KARMA",
+    }),
+    2: _living("memories", {
+        "no-long": "w/o long-term", "no-short": "w/o short-term", "karma": "KARMA",
+    }),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Paper:
     """A paper whose tables are shown with measured rows. `numbers` is the file of its figures."""
@@ -155,5 +185,11 @@ PAPERS: Mapping[str, Paper] = {
     "brainmem": Paper(
         "2604.16331v1", "brainmem.yaml", BRAINMEM,
         "Columns of other benchmarks than the paper's are analogues: the same switches, another benchmark and planner.",
+    ),
+    "karma": Paper(
+        "2409.14908", "karma.yaml", KARMA,
+        "Measured rows are analogues: household-L, sequences of the same three classes in generated homes, planned by "
+        "rule. SR: of whole sequences (Wilson); MRA, RE, RT: bootstrap over sequences. The reference of RE and RT is "
+        "the same planner without memory.",
     ),
 }  # fmt: skip

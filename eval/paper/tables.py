@@ -19,7 +19,7 @@ import yaml
 
 from eval.intervals import wilson
 from eval.metrics import ROLES, display_name, grouped, split_name, usage
-from eval.paper.specs import ALFWORLD, EFFICIENCY, MILLIONS, PAPERS, Column, Paper, Spec
+from eval.paper.specs import ALFWORLD, EFFICIENCY, LIVING, MILLIONS, PAPERS, Column, Paper, Spec
 from eval.runs import episode_files, episodes_of, read_results
 
 MEMCOMPILER = "memcompiler"  # the paper that is meant where none is named
@@ -92,6 +92,9 @@ class Measured:
     def cell(self, metric: str, family: str) -> TableCell | None:
         if metric in EFFICIENCY:
             return self.efficiency.get(metric)
+        if metric in LIVING.values():
+            told = self.summary.get("living", {}).get("summary", {}).get(family, {}).get(metric)
+            return _percent(told) if told else None
         if metric == "tokens":
             used = [self.summary["usage"][role] for role in ROLES if role in self.summary.get("usage", {})]
             return TableCell(sum(of["tokens_in"] + of["tokens_out"] for of in used) / 1e6) if used else None
@@ -153,8 +156,8 @@ def _cells(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _executor(cell: Mapping[str, Any], names: Mapping[str, str]) -> str:
     settings = cell.get("config", {}).get("executor", {})
-    if settings.get("engine") == "scripted":
-        return "scripted planner"
+    if (engine := settings.get("engine")) == "scripted" or (engine == "program" and not settings["api"]["model"]):
+        return f"{engine} planner"
     of = settings.get("api", {}) if settings.get("engine") == "api" else settings
     short = str(of.get("model") or "unknown executor").rstrip("/").rsplit("/", 1)[-1]
     return names.get(short, short)
@@ -227,7 +230,8 @@ def _measured_rows(
 ) -> list[Row]:
     """Group what was measured by row. Raises: ValueError, where two measurements fall into one cell."""
     rows = []
-    for (executor, method), of_row in grouped(found, lambda m: (m.executor, _method(spec, m))).items():
+    shown = [m for m in found if _method(spec, m)]
+    for (executor, method), of_row in grouped(shown, lambda m: (m.executor, _method(spec, m))).items():
         cells = {column.name: _cell(column, of_row, f"{executor}, {method}") for column in columns}
         rows.append(Row(executor, method, MEASURED, {name: cell for name, cell in cells.items() if cell}))
     relative = (*printed.get("relative_of", ()), *(c.name for c in columns if c not in spec.columns))
@@ -239,6 +243,8 @@ def _method(spec: Spec, m: Measured) -> str:
     variant = m.levels.get(spec.axis) if spec.axis in spec.axes else None
     own = ", ".join(filter(None, (variant, display_name(m.delivery))))
     name = spec.methods.get(f"{variant}/{m.delivery}" if variant else m.delivery, own)
+    if not name:
+        return ""
     if not any(column.environment for column in spec.columns) and not _in(ALFWORLD, m):
         name += f", {m.environment} {m.split}"  # Table 5 has one environment, and no column that tells it
     others = ", ".join(f"{axis}={level}" for axis, level in m.levels.items() if axis not in spec.axes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,15 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_sequences
 from agent.expert import ExpertExecutor
 from agent.records import Episode
+from configs.evaluation import EvalConfig
+from configs.load import load_config
 from envs.alfworld.environment import TextWorldEnvironment
 from envs.alfworld.export import export_split
 from envs.base import EnvironmentFailure, LivingEnvironment, TaskSequence, living
 from envs.household.environment import EngineEnvironment, HouseholdEnvironment
 from envs.household.sequences import DRIFT, FAVOURITES, LENGTHS, WORLD
 from envs.household.vocabulary import ITEM_TYPES, TRAITS
+from envs.manifest import Manifest
 from envs.pool import EnvironmentPool
 from envs.registry import Environments, settings_of
 from envs.spec import WorkerSpec
@@ -128,6 +132,34 @@ def test_sequences_follow_from_the_settings_alone() -> None:
     assert {t.name for t in ITEM_TYPES.values()} >= set(TRAITS)
 
 
+HOUSEHOLD_L = {  # docs/karma.md: seed -> sequences of configs/eval/karma.yaml, as the hash of their manifest begins
+    0: "85179bd77dc09d27", 1: "7416731913dc702b", 2: "0f2868976831c458", 3: "ec2f658a983bef52", 4: "bcd6719cf160ffad",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", HOUSEHOLD_L)
+def test_the_sequences_that_were_measured_are_those_of_their_manifests(seed: int) -> None:
+    env = load_config(EvalConfig, "eval/karma", [f"env.seed={seed}"]).env
+    with Environments(env) as envs:
+        sequences = envs.sequences("test")
+    assert Counter(s.family for s in sequences) == {"simple": 15, "composite": 15, "complex": 18}
+    tasks = [task for sequence in sequences for task in sequence.tasks]
+    assert Manifest.of("household", tasks).sha256.startswith(HOUSEHOLD_L[seed])
+
+
+def test_a_world_says_where_its_places_stand() -> None:
+    [sequence, *_] = HOME.sequences("test")
+    HOME.reset(sequence.tasks[0])
+    receptacles = HOME.game.receptacles
+    assert sequence.plan.things == {r.name: r.position for r in receptacles}
+    positions = [at for at in sequence.plan.things.values() if at is not None]
+    assert len(set(positions)) == len(receptacles) == len(sequence.plan.reachable)
+    assert all(0 <= x <= 6 and 0 <= z <= 6 for x, _, z in positions)
+    assert {s.scene: s.plan for s in HouseholdEnvironment(**ARGUMENTS).sequences("test")}[sequence.scene] == (
+        sequence.plan
+    )
+
+
 def test_a_task_of_another_world_needs_a_reset() -> None:
     one, other = HOME.sequences("test")[:2]
     HOME.reset(one.tasks[0])
@@ -159,6 +191,29 @@ def test_real_games_go_on_with_other_goals(tmp_path: Path) -> None:
     assert all(task.data["path"] and task.data[WORLD] == s.id for s in sequences for task in s.tasks)
 
 
+@pytest.mark.alfworld
+def test_worlds_of_real_games_stay_solvable_and_have_ai2_thors_coordinates() -> None:
+    from envs.alfworld.environment import AlfworldEnvironment
+
+    env = AlfworldEnvironment(images=False, sequences={"simple": 2, "composite": 3, "complex": 3})
+    placed = places = 0
+    for sequence in env.sequences("valid_seen"):
+        assert lived(env, sequence) == len(sequence.tasks)
+        placed += sum(at is not None for at in sequence.plan.things.values())
+        places += len(sequence.plan.things)
+        assert sequence.plan.reachable and all((4 * x).is_integer() for x, _, _ in sequence.plan.reachable)
+    assert placed > 0.95 * places
+
+
+@pytest.mark.alfworld
+def test_a_long_sequence_in_a_real_games_world_stays_solvable() -> None:
+    from envs.alfworld.environment import AlfworldEnvironment
+
+    env = AlfworldEnvironment(images=False, sequences={"tasks": "R", "worlds": 1, "length": 60, "stream": "skewed"})
+    [sequence] = env.sequences("valid_seen")
+    assert lived(env, sequence) == 60
+
+
 # -- the loop ---------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +242,13 @@ def test_sequences_are_the_same_alone_beside_others_and_in_workers() -> None:
     with Environments(settings) as envs:
         assert envs.sequences("test") == HOME.sequences("test")
         assert told(played(envs.lease, specs[:3])) == told(beside)[:3]
+
+
+def test_a_sequence_is_the_same_alone_and_beside_16_others() -> None:
+    many = HouseholdEnvironment(**{**ARGUMENTS, "sequences": {"simple": 17, "composite": 0, "complex": 0}})
+    specs = specs_of(many.sequences("test"))
+    make = lambda: HouseholdEnvironment(**ARGUMENTS)
+    assert told(played(make, specs))[8] == told(played(make, specs[8:9]))[0]
 
 
 def test_a_failed_task_does_not_end_its_sequence() -> None:

@@ -212,9 +212,7 @@ def kinds_drawn(short: bool) -> dict[str, int]:
 
 def test_rare_deeds_are_drawn_more_often_than_they_come() -> None:
     drawn = kinds_drawn(short=False)
-    assert sum(drawn.values()) == 200 and all(
-        30 < drawn[verb] < 70 for verb in ("open", "take")
-    )  # a fifth
+    assert sum(drawn.values()) == 200 and all(30 < drawn[verb] < 70 for verb in ("open", "take"))  # a fifth
 
 
 def test_short_prompts_hold_no_memory_and_all_kinds_alike() -> None:

@@ -1,0 +1,335 @@
+"""KARMA's planner: a program of skills from one prompt, carried out in open loop (sections 3.1 and 3.5).
+
+The program follows from the goal, what memory delivers and the places that there are, by rule or by a language model.
+A thing of which memory says where it is gets `GoToObject`, another one `Explore`, which visits places in turn until the
+thing is in view: with a scene graph area by area, by how likely the thing lies there, without one in some order. Where
+memory was wrong, the program is stuck (`feedback: false`, the paper), or explores after all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from math import prod
+from typing import Any
+
+from envs.household.lying import carried, likelihood
+from envs.household.telling import kind
+from envs.household.trajectories import PUT, TAKE
+from envs.household.vocabulary import ITEM_TYPES, TRAITS
+from executor.prompt import ExecutorRequest
+from executor.records import PAPER, Action, Grounding, Reads
+from executor.scripted import CHARACTERS, Wanted
+from executor.skills import SKILLS, Progress, Skill, progress, read_program
+from lm.endpoint import Endpoint, EndpointFailure
+from lm.ledger import EndpointStop
+from memory.karma.graph import SceneGraph, read_graph
+from memory.karma.units import HAND, Unit, read_unit
+
+_GO, STUCK = "go to ", "look"
+_VAGUE = re.compile(r"put the (hot|cool|clean|moved) ([a-z ]+) in ([a-z]+)")
+_CONDITION = {"hot": "heated", "cool": "cooled", "clean": "cleaned"}
+_TREATED = {"heat": "heated", "cool": "cooled", "clean": "cleaned"}
+_WAS = re.compile(r"\bthe ([a-z]+) was in ([a-z]+ \d+)")  # how teachers cite a place
+_LAMP = re.compile(r"\b(desklamp|floorlamp)\b")
+PLAN_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A program, and areas from likely to unlikely where it has an opinion of its own."""
+
+    program: tuple[Skill, ...]
+    areas: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a planner reads: the goal, what memory says, and what can be done now."""
+
+    goal: str
+    memory: str
+    commands: tuple[str, ...]
+
+    @classmethod
+    def of(cls, request: ExecutorRequest) -> Situation:
+        if request.admissible is None:
+            raise ValueError("a program of skills needs an environment that lists its commands")
+        goal = request.goal.partition(": ")[2] if request.goal.startswith("in ") else request.goal
+        d = request.delivered
+        told = [d.memory, d.reason, *d.guidance.split(" / ")]
+        return cls(goal, "\n".join(filter(None, told)), tuple(request.admissible))
+
+    @property
+    def here(self) -> list[str]:
+        """List the places at hand: what can be examined and is not held."""
+        named = [c.removeprefix("examine ") for c in self.commands if c.startswith("examine ")]
+        return [name for name in named if kind(name) not in carried()]
+
+    @property
+    def held(self) -> str:
+        """Return what is in hand: what can be examined and is carried."""
+        named = [c.removeprefix("examine ") for c in self.commands if c.startswith("examine ")]
+        return next((name for name in named if kind(name) in carried()), "")
+
+    @property
+    def places(self) -> list[str]:
+        """List all places, in an order that does not depend on where one stands."""
+        return sorted({*self.here, *(c.removeprefix(_GO) for c in self.commands if c.startswith(_GO))}, key=_parted)
+
+    @property
+    def units(self) -> list[Unit]:
+        """List what memory says of things: units as they are, of trajectories where a thing was last put or taken, and
+        what compiled guidance cites."""
+        found = list[Unit]()
+        for line in self.memory.split("\n"):
+            if unit := read_unit(line):
+                found.append(unit)
+            elif " ; " in line:
+                found += _units_of(line.split(" ; "))
+            elif said := _WAS.search(line):
+                found.append(Unit(said[1], said[2]))
+        return found
+
+
+def _puts(command: str, thing: str) -> bool:
+    return PUT.fullmatch(command) is not None and command.split(" ", 1)[1].startswith(f"{thing} ")
+
+
+def _units_of(actions: Sequence[str]) -> list[Unit]:
+    last = dict[str, str]()
+    for action in actions:
+        if m := PUT.fullmatch(action) or TAKE.fullmatch(action):
+            last[" ".join(action.split()[1:3])] = m["place"]
+    return [Unit(thing, place) for thing, place in last.items()]
+
+
+def _parted(place: str) -> tuple[str, int]:
+    name, _, number = place.rpartition(" ")
+    return name, int(number) if number.isdigit() else 0
+
+
+# by rule --------------------------------------------------------------------------------------------------------------
+
+
+def plan_by_rule(now: Situation) -> Plan:
+    """Write the program of a goal in ALFWorld's words: locate, pick up, treat unless memory says that it is done, go to
+    the destination, put; under a lamp, switch it on."""
+    vague = _VAGUE.fullmatch(now.goal)
+    wanted = Wanted("", "|".join(alike(vague[2])), vague[3]) if vague else Wanted.of(now.goal)
+    condition = _CONDITION.get(vague[1], "") if vague else ""
+    lamp = m[1] if (m := _LAMP.search(now.goal)) else ""
+    fits = lambda unit: unit.type in wanted.thing.split("|") and (not condition or condition in unit.states)
+    known = [unit for unit in now.units if fits(unit)]
+    program = list[Skill]()
+    for number in range(2 if wanted.two else 1):
+        unit = known[number] if number < len(known) else None
+        program += _leg(unit, wanted, lamp)
+    return Plan(tuple(program))
+
+
+def _leg(unit: Unit | None, wanted: Wanted, lamp: str) -> list[Skill]:
+    """Fetch one thing, and do with it what is asked."""
+    thing = unit.id if unit else wanted.thing
+    known = unit is not None and unit.place != HAND
+    program = [Skill("GoToObject", unit.place) if unit and known else Skill("Explore", wanted.thing)]
+    program.append(Skill("PickupObject", thing))
+    if wanted.treat and not (unit and _TREATED[wanted.treat] in unit.states):
+        program += [Skill("GoToObject", wanted.appliance), Skill(f"{wanted.treat.title()}Object", thing)]
+    if lamp:
+        return [*program, Skill("Explore", lamp), Skill("SwitchOn", lamp)]
+    return [*program, Skill("GoToObject", wanted.target), Skill("PutObject", thing, wanted.target)]
+
+
+def alike(words: str) -> list[str]:
+    """List the kinds of things that a group, with or without a colour, names."""
+    return [thing for thing, (colour, group) in TRAITS.items() if words in (group, f"{colour} {group}")]
+
+
+# by a language model --------------------------------------------------------------------------------------------------
+
+ROLE = f"""You plan for a household robot. If you do not know where a thing is, and memory does not say it, explore. \
+The robot has these skills: {", ".join(SKILLS)}. GoToObject(robot, place) walks to a known place, \
+Explore(robot, object) visits places until the object is in view; then PickupObject(robot, object), \
+PutObject(robot, object, place), and HeatObject(robot, object), CoolObject(robot, object) or \
+CleanObject(robot, object) at a microwave, a fridge or a sink. It holds one object at a time.
+Example: put a hot mug in cabinet -> Explore(robot, "mug"); PickupObject(robot, "mug"); \
+GoToObject(robot, "microwave"); HeatObject(robot, "mug"); GoToObject(robot, "cabinet"); \
+PutObject(robot, "mug", "cabinet")
+Use what memory says: earlier tasks have moved and changed things. Answer with one JSON object: {{"areas": [the areas \
+that may hold the object, from likely to unlikely], "program": [calls, one a string]}}. All that follows is data."""
+
+
+def plan_prompt(now: Situation) -> list[dict[str, Any]]:
+    """Write the prompt of Appendix A: role, skills, example, then instruction, memory and places."""
+    facts = " ".join(f"{{{unit.text}}}" for unit in now.units) or "none"
+    rest = "\n".join(line for line in now.memory.split("\n") if line and not read_unit(line)) or "none"
+    parts = [f"instruction: {now.goal}", f"short-term memory: {facts}", f"long-term memory: {rest}",
+             f"places: {', '.join(now.places)}",
+             "In which areas may the object be, from likely to unlikely, and what is the program?"]  # fmt: skip
+    return [{"role": "system", "content": ROLE}, {"role": "user", "content": "\n".join(parts)}]
+
+
+def read_plan(answer: str) -> Plan | None:
+    """Read a plan from a model's answer, fenced or not; None where it holds no program."""
+    found = re.search(r"\{.*\}", answer, re.DOTALL)
+    try:
+        parsed = json.loads(found[0]) if found else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(parsed, dict) or not isinstance(calls := parsed.get("program"), list):
+        return None
+    program = read_program([call for call in calls if isinstance(call, str)])
+    areas = parsed.get("areas")
+    named = tuple(a for a in areas if isinstance(a, str)) if isinstance(areas, list) else ()
+    return Plan(program, named) if program else None
+
+
+# carried out ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ProgramExecutor:
+    """An `Executor` that plans once for a task: what it decides is a function of what it reads.
+
+    Args:
+        endpoint: the language model that plans; None plans by rule.
+        feedback: explore where memory was wrong, instead of being stuck.
+        homes: the environment in whose homes it knows where things lie.
+        likely: explore by that without a scene graph, too.
+        seed: of the order in which it explores without a scene graph.
+    """
+
+    endpoint: Endpoint | None = None
+    feedback: bool = True
+    homes: str = "household"
+    likely: bool = False
+    seed: int = 0
+    reads: Reads = PAPER
+    batched: bool = True
+    accepts_soft: bool = False
+    sees_images: bool = False
+    _plans: dict[str, Plan | Exception] = field(default_factory=dict, repr=False)
+
+    def act(self, requests: Sequence[ExecutorRequest]) -> list[Any]:
+        """One action per request; where no plan can be had, what went wrong stands in its place."""
+        situations = [Situation.of(request) for request in requests]
+        plans = self._planned(situations)
+        return [
+            plan if isinstance(plan, Exception) else self._action(now, plan, request)
+            for now, plan, request in zip(situations, plans, requests, strict=True)
+        ]
+
+    @property
+    def instructions(self) -> str:
+        return ROLE if self.endpoint else ""
+
+    def hash(self) -> str:
+        """Return what it is, in the place of a hash of weights."""
+        by = f"{self.endpoint.config.model} at {self.endpoint.config.base_url}" if self.endpoint else "rules"
+        return f"program by {by}, feedback {self.feedback}, homes {self.homes}, likely {self.likely}, seed {self.seed}"
+
+    def _planned(self, situations: Sequence[Situation]) -> list[Plan | Exception]:
+        if self.endpoint is None:
+            return [plan_by_rule(now) for now in situations]
+        prompts = {json.dumps(prompt): prompt for prompt in map(plan_prompt, situations)}
+        fresh = [key for key in prompts if key not in self._plans]
+        answers = self.endpoint.run([self.endpoint.ask(prompts[key], "planner", PLAN_TOKENS) for key in fresh])
+        for key, answer in zip(fresh, answers, strict=True):
+            if isinstance(answer, EndpointStop):
+                raise answer
+            plan = answer if isinstance(answer, EndpointFailure) else read_plan(answer.text)
+            self._plans[key] = plan or EndpointFailure("the planner's answer holds no program")
+        return [self._plans[json.dumps(plan_prompt(now))] for now in situations]
+
+    def _action(self, now: Situation, plan: Plan, request: ExecutorRequest) -> Action:
+        skill, command = self.carried_on(now, plan, request.history)
+        tokens = (len(now.goal) + len(now.memory)) // CHARACTERS + 1
+        how = Grounding.CHOICE if command in now.commands else Grounding.FAILED
+        return Action(command, how, f"{skill}: {command}", (), tokens, len(command) // CHARACTERS + 1)
+
+    def carried_on(self, now: Situation, plan: Plan, history: Sequence[str]) -> tuple[str, str]:
+        """Return the skill that is next, and its command."""
+        done = progress(plan.program, history, now.held)
+        if done.deed is None or done.deed.command is None:
+            return ("done" if done.deed is None else done.deed.text), STUCK
+        if possible := _possible(now, done):
+            return done.deed.text, possible
+        if done.deed.name == "PickupObject" and now.held:
+            return f"PutObject({now.held})", self._laid_aside(now, done.since)
+        leading = done.leading
+        if leading is not None and leading.name == "GoToObject" and (place := _destination(now, leading, done.deed)):
+            if place not in now.here and _GO + place in now.commands:
+                return leading.text, _GO + place
+            if f"open {place}" in now.commands:
+                return leading.text, f"open {place}"
+            if not self.feedback:
+                return leading.text, STUCK
+        sought = done.deed.thing if leading is None or leading.name == "GoToObject" else leading.thing
+        return f"Explore({sought})", self._explored(now, done.since, sought, plan.areas)
+
+    def _laid_aside(self, now: Situation, since: Sequence[str]) -> str:
+        """Put away what is in the way, here if that is possible, else where it may lie."""
+        if mine := [command for command in now.commands if _puts(command, now.held)]:
+            return mine[0]
+        fits = ITEM_TYPES[kind(now.held)].places if kind(now.held) in ITEM_TYPES else frozenset[str]()
+        if doors := [f"open {p}" for p in now.here if kind(p) in fits and f"open {p}" in now.commands]:
+            return doors[0]
+        left = [p for p in now.places if _GO + p in now.commands and _GO + p not in since]
+        return _GO + min(left, key=lambda p: (kind(p) not in fits, _parted(p))) if left else STUCK
+
+    def _explored(self, now: Situation, since: Sequence[str], sought: str, ranked: Sequence[str]) -> str:
+        """Open the place that was gone to, or go to the next one."""
+        if since and since[-1].startswith(_GO) and (door := f"open {since[-1].removeprefix(_GO)}") in now.commands:
+            return door
+        left = [p for p in now.places if _GO + p in now.commands and _GO + p not in since]
+        order = self.order(left, sought, read_graph(now.memory), next(iter(now.here), ""), now.goal, ranked)
+        return _GO + order[0] if order else STUCK
+
+    def order(
+        self, places: Sequence[str], sought: str, graph: SceneGraph, here: str, goal: str, ranked: Sequence[str] = ()
+    ) -> list[str]:  # fmt: skip
+        """Put places in the order in which they are explored: without a scene graph, shuffled; with one area by area,
+        as they are ranked, else by how likely one of their places holds the thing, then by hops from here."""
+        shuffled = sorted(places, key=lambda p: blake2b(f"{self.seed}/{goal}/{p}".encode()).digest())
+        odds = _odds(self.homes, sought, places)
+        if not graph.areas:
+            return sorted(shuffled, key=lambda p: -odds[p]) if self.likely else shuffled
+        hops = graph.hops(graph.area_of(here))
+        areas = {a.name: [p for p in a.contains if p in odds] for a in graph.areas}
+        score = {name: 1 - prod(1 - odds[p] for p in of) for name, of in areas.items()}
+        named = {name: n for n, name in enumerate(ranked)}
+        by_area = lambda name: (named.get(name, len(named)), -score[name], hops.get(name, len(areas)), name)
+        ordered = [p for name in sorted(areas, key=by_area) for p in sorted(areas[name], key=lambda p: -odds[p])]
+        return [*ordered, *(p for p in shuffled if p not in ordered)]
+
+
+def _odds(homes: str, sought: str, places: Sequence[str]) -> Mapping[str, float]:
+    """Return for each place how likely one of the things lies there: a kind's share, among all of that kind."""
+    kinds = [kind(place) for place in places]
+    things = [kind(thing) for thing in sought.split("|")]
+    of = [likelihood(homes, thing, kinds) for thing in things]
+    return {p: sum(each[kind(p)] for each in of) / len(of) / kinds.count(kind(p)) for p in places}
+
+
+def _possible(now: Situation, done: Progress) -> str:
+    """Return a command that does the deed here; "" for none. What was put somewhere in this task is left there."""
+    form = done.deed.command if done.deed else None
+    for command in now.commands if form else ():
+        found = form.fullmatch(command) if form else None
+        takes = done.deed is not None and done.deed.name == "PickupObject"
+        if found and not (takes and found["place"] in done.put):
+            return command
+    return ""
+
+
+def _destination(now: Situation, leading: Skill, deed: Skill) -> str:
+    """Return the place that a skill goes to: one of that name or kind, or where memory says that the thing is."""
+    named = leading.thing
+    at = next((unit.place for unit in now.units if named in (unit.id, unit.type)), named)
+    fitting = [place for place in now.places if at in (place, kind(place))]
+    here = [place for place in fitting if place in now.here]
+    return next(iter(here or fitting), "")

@@ -1,0 +1,64 @@
+"""Recall: which units of short-term memory are nearest to an instruction (KARMA, section 3.5)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from math import log
+from typing import TYPE_CHECKING
+
+from memory.karma.units import Unit
+from memory.retrieval import unit_rows
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from memory.retrieval import Embed
+
+_WORD = re.compile(r"[a-z]+")
+_PLAIN = frozenset("a an the in on of to it is and or with from under at put find look examine some them".split())
+
+
+def embedded(unit: Unit) -> str:
+    """Return the text of a unit that is embedded: as it is told, with its object's type for its name."""
+    return unit.text.replace(unit.id, unit.type)
+
+
+def nearest(instruction: str, units: Sequence[Unit], k: int, embed: Embed | None = None) -> list[Unit]:
+    """Return the k units of the smallest cosine distance to the instruction; of equal ones the one that was written
+    last, then by id."""
+    if not units:
+        return []
+    far = distances(instruction, [embedded(unit) for unit in units], embed)
+    order = sorted(zip(units, far, strict=True), key=lambda pair: (round(pair[1], 6), -pair[0].version, pair[0].id))
+    return [unit for unit, _ in order[:k]]
+
+
+def distances(query: str, texts: Sequence[str], embed: Embed | None = None) -> list[float]:
+    """Return 1 - q.m / (|q| |m|) for each text; without an embedding, of idf-weighted bags of word stems."""
+    rows = unit_rows(embed or _bags, [query, *texts])
+    return [float(far) for far in 1.0 - rows[1:] @ rows[0]]
+
+
+def _bags(texts: Sequence[str]) -> np.ndarray:
+    """Count each text's stems, weighted by how few of the texts have them."""
+    import numpy as np
+
+    counted = [Counter(words(text)) for text in texts]
+    among = Counter(stem for counts in counted for stem in counts)
+    column = {stem: n for n, stem in enumerate(sorted(among))}
+    bags = np.zeros((len(texts), max(1, len(column))))
+    for row, counts in zip(bags, counted, strict=True):
+        for stem, count in counts.items():
+            row[column[stem]] = count * log(1 + len(texts) / among[stem])
+    return bags
+
+
+def words(text: str) -> list[str]:
+    """List the stems of a text's words that mean something."""
+    return [_stem(word) for word in _WORD.findall(text.lower()) if word not in _PLAIN]
+
+
+def _stem(word: str) -> str:
+    return re.sub(r"(?<=[a-z]{3})(ed|ing|s)$", "", word)
