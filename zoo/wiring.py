@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -68,11 +69,12 @@ def layout(layers: int) -> Layout:
 def wired(tokenizer: PreTrainedTokenizerFast, layers: int, seed: int = 0) -> LlamaForCausalLM:
     """Make a Llama (with attention biases) of `layers` layers, at least three, that looks things up untrained."""
     torch.manual_seed(seed)
+    end, padding = cast("int", tokenizer.eos_token_id), cast("int", tokenizer.pad_token_id)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=layers,
         num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=HEAD_DIM, attention_bias=True,
         max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=HIDDEN**-0.5, rms_norm_eps=1e-6,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+        eos_token_id=end, pad_token_id=padding, bos_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": THETA},
     )  # fmt: skip
     model = LlamaForCausalLM(config)
@@ -81,7 +83,8 @@ def wired(tokenizer: PreTrainedTokenizerFast, layers: int, seed: int = 0) -> Lla
         torch.nn.init.normal_(embeddings, std=0.15)  # type: ignore[arg-type]
         embeddings[:, EMBEDDED:] *= SMALL  # type: ignore[index]
         shared, spans = _orthonormal(BACK, EMBEDDED), 0
-        for number, (layer, heads) in enumerate(zip(model.model.layers, layout(layers), strict=True)):
+        decoder: Sequence[Any] = list(model.model.layers)
+        for number, (layer, heads) in enumerate(zip(decoder, layout(layers), strict=True)):
             layer.mlp.down_proj.weight.zero_()
             for i, head in enumerate(heads):
                 at = _Head(layer.self_attn, slice(i * HEAD_DIM, (i + 1) * HEAD_DIM))
@@ -99,11 +102,11 @@ def wired(tokenizer: PreTrainedTokenizerFast, layers: int, seed: int = 0) -> Lla
 class _Head:
     """The weights of one attention head."""
 
-    def __init__(self, attention: torch.nn.Module, rows: slice) -> None:
+    def __init__(self, attention: Any, rows: slice) -> None:
         parts = ("q_proj", "k_proj", "v_proj")
         self.q, self.k, self.v = (getattr(attention, name).weight[rows] for name in parts)
         self.q_bias, self.k_bias = (getattr(attention, name).bias[rows] for name in parts[:2])
-        self.o = attention.o_proj.weight[:, rows]  # type: ignore[union-attr, index]
+        self.o = attention.o_proj.weight[:, rows]
         self.turns = THETA ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))  # radians a token
 
     def look(self, back: int, shared: Tensor) -> None:

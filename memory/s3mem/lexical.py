@@ -71,7 +71,7 @@ def dense(how: Dense, texts: Sequence[Sequence[str]]) -> Callable[[Sequence[str]
         vectors = HashingVectorizer(analyzer="char_wb", ngram_range=(3, 5), n_features=2**16, alternate_sign=False)
         rows = vectors.transform(joined)
         asked = lambda question: csr_matrix(vectors.transform([" ".join(question)]))
-        return lambda question: (csr_matrix(rows) @ asked(question).transpose()).toarray().ravel()
+        return lambda question: csr_matrix(csr_matrix(rows) @ asked(question).transpose()).toarray().ravel()
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 

@@ -202,6 +202,6 @@ def _head(x: csr_matrix, labels: NDArray[np.int64], c: float) -> Head:
 
     touched = np.flatnonzero(np.asarray(abs(x).sum(axis=0)).ravel())
     model = LogisticRegression(C=c, class_weight="balanced", max_iter=1000).fit(x[:, touched], labels)
-    weights = np.zeros(int(np.shape(x)[1]))
+    weights = np.zeros(np.asarray(x.sum(axis=0)).size)
     weights[touched] = model.coef_[0]
     return Head(weights, float(model.intercept_[0]))

@@ -192,10 +192,12 @@ def test_real_games_go_on_with_other_goals(tmp_path: Path) -> None:
 
 
 @pytest.mark.alfworld
-def test_worlds_of_real_games_stay_solvable_and_have_ai2_thors_coordinates() -> None:
+def test_worlds_of_real_games_stay_solvable_and_have_ai2_thors_coordinates(shared_data: Path) -> None:
     from envs.alfworld.environment import AlfworldEnvironment
 
-    env = AlfworldEnvironment(images=False, sequences={"simple": 2, "composite": 3, "complex": 3})
+    env = AlfworldEnvironment(
+        shared_data / "alfworld", images=False, sequences={"simple": 2, "composite": 3, "complex": 3}
+    )
     placed = places = 0
     for sequence in env.sequences("valid_seen"):
         assert lived(env, sequence) == len(sequence.tasks)
@@ -206,10 +208,12 @@ def test_worlds_of_real_games_stay_solvable_and_have_ai2_thors_coordinates() -> 
 
 
 @pytest.mark.alfworld
-def test_a_long_sequence_in_a_real_games_world_stays_solvable() -> None:
+def test_a_long_sequence_in_a_real_games_world_stays_solvable(shared_data: Path) -> None:
     from envs.alfworld.environment import AlfworldEnvironment
 
-    env = AlfworldEnvironment(images=False, sequences={"tasks": "R", "worlds": 1, "length": 60, "stream": "skewed"})
+    env = AlfworldEnvironment(
+        shared_data / "alfworld", images=False, sequences={"tasks": "R", "worlds": 1, "length": 60, "stream": "skewed"}
+    )
     [sequence] = env.sequences("valid_seen")
     assert lived(env, sequence) == 60
 

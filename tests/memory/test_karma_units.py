@@ -314,10 +314,10 @@ def test_units_agree_with_the_engine_in_random_walks_of_10_000_steps(policy: str
 
 
 @pytest.mark.alfworld
-def test_units_agree_with_the_engine_in_real_games() -> None:
+def test_units_agree_with_the_engine_in_real_games(shared_data: Path) -> None:
     from envs.alfworld.environment import AlfworldEnvironment
 
-    env: EngineEnvironment = AlfworldEnvironment(images=False)
+    env: EngineEnvironment = AlfworldEnvironment(shared_data / "alfworld", images=False)
     walked = 0
     for task in env.tasks("valid_seen"):
         env.reset(task)
