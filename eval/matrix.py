@@ -105,7 +105,7 @@ def check_deliveries(config: EvalConfig) -> None:
         if not spec.played:
             raise ConfigError(f"deliveries: {name} is a name in results alone")
         if config.memory.protocol != "frozen" and spec.interdependent:
-            raise ConfigError(f"deliveries: {name} needs episodes side by side, and tasks are played one after another")
+            raise ConfigError(f"deliveries: {name} needs episodes side by side, and tasks are played one by one")
         if spec.needs_expert and not registry.find(config.env.name).expert:
             raise ConfigError(f"deliveries: {name} asks the environment's expert, and {config.env.name} has none")
 

@@ -156,8 +156,8 @@ def test_tokens_and_orders_of_a_stream(tmp_path: Path) -> None:
     results = {"live": summary(408, 500, levels={"memory": "brainmem"}, success_by_order=orders)}
     streams = paper_table(14, [run_of(tmp_path / "b", results, config=config)], "brainmem")
     assert "BrainMem: 81.6 ± 1.7 (mean and standard deviation of 5 orders)." in streams.notes
-    with pytest.raises(ValueError, match="there are none of karma"):
-        paper_table(4, [], "karma")
+    with pytest.raises(ValueError, match="there are none of nobody"):
+        paper_table(4, [], "nobody")
 
 
 @pytest.mark.parametrize(("number", "config"), SHIPPED)
