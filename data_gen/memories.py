@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from configs.collect import MemoryConfig
 from lm.backbone import model_path
-from lm.endpoint import Endpoint, EndpointFailure
+from lm.endpoint import Endpoint, EndpointFailure, content_part
 from lm.ledger import EndpointStop
 from memory.bounded import Bounded
 from memory.protocol import BankError, MemorySystem
@@ -29,7 +29,8 @@ def open_memory(config: MemoryConfig, default: Path) -> MemorySystem:
     if (system := system_of(path)) not in (None, config.system):
         raise BankError(f"{path} is of the memory system {system}: set memory.system={system}, or name another folder")
     ask = asking(Endpoint(config.api, path / RESPONSES)) if config.api else None
-    memory = spec.open(path, spec.settings.model_validate(config.settings), Tools(embed, ask))
+    tools = Tools(embed, ask, content_part if config.api and config.api.images else None)
+    memory = spec.open(path, spec.settings.model_validate(config.settings), tools)
     if config.tokens is not None:
         memory = cast(MemorySystem, Bounded(memory, config.tokens, _counting(str(config.tokenizer))))
     return memory.at(config.version) if config.version is not None else memory

@@ -21,7 +21,7 @@ from agent.deliveries import Delivery, DeliverySpec
 from agent.episode import EpisodeSpec, Limits, run_sequences
 from agent.records import Episode
 from configs.evaluation import EvalConfig
-from data_gen.experience import traces_of
+from data_gen.experience import kept_views, traces_of
 from data_gen.memories import grown_from
 from envs.base import Environment, Task, TaskSequence
 from envs.household.telling import room
@@ -65,13 +65,13 @@ class Worlds:
         self.record.lines.keep(lambda row: row["delivery"] != self.wanted.name or row["task_id"] not in again)
         lives = {sequence.id: self._life(number, sequence) for number, sequence in left}
         of_task = {task.id: lives[sequence.id] for _, sequence in left for task in sequence.tasks}
-        total = sum(len(sequence.tasks) for sequence in self.sequences)
+        total, views = sum(len(sequence.tasks) for sequence in self.sequences), kept_views(self.config)
         with progress(f"living {self.delivery.name}", total, total - len(again)) as advance:
 
             def on_episode(episode: Episode) -> None:
                 self.record.append(episode)
                 advance(episode)
-                for [trace] in traces_of([episode]) if of_task[episode.task_id] else ():
+                for [trace] in traces_of([episode], views) if of_task[episode.task_id] else ():
                     of_task[episode.task_id].end(trace)  # type: ignore[union-attr]
 
             specs = [[self._spec(task, lives[s.id]) for task in s.tasks] for _, s in left]

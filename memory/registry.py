@@ -25,6 +25,9 @@ class Tools:
 
     embed: Embed | None = None
     ask: Ask | None = None
+    part: Callable[[str | bytes], dict[str, Any]] | None = (
+        None  # of a message, where `ask` is shown pictures (PNG), too
+    )
 
 
 @dataclass(frozen=True, slots=True)

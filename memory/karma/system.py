@@ -119,13 +119,17 @@ class KarmaLife:
 
     def end(self, trace: Trace) -> None:
         self.home.finish(trace.task, trace.success)
-        ask = self.home.tools.ask
+        ask, part = self.home.tools.ask, self.home.tools.part
         if self.home.settings.states == "vlm" and ask is not None:
             short = self.home.short
             used = [unit for unit in short.held() if unit.source == "used" and unit.written[0] == trace.task.id]
-            chat = lambda told, content: ask(
-                [{"role": "system", "content": told}, {"role": "user", "content": content}], "states", STATES_TOKENS
-            )
+
+            def chat(told: str, text: str) -> str | None:
+                seen = [part(text), *map(part, trace.views)] if part and trace.views else text
+                return ask(
+                    [{"role": "system", "content": told}, {"role": "user", "content": seen}], "states", STATES_TOKENS
+                )
+
             for id, states in asked_states(used, trace.records, chat).items():
                 short.restate(id, states)
 

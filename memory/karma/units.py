@@ -169,7 +169,8 @@ may ask for."""
 def asked_states(
     units: Sequence[Unit], records: Sequence[Record], ask: Callable[[str, str], str | None]
 ) -> Mapping[str, tuple[str, ...]]:
-    """Have a model say in which states objects are (Appendix E); of words that are no state nothing is kept."""
+    """Have a model say in which states objects are (Fig. 10): from what was done, and the views that whoever `ask`s
+    shows it beside; of words that are no state nothing is kept."""
     if not units:
         return {}
     steps = [f"{' '.join(r.action.split())} -> {' '.join(r.feedback.split())}" for r in records]

@@ -144,6 +144,28 @@ def test_a_model_says_the_states_of_what_was_used_when_a_task_is_over() -> None:
     assert "apple 1" in asked[0] and home.short.held()[0].text == "apple 1 is in desk 1; apple 1 is dirty"
 
 
+def test_a_model_that_sees_is_shown_the_views_of_the_task() -> None:
+    asked = []
+
+    def ask(messages, role, most):
+        asked.append(messages[1]["content"])
+        return "apple 1: sliced"
+
+    for part, shown in ((lambda part: {"part": part}, True), (None, False)):
+        home = Home("w", "home 1", KarmaSettings(states="vlm"), Tools(ask=ask, part=part))
+        life = KarmaLife(home)
+        session = life.session(Query(TASK))
+        session.recall("")
+        session.observe(took("apple 1", "fridge 1"))
+        life.end(Trace(TASK, (took("apple 1", "fridge 1"),), True, views=(b"png",)))
+        assert home.short.held()[0].states == ("sliced",)
+        if shown:
+            text, picture = asked[-1]
+            assert "apple 1" in text["part"] and picture == {"part": b"png"}
+        else:
+            assert "apple 1" in asked[-1]
+
+
 # the scene graph ------------------------------------------------------------------------------------------------------
 
 PLAN = FloorPlan(
