@@ -25,9 +25,7 @@ class Tools:
 
     embed: Embed | None = None
     ask: Ask | None = None
-    part: Callable[[str | bytes], dict[str, Any]] | None = (
-        None  # of a message, where `ask` is shown pictures (PNG), too
-    )
+    part: Callable[[str | bytes], dict[str, Any]] | None = None  # of a message, where `ask` is shown PNG pictures, too
 
 
 @dataclass(frozen=True, slots=True)
