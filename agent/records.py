@@ -92,7 +92,7 @@ def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:
     first = step.first if executor.reads.first_view and step.history else ""  # at the first step it is in view
     return ExecutorRequest(
         step.goal, delivered(step, executor), step.history, step.observation, step.admissible, step.expert, image,
-        executor.reads.history, first,
+        executor.reads.history, first, executor.reads.goal_last,
     )  # fmt: skip
 
 

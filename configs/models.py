@@ -174,6 +174,7 @@ class ExecutorConfig(ModelSettings):
     first_view: bool = (
         False  # it is shown the episode's first view at every step, which may tell which places there are
     )
+    goal_last: bool = False  # the goal ends its prompt instead of opening it: small models have it at hand then
     # Of engine program (by rule, or by the model that `api.model` names): explore where memory was wrong, instead of
     # being stuck; in whose homes it knows where things lie; and whether it explores by that without a scene graph, too.
     feedback: bool = True
@@ -184,7 +185,7 @@ class ExecutorConfig(ModelSettings):
     @property
     def reading(self) -> dict[str, Any]:
         """What checkpoints say of the executor that they were trained for, and evaluations compare with their own."""
-        return self.model_dump(include={"reads_state", "soft_on", "history", "first_view"})
+        return self.model_dump(include={"reads_state", "soft_on", "history", "first_view", "goal_last"})
 
     @model_validator(mode="after")
     def _engine_can(self) -> ExecutorConfig:

@@ -9,6 +9,7 @@ soft: <mem><mem><mem><mem>                         compiled: placeholders of the
 did: go to shelf 1 ; open shelf 1
 view: <image>                                      executors that see
 see: ...
+goal: in home 17: put a hot mug in cabinet         here instead of above, where asked (`executor.goal_last`)
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class ExecutorRequest:
     image: Image | None = None  # the current view, for executors that see
     shown: int = HISTORY  # of the actions so far
     first: str = ""  # the first view, where it is to be shown again
+    goal_last: bool = False  # the goal ends the prompt instead of opening it
 
 
 def instructed(instructions: str, request: ExecutorRequest, lists_commands: bool) -> str:
@@ -70,7 +72,8 @@ def executor_text(request: ExecutorRequest, placeholder: str) -> str:
 def executor_parts(request: ExecutorRequest, placeholder: str) -> list[Part]:
     """Write the user turn: one text, or, where there is a picture, what stands before it, the picture, and the rest."""
     d = request.delivered
-    lines = [f"goal: {request.goal}", *([f"first: {request.first}"] if request.first else [])]
+    goal = f"goal: {request.goal}"
+    lines = [*([] if request.goal_last else [goal]), *([f"first: {request.first}"] if request.first else [])]
     if d.memory:
         lines.append(f"memory:\n{d.memory}\n")
     if d.state:
@@ -81,7 +84,7 @@ def executor_parts(request: ExecutorRequest, placeholder: str) -> list[Part]:
         lines.append(f"soft: {placeholder * d.n_soft}")
     if did := request.history[max(0, len(request.history) - request.shown) :]:
         lines.append(f"did: {' ; '.join(did)}")
-    see = f"see: {request.observation}"
+    see = f"see: {request.observation}" + (f"\n{goal}" if request.goal_last else "")
     if request.image is None:
         return [Part("\n".join([*lines, see]))]
     return [Part("\n".join([*lines, "view: "])), Part(image=request.image), Part(f"\n{see}")]

@@ -70,6 +70,7 @@ class Reads:
     soft_on: Literal["guidance", "always"] = "guidance"
     history: int = HISTORY  # of its last actions, at most
     first_view: bool = False  # the episode's first one, too, at every step: it may tell which places there are
+    goal_last: bool = False  # the goal ends the prompt, behind all that is to be read for its sake
     commands: bool = False  # the possible commands, below its instructions (`envs.spec.EnvSpec.lists_commands`)
 
 

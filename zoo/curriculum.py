@@ -6,8 +6,8 @@ recall, then facts and memory documents in which only scene AND object together 
 to memory documents the model stayed at chance; facts told with ever more words lead there.) Then the place, or that
 nothing tells it, is to be known from the goal at once, past all that stands between a goal and the question in a
 compiler's prompt: what has only ever continued a fact does not know, before it has begun to tell one, whether there is
-any. Where places are searched, the way from each place to the next one of a list is learned as well (search). Every
-batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
+any. Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is to be predicted, and are not shifted.
+(What stands beside an executor's lessons, for worlds whose places are searched, is `ways`.)
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from zoo.models import END_OF_TURN, SPECIAL, Lexicon
 IGNORE = -100
 ANSWER = f"{END_OF_TURN}\n<|im_start|>assistant\n"  # where one begins
 ROOM = "You are in the middle of a room. Looking quickly around you, you see"
-MOST_GONE, LEAPS, OPENED = 10, 0.3, 0.3  # places gone to in a search; shares of those that leap, and that are opened
+MOST_ROOMS, MOST_ACTIONS, MOST_GONE = 12, 4, 6  # of a first view, of an entry, of `did:`, where ways are asked for
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
-Kind = Literal["copy", "recall", "facts", "documents", "goals", "search"]
+Kind = Literal["copy", "recall", "facts", "documents", "goals"]
 
 FORMS = (" {scene} {thing}", " in {scene} the {thing}", " in {scene} the {thing} was in",
          "\nbecause in {scene} the {thing} was in")  # fmt: skip
@@ -172,28 +172,43 @@ ENTRIES = (2, 3, 4, 4, 5, 6)  # of a document
 DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_document}
 
 
-def searches(
-    vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int, places: int
-) -> tuple[Tensor, Tensor]:
-    """List `places` places in a first view, and go from each to the next, the first after the last, but for some leaps:
-    to be predicted is where one goes that does not leap, last of all as an answer."""
+def ways(vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int) -> dict[str, Tensor]:
+    """Make a batch of prompts that end with the goal, each answered by a way: in half of them to the place that memory
+    tells of the goal's thing in its scene, in half of them to the one that the first view names after the place where
+    one is."""
     tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     rows, labels = [], []
     for _ in range(batch):
-        seen = rng.sample(vocabulary.places, places)
-        ids = tokenize(f"first: {ROOM} a {', a '.join(seen[:-1])}, and a {seen[-1]}.\ndid:")
-        target, at = [IGNORE] * len(ids), rng.randrange(places)
-        for i in range(rng.randint(1, MOST_GONE)):
-            leaps = i == 0 or rng.random() < LEAPS
-            at = rng.randrange(places) if leaps else (at + 1) % places
-            way, place = tokenize(" ; go to" if i else " go to"), tokenize(f" {seen[at]}")
-            opened = tokenize(f" ; open {seen[at]}") if rng.random() < OPENED else []
-            ids = ids + way + place + opened
-            target += [IGNORE] * len(way) + (place if not leaps else [IGNORE]) + [IGNORE] * len(opened)
-        way, place = tokenize(f"\nsee: You arrive at {seen[at]}.{ANSWER}go to"), tokenize(f" {seen[(at + 1) % places]}")
-        rows.append(ids + way + place)
-        labels.append(target + [IGNORE] * len(way) + place)
-    return pad(rows, tokenizer.pad_token_id), pad(labels, IGNORE)
+        text, place = (_told_way if rng.random() < 0.5 else _next_way)(vocabulary, rng)
+        ids, answer = tokenize(f"{text}{ANSWER}go to"), tokenize(f" {place}")
+        rows.append(ids + answer)
+        labels.append([IGNORE] * len(ids) + answer)
+    return {"input_ids": pad(rows, tokenizer.pad_token_id), "labels": pad(labels, IGNORE)}
+
+
+def _told_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, str]:
+    places = {pair: rng.choice(vocabulary.places) for pair in _twins(vocabulary, rng, rng.choice(ENTRIES))}
+    pair, place = rng.choice(list(places.items()))
+    memory = _memory(vocabulary, rng, places, rng.randint(0, MOST_ACTIONS))
+    rooms = rng.sample(vocabulary.places, rng.randint(1, MOST_ROOMS))
+    return _view(vocabulary, rng, rooms, f"{memory}\n", rng.choice(vocabulary.places), pair), place
+
+
+def _next_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, str]:
+    rooms = rng.sample(vocabulary.places, rng.randint(2, MOST_ROOMS))
+    at = rng.randrange(len(rooms) - 1)
+    gone = rooms[max(0, at - rng.randint(0, MOST_GONE)) : at + 1]
+    did = f"did: {' ; '.join(f'go to {place}' for place in gone)}\n"
+    pair = rng.choice(vocabulary.scenes), rng.choice(vocabulary.objects)
+    return _view(vocabulary, rng, rooms, did, rooms[at], pair), rooms[at + 1]
+
+
+def _view(
+    vocabulary: Vocabulary, rng: random.Random, rooms: Sequence[str], given: str, here: str, pair: tuple[str, str]
+) -> str:
+    seen = ", a ".join(f"{thing} 1" for thing in rng.sample(vocabulary.objects, rng.randint(1, MOST_GONE)))
+    see = f"see: You arrive at {here}. On the {here}, you see a {seen}."
+    return f"first: {ROOM} a {', a '.join(rooms)}.\n{given}{see}\ngoal: {_goal(vocabulary, rng, *pair)}"
 
 
 def look_ups(
@@ -246,7 +261,7 @@ class Level:
     """What is learned, how difficult it is, and the accuracy at which the next level begins."""
 
     kind: Kind
-    difficulty: int  # the form of a fact, the filler actions in a document's entry, or the places that are listed
+    difficulty: int  # the form of a fact, the filler actions in a document's entry,
     until: float
 
 
@@ -255,7 +270,6 @@ LEVELS = (
     *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
     Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.975),
 )  # fmt: skip
-SEARCH = tuple(Level("search", places, 0.95) for places in (6, 12, 24))
 
 
 class TextCurriculum(TrainerCallback):
@@ -271,8 +285,7 @@ class TextCurriculum(TrainerCallback):
         self.passed: list[int] = []  # the steps after which exams were passed
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """Draw the level's own documents, or those of earlier kinds: half of recall's, a fifth from facts on, two
-        fifths from search on."""
+        """Draw the level's own documents, or those of earlier kinds: half of recall's, a fifth from facts on."""
         level = self.levels[sum(passed + 1 < step for passed in self.passed)]  # the loader draws one batch ahead
         numbers, draw = np.random.default_rng((self.seed, step)), random.Random(f"{self.seed}/{step}")
         share = draw.random()
@@ -280,8 +293,6 @@ class TextCurriculum(TrainerCallback):
             level = LEVELS[0]
         elif share < 0.2:  # from facts on: the other two are drawn by now
             level = LEVELS[1]
-        elif share < 0.4 and level.kind == "search":
-            level = LEVELS[-1]
         return self._drawn(level, numbers, draw, 32 if level.kind in ("documents", "goals") else 64)
 
     def exam(self, _: int) -> dict[str, Tensor]:
@@ -300,8 +311,6 @@ class TextCurriculum(TrainerCallback):
                 tokens, labels = repeated_segments(self.vocabulary, numbers, batch)
             case "recall":
                 tokens, labels = key_value(self.vocabulary, numbers, batch, pairs)
-            case "search":
-                tokens, labels = searches(self.vocabulary, self.tokenizer, draw, batch, level.difficulty)
             case _:
                 n = entries or draw.choice(ENTRIES)
                 make = partial(DOCUMENTS[level.kind], self.vocabulary, draw, n, level.difficulty)

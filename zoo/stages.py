@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,8 @@ class AnswerLoss:
             return (loss, {"right": logits.argmax(-1) == target}) if return_outputs else loss
         equals = inputs["equals"]
         real = equals != IGNORE
-        logprobs = logits.log_softmax(-1).gather(1, equals.clamp(min=0)) * real
-        loss = -(logprobs.sum(1) / real.sum(1)).mean()
+        logprobs = logits.log_softmax(-1).gather(1, equals.clamp(min=0)).masked_fill(~real, -torch.inf)
+        loss = -logprobs.logsumexp(1).mean()
         return (loss, {"right": (logits.argmax(-1)[:, None] == equals).any(1)}) if return_outputs else loss
 
 
@@ -103,8 +103,10 @@ def train_on_answers(
     model: PreTrainedModel, folder: Path, seed: int, steps: int, draw: Callable[[int], Batch],
     exam: Callable[[int], Batch], rate: float, every: int, warmup: float = 0.02,
     callbacks: Sequence[TrainerCallback] = (), bf16: bool = False,
+    paces: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """Train on the batches that `draw(step)` gives, with the accuracy on `exam(1)` in the log; the trained model."""
+    """Train on the batches that `draw(step)` gives, with the accuracy on `exam(1)` in the log; the trained model.
+    `paces`: by parameter name, the part of the rate at which some weights learn (what broadcasts to them)."""
     settings = TrainingArguments(
         **arguments(folder, seed, steps, rate, every, warmup), per_device_train_batch_size=1,
         per_device_eval_batch_size=1, train_sampling_strategy="sequential", remove_unused_columns=False,
@@ -113,9 +115,39 @@ def train_on_answers(
     trainer = AnswerTrainer(
         model, settings, data_collator=lambda rows: rows[0], train_dataset=Batches(steps, draw),
         eval_dataset=Batches(1, exam), compute_metrics=accuracy, callbacks=[Stopwatch(), *callbacks],
+        optimizers=(_paced(model, settings, paces) if paces else None, None),
     )  # fmt: skip
     trainer.bf16 = bf16
     return run(trainer, folder)
+
+
+class PacedAdamW(torch.optim.AdamW):
+    """AdamW by which some weights go a part of each step: `paces`, by parameter, what broadcasts to it."""
+
+    def __init__(self, *args: Any, paces: Mapping[torch.nn.Parameter, Tensor], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._paces = paces
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        before = {weight: weight.clone() for weight in self._paces}
+        loss = super().step(closure)
+        for weight, pace in self._paces.items():
+            weight.copy_(before[weight] + (weight - before[weight]) * pace)
+        return loss
+
+
+def _paced(model: PreTrainedModel, settings: TrainingArguments, paces: Mapping[str, Tensor]) -> PacedAdamW:
+    """Make the trainer's own optimizer, but for its paces: matrices alone decay."""
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [w for w in named.values() if w.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [w for w in named.values() if w.ndim == 1], "weight_decay": 0.0},
+    ]
+    return PacedAdamW(
+        groups, lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_epsilon,
+        paces={named[name]: pace for name, pace in paces.items()},
+    )  # fmt: skip
 
 
 def accuracy(outcome: EvalPrediction) -> dict[str, float]:

@@ -20,7 +20,7 @@ thing in documents of four entries (`tests/zoo/test_wiring.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,13 +28,22 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from zoo.models import Lexicon
+
 HIDDEN, HEADS, HEAD_DIM = 160, 5, 64
 EMBEDDED, BACK, BLOCKS = 64, 24, 4  # dimensions of an embedding, of a token looked back at, and how many of those
+GOAL, PLACE = 5, 6  # blocks behind those of the tokens looked back at: what is gathered
+GATHERING = 217, 7  # dimensions (the last ones tell kinds of tokens) and heads of a model that gathers
 THETA = 1e8  # rotary base: half of a head's dimensions hardly turn within a prompt
 FAST, SLOW = 0.02, 1e-3  # radians a token: what tells neighbours apart, and what content is compared in
 SHARP, ALIKE, EVEN = 8.0, 2.1, 1.2  # how much more a head attends where it should, by kind
 SPANS = (12, 40)  # tokens that free heads of the first layers look at
+PACE = 0.2  # of the rate, at which set heads learn
 SMALL, WRITTEN, COPIED = 0.05, 0.13, 0.5  # what is left of random weights in a head that is set; what heads write
+KINDS = {"scenes": -3, "things": -2, "places": -1}
+GAIN = 5.0
+KIND, CHOSEN, NEAR = 0.5, 8.0, 6.0  # how an embedding tells its kind; how much more a gathering head attends to that
+# kind, and how much less where its span ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,51 +61,100 @@ class Match:
     pairs: tuple[tuple[int, int], ...]  # (here, there)
 
 
-Head = Look | Match | None  # None: free
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """A head that attends to the tokens of some kinds among about the last `span`, and writes what it sees, as one that
+    looks back does, into block number `block`."""
+
+    kinds: Mapping[str, float]
+    span: int
+    block: int
+
+
+Head = Look | Match | Gather | None  # None: free
 Layout = Sequence[Sequence[Head]]
 
 
-def layout(layers: int) -> Layout:
+def layout(layers: int, gathers: bool = False) -> Layout:
     """List the heads of each layer."""
-    first = [Look(back) for back in range(1, BLOCKS + 1)]
+    first: list[Head] = [Look(back) for back in range(1, BLOCKS + 1)]
     whole = tuple((back, back + 1) for back in range(BLOCKS))
-    second = [Match(((0, 1),)), Match(whole), Match(((1, 2), (3, 4)))]
-    third = [Match(((0, 1),)), Match(((0, 2),)), Match(((0, 0),))]
-    rows: list[list[Head]] = [[*first], [*second], [*third], *([] for _ in range(layers - 3))]
-    return [[*row, *[None] * (HEADS - len(row))] for row in rows]
+    second: list[Head] = [Match(((0, 1),)), Match(whole), Match(((1, 2), (3, 4)))]
+    third: list[Head] = [Match(((0, 1),)), Match(((0, 2),)), Match(((0, 0),))]
+    if gathers:
+        first += [Gather({"scenes": 1.1, "things": 1.0}, 20, GOAL), Gather({"places": 1.0}, 60, PLACE)]
+        second += [Match(((GOAL, 2), (GOAL, 4))), Match(((PLACE, 2),))]
+        third += [Match(((GOAL, 0),)), Match(((PLACE, 0),))]
+    rows: list[list[Head]] = [first, second, third, *([] for _ in range(layers - 3))]
+    heads = GATHERING[1] if gathers else HEADS
+    return [[*row, *[None] * (heads - len(row))] for row in rows]
 
 
-def wired(tokenizer: PreTrainedTokenizerFast, layers: int, seed: int = 0) -> LlamaForCausalLM:
-    """Make a Llama (with attention biases) of `layers` layers, at least three, that looks things up untrained."""
+def wired(
+    tokenizer: PreTrainedTokenizerFast, layers: int, seed: int = 0, gathers: Lexicon | None = None
+) -> LlamaForCausalLM:
+    """Make a Llama (with attention biases) of `layers` layers, at least three, that looks things up untrained.
+
+    Args:
+        gathers: whose scenes, things and places some heads gather, for a model whose prompt ends with the goal.
+    """
     torch.manual_seed(seed)
     end, padding = cast("int", tokenizer.eos_token_id), cast("int", tokenizer.pad_token_id)
+    hidden, heads = GATHERING if gathers else (HIDDEN, HEADS)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=layers,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=HEAD_DIM, attention_bias=True,
-        max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=HIDDEN**-0.5, rms_norm_eps=1e-6,
+        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, head_dim=HEAD_DIM, attention_bias=True,
+        max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=hidden**-0.5, rms_norm_eps=1e-6,
         eos_token_id=end, pad_token_id=padding, bos_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": THETA},
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     with torch.no_grad():
-        embeddings = model.get_input_embeddings().weight
-        torch.nn.init.normal_(embeddings, std=0.15)  # type: ignore[arg-type]
-        embeddings[:, EMBEDDED:] *= SMALL  # type: ignore[index]
+        embeddings = cast("Tensor", model.get_input_embeddings().weight)
+        torch.nn.init.normal_(embeddings, std=0.15)
+        embeddings[:, EMBEDDED:] *= SMALL
+        if gathers:
+            embeddings *= 1.2 / embeddings.norm(dim=1, keepdim=True)
+        for column, words in zip(KINDS.values(), _words(gathers), strict=False) if gathers else ():
+            ids = [
+                tokenizer.convert_tokens_to_ids(tokenizer.tokenize(form + w)[0]) for w in words for form in ("", " ")
+            ]
+            embeddings[ids, column] = KIND
         shared, spans = _orthonormal(BACK, EMBEDDED), 0
         decoder: Sequence[Any] = list(model.model.layers)
-        for number, (layer, heads) in enumerate(zip(decoder, layout(layers), strict=True)):
+        for number, (layer, row) in enumerate(zip(decoder, layout(layers, bool(gathers)), strict=True)):
             layer.mlp.down_proj.weight.zero_()
-            for i, head in enumerate(heads):
+            for i, head in enumerate(row):
                 at = _Head(layer.self_attn, slice(i * HEAD_DIM, (i + 1) * HEAD_DIM))
                 match head:
                     case Look(back):
                         at.look(back, shared)
                     case Match(pairs):
                         at.match(pairs, shared, COPIED / number)
+                    case Gather():
+                        at.gather(head, shared)
                     case None:
                         at.free(SPANS[spans % len(SPANS)] if number < 3 else None)
                         spans += 1
     return model
+
+
+def paces(model: LlamaForCausalLM) -> dict[str, Tensor]:
+    """Return by what part of the rate weights of layers with set heads are to learn, by parameter name: those of the
+    heads themselves are about right, and Adam's first steps, which are as long for each weight, would undo them."""
+    config = model.config
+    parts = dict[str, Tensor]()
+    for number, row in enumerate(layout(config.num_hidden_layers, config.num_attention_heads == GATHERING[1])[:3]):
+        free = torch.tensor([1.0 if head is None else PACE for head in row]).repeat_interleave(HEAD_DIM)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            parts[f"model.layers.{number}.self_attn.{name}.weight"] = free[:, None]
+            parts[f"model.layers.{number}.self_attn.{name}.bias"] = free
+        parts[f"model.layers.{number}.self_attn.o_proj.weight"] = free
+    return parts
+
+
+def _words(lexicon: Lexicon) -> tuple[Sequence[str], ...]:
+    return lexicon.scenes, lexicon.things, lexicon.places
 
 
 class _Head:
@@ -116,8 +174,21 @@ class _Head:
         apart = (1 - self.turns[fast].cos()).sum()  # how much less a neighbour gets, for an amplitude of 1
         self._towards(back, fast, math.sqrt(SHARP * math.sqrt(HEAD_DIM) / float(apart)))
         self.v[:BACK, :EMBEDDED] += shared
-        block = EMBEDDED + (back - 1) * BACK
-        self.o[block : block + BACK, :BACK] += WRITTEN * torch.eye(BACK)
+        self._write(back)
+
+    def gather(self, head: Gather, shared: Tensor) -> None:
+        """Attend to tokens of some kinds, the nearer the more, and write what is there, seen through `shared`."""
+        self._calm()
+        self.q.zero_(), self.k.zero_()
+        near = ((self.turns > 0.2 / head.span) & (self.turns < 1.6 / head.span)).nonzero()[:, 0]
+        falls = (1 - (head.span * self.turns[near]).cos()).sum()
+        self._towards(0, near, math.sqrt(NEAR * math.sqrt(HEAD_DIM) / float(falls)))
+        told = int((self.turns < SLOW).nonzero()[0, 0])
+        self.q_bias[told] = sharp = math.sqrt(CHOSEN * math.sqrt(HEAD_DIM))
+        for kind, more in head.kinds.items():
+            self.k[told, KINDS[kind]] += more * sharp / (KIND * 10)
+        self.v[:BACK, :EMBEDDED] += shared
+        self._write(head.block)
 
     def match(self, pairs: Sequence[tuple[int, int]], shared: Tensor, strength: float) -> None:
         """Compare each pair in dimensions of its own, and copy what stands where they agree."""
@@ -127,9 +198,9 @@ class _Head:
         size = len(dims) // len(pairs)
         for n, (here, there) in enumerate(pairs):
             some, mixing = dims[n * size : (n + 1) * size], _orthonormal(size, BACK)
-            self.q[some] += _amplified(here) * mixing @ _reader(here, shared)
-            self.k[some] += _amplified(there) * mixing @ _reader(there, shared)
-        self.v += torch.eye(HEAD_DIM, HIDDEN)
+            self.q[some] += _amplified(here) * mixing @ _reader(here, shared, self.q.shape[1])
+            self.k[some] += _amplified(there) * mixing @ _reader(there, shared, self.k.shape[1])
+        self.v += torch.eye(*self.v.shape)
         self.o[:EMBEDDED] += strength * torch.eye(EMBEDDED, HEAD_DIM)
 
     def free(self, span: int | None) -> None:
@@ -138,6 +209,10 @@ class _Head:
         if span is not None:
             some = ((self.turns > 0.05 / span) & (self.turns < 2.2 / span)).nonzero()[:, 0]
             self._towards(0, some, math.sqrt(EVEN * math.sqrt(HEAD_DIM)))
+
+    def _write(self, block: int) -> None:
+        start = EMBEDDED + (block - 1) * BACK
+        self.o[start : start + BACK, :BACK] += WRITTEN * torch.eye(BACK)
 
     def _calm(self) -> None:
         for weight in (self.q, self.k, self.v, self.o):
@@ -154,12 +229,12 @@ class _Head:
 
 def _amplified(back: int) -> float:
     # A token's own embedding is seen through `shared`, which keeps a part of it.
-    return ALIKE * (1.25 if back == 0 else 1.0)
+    return ALIKE * (GAIN if back > BLOCKS else 1.25 if back == 0 else 1.0)
 
 
-def _reader(back: int, shared: Tensor) -> Tensor:
-    """Read from the residual stream, (BACK, HIDDEN), the token so many places back."""
-    reader = torch.zeros(BACK, HIDDEN)
+def _reader(back: int, shared: Tensor, hidden: int) -> Tensor:
+    """Read from the residual stream, (BACK, hidden), the token so many places back, or what was gathered."""
+    reader = torch.zeros(BACK, hidden)
     if back == 0:
         reader[:, :EMBEDDED] = shared
     else:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from lm.backbone import load_backbone
 from memory.entry import MemoryEntry, Provenance
 from zoo.alfworld import gate, lessons, play, recipes
 from zoo.alfworld.words import LEXICON, SCENES
-from zoo.curriculum import ANSWER, IGNORE, ROOM, Level, Vocabulary, searches
+from zoo.curriculum import ANSWER, IGNORE, ROOM, Vocabulary, ways
 from zoo.gates import Share
 from zoo.models import make_tokenizer
 
@@ -57,21 +57,21 @@ def test_a_step_of_a_search_takes_few_tokens():
     assert len(ids(view)) == 12
 
 
-def test_searches_ask_for_the_next_place_of_the_first_view():
+def test_ways_lead_where_memory_tells_or_to_the_next_place_of_the_first_view():
     vocabulary = Vocabulary.of(TOKENIZER, LEXICON)
-    tokens, labels = searches(vocabulary, TOKENIZER, random.Random(2), 8, 4)
-    for row, own in zip(tokens, labels, strict=True):
+    batch, told = ways(vocabulary, TOKENIZER, random.Random(2), 32), 0
+    for row, own in zip(batch["input_ids"], batch["labels"], strict=True):
         prompt, answer = TOKENIZER.decode(row).replace("<|endoftext|>", "").split(ANSWER)
-        view, did = prompt.removeprefix("first: ").split("\ndid:")
-        places = room(view)
-        did, see = did.split("\nsee: You arrive at ")
-        gone = [part.removeprefix(" go to ") for part in did.split(" ;") if " go to " in part]
-        follows = [p for last, p in pairwise(gone) if places[(places.index(last) + 1) % 4] == p]
-        last = places[(places.index(gone[-1]) + 1) % 4]
-        told = [TOKENIZER.decode([place]).strip() for place in own[own != IGNORE]]
-        assert see == f"{gone[-1]}." and answer == f"go to {last}" and told[-1] == last and len(places) == 4
-        assert len(told) <= len(follows) + 1 and set(told[:-1]) <= set(follows)  # a leap may lead there by chance
-    assert int((labels != IGNORE).sum()) > 8
+        assert answer == f"go to {TOKENIZER.decode(own[own != IGNORE]).strip()}" and int((own != IGNORE).sum()) == 1
+        view, _, rest = prompt.removeprefix("first: ").partition("\n")
+        scene, thing = re.search(r"\ngoal: in (\w+): .*? (?:a|some)(?: hot| cool| clean)? (\w+) ", rest).groups()
+        if rest.startswith("memory:"):
+            told += 1
+            assert f"because in {scene} the {thing} was in {answer.removeprefix('go to ')}\n" in rest
+        else:
+            places, last = room(view), re.findall(r"go to (\w+ \d+)", rest)[-1]
+            assert answer == f"go to {places[places.index(last) + 1]}"
+    assert 8 < told < 24
 
 
 def test_batches_are_drawn_from_several_parts_in_their_shares():
@@ -227,7 +227,7 @@ def test_what_is_drawn_together_is_of_like_length() -> None:
     assert lessons.ByLength("ab", len).near(7, random.Random(0)) in "ab"
 
 
-def test_the_loss_of_equally_good_tokens_is_their_mean():
+def test_the_loss_of_equally_good_tokens_is_that_of_any_of_them():
     from types import SimpleNamespace
 
     from zoo.stages import AnswerLoss
@@ -241,7 +241,7 @@ def test_the_loss_of_equally_good_tokens_is_their_mean():
     }
     loss, outcome = AnswerLoss().compute_loss(model, inputs, return_outputs=True)
     logprobs = torch.tensor([0.0, 1.0, 2.0]).log_softmax(0)
-    assert loss == pytest.approx(float(-(logprobs[1] + logprobs[2]) / 2))
+    assert loss == pytest.approx(float(-(logprobs[1].exp() + logprobs[2].exp()).log()))
     assert outcome["right"].tolist() == [True]
     assert AnswerLoss().compute_loss(model, {**inputs, "equals": torch.tensor([[0]])}) == pytest.approx(
         float(-logprobs[0])
@@ -353,9 +353,9 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_both_recipes_leave_a_model_that_the_gates_can_read(games, tmp_path, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(games))
     work = tmp_path / "work"
-    recipes.train_executor(tmp_path / "executor", work, steps=(2, 2), batch=4, levels=[Level("search", 3, -1.0)])
+    recipes.train_executor(tmp_path / "executor", work, steps=(2, 2), batch=4)
     recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2), batch=4)
-    executor, compiler = ["search", "short", "cloning"], ["states", "emissions"]
+    executor, compiler = ["short", "cloning"], ["states", "emissions"]
     for name, made in (("executor", executor), ("compiler", compiler)):
         record = json.loads((tmp_path / name / "RECORD.json").read_text())
         assert list(record["log"]) == made and record["command"].startswith(f"memcompiler zoo {name} --world alfworld")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from zoo.alfworld.words import LEXICON
-from zoo.curriculum import IGNORE, Vocabulary, fact_list, look_ups, memory_document, repeated_segments
+from zoo.curriculum import IGNORE, Vocabulary, fact_list, look_ups, memory_document, repeated_segments, ways
 from zoo.models import make_tokenizer
-from zoo.wiring import HEADS, layout, wired
+from zoo.wiring import GOAL, HEAD_DIM, HEADS, PACE, PLACE, Match, layout, paces, wired
 
 TOKENIZER = make_tokenizer(LEXICON)
 VOCABULARY = Vocabulary.of(TOKENIZER, LEXICON)
@@ -75,3 +75,47 @@ def test_all_of_it_is_trained(model):
 def test_the_same_seed_makes_the_same_weights(model):
     again = wired(TOKENIZER, layers=5).state_dict()
     assert all(torch.equal(weight, again[name]) for name, weight in model.state_dict().items())
+
+
+# -- heads that gather ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gathering():
+    model = wired(TOKENIZER, layers=3, gathers=LEXICON)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def found(gathering, head: Match) -> tuple[float, float]:
+    """Of prompts that end with the goal, the mean attention that a head of layer 1 pays the place that is to be
+    answered: where memory tells it, and where it is the next one of the first view."""
+    batch = ways(VOCABULARY, TOKENIZER, random.Random(5), 32)
+    with torch.no_grad():
+        attended = gathering(batch["input_ids"], output_attentions=True).attentions[1]
+    paid: dict[bool, list[float]] = {True: [], False: []}
+    for ids, labels, weights in zip(batch["input_ids"], batch["labels"], attended[:, layout(3, True)[1].index(head)]):
+        at = int((labels != IGNORE).nonzero()[0, 0])
+        paid["memory" in TOKENIZER.decode(ids)].append(float(weights[at - 1, :at][ids[:at] == ids[at]].sum()))
+    return sum(paid[True]) / len(paid[True]), sum(paid[False]) / len(paid[False])
+
+
+def test_untrained_it_finds_what_memory_tells_of_the_goal_and_what_follows_the_place_where_one_is(gathering):
+    told, _ = found(gathering, Match(((GOAL, 2), (GOAL, 4))))
+    _, following = found(gathering, Match(((PLACE, 2),)))
+    assert told > 0.3 and following > 0.6
+
+
+def test_what_gathers_looks_up_too(gathering):
+    assert right(gathering, *documents(memory_document, 12)) > 0.9
+
+
+def test_heads_that_are_set_learn_at_their_own_pace(gathering):
+    shares = paces(gathering)
+    named = dict(gathering.named_parameters())
+    assert {name.split(".")[2] for name in shares} == {"0", "1", "2"}
+    for name, share in shares.items():
+        whole = share.expand_as(named[name])
+        assert {round(float(part), 3) for part in whole.unique()} == {1.0, PACE}
+    last = shares["model.layers.2.self_attn.v_proj.bias"].reshape(-1, HEAD_DIM)[:, 0]
+    assert last.tolist() == pytest.approx([1.0 if head is None else PACE for head in layout(3, True)[2]])

@@ -100,7 +100,9 @@ def _sentences(request: CompileRequest) -> set[str]:
 
 def load_executor(model: str) -> FrozenExecutor:
     """Load an executor that reads what it was made for."""
-    settings = ExecutorConfig(model=model, dtype="float32", instructions="none", max_new_tokens=16, first_view=True)
+    settings = ExecutorConfig(
+        model=model, dtype="float32", instructions="none", max_new_tokens=16, first_view=True, goal_last=True
+    )
     return load_frozen(settings, Told(""))
 
 

@@ -36,7 +36,10 @@ TOLD, UNTOLD = 4, 2  # questions in a situation about what M tells and does not 
 SEEN, UNSEEN = 3, 2  # and about things that are in view and that are not
 _LISTED_THING = re.compile(r"\b([a-z]+) (\d+)")
 NEAR = 16  # neighbours on either side, of one length, from which is drawn
-RARE = 0.35
+RARE, TOLD_MORE = 0.35, 2.5
+SHARES = {"named": 0.35, "silent": 0.45, "rest": 0.2}  # of lessons: a place is named, something is looked for and
+# nothing is said (the hardest to tell from the first), nothing is looked for
+TOLD_KIND = "told"
 MEMORY, GUIDE = "memory:", "guide:"  # as an executor's prompt says them
 T = TypeVar("T")
 Ask = Callable[[Situation, random.Random], tuple[CompileRequest, Talk]]
@@ -94,13 +97,13 @@ def deed(tokenizer: PreTrainedTokenizerFast, example: Example) -> Deed:
 
 def deed_batch(labels: SceneLabels, deeds: Sequence[Deed], rng: random.Random, pad_id: int) -> Batch:
     """Make a batch in which each prompt is followed by one of its commands; what is to be predicted at each of its
-    tokens is any token by which an equally good command goes on, all with the same probability."""
+    tokens is any token by which an equally good command goes on."""
     rows, targets, equals = [], [], []
     for each in deeds:
         command, exchanged = rng.choice(each.wanted), labels.exchange(rng)
         rows.append([*exchanged[each.prompt].tolist(), *command])
         targets.append([IGNORE] * len(each.prompt) + list(command))
-        equals += [[c[i] for c in each.wanted if c[:i] == command[:i]] for i in range(len(command))]
+        equals += [sorted({c[i] for c in each.wanted if c[:i] == command[:i]}) for i in range(len(command))]
     ids = pad(rows, pad_id)
     return {"input_ids": ids, "labels": pad(targets, IGNORE), "equals": pad(equals, IGNORE)}
 
@@ -108,31 +111,40 @@ def deed_batch(labels: SceneLabels, deeds: Sequence[Deed], rng: random.Random, p
 def kind_of(example: Example) -> tuple[str, str]:
     """Say what decides a deed: what the prompt has beside goal and view, and what it comes to."""
     given = next((name for name in (MEMORY, GUIDE) if f"\n{name}" in example.prompt), "")
-    return given, "told" if example.told else example.wanted[0].partition(" ")[0]
+    return given, TOLD_KIND if example.told else example.wanted[0].partition(" ")[0]
 
 
 class DeedDraws:
-    """Batches of deeds of like length. Kinds of deeds are drawn by their number to the power of `RARE`, for what is
-    rare in games has to be learned, too. `short`: the shortest third of each kind without M alone, all kinds alike."""
+    """Batches of deeds of like length, with M or without it. Kinds of deeds are drawn by their number to the power of
+    `RARE`, for what is rare in games has to be learned, too, and what guidance or memory says `TOLD_MORE` times as
+    often. `short`: the shortest third of each kind without M alone, all kinds alike."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], size: int, short: bool = False
     ) -> None:
         kinds = dict[tuple[str, str], list[Deed]]()
         for example in examples:
-            if not (short and kind_of(example)[0] == MEMORY):
-                kinds.setdefault(kind_of(example), []).append(deed(tokenizer, example))
-        pools = [sorted(deeds, key=_tokens)[: -(-len(deeds) // 3) if short else None] for deeds in kinds.values()]
-        self._pools = [ByLength(deeds, _tokens) for deeds in pools]
-        self._shares = [len(deeds) ** (0 if short else RARE) for deeds in pools]
-        self._lengths = [length for pool in self._pools for length in pool.lengths]
+            kind = kind_of(example)
+            if not (short and kind[0] == MEMORY):
+                kinds.setdefault(kind, []).append(deed(tokenizer, example))
+        self._groups = list[tuple[list[ByLength[Deed]], list[float]]]()
+        for with_memory in sorted({given == MEMORY for given, _ in kinds}):
+            mine = {
+                kind: sorted(deeds, key=_tokens) for kind, deeds in kinds.items() if (kind[0] == MEMORY) == with_memory
+            }
+            pools = [ByLength(deeds[: -(-len(deeds) // 3)] if short else deeds, _tokens) for deeds in mine.values()]
+            shares = [1.0 if short else len(deeds) ** RARE * (TOLD_MORE if told == TOLD_KIND else 1)
+                      for (_, told), deeds in mine.items()]  # fmt: skip
+            self._groups.append((pools, shares))
         self._labels, self._size = SceneLabels(tokenizer), size
         self._pad_id: int = tokenizer.pad_token_id  # type: ignore[assignment]
 
     def draw(self, rng: random.Random) -> Batch:
         """Draw a batch."""
-        length, pools = rng.choice(self._lengths), rng.choices(self._pools, self._shares, k=self._size)
-        return deed_batch(self._labels, [pool.near(length, rng) for pool in pools], rng, self._pad_id)
+        pools, shares = rng.choices(self._groups, [sum(shares) for _, shares in self._groups])[0]
+        length = rng.choice(rng.choices(pools, shares)[0].lengths)
+        chosen = rng.choices(pools, shares, k=self._size)
+        return deed_batch(self._labels, [pool.near(length, rng) for pool in chosen], rng, self._pad_id)
 
 
 def _tokens(deed: Deed) -> int:
@@ -201,21 +213,21 @@ def _listed(places: Iterable[str]) -> str:
 
 
 class LessonDraws:
-    """Batches of lessons on situations of like length, in equal shares: a place is named, something is looked for and
-    nothing is said, nothing is looked for."""
+    """Batches of lessons on situations of like length, in `SHARES`."""
 
     def __init__(self, backbone: Backbone, situations: Sequence[Situation], size: int, ask: Ask) -> None:
         self._backbone, self._size, self._ask = backbone, size, ask
         self._labels = SceneLabels(backbone.tokenizer)
-        named = [each for each in situations if each.emission.guidance]
-        silent = [each for each in situations if each.search and not each.emission.guidance]
-        rest = [each for each in situations if not each.search and not each.emission.guidance]
-        self._pools = [ByLength(pool, _length) for pool in (named, silent, rest) if pool]
+        kinds = dict[str, list[Situation]]()
+        for each in situations:
+            kinds.setdefault(_kind(each), []).append(each)
+        self._pools = [ByLength(pool, _length) for pool in kinds.values()]
+        self._shares = [SHARES[kind] for kind in kinds]
 
     def draw(self, rng: random.Random) -> Batch:
         """Draw a batch."""
-        length = rng.choice(rng.choice(self._pools).lengths)
-        chosen = [pool.near(length, rng) for pool in rng.choices(self._pools, k=self._size)]
+        length = rng.choice(rng.choices(self._pools, self._shares)[0].lengths)
+        chosen = [pool.near(length, rng) for pool in rng.choices(self._pools, self._shares, k=self._size)]
         return collate(self._backbone, [self._lesson(situation, rng) for situation in chosen])
 
     def _lesson(self, situation: Situation, rng: random.Random) -> Lesson:
@@ -223,6 +235,10 @@ class LessonDraws:
         lesson, exchanged = questions(self._backbone, request, talk), self._labels.exchange(rng)
         labels = [label if label == IGNORE else int(exchanged[label]) for label in lesson.labels]
         return Lesson(replace(lesson.prompt, ids=tuple(exchanged[list(lesson.prompt.ids)].tolist())), tuple(labels))
+
+
+def _kind(situation: Situation) -> str:
+    return "named" if situation.emission.guidance else "silent" if situation.search else "rest"
 
 
 def ask_state(situation: Situation, rng: random.Random) -> tuple[CompileRequest, Talk]:

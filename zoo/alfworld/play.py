@@ -34,9 +34,9 @@ from zoo.models import MEMORY_TOKEN
 READER = AlfworldReader()
 TEACHER = ExpertTeacher(reader=READER)
 K, STEPS, SIDE_BY_SIDE = 4, 50, 64
-READS = Reads(first_view=True)
-"""What the executor reads: guidance with its reason, no Brief State, as in the paper; and the first view, which alone
-tells which places there are."""
+READS = Reads(first_view=True, goal_last=True)
+"""What the executor reads: guidance with its reason, no Brief State, as in the paper; the first view, which alone tells
+which places there are; and the goal at the end, where a small model has it at hand."""
 GO, _TAKEN_FROM = "go to ", re.compile(r"take .+ from (.+)")
 
 Make = Callable[[], Environment]

@@ -4,8 +4,8 @@
     memcompiler zoo compiler --world alfworld --out OUT
 
 Both begin with a model that looks things up untrained (`zoo/wiring.py`), and go from what is short to what is long, in
-bfloat16 where matrices are multiplied. The executor learns the way from place to place, then what to do where a prompt
-is short, then it clones a script (`play.py`) under all text deliveries in equal shares. The compiler base is asked
+bfloat16 where matrices are multiplied. The executor learns what to do where a prompt is short, then it clones a script
+(`play.py`) under all text deliveries in equal shares. The compiler base is asked
 about view and Brief State behind prompts without M, then about M too, mostly for the emission first (to write it
 unasked is left to SFT).
 
@@ -29,9 +29,9 @@ from zoo import recipes, stages
 from zoo.alfworld import play
 from zoo.alfworld.lessons import DeedDraws, LessonDraws, ask_all, ask_emission, ask_state, without_memory
 from zoo.alfworld.words import LEXICON
-from zoo.curriculum import SEARCH, Level, TextCurriculum, Vocabulary, document_batch
+from zoo.curriculum import Level, Vocabulary, document_batch, ways
 from zoo.models import make_tokenizer
-from zoo.wiring import wired
+from zoo.wiring import paces, wired
 
 EXAM_OF = 25
 EXECUTOR_LAYERS, COMPILER_LAYERS = 5, 6
@@ -39,31 +39,31 @@ RATE = 1e-3
 DOCUMENTS = (Level("documents", 8, 1), Level("goals", 12, 1))
 """What goes on beside real prompts, so that look-up stays."""
 
+SLOWED = ("short", "cloning")  # stages in which heads that are set learn at their own pace
+
 Draw = Callable[[random.Random], stages.Batch]
 
 
 def train_executor(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (150, 1600),
-    batch: int = 32, levels: Sequence[Level] = SEARCH,
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (200, 1300),
+    batch: int = 32,
 ) -> None:  # fmt: skip
-    """Make the executor: the way from place to place, short prompts, cloning.
+    """Make the executor: short prompts, cloning.
 
     Args:
         games: the first so many train games (default: all).
         steps: on short prompts and of cloning.
     """
     made = _Recipe(work, seed, games, batch)
-    model = wired(made.tokenizer, EXECUTOR_LAYERS, seed)
-    model = recipes.through(model, work / "search", TextCurriculum(made.tokenizer, LEXICON, seed, levels), RATE)
-    model = made.stage(model, "short", steps[0], lambda: _deeds(made, short=True))
+    model: PreTrainedModel = wired(made.tokenizer, EXECUTOR_LAYERS, seed, gathers=LEXICON)
+    model = made.stage(model, "short", steps[0], lambda: _deeds(made, short=True), warmup=25)
     model = made.stage(model, "cloning", steps[1], lambda: _deeds(made))
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    names = ("search", "short", "cloning")
-    recipes.finish("executor --world alfworld", out, model, made.tokenizer, work, names, settings)
+    recipes.finish("executor --world alfworld", out, model, made.tokenizer, work, ("short", "cloning"), settings)
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (200, 1600),
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (200, 2200),
     batch: int = 20,
 ) -> None:  # fmt: skip
     """Make the compiler base: view and Brief State without M, then all of it.
@@ -91,10 +91,17 @@ class _Recipe:
     def __post_init__(self) -> None:
         self.tokenizer = make_tokenizer(LEXICON)
         vocabulary = Vocabulary.of(self.tokenizer, LEXICON)
-        self.documents: Draw = partial(document_batch, vocabulary, self.tokenizer, DOCUMENTS, max(self.batch // 2, 1))
+        few = max(self.batch // 2, 1)
+        self.documents: Draw = partial(document_batch, vocabulary, self.tokenizer, DOCUMENTS, few)
+        self.ways: Draw = lambda rng: ways(vocabulary, self.tokenizer, rng, few)
 
     def stage(
-        self, model: PreTrainedModel, name: str, steps: int, drawn: Callable[[], tuple[Draw, Draw]]
+        self,
+        model: PreTrainedModel,
+        name: str,
+        steps: int,
+        drawn: Callable[[], tuple[Draw, Draw]],
+        warmup: float = 0.02,
     ) -> PreTrainedModel:
         """Train on what is drawn for it, with the accuracy on one batch of the exam in the log."""
         folder, seed = self.work / name, self.seed
@@ -103,7 +110,8 @@ class _Recipe:
         draw, exam = drawn()
         return stages.train_on_answers(
             model, folder, seed, steps, lambda step: draw(random.Random(f"{seed}/{name}/{step}")),
-            lambda _: exam(random.Random(seed)), RATE, every=50, bf16=True,
+            lambda _: exam(random.Random(seed)), RATE, every=50, warmup=warmup, bf16=True,
+            paces=paces(model) if name in SLOWED else None,
         )  # fmt: skip
 
     @cached_property
@@ -149,7 +157,7 @@ def _emissions(made: _Recipe, model: PreTrainedModel) -> tuple[Draw, Draw]:
 
 def _deeds(made: _Recipe, short: bool = False) -> tuple[Draw, Draw]:
     learned, kept = (DeedDraws(made.tokenizer, examples, made.batch, short) for examples in made.examples)
-    return mixed((0.1, made.documents), (0.9, learned.draw)), kept.draw
+    return mixed((0.05, made.documents), (0.1, made.ways), (0.85, learned.draw)), kept.draw
 
 
 def mixed(*parts: tuple[float, Draw]) -> Draw:
