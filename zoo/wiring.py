@@ -11,6 +11,15 @@ circuit at a time, and whether they form at all depends on tokens and rates. Wha
     the rest  begins at nothing: free heads and feed-forward layers add 0; those of the first layers look at the last
               few tokens evenly
 
+Where the goal ends the prompt (`executor.goal_last`), what it asks for is not written out before the answer, as a
+compiler does. For that, a model that gathers has more of them:
+
+    layer 0   a head that finds the last scene and thing (the goal's), another that finds the last places (where one
+              is), each in a block of its own
+    layer 1   a head that finds what stands two behind the goal's thing and four behind its scene ("in FloorPlan3 the
+              mug was in" ...), another that finds what stands two behind the place where one is (the next of a list)
+    layer 2   heads that find the goal's thing and the place where one is themselves
+
 A token's embedding begins in the first `EMBEDDED` dimensions alone; k tokens back goes to the k-th block of `BACK`
 behind them. Content is compared in the dimensions that rotary embedding hardly turns, positions in those that it turns
 fast. Everything is trained from there, nothing is frozen. Untrained, such a model answers 99 % of look-ups by scene and
@@ -40,10 +49,10 @@ SHARP, ALIKE, EVEN = 8.0, 2.1, 1.2  # how much more a head attends where it shou
 SPANS = (12, 40)  # tokens that free heads of the first layers look at
 PACE = 0.2  # of the rate, at which set heads learn
 SMALL, WRITTEN, COPIED = 0.05, 0.13, 0.5  # what is left of random weights in a head that is set; what heads write
-KINDS = {"scenes": -3, "things": -2, "places": -1}
-GAIN = 5.0
-KIND, CHOSEN, NEAR = 0.5, 8.0, 6.0  # how an embedding tells its kind; how much more a gathering head attends to that
-# kind, and how much less where its span ends
+KINDS = {"scenes": -3, "things": -2, "places": -1}  # the dimension of a token's embedding that tells its kind
+KIND, NORM = 0.5, 1.2  # what stands there; the norm of an embedding whose kind is to be told
+CHOSEN, NEAR = 8.0, 6.0  # how much more a gathering head attends to a kind, and how much less where its span ends
+GAIN = 5.0  # of what was gathered, which is a mean of few tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,7 @@ class Gather:
     """A head that attends to the tokens of some kinds among about the last `span`, and writes what it sees, as one that
     looks back does, into block number `block`."""
 
-    kinds: Mapping[str, float]
+    kinds: Mapping[str, float]  # how strongly
     span: int
     block: int
 
@@ -114,12 +123,9 @@ def wired(
         torch.nn.init.normal_(embeddings, std=0.15)
         embeddings[:, EMBEDDED:] *= SMALL
         if gathers:
-            embeddings *= 1.2 / embeddings.norm(dim=1, keepdim=True)
-        for column, words in zip(KINDS.values(), _words(gathers), strict=False) if gathers else ():
-            ids = [
-                tokenizer.convert_tokens_to_ids(tokenizer.tokenize(form + w)[0]) for w in words for form in ("", " ")
-            ]
-            embeddings[ids, column] = KIND
+            embeddings *= NORM / embeddings.norm(dim=1, keepdim=True)
+            for kind, column in KINDS.items():
+                embeddings[_tokens(tokenizer, getattr(gathers, kind)), column] = KIND
         shared, spans = _orthonormal(BACK, EMBEDDED), 0
         decoder: Sequence[Any] = list(model.model.layers)
         for number, (layer, row) in enumerate(zip(decoder, layout(layers, bool(gathers)), strict=True)):
@@ -153,8 +159,10 @@ def paces(model: LlamaForCausalLM) -> dict[str, Tensor]:
     return parts
 
 
-def _words(lexicon: Lexicon) -> tuple[Sequence[str], ...]:
-    return lexicon.scenes, lexicon.things, lexicon.places
+def _tokens(tokenizer: PreTrainedTokenizerFast, words: Sequence[str]) -> list[int]:
+    """List the tokens of words, each with and without a space before it."""
+    forms = [form for word in words for form in (word, f" {word}")]
+    return [ids[0] for ids in tokenizer(forms, add_special_tokens=False)["input_ids"]]
 
 
 class _Head:
