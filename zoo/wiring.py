@@ -29,7 +29,7 @@ thing in documents of four entries (`tests/zoo/test_wiring.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -41,18 +41,21 @@ from zoo.models import Lexicon
 
 HIDDEN, HEADS, HEAD_DIM = 160, 5, 64
 EMBEDDED, BACK, BLOCKS = 64, 24, 4  # dimensions of an embedding, of a token looked back at, and how many of those
-GOAL, PLACE = 5, 6  # blocks behind those of the tokens looked back at: what is gathered
-GATHERING = 217, 7  # dimensions (the last ones tell kinds of tokens) and heads of a model that gathers
+SCENE, THING, PLACE = 5, 6, 7  # blocks behind those of the tokens looked back at: what is gathered
+GATHERING, FORWARD = (264, 8), 2  # dimensions and heads of a model that gathers; its feed-forward layers, in widths
 THETA = 1e8  # rotary base: half of a head's dimensions hardly turn within a prompt
 FAST, SLOW = 0.02, 1e-3  # radians a token: what tells neighbours apart, and what content is compared in
 SHARP, ALIKE, EVEN = 8.0, 2.1, 1.2  # how much more a head attends where it should, by kind
 SPANS = (12, 40)  # tokens that free heads of the first layers look at
 PACE = 0.2  # of the rate, at which set heads learn
 SMALL, WRITTEN, COPIED = 0.05, 0.13, 0.5  # what is left of random weights in a head that is set; what heads write
-KINDS = {"scenes": -3, "things": -2, "places": -1}  # the dimension of a token's embedding that tells its kind
+KINDS = {"goals": -4, "scenes": -3, "things": -2, "places": -1}  # the dimension of an embedding that tells its kind
+CODE = 12  # dimensions of what a kind of places and its places have in common, and of where it is gathered
+SHARED, TARGET = slice(-4 - CODE, -4), slice(-4 - 2 * CODE, -4 - CODE)
+ARTICLES = " a", ", a", ", and a"  # before what a view lists
 KIND, NORM = 0.5, 1.2  # what stands there; the norm of an embedding whose kind is to be told
 CHOSEN, NEAR = 8.0, 6.0  # how much more a gathering head attends to a kind, and how much less where its span ends
-GAIN = 5.0  # of what was gathered, which is a mean of few tokens
+GAIN = 1.5  # of what was gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +71,27 @@ class Match:
     here (0: the token itself, with all that was gathered at it), and copies what stands there."""
 
     pairs: tuple[tuple[int, int], ...]  # (here, there)
+    behind: int = 0  # that many places before there, an article stands, too
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """A head that attends to the tokens of some kinds among about the last `span`, and writes what it sees, as one that
-    looks back does, into block number `block`."""
+    """A head that attends to the last tokens of a kind, among about `span`, and writes what it sees, as one that looks
+    back does, into block number `block`."""
 
-    kinds: Mapping[str, float]  # how strongly
+    kind: str
     span: int
     block: int
 
 
-Head = Look | Match | Gather | None  # None: free
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """A head of two: the first finds the kind of place that the goal names last, the second places of that kind."""
+
+    finds: bool
+
+
+Head = Look | Match | Gather | Aim | None  # None: free
 Layout = Sequence[Sequence[Head]]
 
 
@@ -91,9 +102,14 @@ def layout(layers: int, gathers: bool = False) -> Layout:
     second: list[Head] = [Match(((0, 1),)), Match(whole), Match(((1, 2), (3, 4)))]
     third: list[Head] = [Match(((0, 1),)), Match(((0, 2),)), Match(((0, 0),))]
     if gathers:
-        first += [Gather({"scenes": 1.1, "things": 1.0}, 20, GOAL), Gather({"places": 1.0}, 60, PLACE)]
-        second += [Match(((GOAL, 2), (GOAL, 4))), Match(((PLACE, 2),))]
-        third += [Match(((GOAL, 0),)), Match(((PLACE, 0),))]
+        first += [Gather("scenes", 24, SCENE), Gather("things", 20, THING), Gather("places", 60, PLACE), Aim(False)]
+        second += [
+            Match(((THING, 2), (SCENE, 4))),
+            Match(((PLACE, 2),), behind=1),
+            Match(((THING, 1),), behind=2),
+            Aim(True),
+        ]
+        third += [Match(((THING, 0),)), Match(((PLACE, 0),))]
     rows: list[list[Head]] = [first, second, third, *([] for _ in range(layers - 3))]
     heads = GATHERING[1] if gathers else HEADS
     return [[*row, *[None] * (heads - len(row))] for row in rows]
@@ -110,8 +126,9 @@ def wired(
     torch.manual_seed(seed)
     end, padding = cast("int", tokenizer.eos_token_id), cast("int", tokenizer.pad_token_id)
     hidden, heads = GATHERING if gathers else (HIDDEN, HEADS)
+    forward = (FORWARD if gathers else 3) * hidden
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=forward, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads, head_dim=HEAD_DIM, attention_bias=True,
         max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=hidden**-0.5, rms_norm_eps=1e-6,
         eos_token_id=end, pad_token_id=padding, bos_token_id=None,
@@ -126,6 +143,9 @@ def wired(
             embeddings *= NORM / embeddings.norm(dim=1, keepdim=True)
             for kind, column in KINDS.items():
                 embeddings[_tokens(tokenizer, getattr(gathers, kind)), column] = KIND
+            for kind in gathers.goals:
+                alike = [kind, *(place for place in gathers.places if place.rpartition(" ")[0] == kind)]
+                embeddings[_tokens(tokenizer, alike), SHARED] = torch.randn(CODE) * KIND / math.sqrt(CODE)
         shared, spans = _orthonormal(BACK, EMBEDDED), 0
         decoder: Sequence[Any] = list(model.model.layers)
         for number, (layer, row) in enumerate(zip(decoder, layout(layers, bool(gathers)), strict=True)):
@@ -135,10 +155,14 @@ def wired(
                 match head:
                     case Look(back):
                         at.look(back, shared)
-                    case Match(pairs):
+                    case Match(pairs, behind):
                         at.match(pairs, shared, COPIED / number)
+                        if behind:
+                            at.follow(behind, shared @ embeddings[_tokens(tokenizer, ARTICLES), :EMBEDDED].mean(0))
                     case Gather():
                         at.gather(head, shared)
+                    case Aim(finds):
+                        at.aim(finds)
                     case None:
                         at.free(SPANS[spans % len(SPANS)] if number < 3 else None)
                         spans += 1
@@ -185,18 +209,46 @@ class _Head:
         self._write(back)
 
     def gather(self, head: Gather, shared: Tensor) -> None:
-        """Attend to tokens of some kinds, the nearer the more, and write what is there, seen through `shared`."""
-        self._calm()
-        self.q.zero_(), self.k.zero_()
-        near = ((self.turns > 0.2 / head.span) & (self.turns < 1.6 / head.span)).nonzero()[:, 0]
-        falls = (1 - (head.span * self.turns[near]).cos()).sum()
-        self._towards(0, near, math.sqrt(NEAR * math.sqrt(HEAD_DIM) / float(falls)))
-        told = int((self.turns < SLOW).nonzero()[0, 0])
-        self.q_bias[told] = sharp = math.sqrt(CHOSEN * math.sqrt(HEAD_DIM))
-        for kind, more in head.kinds.items():
-            self.k[told, KINDS[kind]] += more * sharp / (KIND * 10)
+        """Attend to the last tokens of a kind, and write what is there, seen through `shared`."""
+        self._prefer(head.kind, head.span)
         self.v[:BACK, :EMBEDDED] += shared
         self._write(head.block)
+
+    def aim(self, finds: bool) -> None:
+        """Attend to the kind of place that the goal names, and write what it shares with its places; or compare that
+        with what places share, and copy those."""
+        if not finds:
+            self._prefer("goals", 20)
+            self.v[:CODE, SHARED] += torch.eye(CODE)
+            self.o[TARGET, :CODE] += WRITTEN * torch.eye(CODE)
+            return
+        self._prefer("places", None)
+        some = (self.turns < SLOW).nonzero()[1 : CODE + 1, 0]
+        self.q[some, TARGET] += GAIN * ALIKE * torch.eye(CODE)
+        self.k[some, SHARED] += GAIN * ALIKE * torch.eye(CODE)
+        self.v += torch.eye(*self.v.shape)
+        self.o[:EMBEDDED] += COPIED * torch.eye(EMBEDDED, HEAD_DIM)
+
+    def _prefer(self, kind: str, span: int | None) -> None:
+        """Attend to tokens of a kind, the nearer the more within a span."""
+        self._calm()
+        self.q.zero_(), self.k.zero_()
+        if span is not None:
+            near = ((self.turns > 0.2 / span) & (self.turns < 1.6 / span)).nonzero()[:, 0]
+            falls = (1 - (span * self.turns[near]).cos()).sum()
+            self._towards(0, near, math.sqrt(NEAR * math.sqrt(HEAD_DIM) / float(falls)))
+        told = int((self.turns < SLOW).nonzero()[0, 0])
+        self.q_bias[told] = sharp = math.sqrt(CHOSEN * math.sqrt(HEAD_DIM))
+        self.k[told, KINDS[kind]] += sharp / (KIND * 10)
+
+    def follow(self, behind: int, article: Tensor) -> None:
+        """Attend to what stands so many places behind an article, (BACK,) as seen through `shared`, too."""
+        slow = (self.turns < SLOW).nonzero()[:, 0]
+        some = torch.cat([slow, slow + HEAD_DIM // 2])[-BACK // 2 :]
+        self.q[some], self.k[some] = 0, 0
+        mixing = _orthonormal(len(some), BACK)
+        self.k[some] += _amplified(behind) * mixing @ _reader(behind, self.k[:BACK, :EMBEDDED], self.k.shape[1])
+        self.q_bias[some] = 6 * GAIN * mixing @ article / article.norm()
 
     def match(self, pairs: Sequence[tuple[int, int]], shared: Tensor, strength: float) -> None:
         """Compare each pair in dimensions of its own, and copy what stands where they agree."""

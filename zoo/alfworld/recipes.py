@@ -45,7 +45,7 @@ Draw = Callable[[random.Random], stages.Batch]
 
 
 def train_executor(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (200, 1300),
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (100, 850),
     batch: int = 32,
 ) -> None:  # fmt: skip
     """Make the executor: short prompts, cloning.
