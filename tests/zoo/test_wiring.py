@@ -10,9 +10,19 @@ import pytest
 import torch
 
 from zoo.alfworld.words import LEXICON
-from zoo.curriculum import IGNORE, Vocabulary, fact_list, look_ups, memory_document, repeated_segments, ways
+from zoo.curriculum import (
+    ANSWER,
+    IGNORE,
+    ROOM,
+    Vocabulary,
+    fact_list,
+    look_ups,
+    memory_document,
+    repeated_segments,
+    ways,
+)
 from zoo.models import make_tokenizer
-from zoo.wiring import GOAL, HEAD_DIM, HEADS, PACE, PLACE, Match, layout, paces, wired
+from zoo.wiring import HEAD_DIM, HEADS, PACE, PLACE, SCENE, THING, Aim, Match, layout, paces, wired
 
 TOKENIZER = make_tokenizer(LEXICON)
 VOCABULARY = Vocabulary.of(TOKENIZER, LEXICON)
@@ -94,16 +104,34 @@ def found(gathering, head: Match) -> tuple[float, float]:
     with torch.no_grad():
         attended = gathering(batch["input_ids"], output_attentions=True).attentions[1]
     paid: dict[bool, list[float]] = {True: [], False: []}
-    for ids, labels, weights in zip(batch["input_ids"], batch["labels"], attended[:, layout(3, True)[1].index(head)]):
+    mine = attended[:, layout(3, True)[1].index(head)]
+    for ids, labels, weights in zip(batch["input_ids"], batch["labels"], mine, strict=True):
         at = int((labels != IGNORE).nonzero()[0, 0])
         paid["memory" in TOKENIZER.decode(ids)].append(float(weights[at - 1, :at][ids[:at] == ids[at]].sum()))
     return sum(paid[True]) / len(paid[True]), sum(paid[False]) / len(paid[False])
 
 
 def test_untrained_it_finds_what_memory_tells_of_the_goal_and_what_follows_the_place_where_one_is(gathering):
-    told, _ = found(gathering, Match(((GOAL, 2), (GOAL, 4))))
-    _, following = found(gathering, Match(((PLACE, 2),)))
-    assert told > 0.3 and following > 0.6
+    told, _ = found(gathering, Match(((THING, 2), (SCENE, 4))))
+    _, following = found(gathering, Match(((PLACE, 2),), behind=1))
+    assert told > 0.9 and following > 0.6
+
+
+@pytest.mark.parametrize(("goal", "head", "wanted"), [
+    ("heat some cup and put it in drawer", Match(((THING, 1),), behind=2), " 3"),
+    ("put a clean bowl in drawer", Match(((THING, 1),), behind=2), " 2"),
+    ("heat some cup and put it in drawer", Aim(True), " drawer 4"),
+])  # fmt: skip
+def test_untrained_it_finds_the_goals_thing_in_view_and_a_place_of_the_goals_kind(gathering, goal, head, wanted):
+    prompt = (
+        f"first: {ROOM} a cabinet 1, a drawer 4, and a shelf 1.\nsee: You arrive at cabinet 2. On the cabinet 2, you "
+        f"see a mug 1, a cup 3, and a bowl 2.\ngoal: in FloorPlan12: {goal}{ANSWER}go to"
+    )
+    ids = TOKENIZER(prompt, add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        attended = gathering(torch.tensor([ids]), output_attentions=True).attentions[1]
+    at = int(attended[0, layout(3, True)[1].index(head), -1].argmax())
+    assert TOKENIZER.decode([ids[at]]) == wanted
 
 
 def test_what_gathers_looks_up_too(gathering):
@@ -115,7 +143,6 @@ def test_heads_that_are_set_learn_at_their_own_pace(gathering):
     named = dict(gathering.named_parameters())
     assert {name.split(".")[2] for name in shares} == {"0", "1", "2"}
     for name, share in shares.items():
-        whole = share.expand_as(named[name])
-        assert {round(float(part), 3) for part in whole.unique()} == {1.0, PACE}
+        assert {round(float(part), 3) for part in share.expand_as(named[name]).unique()} <= {1.0, PACE}
     last = shares["model.layers.2.self_attn.v_proj.bias"].reshape(-1, HEAD_DIM)[:, 0]
     assert last.tolist() == pytest.approx([1.0 if head is None else PACE for head in layout(3, True)[2]])
