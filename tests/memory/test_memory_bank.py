@@ -395,11 +395,9 @@ def test_inspect(bank: MemoryBank):
     version = bank.snapshot()
     assert json.loads(json.dumps(bank.inspect())) == {
         "path": str(bank.path), "version": version, "entries": 4, "successes": 3, "failures": 1, "scenes": 3,
-        "images": 2, "embedding": None, "unindexed": 0, "by_split": {"dev": 1, "train": 3},
+        "images": 2, "embedding": None, "by_split": {"dev": 1, "train": 3},
         "by_source": {"trajectory": 4}, "by_scene": {"home 0": 2, "home 1": 1, "home 2": 1},
     }  # fmt: skip
-    bank.write(entry(9))
-    assert bank.inspect()["unindexed"] == 1
 
 
 def test_a_bank_that_cannot_be_written_to_is_still_read(bank: MemoryBank, monkeypatch: pytest.MonkeyPatch):

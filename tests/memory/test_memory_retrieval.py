@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lancedb.query import MatchQuery
 
 from envs.base import Task
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
-from memory.retrieval import Found, SentenceEmbedder, merge, repeats_last
+from memory.retrieval import Found, Retriever, SentenceEmbedder, merge, query_words, repeats_last
 from memory.trajectory import entry_from_trajectory
+from memory.words import terms
 
 VERBS = {"hot": "heat", "clean": "clean", "cool": "cool"}
 OBJECTS = ("mug", "apple", "plate", "knife", "egg", "tomato", "bread")
@@ -149,7 +149,7 @@ def test_the_object_outweighs_verb_and_receptacle(tmp_path):
     task = Task("x", "clean some pot and put it in fridge", "home 17", "", "")
     assert bank.retrieve([task])[0][0].provenance.actions[1] == "take pot 1 from drawer 2"
     with pytest.MonkeyPatch.context() as patch:  # plain BM25 does not see it: the test tests something
-        patch.setattr("memory.retrieval._match", lambda text, column, boost=1.0: MatchQuery(text, column))
+        patch.setattr(Retriever, "_by_words", lambda self, task: self._words(terms(" ".join(query_words(task)))))
         assert bank.retrieve([task])[0][0].provenance.actions[1] == "take tomato 1 from fridge 1"
 
 
@@ -162,7 +162,7 @@ def test_other_scripts_are_split_into_words(tmp_path):
 
 def test_merging_and_repeats():
     def f(i: int, goal: str = "", success: bool = True) -> Found:
-        return Found(i, str(i), goal or str(i), "s", "t", success, 0.0)
+        return Found(i, str(i), goal or str(i), "s", "t", success)
 
     here, elsewhere = [f(i) for i in range(4)], [f(10 + i) for i in range(4)]
     assert [x.row for x in merge(here, elsewhere, 8)] == [0, 1, 10, 2, 11, 3, 12, 13]
