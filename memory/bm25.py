@@ -13,6 +13,11 @@ Scores = NDArray[np.float64]
 K1, B = 1.2, 0.75
 
 
+def idf(holding: int, documents: int) -> float:
+    """Weigh a term by its rarity."""
+    return float(np.log1p((documents - holding + 0.5) / (holding + 0.5)))
+
+
 class BM25:
     """BM25 over documents of terms; each term of a question counts once."""
 
@@ -60,8 +65,7 @@ class BM25:
         return sorted(set(question) & self._found.keys())
 
     def _idf(self, term: str) -> float:
-        n = len(self._found[term][0])
-        return float(np.log1p((len(self) - n + 0.5) / (n + 0.5)))
+        return idf(len(self._found[term][0]), len(self))
 
     def _weights(self, term: str) -> tuple[NDArray[np.intp], Scores]:
         """Return the documents that hold a term, and what it adds to each."""

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from envs.base import Task
-from memory.bm25 import BM25
+from memory.bm25 import BM25, idf
 from memory.trajectory import goal_without_scene
 from memory.words import terms
 
@@ -94,18 +94,24 @@ class Retriever:
         if k <= 0 or not self._entries:
             return []
         scene, own = encodable(task.scene), encodable(task.id)
-        scores = self._by_words(task) if vector is None else self._by_vector(vector)
-        rows = np.flatnonzero(scores) if vector is None else np.arange(len(self))
         of_scene = np.array(self._scenes.get(scene, ()) if scene else (), dtype=np.intp)
-        here = self._best(scores, of_scene, k, lambda f: f.task_id != own)
+        if vector is None:
+            scores = self._by_words(task)
+            # The scene counts as one more word. It adds the same to all of them, and takes digits of single precision:
+            # entries that only words of nearly every entry tell apart are equal.
+            in_scene, rows = scores + np.float32(idf(len(of_scene), len(self))), np.flatnonzero(scores)
+        else:
+            in_scene = scores = self._by_vector(vector)
+            rows = np.arange(len(self))
+        here = self._best(in_scene, of_scene, k, lambda f: f.task_id != own)
         elsewhere = self._best(scores, rows, k, lambda f: f.task_id != own and not (scene and f.scene == scene))
         return merge(repeats_last(here), repeats_last(elsewhere), k)
 
-    def _by_words(self, task: Task) -> NDArray[np.float64]:
-        scores = np.zeros(len(self))
+    def _by_words(self, task: Task) -> NDArray[np.float32]:
+        scores = np.zeros(len(self), dtype=np.float32)
         for word in query_words(task):
-            each = self._words(terms(word))
-            scores += each.max() * each
+            weights = self._words(terms(word)).astype(np.float32)
+            scores += weights.max() * weights
         return scores
 
     def _by_vector(self, vector: np.ndarray) -> NDArray[np.float32]:
@@ -114,7 +120,7 @@ class Retriever:
         return np.einsum("nd,d->n", self._vectors[0], vector.astype(np.float32))
 
     def _best(
-        self, scores: NDArray[np.floating], rows: NDArray[np.intp], k: int, keep: Callable[[Found], bool]
+        self, scores: NDArray[np.float32], rows: NDArray[np.intp], k: int, keep: Callable[[Found], bool]
     ) -> list[Found]:  # fmt: skip
         """Find at least the k best of `rows` that `keep` keeps (if there are as many), by (score, id): whole groups of
         equal score, for a part of one would depend on the order of writing."""
