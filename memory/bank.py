@@ -207,10 +207,10 @@ class MemoryBank:
         if pinned.read:
             return
         compared = "words" if self.embed is None else "vector"
-        unread = pinned.table.search().select([*COLUMNS, compared]).offset(len(self._retriever))
-        for batch in unread.to_batches(batch_size=READ_BATCH):
-            self._retriever.add(batch)
-        pinned.read = True
+        held, self._retriever = self._retriever, Retriever()  # nothing half read is kept where this is interrupted
+        for batch in pinned.table.search().select([*COLUMNS, compared]).offset(len(held)).to_batches(READ_BATCH):
+            held.add(batch)
+        self._retriever, pinned.read = held, True
 
     def __len__(self) -> int:
         pinned = self._pin()
@@ -280,7 +280,6 @@ class MemoryBank:
             for batch in _batches(entries):
                 written += self.write(batch)
         self._open(create=True)
-        self.snapshot()
         return written
 
     # -- the table ----------------------------------------------------------------------------------------------------
