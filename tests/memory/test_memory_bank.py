@@ -424,10 +424,10 @@ def test_a_bank_with_full_text_indexes_is_read_and_written_on(bank: MemoryBank, 
 
 
 def test_recall_reads_what_was_added_since_the_last_one(bank: MemoryBank, monkeypatch: pytest.MonkeyPatch):
-    read, add = [], Retriever.add
+    read, add, own = [], Retriever.add, bank._retriever
 
     def adding(self: Retriever, rows: Any) -> None:
-        if self is bank._retriever:
+        if self is own:
             read.append(rows.num_rows)
         add(self, rows)
 
