@@ -9,35 +9,33 @@ prunes one: checkpoints and results refer to them. Open a bank after forking, no
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from envs.base import Task
 from memory.entry import MemoryEntry, Written, entry_from_json
 from memory.protocol import BankError, Fixed, Query, Recall, Trace
 from memory.registry import MemorySpec, Tools
-from memory.retrieval import Found, Retriever, encodable, unit_rows
+from memory.retrieval import COLUMNS, Found, Retriever, encodable, unit_rows
 from memory.table import (
     ENTRY_COLUMNS,
     TABLE,
-    build_indexes,
     check_schema,
     checked_out,
     clear_errors,
     connect,
     embedding_of,
     entry_of,
-    indexed_copy,
     make_schema,
+    merge_small_writes,
     row_of,
     take_entries,
-    unindexed,
 )
 from memory.trajectory import entry_of_trace, goal_without_scene
 from runtime.settings import Settings
@@ -52,6 +50,7 @@ if TYPE_CHECKING:
     from memory.retrieval import Embed
 
 BATCH = 64  # entries in memory at once while a bank is iterated (each may hold an episode's pictures)
+READ_BATCH = 4096  # and while retrieval reads what it compares
 UNFINISHED = ".making-"  # how the folder of a table that is being made begins; a kill may leave one behind
 IMPORT_BATCH, IMPORT_BYTES = 4096, 2**26  # entries, or picture bytes, per commit of an import
 
@@ -62,7 +61,7 @@ class _Pinned:
 
     version: int
     table: Table
-    retriever: Retriever | None = None  # made by the first retrieval
+    read: bool = False  # by the retriever, to its end
 
 
 class MemoryBank:
@@ -82,6 +81,7 @@ class MemoryBank:
         self._table: Table | None = None
         self._pinned: _Pinned | None = None
         self._known = -1, set[str]()  # a version, and the ids in it
+        self._retriever, self._ranking = Retriever(), Lock()  # what retrieval has read; it reads on as rows are added
 
     # -- as a memory system -------------------------------------------------------------------------------------------
 
@@ -132,6 +132,7 @@ class MemoryBank:
         with clear_errors(self.path):
             # `id` is the table's key: what another process has appended meanwhile is not inserted a second time.
             result = table.merge_insert("id").when_not_matched_insert_all().execute(data)
+            merge_small_writes(table)
         if result.version == version + 1:  # nobody else wrote in between
             known.update(fresh)
             self._known = result.version, known
@@ -165,15 +166,8 @@ class MemoryBank:
     # -- versions -----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> int:
-        """Return the current version, which stays the same until something is written. Brings the full-text indexes up
-        to date first, so that retrieval from it starts at once."""
-        if self._view is not None:
-            return self._view
-        table = self._open()
-        with clear_errors(self.path):
-            if os.access(self.path, os.W_OK):
-                build_indexes(table)
-            return table.version
+        """Return the current version, which stays the same until something is written."""
+        return self._pin().version
 
     def at(self, version: int) -> MemoryBank:
         """Open a read-only view of the bank as it was at `version`. Raises: BankError, where there is none."""
@@ -194,21 +188,29 @@ class MemoryBank:
             raise ValueError(f"k must not be negative, got {k}")
         if k == 0:
             return [[] for _ in tasks]
-        pinned = self._pin()
         vectors: Sequence[np.ndarray | None] = [None] * len(tasks)
         if self.embed is not None and tasks:
             texts = [encodable(goal_without_scene(task.goal, task.scene)) for task in tasks]
-            vectors = list(self._vectors(texts, pinned.table.schema))
+            vectors = list(self._vectors(texts, self._open().schema))
         ranked: dict[tuple[str, str, str], list[Found]] = {}
-        with clear_errors(self.path):
-            if pinned.retriever is None:
-                indexed = self.embed is not None or not unindexed(pinned.table)
-                pinned.retriever = Retriever(pinned.table) if indexed else Retriever(indexed_copy(pinned.table), "row")
+        with clear_errors(self.path), self._ranking:
+            pinned = self._pin()
+            self._read_on(pinned)
             for task, vector in zip(tasks, vectors, strict=True):
                 if (task.id, task.goal, task.scene) not in ranked:
-                    ranked[task.id, task.goal, task.scene] = pinned.retriever.rank(task, k, vector)
+                    ranked[task.id, task.goal, task.scene] = self._retriever.rank(task, k, vector)
             entries = take_entries(pinned.table, {f.row for found in ranked.values() for f in found})
         return [[entries[f.id] for f in ranked[t.id, t.goal, t.scene]] for t in tasks]
+
+    def _read_on(self, pinned: _Pinned) -> None:
+        """Let the retriever read the rows that it has not read: versions only add rows, behind those that are there."""
+        if pinned.read:
+            return
+        compared = "words" if self.embed is None else "vector"
+        held, self._retriever = self._retriever, Retriever()  # nothing half read is kept where this is interrupted
+        for batch in pinned.table.search().select([*COLUMNS, compared]).offset(len(held)).to_batches(READ_BATCH):
+            held.add(batch)
+        self._retriever, pinned.read = held, True
 
     def __len__(self) -> int:
         pinned = self._pin()
@@ -240,15 +242,13 @@ class MemoryBank:
         fields = ("split", "source", "scene")
         columns: dict[str, Any] = {c: c for c in (*fields, "success")} | {"images": "array_length(images)"}
         rows = self._rows(columns)
-        with clear_errors(self.path):
-            missing = unindexed(pinned.table)
         successes = sum(row["success"] for row in rows)
         counts = {f"by_{c}": dict(sorted(Counter(row[c] for row in rows).items())) for c in fields}
         return {
             "path": str(self.path), "version": pinned.version, "entries": len(rows), "successes": successes,
             "failures": len(rows) - successes, "scenes": len(counts["by_scene"]),
             "images": sum(row["images"] or 0 for row in rows), "embedding": embedding_of(pinned.table.schema),
-            "unindexed": max(missing.values(), default=0), **counts,
+            **counts,
         }  # fmt: skip
 
     def origins(self) -> Counter[tuple[str, str]]:
@@ -280,7 +280,6 @@ class MemoryBank:
             for batch in _batches(entries):
                 written += self.write(batch)
         self._open(create=True)
-        self.snapshot()
         return written
 
     # -- the table ----------------------------------------------------------------------------------------------------

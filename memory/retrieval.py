@@ -9,7 +9,7 @@ Both lists are ordered by how well an entry's text (and its goal) matches the wo
 
     score(entry) = sum over the goal's words of  top(word) * BM25(word, entry),  top(word) = its best BM25 in the bank
 
-from LanceDB's full-text index, words lower-cased and stemmed. BM25 weighs a word by its rarity and by how often the
+over all entries, words lower-cased and stemmed (`memory.words`). BM25 weighs a word by its rarity and by how often the
 entry says it; multiplying by the word's best makes that a square. The square is what puts the object first: plain BM25
 takes "clean a pot, fridge" for closer to "clean a mug, fridge" (two words) than to "cool a pot, sink" (one), but only
 the last knows where the pot is. Where the bank has embeddings, the cosine between the two goals takes the place of the
@@ -27,112 +27,110 @@ The result depends on the set of entries alone, not on the order or the batches 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from envs.base import Task
+from memory.bm25 import BM25, idf
 from memory.trajectory import goal_without_scene
+from memory.words import terms
 
 if TYPE_CHECKING:
-    import numpy as np
-    from lancedb.expr import Expr
-    from lancedb.table import Table
+    import pyarrow as pa
+    from numpy.typing import NDArray
 
-    Embed = Callable[[list[str]], np.ndarray]  # n texts -> (n, d), finite; d is the same in every call
+Embed = Callable[[list[str]], np.ndarray]  # n texts -> (n, d), finite; d is the same in every call
 
 WINDOW = 64  # entries of each list that are looked at, at least
 MAX_QUERY = 1000  # characters of a goal that take part, and
 MAX_WORDS = 50  # words: query time grows with both
 
-COLUMNS = ("id", "goal", "scene", "task_id", "success", "words")  # all that ranking reads
+COLUMNS = ("id", "goal", "scene", "task_id", "success")  # all that ranking reads, with `words` or `vector`
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    row: int  # row id in the bank's table
+    row: int  # number of the entry in the order of writing
     id: str
     goal: str
     scene: str
     task_id: str
     success: bool
-    score: float
 
 
 class Retriever:
-    """Ranks the entries of one fixed version of a table, whose full-text indexes (`words`, `scene`) cover every row
-    where there are no embeddings. `row_column` holds the bank's row id: LanceDB's own, unless the table is a copy."""
+    """Ranks the entries of a bank, of which it holds what it compares: not their texts, nor their pictures."""
 
-    def __init__(self, table: Table, row_column: str = "_rowid") -> None:
-        self._table, self._row_column = table, row_column
-        self._top: dict[str, float] = {}  # goals of one benchmark share their words
+    def __init__(self) -> None:
+        self._entries: list[Found] = []
+        self._scenes: dict[str, array[int]] = {}  # rows of each
+        self._words = BM25()
+        self._vectors: list[NDArray[np.float32]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, rows: pa.RecordBatch) -> None:
+        """Take in the next rows: `COLUMNS`, and `words` or `vector`."""
+        facts = zip(*(rows.column(name).to_pylist() for name in COLUMNS), strict=True)
+        fresh = [Found(row, *values) for row, values in zip(count(len(self)), facts, strict=False)]
+        if "vector" in rows.schema.names:
+            self._vectors.append(rows.column("vector").flatten().to_numpy().reshape(len(fresh), -1))
+        else:
+            self._words.add(map(terms, rows.column("words").to_pylist()))
+        for found in fresh:
+            self._scenes.setdefault(found.scene, array("i")).append(found.row)
+        self._entries += fresh
 
     def rank(self, task: Task, k: int, vector: np.ndarray | None = None) -> list[Found]:
         """Return at most k entries, best first, none of the task's own. With `vector`, the goal's embedding (d,), by
         cosine instead of by words."""
-        if k <= 0:
+        if k <= 0 or not self._entries:
             return []
-        from lancedb.expr import col, lit
-        from lancedb.query import BooleanQuery, Occur
-
         scene, own = encodable(task.scene), encodable(task.id)
-        words = [] if vector is not None else self._weighted(query_words(task))
-        here: list[Found] = []
-        if scene and vector is not None:
-            here = self._best(vector, k, lambda f: f.task_id != own, col("scene") == lit(scene))
-        elif scene:
-            # The scene's own term adds the same to every row found (all of them must have it): the goal decides.
-            query = BooleanQuery([(Occur.MUST, _match(scene, "scene")), *words])
-            here = self._best(query, k, lambda f: f.task_id != own)
-        elsewhere: list[Found] = []
-        if words or vector is not None:
-            # Passing over a few rows here is cheaper than a filter in LanceDB, which reads its column from end to end.
-            query = BooleanQuery(words) if vector is None else vector
-            elsewhere = self._best(query, k, lambda f: f.task_id != own and not (scene and f.scene == scene))
+        of_scene = np.array(self._scenes.get(scene, ()) if scene else (), dtype=np.intp)
+        if vector is None:
+            scores = self._by_words(task)
+            # The scene counts as one more word. It adds the same to all of them, and takes digits of single precision:
+            # entries that only words of nearly every entry tell apart are equal.
+            in_scene, rows = scores + np.float32(idf(len(of_scene), len(self))), np.flatnonzero(scores)
+        else:
+            in_scene = scores = self._by_vector(vector)
+            rows = np.arange(len(self))
+        here = self._best(in_scene, of_scene, k, lambda f: f.task_id != own)
+        elsewhere = self._best(scores, rows, k, lambda f: f.task_id != own and not (scene and f.scene == scene))
         return merge(repeats_last(here), repeats_last(elsewhere), k)
 
-    def _weighted(self, words: Sequence[str]) -> list[tuple[Any, Any]]:
-        """Make a clause for every word that any entry says."""
-        from lancedb.query import Occur
+    def _by_words(self, task: Task) -> NDArray[np.float32]:
+        scores = np.zeros(len(self), dtype=np.float32)
+        for word in query_words(task):
+            weights = self._words(terms(word)).astype(np.float32)
+            scores += weights.max() * weights
+        return scores
 
-        for word in words:
-            if word not in self._top:
-                best = self._search(_match(word, "words"), 1)
-                self._top[word] = best[0].score if best else 0.0
-        return [(Occur.SHOULD, _match(word, "words", self._top[word])) for word in words if self._top[word]]
+    def _by_vector(self, vector: np.ndarray) -> NDArray[np.float32]:
+        self._vectors = [np.concatenate(self._vectors)]
+        # Not `@`, which adds up equal rows in different ways: they would not tie.
+        return np.einsum("nd,d->n", self._vectors[0], vector.astype(np.float32))
 
     def _best(
-        self, query: Any, k: int, keep: Callable[[Found], bool], where: Expr | None = None
+        self, scores: NDArray[np.float32], rows: NDArray[np.intp], k: int, keep: Callable[[Found], bool]
     ) -> list[Found]:  # fmt: skip
-        """Find at least the k best rows that `keep` keeps (if there are as many), by (score, id).
-
-        LanceDB breaks ties by row. So rows that tie with the last one found do not count: which of their kind were
-        found depends on the order of writing.
-        """
-        limit = max(WINDOW, 4 * k)
+        """Find at least the k best of `rows` that `keep` keeps (if there are as many), by (score, id): whole groups of
+        equal score, for a part of one would depend on the order of writing."""
+        values, limit = scores[rows], max(WINDOW, 4 * k)
         while True:
-            found = self._search(query, limit, where)
-            edge = min(f.score for f in found) if len(found) == limit else -math.inf
-            kept = [f for f in found if f.score > edge and keep(f)]
+            edge = np.partition(values, -limit)[-limit] if len(values) >= limit else -math.inf
+            kept = [found for row in rows[values > edge] if keep(found := self._entries[row])]
             if edge == -math.inf or len(kept) >= k:
-                return sorted(kept, key=lambda f: (-f.score, f.id))
+                return sorted(kept, key=lambda found: (-scores[found.row], found.id))
             limit *= 16
-
-    def _search(self, query: Any, limit: int, where: Expr | None = None) -> list[Found]:
-        """Find the best `limit` rows. `query`: a unit vector, or a structured query, never a query string."""
-        table: Any = self._table  # the kind of query builder depends on the query
-        if by_vector := hasattr(query, "shape"):
-            search = table.search(query, query_type="vector").distance_type("dot")  # 1 - cosine
-        else:
-            search = table.search(query, query_type="fts")
-        if where is not None:
-            search = search.where(where, prefilter=True)
-        measure, sign = ("_distance", -1.0) if by_vector else ("_score", 1.0)
-        columns = [self._row_column, "id", "goal", "scene", "task_id", "success", measure]
-        rows = search.select(columns).with_row_id(True).limit(limit).to_arrow().select(columns)
-        lists = [column.to_pylist() for column in rows.columns]
-        return [Found(*values[:-1], score=sign * values[-1]) for values in zip(*lists, strict=True)]
 
 
 def query_words(task: Task) -> list[str]:
@@ -161,13 +159,6 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _match(text: str, column: str, boost: float = 1.0) -> Any:
-    """Match any word of `text`, which is data: nothing in it is an operator."""
-    from lancedb.query import MatchQuery
-
-    return MatchQuery(text, column, boost=boost)  # type: ignore[call-arg]  # pydantic's defaults escape the checker
-
-
 class SentenceEmbedder:
     """An `Embed` from sentence-transformers, loaded at the first call. `name` goes on record in the bank."""
 
@@ -190,8 +181,6 @@ class SentenceEmbedder:
 def unit_rows(embed: Embed, texts: list[str]) -> np.ndarray:
     """Return `embed(texts)` as (n, d) float32 of unit length, so that a dot product is the cosine. Zero rows stay zero.
     Raises: ValueError, for another shape or values that are not finite."""
-    import numpy as np
-
     vectors = np.asarray(embed(texts), dtype=np.float32)
     if vectors.ndim != 2 or len(vectors) != len(texts) or not np.isfinite(vectors).all():
         raise ValueError(f"embed must return finite values of shape ({len(texts)}, d), got shape {vectors.shape}")

@@ -1,20 +1,19 @@
-"""A bank's table in LanceDB: schema, full-text indexes, rows as entries. `memory.bank` is what others use."""
+"""A bank's table in LanceDB: schema, rows as entries, small writes merged. `memory.bank` is what others use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import BankError
-from memory.retrieval import COLUMNS, encodable
+from memory.retrieval import encodable
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from lancedb.index import FTS
     from lancedb.table import Table
 
     from memory.retrieval import Embed
@@ -25,7 +24,6 @@ TABLE = "entries"
 ENTRY_COLUMNS = ["id", "text", "images", "task_id", "scene", "goal", "split", "success", "actions", "source"]
 FOREVER = timedelta(days=36_500)  # LanceDB's maintenance prunes versions older than a week unless told otherwise
 CROWDED = 64  # fragments (there is one per write) from which merging them is considered
-ATTEMPTS = 5  # at indexing, when other processes index the same bank at the same time
 EMBED_NAME = b"memcompiler.embed"
 
 
@@ -59,62 +57,16 @@ def clear_errors(path: Path) -> Iterator[None]:
         ) from e
 
 
-# -- indexes ----------------------------------------------------------------------------------------------------------
-
-
-def indexes() -> dict[str, FTS]:
-    from lancedb.index import FTS
-
-    return {
-        # Words in any script, stemmed where they are English. No stop words: with this tokenizer LanceDB drops those of
-        # other languages too (among them "pot"), and a word that every entry has weighs next to nothing anyway.
-        "words": FTS(base_tokenizer="icu/split", remove_stop_words=False),
-        "scene": FTS(  # the whole label is one word
-            base_tokenizer="raw", lower_case=False, stem=False, remove_stop_words=False, ascii_folding=False,
-            max_token_length=None,
-        ),
-    }  # fmt: skip
-
-
-def unindexed(table: Table) -> dict[str, int]:
-    """Count rows that the full-text index of a column does not cover; columns whose index covers all are left out."""
-    rows = table.count_rows()
-    covered = {index.columns[0]: table.index_stats(index.name) for index in table.list_indices()}
-    missing = {c: stats.num_unindexed_rows if (stats := covered.get(c)) else rows for c in ("words", "scene")}
-    return {column: n for column, n in missing.items() if n}
-
-
-def build_indexes(table: Table) -> None:
-    """Cover every row by indexes that are built afresh: LanceDB's way of extending them would rewrite all pictures."""
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            for column in unindexed(table):
-                table.create_index(column, config=indexes()[column], replace=True)
-            if _crowded(table):  # after indexing: rows that differ in being indexed would not stay in order
-                table.optimize(cleanup_older_than=FOREVER)
-            return
-        except (RuntimeError, OSError, ValueError):  # another process has just committed the same index
-            if attempt == ATTEMPTS:
-                raise
-
-
-def _crowded(table: Table) -> bool:
-    """Find many small writes, and twice the rows that the last merge left: merges together write a row only twice."""
+def merge_small_writes(table: Table) -> None:
+    """Merge fragments, where there are many, and twice the rows that the last merge left: merges together write a row
+    only twice. No version is lost, and rows stay in their order."""
     stats: Any = table.stats()["fragment_stats"]  # type: ignore[index]  # a dict, whatever its annotation says
-    return stats["num_fragments"] >= CROWDED and 2 * stats["lengths"]["max"] <= table.count_rows()
-
-
-def indexed_copy(table: Table) -> Table:
-    """Copy what ranking reads, in memory and indexed: for versions that were not indexed when they were written, and
-    whose rows LanceDB would score on another scale."""
-    import lancedb
-
-    rows = table.search().select(list(COLUMNS)).with_row_id(True).to_arrow()
-    rows = rows.rename_columns(["row" if name == "_rowid" else name for name in rows.column_names])
-    copy = lancedb.connect("memory://").create_table(TABLE, rows)
-    for column, config in indexes().items():
-        copy.create_index(column, config=config)
-    return copy
+    if stats["num_fragments"] < CROWDED or 2 * stats["lengths"]["max"] > table.count_rows():
+        return
+    with suppress(RuntimeError, OSError, ValueError):  # another process has just done the same; or the next write will
+        for index in table.list_indices():  # of banks that were searched by LanceDB: what it covers is merged apart
+            table.drop_index(index.name)
+        table.optimize(cleanup_older_than=FOREVER)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -131,7 +83,7 @@ def make_schema(dimension: int | None, embed_name: str) -> pa.Schema:
         *(pa.field(c, pa.string(), nullable=False) for c in ("task_id", "scene", "goal", "split", "source")),
         pa.field("success", pa.bool_(), nullable=False),
         pa.field("actions", pa.list_(pa.string()), nullable=False),
-        pa.field("words", pa.string(), nullable=False),  # what full-text search reads: the text, and the goal
+        pa.field("words", pa.string(), nullable=False),  # what retrieval by words reads: the text, and the goal
     ]
     if dimension is not None:
         fields.append(pa.field("vector", pa.list_(pa.float32(), dimension), nullable=False))
@@ -179,7 +131,8 @@ def entry_of(row: dict[str, Any]) -> MemoryEntry:
 
 
 def take_entries(table: Table, rows: set[int]) -> dict[str, MemoryEntry]:
+    """Read the entries of some rows, by id."""
     if not rows:
         return {}
-    taken = table.take_row_ids(sorted(rows)).select(ENTRY_COLUMNS).to_arrow().to_pylist()
+    taken = table.take_offsets(sorted(rows)).select(ENTRY_COLUMNS).to_arrow().to_pylist()
     return {row["id"]: entry_of(row) for row in taken}

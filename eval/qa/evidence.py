@@ -14,9 +14,10 @@ import numpy as np
 from configs.collect import MemoryConfig
 from data_gen.cases import Case, Question
 from data_gen.memories import make_memory, open_memory
+from memory.bm25 import BM25, Scores
 from memory.protocol import MemorySystem, Query, Trace
 from memory.registry import names
-from memory.s3mem.lexical import BM25, Scores, dense, ranks, windows
+from memory.s3mem.lexical import dense, ranks, windows
 from memory.s3mem.pool import RRF
 from memory.s3mem.text import stems, words
 from memory.s3mem.units import Unit, word_tokens

@@ -8,7 +8,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from memory.s3mem.stemming import stem
+from memory.stemming import stem
 
 ABSTAINED = ("not mentioned", "no information available")
 _NOUGHT = 0.1  # of nltk's smoothing method 1: matches that are counted where there are none

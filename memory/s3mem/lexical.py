@@ -1,53 +1,18 @@
-"""Scores of texts for a question: BM25, windows of neighbours, and vectors without a model."""
+"""Scores of texts for a question: windows of neighbours, vectors without a model, and ranks."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
-Scores = NDArray[np.float64]
+from memory.bm25 import Scores
+
 Dense = Literal["lsa", "hash", "none"]
-K1, B = 1.2, 0.75
 DIMENSIONS = 256
-
-
-class BM25:
-    """BM25 over documents of terms; each term of a question counts once. `idf`: of a term that none holds, 0."""
-
-    def __init__(self, documents: Sequence[Sequence[str]]) -> None:
-        self.n = len(documents)
-        mean = sum(map(len, documents)) / max(self.n, 1)
-        found: dict[str, list[tuple[int, float]]] = {}
-        for i, document in enumerate(documents):
-            length = K1 * (1 - B + B * len(document) / mean) if mean else K1
-            for term, times in Counter(document).items():
-                found.setdefault(term, []).append((i, times * (K1 + 1) / (times + length)))
-        self.idf = {t: float(np.log1p((self.n - len(at) + 0.5) / (len(at) + 0.5))) for t, at in found.items()}
-        self._found = {
-            term: (np.array([i for i, _ in at]), self.idf[term] * np.array([weight for _, weight in at]))
-            for term, at in found.items()
-        }
-
-    def __call__(self, question: Collection[str]) -> Scores:
-        """Score every document."""
-        scores = np.zeros(self.n)
-        for term in sorted(set(question) & self._found.keys()):  # in one order, to the last bit
-            rows, weights = self._found[term]
-            scores[rows] += weights
-        return scores
-
-    def covered(self, question: Collection[str]) -> Scores:
-        """Give for every document the share of the question's terms that it holds, by their idf."""
-        told = sorted(set(question) & self._found.keys())
-        scores = np.zeros(self.n)
-        for term in told:
-            scores[self._found[term][0]] += self.idf[term]
-        return scores / max(sum(self.idf[term] for term in told), 1e-9)
 
 
 def windows(documents: Sequence[Sequence[str]], groups: Sequence[str]) -> list[list[str]]:

@@ -10,8 +10,9 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from memory.bm25 import BM25, Scores
 from memory.s3mem.anchors import Anchor, Known, anchor_of, dated
-from memory.s3mem.lexical import BM25, Scores, dense, ranks, windows
+from memory.s3mem.lexical import dense, ranks, windows
 from memory.s3mem.settings import Channel, S3MemSettings
 from memory.s3mem.text import terms
 from memory.s3mem.units import Unit

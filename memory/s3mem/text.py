@@ -6,7 +6,7 @@ import re
 
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS as STOP_WORDS
 
-from memory.s3mem.stemming import stem
+from memory.stemming import stem
 
 NUMBERED = re.compile(r"\b([a-z]+ \d+)\b")  # a thing as text worlds name it: "mug 1"
 MONTHS = "january february march april may june july august september october november december".split()

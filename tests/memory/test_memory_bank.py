@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lancedb.index import FTS
 
 from envs.base import Task
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance, Written
 from memory.protocol import MemorySystem
+from memory.retrieval import Retriever
 from memory.table import CROWDED, BankError
 from tests.memory.entries import entry
 
@@ -395,15 +397,42 @@ def test_inspect(bank: MemoryBank):
     version = bank.snapshot()
     assert json.loads(json.dumps(bank.inspect())) == {
         "path": str(bank.path), "version": version, "entries": 4, "successes": 3, "failures": 1, "scenes": 3,
-        "images": 2, "embedding": None, "unindexed": 0, "by_split": {"dev": 1, "train": 3},
+        "images": 2, "embedding": None, "by_split": {"dev": 1, "train": 3},
         "by_source": {"trajectory": 4}, "by_scene": {"home 0": 2, "home 1": 1, "home 2": 1},
     }  # fmt: skip
-    bank.write(entry(9))
-    assert bank.inspect()["unindexed"] == 1
 
 
-def test_a_bank_that_cannot_be_written_to_is_still_read(bank: MemoryBank, monkeypatch: pytest.MonkeyPatch):
+def test_reading_writes_nothing(bank: MemoryBank):
     bank.write([entry(i) for i in range(9)])
-    monkeypatch.setattr("memory.bank.os.access", lambda *_: False)
+    files = {path: path.stat().st_mtime_ns for path in bank.path.rglob("*")}
     reader = MemoryBank(bank.path)
     assert reader.snapshot() == reader.snapshot() and len(reader.retrieve([TASK])[0]) == 4
+    assert {path: path.stat().st_mtime_ns for path in bank.path.rglob("*")} == files
+
+
+def test_a_bank_with_full_text_indexes_is_read_and_written_on(bank: MemoryBank, monkeypatch: pytest.MonkeyPatch):
+    """Banks had them before retrieval ranked in memory."""
+    bank.write([entry(i) for i in range(6)])
+    bank._open().create_index("words", config=FTS(base_tokenizer="icu/split", remove_stop_words=False))
+    version, old = bank.snapshot(), MemoryBank(bank.path)
+    found = old.retrieve([TASK], 9)
+    monkeypatch.setattr("memory.table.CROWDED", 4)
+    for i in range(6, 12):
+        old.write(entry(i))
+    assert ids(old) == [f"e{i:05}" for i in range(12)] and not old._open().list_indices()
+    assert old.at(version).retrieve([TASK], 9) == found and len(old.retrieve([TASK], 99)[0]) == 12
+
+
+def test_recall_reads_what_was_added_since_the_last_one(bank: MemoryBank, monkeypatch: pytest.MonkeyPatch):
+    read, add, own = [], Retriever.add, bank._retriever
+
+    def adding(self: Retriever, rows: Any) -> None:
+        if self is own:
+            read.append(rows.num_rows)
+        add(self, rows)
+
+    monkeypatch.setattr(Retriever, "add", adding)
+    for entries in ([entry(i) for i in range(50)], [entry(50)], [entry(51), entry(52)]):
+        bank.write(entries)
+        assert bank.retrieve([TASK], 99) == bank.retrieve([TASK], 99) == MemoryBank(bank.path).retrieve([TASK], 99)
+    assert read == [50, 1, 2]

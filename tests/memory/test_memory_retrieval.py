@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lancedb.query import MatchQuery
 
 from envs.base import Task
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
-from memory.retrieval import Found, SentenceEmbedder, merge, repeats_last
+from memory.retrieval import Found, Retriever, SentenceEmbedder, merge, query_words, repeats_last
 from memory.trajectory import entry_from_trajectory
+from memory.words import terms
 
 VERBS = {"hot": "heat", "clean": "clean", "cool": "cool"}
 OBJECTS = ("mug", "apple", "plate", "knife", "egg", "tomato", "bread")
@@ -53,19 +53,13 @@ ENTRIES = [
 
 @pytest.fixture(scope="module")
 def bank(tmp_path_factory) -> MemoryBank:
-    bank = made(tmp_path_factory.mktemp("bank") / "bank", ENTRIES)
-    bank.snapshot()
-    return bank
+    return made(tmp_path_factory.mktemp("bank") / "bank", ENTRIES)
 
 
 # -- ranking ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("indexed", [True, False])
-def test_own_mug_first_then_own_others_and_other_mugs(tmp_path, indexed):
-    bank = made(tmp_path / "bank", ENTRIES)
-    if indexed:
-        bank.snapshot()
+def test_own_mug_first_then_own_others_and_other_mugs(bank: MemoryBank):
     found = bank.retrieve([ask()])[0]
     scenes = [e.provenance.scene for e in found]
     assert (
@@ -149,7 +143,7 @@ def test_the_object_outweighs_verb_and_receptacle(tmp_path):
     task = Task("x", "clean some pot and put it in fridge", "home 17", "", "")
     assert bank.retrieve([task])[0][0].provenance.actions[1] == "take pot 1 from drawer 2"
     with pytest.MonkeyPatch.context() as patch:  # plain BM25 does not see it: the test tests something
-        patch.setattr("memory.retrieval._match", lambda text, column, boost=1.0: MatchQuery(text, column))
+        patch.setattr(Retriever, "_by_words", lambda self, task: self._words(terms(" ".join(query_words(task)))))
         assert bank.retrieve([task])[0][0].provenance.actions[1] == "take tomato 1 from fridge 1"
 
 
@@ -162,7 +156,7 @@ def test_other_scripts_are_split_into_words(tmp_path):
 
 def test_merging_and_repeats():
     def f(i: int, goal: str = "", success: bool = True) -> Found:
-        return Found(i, str(i), goal or str(i), "s", "t", success, 0.0)
+        return Found(i, str(i), goal or str(i), "s", "t", success)
 
     here, elsewhere = [f(i) for i in range(4)], [f(10 + i) for i in range(4)]
     assert [x.row for x in merge(here, elsewhere, 8)] == [0, 1, 10, 2, 11, 3, 12, 13]
@@ -244,7 +238,7 @@ def expected(tmp_path_factory) -> list[list[str]]:
 )  # fmt: skip
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_order_and_batches_of_writing_do_not_matter(
-    tmp_path_factory, monkeypatch, expected, random, sizes, indexed_last, crowded
+    tmp_path_factory, monkeypatch, expected, random, sizes, read_last, crowded
 ):
     monkeypatch.setattr("memory.table.CROWDED", crowded)
     entries = random.sample(MANY, len(MANY))
@@ -254,9 +248,9 @@ def test_order_and_batches_of_writing_do_not_matter(
         bank.write(entries[start : start + size])
         start += size
         if random.random() < 0.5:
-            bank.snapshot()
-    if indexed_last:
-        bank.snapshot()
+            bank.retrieve(TASKS[:1])
+    if read_last:
+        bank = MemoryBank(bank.path)
     assert [ids(found) for found in bank.retrieve(TASKS, 20)] == expected
     assert [ids(found) for found in MemoryBank(bank.path).retrieve(TASKS, 20)] == expected
     assert bank.entries() == entries
@@ -266,17 +260,14 @@ def test_a_view_ranks_as_the_bank_of_its_time_did(tmp_path):
     bank, then = MemoryBank(tmp_path / "bank"), {}
     for i in range(0, 120, 30):
         bank.write(MANY[i : i + 30])
-        if i == 30:
-            bank.snapshot()
-        then[bank._open().version] = bank.retrieve(TASKS, 10)  # most of these versions are not indexed to the end
-    bank.snapshot()
+        then[bank.snapshot()] = bank.retrieve(TASKS, 10)
     for version, found in then.items():
         assert bank.at(version).retrieve(TASKS, 10) == found
 
 
-def test_rows_after_the_index_are_found_and_ranked_on_the_same_scale(tmp_path):
+def test_rows_after_a_recall_are_found_and_ranked_on_the_same_scale(tmp_path):
     bank = made(tmp_path / "bank", [entry("home 1", "hot", "apple")])
-    bank.snapshot()
+    assert len(bank.retrieve([ask()])[0]) == 1
     bank.write([entry(f"home {i}", "hot", "mug") for i in range(2, 40)])
     assert bank.retrieve([ask(scene="home 30")])[0][0].provenance.scene == "home 30"
     assert all("mug" in e.text for e in bank.retrieve([ask(scene="")], 38)[0])
@@ -290,7 +281,6 @@ def test_ties_are_broken_by_id_even_among_hundreds(tmp_path):
 
     order = np.random.default_rng(0).permutation(500).tolist()
     bank = made(tmp_path / "bank", [tie(i) for i in order])
-    bank.snapshot()
     assert ids(bank.retrieve([ask()])[0]) == ["0000", "0001", "0002", "0003"]
 
 
@@ -308,11 +298,8 @@ class Bag:
         return np.array([[s.count(w) for w in self.words] for s in split], dtype=np.float64)
 
 
-@pytest.mark.parametrize("snapshot", [True, False])
-def test_embeddings_rank_by_meaning(tmp_path, snapshot):
+def test_embeddings_rank_by_meaning(tmp_path):
     bank = made(tmp_path / "bank", ENTRIES, Bag())
-    if snapshot:
-        bank.snapshot()
     found = bank.retrieve([ask("cup", kind="clean")])[0]
     assert found[0].id == "home 17|clean mug|0|ok"
     assert [e.provenance.scene == "home 17" for e in found] == [True, True, False, True]

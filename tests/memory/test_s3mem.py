@@ -19,9 +19,9 @@ from memory.s3mem.packing import ordered, packed
 from memory.s3mem.pool import Candidate, Index
 from memory.s3mem.router import NEGATIVES, Head, Labels, fit, load_router, material, training_pairs
 from memory.s3mem.settings import S3MemSettings
-from memory.s3mem.stemming import stem
 from memory.s3mem.units import Change, Origin, Unit
 from memory.s3mem.writing import record_ids, written
+from memory.stemming import stem
 
 
 def unit(id: str, order: int, event: str = "", **fields: object) -> Unit:
