@@ -193,6 +193,8 @@ class ExecutorConfig(ModelSettings):
             raise ValueError("executor.temperature draws among admissible commands: mode choice and engine hf or vllm")
         if self.mode == "guided" and self.engine not in ("vllm", "http"):
             raise ValueError("mode guided needs engine vllm or http")
+        if self.goal_last and self.engine == "scripted":
+            raise ValueError("the scripted planner reads prompts that begin with the goal: goal_last false")
         if self.engine == "api" and not self.api.model:
             raise ValueError("engine api needs api.model, the model's name at api.base_url")
         return self

@@ -96,4 +96,6 @@ def _common(config: ExecutorConfig, told: Told) -> dict[str, Any]:
 
 def reads_of(config: ExecutorConfig, told: Told) -> Reads:
     """Say what settings and environment let the executor read."""
-    return Reads(config.reads_state, config.soft_on, config.history, config.first_view, config.goal_last, told.lists_commands)
+    return Reads(
+        config.reads_state, config.soft_on, config.history, config.first_view, config.goal_last, told.lists_commands
+    )

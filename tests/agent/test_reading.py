@@ -104,6 +104,8 @@ def test_the_goal_ends_the_prompt_where_asked() -> None:
     step = StepInput("g", "see", history=("a",), first="a room", pasted="m")
     assert executor_text(executor_request(step, reader), "") == "first: a room\nmemory:\nm\n\ndid: a\nsee: see\ngoal: g"
     assert reads_of(ExecutorConfig(goal_last=True), Told("")).goal_last and not PAPER.goal_last
+    with pytest.raises(ValueError, match="begin with the goal"):
+        ExecutorConfig(goal_last=True, engine="scripted")
 
 
 def test_an_executor_that_cannot_read_soft_tokens_never_gets_any() -> None:
@@ -116,7 +118,13 @@ def test_an_executor_that_cannot_read_soft_tokens_never_gets_any() -> None:
 def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path, caplog) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"executor_reads": ExecutorConfig().reading}))
     trained = checkpoint.executor_reading(tmp_path)
-    assert trained == {"reads_state": False, "soft_on": "guidance", "history": 20, "first_view": False, "goal_last": False}
+    assert trained == {
+        "reads_state": False,
+        "soft_on": "guidance",
+        "history": 20,
+        "first_view": False,
+        "goal_last": False,
+    }
     with caplog.at_level(logging.WARNING):
         report_reading(trained, ExecutorConfig(), "here")
         report_reading({"reads_state": False, "soft_on": "guidance"}, ExecutorConfig(), "of before")

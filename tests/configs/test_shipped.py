@@ -28,7 +28,13 @@ def test_what_executors_read_is_the_papers_but_for_models_that_were_made_otherwi
     for path in FILES:
         config = load_config(SCHEMAS[(name := path.relative_to(CONFIGS)).parts[0]], path)
         small = any(word in str(name) for word in ("quickstart", "small", "smollm2"))
-        expected = everything if small else {**paper, "first_view": True, "goal_last": True} if name.stem == "alfworld" else paper
+        expected = (
+            everything
+            if small
+            else {**paper, "first_view": True, "goal_last": True}
+            if name.stem == "alfworld"
+            else paper
+        )
         stages = (config.sft, config.grpo, config.eval) if isinstance(config, QuickstartConfig) else (config,)
         if name.stem == "brainmem-embodiedbench":
             expected = {**paper, "history": 0}  # working memory keeps the last actions
