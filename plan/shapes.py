@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -39,6 +40,7 @@ class Ledger:
         self.peak: Counter[str] = Counter()
         self.flops = 0
         self._known: set[int] = set()
+        self._masks: Any = WeakTensorKeyDictionary()
 
     def add(self, elem: Tensor) -> None:
         """Count a tensor's storage, once, for as long as anything holds it."""
@@ -65,6 +67,12 @@ class Ledger:
     def shaped(self, tensor: Tensor) -> Shape:
         """Make a shape of a tensor with values."""
         return tensor if isinstance(tensor, Shape) else Shape(tensor.detach().to(META), self)
+
+    def mask(self, tensor: Tensor) -> Shape:
+        """Make a shape of a mask, which all layers share: it is held for as long as the mask is."""
+        if tensor not in self._masks:
+            self._masks[tensor] = self.shaped(tensor)
+        return self._masks[tensor]
 
     def adopt(self, module: nn.Module, kind: str) -> None:
         """Make shapes of all that a module holds in floats, and count it as of this kind. Shared ones stay shared."""
@@ -120,7 +128,7 @@ class Shape(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention and kwargs.get("attn_mask") is not None:
-            kwargs = {**kwargs, "attn_mask": args[0].ledger.shaped(kwargs["attn_mask"])}
+            kwargs = {**kwargs, "attn_mask": args[0].ledger.mask(kwargs["attn_mask"])}
         if func is nn.functional.dropout and args[0].ledger.gpu:  # which keeps a mask of bytes, not of numbers
             return torch.native_dropout(args[0], kwargs["p"], kwargs["training"])[0]
         with torch._C.DisableTorchFunctionSubclass():  # results with values stay plain tensors
