@@ -27,10 +27,10 @@ from envs.spec import Told
 from eval.table import markdown_table
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
-from lm.backbone import Backbone, quiet
+from lm.backbone import quiet
 from plan import replay
-from plan.budget import GIB, Lengths
-from plan.models import END, MEMORY, PAD, ShapedBackbone, ShapedCompiler, prompt_of
+from plan.budget import Lengths
+from plan.models import END, MEMORY, PAD, ShapedBackbone, prompt_of
 from plan.replay import Replay
 from training.backend import Replicated
 from training.grpo import GrpoTrainer
@@ -53,8 +53,9 @@ class Case:
     rows: int
 
     def settings(self, *more: str) -> list[str]:
-        roles = [f"{role}.{key}" for role in ("compiler", "executor") for key in (f"model={getattr(self, role)}", f"dtype={self.dtype}")]
-        return [*roles, f"micro_batch_size={self.rows}", *more]
+        models = [f"compiler.model={self.compiler}", f"executor.model={self.executor}"]
+        kinds = [f"{role}.dtype={self.dtype}" for role in ("compiler", "executor")]
+        return [*models, *kinds, f"micro_batch_size={self.rows}", *more]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,8 @@ def check_update(case: Case, lengths: Lengths = LENGTHS) -> Check:
     samples = 2 * replay.samples_of(config, lengths, case.rows, executor.backbone.hidden_size)
     trainer.learn(samples)
     predicted = replay.replay_update(config, lengths, case.rows, gpu=False)
-    return _check("grpo update", case, predicted, peak(lambda: trainer.learn(samples)), compiler, None, trainer.backend.optimizer)
+    taken = peak(lambda: trainer.learn(samples))
+    return _check("grpo update", case, predicted, taken, compiler, None, trainer.backend.optimizer)
 
 
 def check_compile(case: Case, lengths: Lengths = LENGTHS) -> Check:
@@ -144,7 +146,8 @@ def _check(
     """Put both sides together: what stays is counted on the real models."""
     models = [model for model in (compiler, executor and executor.model) if model is not None]
     stays = sum(p.nbytes for model in models for p in model.parameters())
-    stays += sum(t.nbytes for state in (optimizer.state.values() if optimizer else ()) for t in state.values() if t.dim())
+    moments = [tensor for state in (optimizer.state.values() if optimizer else ()) for tensor in state.values()]
+    stays += sum(tensor.nbytes for tensor in moments)
     said = sum(predicted.held[kind] for kind in PASSING)
     return Check(stage, case, (predicted.total, stays + passing), (said, passing))
 
@@ -164,9 +167,9 @@ def cases(folder: Path, models: list[Path]) -> Iterator[Case]:
     """Make models of several shapes; the last ones are those that are given."""
     tokenizer = make_tokenizer(LEXICON)
     save(folder / "vlm", make_compiler(tokenizer), make_processor(tokenizer))
-    shapes = {"tiny": (128, 4, 4, 4, 384, 0), "grouped": (256, 8, 8, 2, 1024, 4096), "wide": (512, 6, 8, 4, 2048, 16384)}
-    for name, (hidden, layers, heads, grouped, inner, words) in shapes.items():
-        make_llama(folder / name, tokenizer, hidden, layers, heads, grouped, inner, words)
+    make_llama(folder / "tiny", tokenizer, 128, 4, 4, 4, 384)
+    make_llama(folder / "grouped", tokenizer, 256, 8, 8, 2, 1024, 4096)
+    make_llama(folder / "wide", tokenizer, 512, 6, 8, 4, 2048, 16384)
     path = lambda name: str(folder / name)
     yield Case("VLM 1 M, tiny 1 M", path("vlm"), path("tiny"), "float32", 4)
     yield Case("VLM 1 M, grouped 9 M", path("vlm"), path("grouped"), "bfloat16", 1)
@@ -206,7 +209,8 @@ def main(
                 numbers = [*map(mib, done.total), f"{ratios[0]:.3f}", *map(mib, done.passing), f"{ratios[1]:.3f}"]
                 rows.append([done.stage, case.name, case.dtype, str(case.rows), *numbers])
                 print(rows[-1], flush=True)
-    heads = ["stage", "compiler, executor", "precision", "rows", "predicted MiB", "measured", "ratio", "beyond weights", "measured", "ratio"]
+    heads = ["stage", "compiler, executor", "precision", "rows", "predicted MiB", "measured", "ratio"]
+    heads += ["beyond weights", "measured", "ratio"]
     print("\n".join(markdown_table(heads, rows, left=3)))
     print(f"furthest from measured: {100 * (worst - 1):.1f} %")
 

@@ -118,7 +118,10 @@ class Plan:
     @property
     def gpus(self) -> int:
         """Count the GPUs that it takes."""
-        return sum({b.device: b.count * b.gpus for b in self.budgets if b.gpus}.values())
+        devices: defaultdict[str, int] = defaultdict(int)
+        for budget in self.budgets:
+            devices[budget.device] = max(devices[budget.device], budget.count * budget.gpus)
+        return sum(devices.values())
 
     @property
     def shares(self) -> dict[str, float]:

@@ -42,7 +42,7 @@ def model_config(name: str) -> Any:
         except (OSError, ValueError):
             continue
     names = ", ".join(sorted(folder.parent.name + "/" + folder.name for folder in KNOWN.glob("*/*")))
-    raise ConfigError(f"no model {name!r} here, and no architecture of that name ships: name a folder, or one of {names}")
+    raise ConfigError(f"no model {name!r} here, and none of that name ships: name a folder, or one of {names}")
 
 
 def _shipped(name: str) -> Path | None:

@@ -141,7 +141,7 @@ class Shape(Tensor):
         if func is aten._fused_sdp_choice.default:
             return FLASH
         if func is aten._local_scalar_dense.default:
-            return args[0].dtype.is_floating_point and 1.0 or 1
+            return 1.0 if args[0].dtype.is_floating_point else 1
         if func is aten.masked_scatter_backward.default:  # on meta it would ask how many are selected
             return Shape(args[0].elem.new_empty(args[2]), ledger)
         inner_args, inner = tree_map_only(Tensor, _inner, (args, kwargs))

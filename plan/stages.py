@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.models import CompilerConfig, ExecutorConfig, ServeConfig, VllmEngine
 from configs.training import GrpoConfig, Placement, SftConfig
 from eval.matrix import cells
-from plan.budget import GIB, PARTS, Budget, Gpu, Lengths, Plan
+from plan.budget import GIB, Budget, Gpu, Lengths, Plan
 from plan.models import model_config
 from plan.replay import (
     MODELS,
@@ -93,19 +94,25 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
         engine = engine_of(config.compiler.vllm, own_gpu=True)
         budgets.append(_engine("rollout engine", "rollouts", config.compiler, engine, gpu, lengths_kv, place.rollouts))
     elif config.compiler.engine == "vllm":
-        budgets.append(_engine("rollout engine", "actors", config.compiler, config.compiler.vllm, gpu, lengths_kv, place.actors))
+        engine = config.compiler.vllm
+        budgets.append(_engine("rollout engine", "actors", config.compiler, engine, gpu, lengths_kv, place.actors))
     else:
         held.append(compiling)
     if place.executors and acts:
         engine = engine_of(config.executor.vllm, own_gpu=True)
         budgets.append(_engine("executor", "executors", config.executor, engine, gpu, lengths, place.executors))
     elif config.executor.engine == "vllm":
-        budgets.append(_engine("executor", "actors", config.executor, config.executor.vllm, gpu, lengths, place.actors))
+        engine = config.executor.vllm
+        budgets.append(_engine("executor", "actors", config.executor, engine, gpu, lengths, place.actors))
     elif config.executor.engine == "hf" and acting is not None:
         held.append(acting)
-    copies = 1 if config.backend in ("fsdp", "zero3") or config.overlap else 0
-    actor = _trainer("actor", _fullest(held, update), config.backend, place.actors, HOST + max(models.values()))
-    actor = replace(actor, device="actors", weights=actor.weights + copies * update.held["compiler weights"])
+    fullest = _fullest(held)
+    whole = fullest.held.pop(
+        "executor weights", 0
+    )  # it is not cut into slices; of the compiler, a whole copy rolls out
+    whole += update.held["compiler weights"] * (config.backend in ("fsdp", "zero3") or config.overlap)
+    actor = _trainer("actor", fullest, config.backend, place.actors, HOST + max(models.values()))
+    actor = replace(actor, device="actors", weights=actor.weights + whole)
     steps, compilers = episodes * config.max_steps, place.rollouts or place.actors
     seconds = {
         "compile: prefill": steps / compilers * compiling.flops["prefill"] / _products(gpu),
@@ -114,7 +121,7 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
         "update": samples * config.iterations * update.flops["update"] / _products(gpu),
     }  # fmt: skip
     return Plan(
-        "grpo", f"GRPO, {_who(config)}, {place.actors} actors, {place.rollouts} rollout engines, {place.executors} executors",
+        "grpo", f"GRPO, {_who(config)}, placement {place.actors} + {place.rollouts} + {place.executors}",
         (actor, *budgets), _disk(models, update.trained, config.keep),
         {
             "compiler, reading": steps * lengths.prompt, "compiler, writing": steps * lengths.emission,
@@ -132,7 +139,8 @@ def plan_eval(config: EvalConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
     compiles = any(spec.needs_checkpoint for spec in specs)
     if any(spec.kind == "static" for spec in specs):  # the longest prompt counts
         lengths = replace(lengths, acting=lengths.acting + lengths.memory)
-    return _playing("eval", "evaluation", config.compiler if compiles else None, config.executor, config.concurrency, lengths, gpu, gpus)
+    compiler = config.compiler if compiles else None
+    return _playing("eval", "evaluation", compiler, config.executor, config.concurrency, lengths, gpu, gpus)
 
 
 def plan_collect(config: CollectConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
@@ -216,19 +224,21 @@ def _trainer(process: str, replay: Replay, backend: str, n: int, host: float) ->
         loading = weights + CONTEXT
         cut = weights - replay.towers
         gathered = replay.root + 2 * replay.layer if backend == "fsdp" else min(cut, ZERO3_LIVE)
-        weights, gradients, moments = cut / n + replay.towers + gathered, trained / n, (2 + (backend == "zero3")) * trained / n
+        weights, gradients = cut / n + replay.towers + gathered, trained / n
+        moments = (3 if backend == "zero3" else 2) * trained / n
     return Budget(
         process, process, n, weights=weights, gradients=gradients, moments=moments, activations=held["activations"],
         logits=held["logits"], kv_cache=held["kv_cache"], overhead=overhead, loading=loading, host=host,
     )  # fmt: skip
 
 
-def _fullest(held: Sequence[Replay], first: Replay) -> Replay:
+def _fullest(held: Sequence[Replay]) -> Replay:
     """Put what runs in one process, one after another, together: all weights, and what the fullest of them holds."""
     passing = ("activations", "logits", "kv_cache")
-    at = max((replay.held for replay in held), key=lambda h: sum(h[kind] for kind in passing))
-    together = first.held | {kind: size for replay in held for kind, size in replay.held.items() if "weights" in kind}
-    return replace(first, held=type(first.held)({**together, **{kind: at[kind] for kind in passing}}))
+    at = max((replay.held for replay in held), key=lambda kinds: sum(kinds[kind] for kind in passing))
+    together = Counter({kind: size for replay in reversed(held) for kind, size in replay.held.items()})
+    together.update({kind: at[kind] - together[kind] for kind in passing})
+    return replace(held[0], held=together)
 
 
 def _playing(
@@ -236,11 +246,14 @@ def _playing(
     lengths: Lengths, gpu: Gpu, gpus: int,
 ) -> Plan:  # fmt: skip
     """Plan a process that plays episodes without learning: engines of its own, or models in PyTorch."""
-    budgets, held, seconds, tokens = [], [], {}, {}
-    spread = 1.0
+    budgets: list[Budget] = []
+    held: list[Replay] = []
+    seconds: dict[str, float] = {}
+    tokens: dict[str, int] = {}
+    spread = 1  # GPUs that the executor's weights lie on
     kv = replace(lengths, emission=compiler.max_new_tokens) if compiler else lengths
     if compiler is not None and compiler.engine != "http":
-        width = hidden_size(executor) if executor is not None else model_config(compiler.model).get_text_config().hidden_size
+        width = hidden_size(executor or ExecutorConfig(model=compiler.model))
         rows = min(concurrency, compiler.batch_size)
         replay = replay_compile(compiler, width, kv, rows)
         if compiler.engine == "vllm":
@@ -250,7 +263,8 @@ def _playing(
         seconds["compile: prefill"] = concurrency * replay.flops["prefill"] / _products(gpu)
         batches = 1 if compiler.engine == "vllm" else math.ceil(concurrency / compiler.batch_size)
         seconds["compile: decode"] = batches * lengths.emission * replay.weights / _reads(gpu)
-        tokens |= {"compiler, reading": concurrency * lengths.prompt, "compiler, writing": concurrency * lengths.emission}
+        tokens["compiler, reading"] = concurrency * lengths.prompt
+        tokens["compiler, writing"] = concurrency * lengths.emission
     if executor is not None and executor.engine in ("hf", "vllm"):
         replay = replay_act(executor, lengths, min(concurrency, executor.batch_size))
         if executor.engine == "vllm":
@@ -260,14 +274,17 @@ def _playing(
             spread = gpus if executor.device_map else 1
         seconds["act"] = concurrency * replay.flops["act"] / _products(gpu)
         tokens["executor"] = concurrency * lengths.acting
+    models = _sizes(compiler, executor)
     if held:
-        whole = _fullest(held, held[0])
+        whole = _fullest(held)
         whole.held["executor weights"] = round(whole.held["executor weights"] / spread)
-        models = _sizes(compiler, executor)
-        own = replace(_trainer(process, whole, "replicated", 1, HOST + max(models.values())), gradients=0.0, moments=0.0)
-        budgets.insert(0, replace(own, gpus=int(spread)))
-    who = " and ".join(f"{role} {own.model} ({own.engine})" for role, own in (("compiler", compiler), ("executor", executor)) if own)
-    return Plan(stage, f"{process}: {who or 'no model'}", tuple(budgets), _disk(_sizes(compiler, executor), 0, 0), tokens, concurrency, seconds)
+        own = _trainer(process, whole, "replicated", 1, HOST + max(models.values()))
+        budgets.insert(0, replace(own, gpus=spread, gradients=0.0, moments=0.0))
+    roles = [("compiler", compiler), ("executor", executor)]
+    who = " and ".join(f"{role} {own.model} ({own.engine})" for role, own in roles if own is not None)
+    return Plan(
+        stage, f"{process}: {who or 'no model'}", tuple(budgets), _disk(models, 0, 0), tokens, concurrency, seconds
+    )  # fmt: skip
 
 
 def _engine(
@@ -285,8 +302,8 @@ def _engine(
     sequence = lengths.prompt + lengths.emission if compiles else lengths.acting + lengths.action
     return Budget(
         process, device, count, n, vllm.gpu_memory_utilization, weights=replay.weights / n,
-        activations=replay.held["activations"], logits=replay.held["logits"], kv_cache=max(room, least), overhead=ENGINE,
-        host=2 * HOST, least=taken + least,
+        activations=replay.held["activations"], logits=replay.held["logits"], kv_cache=max(room, least),
+        overhead=ENGINE, host=2 * HOST, least=taken + least,
         note=f"vLLM at {vllm.gpu_memory_utilization:g} of a GPU: a cache of {max(room, 0) / per_token:,.0f} tokens, "
         f"{max(room, 0) / per_token / sequence:,.0f} sequences of {sequence} at once; one of {context:,} has to fit",
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from lm.backbone import quiet
 from memcompiler.cli import app
 from plan.budget import GIB, Budget, Gpu, Lengths, Plan, find_gpu, verdict
 from plan.command import load_any
-from plan.models import model_config
-from plan.replay import Replay, cache_per_token, replay_engine, replay_sft
+from plan.models import ShapedBackbone, model_config
+from plan.replay import Replay, cache_per_token, replay_sft
 from plan.shapes import Ledger, Shape
 from plan.stages import _trainer, plan, plans, remedy
 from zoo.household.words import LEXICON
@@ -75,8 +76,6 @@ def test_a_product_of_shapes_has_its_flops_and_its_gradient():
     ],
 )  # fmt: skip
 def test_shipped_architectures_have_as_many_parameters_as_the_models(name: str, parameters: int):
-    from plan.models import ShapedBackbone
-
     ledger = Ledger()
     backbone = ShapedBackbone(name, torch.bfloat16, ledger, "weights")
     assert backbone.hidden_size
@@ -106,9 +105,7 @@ def test_an_sft_step_of_smollm2_by_hand():
 
 
 def test_backends_share_out_what_they_say_they_do():
-    from collections import Counter
-
-    held = Counter({"compiler weights": 700, "executor weights": 900, "activations": 100, "gradients": 40, "moments": 80})
+    held = Counter({"compiler weights": 700, "executor weights": 900, "activations": 100})
     replay = Replay(held, {}, trained=10, layer=50, root=200, towers=100)
     whole, cut = (_trainer("trainer", replay, backend, 4, 0) for backend in ("replicated", "fsdp"))
     assert (whole.weights, whole.gradients, whole.moments, whole.loading) == (1600, 40, 80, 0)
@@ -153,7 +150,8 @@ def test_a_run_that_does_not_fit_is_told_what_would():
 
 
 def test_processes_on_one_gpu_share_it_and_more_gpus_than_there_are_do_not_fit():
-    parts = [Budget("engine", "a", count=2, weights=30 * GIB, least=20 * GIB, share=0.45), Budget("actor", "a", count=2, weights=20 * GIB)]
+    engine = Budget("engine", "a", count=2, weights=30 * GIB, least=20 * GIB, share=0.45)
+    parts = [engine, Budget("actor", "a", count=2, weights=20 * GIB)]
     made = Plan("grpo", "", tuple(parts), {}, {}, 0, {})
     assert made.needs() == pytest.approx(50) and made.gpus == 2
     assert made.fits(Gpu("", 50), 2) and not made.fits(Gpu("", 49), 2) and not made.fits(Gpu("", 50), 1)
@@ -165,7 +163,6 @@ def test_an_engine_whose_longest_sequence_does_not_fit_is_given_a_shorter_one():
     changes = ["compiler.model=Qwen/Qwen2.5-7B-Instruct", "compiler.engine=vllm", "executor.engine=vllm",
                "executor.model=Qwen/Qwen2.5-7B-Instruct", "deliveries=[none]"]  # fmt: skip
     config = load_config(EvalConfig, None, changes)
-    replay_engine("Qwen/Qwen2.5-7B-Instruct", "bfloat16", 64)
     made = plan(config, Lengths(), Gpu("", 39.4), 1)
     assert [budget.process for budget in made.budgets] == ["executor engine"]  # nothing here needs the compiler
     assert not made.fits(Gpu("", 39.4), 1)
