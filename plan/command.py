@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,4 +50,4 @@ def run_plan(settings: Any, gpu: str, gpus: int | None, lengths: str, json: Path
         print("\n".join(lines(made, read, card, number, found)), end="\n\n", flush=True)
         records.append(made.to_json(card, number, found))
     if json is not None:
-        write_atomically(json, to_json({"lengths": read, "plans": records}))
+        write_atomically(json, to_json({"lengths": asdict(read), "plans": records}, indent=1))
