@@ -46,8 +46,10 @@ def model_config(name: str) -> Any:
 
 
 def _shipped(name: str) -> Path | None:
-    found = [folder for folder in KNOWN.glob("*/*") if name == f"{folder.parent.name}/{folder.name}"]
-    found += [folder for folder in KNOWN.glob("*/*") if Path(name).name == folder.name]
+    """Find an architecture by the last two parts of a name, or by the last (`executor` alone says nothing)."""
+    known, parts = sorted(KNOWN.glob("*/*")), Path(name).parts
+    found = [folder for folder in known if folder.parts[-2:] == parts[-2:]]
+    found += [folder for folder in known if folder.name == parts[-1] and "-" in folder.name]
     return found[0] if found else None
 
 
