@@ -172,9 +172,9 @@ def cases(folder: Path, models: list[Path]) -> Iterator[Case]:
     make_llama(folder / "wide", tokenizer, 512, 6, 8, 4, 2048, 16384)
     path = lambda name: str(folder / name)
     yield Case("VLM 1 M, tiny 1 M", path("vlm"), path("tiny"), "float32", 4)
-    yield Case("VLM 1 M, grouped 9 M", path("vlm"), path("grouped"), "bfloat16", 1)
-    yield Case("grouped 9 M, twice", path("grouped"), path("grouped"), "float32", 4)
-    yield Case("wide 42 M, grouped 9 M", path("wide"), path("grouped"), "bfloat16", 2)
+    yield Case("VLM 1 M, grouped 10 M", path("vlm"), path("grouped"), "bfloat16", 1)
+    yield Case("grouped 10 M, twice", path("grouped"), path("grouped"), "float32", 4)
+    yield Case("wide 40 M, grouped 10 M", path("wide"), path("grouped"), "bfloat16", 2)
     for model in models:
         yield Case(f"{model.name}, twice", str(model), str(model), "bfloat16", 1)
         yield Case(f"{model.name}, twice", str(model), str(model), "bfloat16", 2)
