@@ -73,6 +73,23 @@ def doctor() -> None:
     raise typer.Exit(run_doctor())
 
 
+@app.command()
+def plan(
+    config: Annotated[str, typer.Option("--config", "-c", help="YAML file, or a name in configs/.")],
+    overrides: Overrides = None,
+    gpu: Annotated[str, typer.Option(help="GiB of a GPU, or a name: a100-40, a100, h100, h200, b200, ...")] = "80",
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many (default: of GRPO's placement; else 1).")] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens to plan with, such as prompt=3000,emission=200.")] = "",
+    stage: Annotated[str | None, typer.Option(help="What the file is for, where its folder does not say it.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write it to this file, too.")] = None,
+) -> None:
+    """Say before anything is started what a run needs, by process: memory of GPU and host, disk, tokens of a step,
+    shares of time; and whether it fits (docs/plan.md)."""
+    from plan.command import load_any, run_plan
+
+    run_plan(load_any(config, overrides or [], stage), gpu, gpus, lengths, json)
+
+
 # the main line --------------------------------------------------------------------------------------------------------
 
 

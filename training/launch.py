@@ -101,7 +101,7 @@ def shared_out(actors: int, rollouts: int, executors: int) -> tuple[list[str], l
 def compiler_service(config: GrpoConfig, adapters: Path, own_gpu: bool) -> ServeConfig:
     """Make settings of a service that rolls out, with weights from under `adapters`. A request has the time that its
     client, the actor, gives it."""
-    compiler = config.compiler.model_copy(update={"vllm": _engine(config.compiler.vllm, own_gpu)})
+    compiler = config.compiler.model_copy(update={"vllm": engine_of(config.compiler.vllm, own_gpu)})
     folder, timeout = str(adapters.resolve()), config.compiler.timeout_s
     return ServeConfig(compiler=compiler, adapters=folder, seed=config.seed, timeout_s=timeout)
 
@@ -113,7 +113,7 @@ def compiler_command(folder: Path, port: int) -> list[str]:
 
 def executor_command(config: GrpoConfig, own_gpu: bool, port: int) -> list[str]:
     """Write the command of a service that acts."""
-    vllm = _engine(config.executor.vllm, own_gpu)
+    vllm = engine_of(config.executor.vllm, own_gpu)
     theirs = ["--dtype", config.executor.dtype, "--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
     theirs += ["--max-model-len", str(vllm.max_model_len)] if vllm.max_model_len else []
     return [*_OURS, "serve", "executor", "--model", config.executor.model, "--port", str(port), "--", *theirs]
@@ -128,7 +128,7 @@ def torchrun_command(processes: int, meeting: str = "") -> list[str]:
     return [*start, f"--log-dir={os.devnull}", *(shlex.split(meeting) or ["--standalone"])]
 
 
-def _engine(engine: VllmEngine, own_gpu: bool) -> VllmEngine:
+def engine_of(engine: VllmEngine, own_gpu: bool) -> VllmEngine:
     """Give a service its GPU to itself: by default, an engine leaves room there for another and for training."""
     shared = VllmEngine().gpu_memory_utilization
     if not own_gpu or engine.gpu_memory_utilization != shared:

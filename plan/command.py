@@ -1,0 +1,53 @@
+"""memcompiler plan: from a configuration's name to what is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from configs.collect import CollectConfig
+from configs.evaluation import EvalConfig, QuickstartConfig
+from configs.load import ConfigError, find_config, load_config
+from configs.models import ServeConfig
+from configs.training import GrpoConfig, SftConfig
+from plan.budget import Lengths, find_gpu, lines
+from plan.stages import plans, remedy
+from runtime.store import to_json, write_atomically
+
+SCHEMAS = {
+    "sft": SftConfig, "grpo": GrpoConfig, "eval": EvalConfig, "collect": CollectConfig, "serve": ServeConfig,
+    "quickstart": QuickstartConfig,
+}  # fmt: skip
+
+
+def load_any(config: str, overrides: Sequence[str], stage: str | None = None) -> Any:
+    """Read settings of whatever stage the file is for: as `stage` or its folder says, else the one whose schema takes
+    it. Raises: ConfigError, for a file that none takes."""
+    folder = find_config(config).resolve().parent.name
+    if chosen := SCHEMAS.get(stage or folder):
+        return load_config(chosen, config, overrides)
+    if stage is not None:
+        raise ConfigError(f"no stage {stage!r}: one of {', '.join(SCHEMAS)}")
+    problems = []
+    for name, schema in reversed(SCHEMAS.items()):
+        try:
+            return load_config(schema, config, overrides)
+        except ConfigError as error:
+            problems.append(f"as {name}: {error}")
+    raise ConfigError("no stage takes this configuration; say which it is for with --stage\n" + "\n".join(problems))
+
+
+def run_plan(settings: Any, gpu: str, gpus: int | None, lengths: str, json: Path | None) -> None:
+    """Print the plan of every part of a run. `gpus`: by default as many as GRPO's placement names, else one."""
+    card, read = find_gpu(gpu), Lengths.read(lengths)
+    place = settings.placement if isinstance(settings, GrpoConfig) else None
+    number = gpus or (place.actors + place.rollouts + place.executors if place else 1)
+    records = []
+    for own, made in plans(settings, read, card, number):
+        found = None if made.fits(card, number) else remedy(own, read, card, number)
+        print("\n".join(lines(made, read, card, number, found)), end="\n\n", flush=True)
+        records.append(made.to_json(card, number, found))
+    if json is not None:
+        write_atomically(json, to_json({"lengths": asdict(read), "plans": records}, indent=1))

@@ -1,0 +1,163 @@
+"""Tensors that have shapes and no values, and a ledger of the memory that they would take.
+
+A model of 7 B parameters on these takes none: the very code of a training step or of a decoder runs on them, forward
+and backward, in a second or two, and the ledger says what would have been allocated when. What is not a `Shape` stays a
+tensor with values: token ids, masks, positions, on which that code decides what to do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
+
+aten = torch.ops.aten
+META = torch.device("meta")
+FLASH = 1  # of torch's attention kernels, one that keeps no (T, T) matrix; with a mask, too (then "memory-efficient")
+
+
+class Ledger:
+    """What all shapes of a plan hold at present, at most so far, and at that moment by kind; and FLOPs of products.
+
+    Attributes:
+        vocabulary: sizes of vocabularies; what ends in such a dimension counts as `logits`.
+        trained: shapes of what is trained; what has such a shape, beside it, counts as `gradients`.
+        gpu: kernels are those of a GPU where they keep something else than those of a CPU.
+    """
+
+    def __init__(self, gpu: bool = True) -> None:
+        self.gpu, self.kind, self.vocabulary, self.trained = gpu, "", set[int](), set[tuple[int, ...]]()
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.flops = 0
+        self._known: set[int] = set()
+        self._masks: Any = WeakTensorKeyDictionary()
+
+    def add(self, elem: Tensor) -> None:
+        """Count a tensor's storage, once, for as long as anything holds it."""
+        storage = elem.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        kind = self.kind or self._kind_of(tuple(elem.shape))
+        self.live[kind] += size
+        weakref.finalize(storage, self._drop, key, kind, size)
+        if self.live.total() > self.peak.total():
+            self.peak = self.live.copy()
+
+    def _kind_of(self, shape: tuple[int, ...]) -> str:
+        if shape in self.trained:
+            return "gradients"
+        return "logits" if shape and shape[-1] in self.vocabulary else "activations"
+
+    def _drop(self, key: int, kind: str, size: int) -> None:
+        self._known.discard(key)
+        self.live[kind] -= size
+
+    def shaped(self, tensor: Tensor) -> Shape:
+        """Make a shape of a tensor with values."""
+        return tensor if isinstance(tensor, Shape) else Shape(tensor.detach().to(META), self)
+
+    def mask(self, tensor: Tensor) -> Shape:
+        """Make a shape of a mask, which all layers share: it is held for as long as the mask is."""
+        if tensor not in self._masks:
+            self._masks[tensor] = self.shaped(tensor)
+        return self._masks[tensor]
+
+    def adopt(self, module: nn.Module, kind: str) -> None:
+        """Make shapes of all that a module holds in floats, and count it as of this kind. Shared ones stay shared."""
+        made: dict[int, Any] = {}
+        with self.named(kind):
+            for part in module.modules():
+                for name, held in part._parameters.items():
+                    if held is not None and not isinstance(held, Shape):
+                        if id(held) not in made:
+                            made[id(held)] = nn.Parameter(self.shaped(held), requires_grad=held.requires_grad)
+                        part._parameters[name] = made[id(held)]
+                for name, held in part._buffers.items():
+                    if held is not None and not isinstance(held, Shape):
+                        real = torch.zeros(held.shape, dtype=held.dtype)
+                        part._buffers[name] = self.shaped(real) if held.is_floating_point() else real
+
+    def restart(self) -> None:
+        """Forget what was held at most before, and the FLOPs."""
+        self.peak, self.flops = self.live.copy(), 0
+
+    @contextmanager
+    def named(self, kind: str) -> Iterator[None]:
+        """Count everything that is made meanwhile as of this kind."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+
+class Shape(Tensor):
+    """A tensor without values, on a meta tensor of its own; it says that it is on the CPU. Whatever asks for its value
+    hears 1. Autograd works as always."""
+
+    elem: Tensor
+    ledger: Ledger
+
+    @staticmethod
+    def __new__(cls, elem: Tensor, ledger: Ledger) -> Shape:
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, elem.size(), strides=elem.stride(), storage_offset=elem.storage_offset(), dtype=elem.dtype,
+            device="cpu", requires_grad=False,
+        )  # fmt: skip
+
+    def __init__(self, elem: Tensor, ledger: Ledger) -> None:
+        self.elem, self.ledger = elem, ledger
+        ledger.add(elem)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Shape({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention and kwargs.get("attn_mask") is not None:
+            kwargs = {**kwargs, "attn_mask": args[0].ledger.mask(kwargs["attn_mask"])}
+        if func is nn.functional.dropout and args[0].ledger.gpu:  # which keeps a mask of bytes, not of numbers
+            return torch.native_dropout(args[0], kwargs["p"], kwargs["training"])[0]
+        with torch._C.DisableTorchFunctionSubclass():  # results with values stay plain tensors
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        ledger = next(t.ledger for t in _tensors(args, kwargs) if isinstance(t, Shape))
+        if func is aten._fused_sdp_choice.default:
+            return FLASH
+        if func is aten._local_scalar_dense.default:
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        if func is aten.masked_scatter_backward.default:  # on meta it would ask how many are selected
+            return Shape(args[0].elem.new_empty(args[2]), ledger)
+        inner_args, inner = tree_map_only(Tensor, _inner, (args, kwargs))
+        inner = tree_map_only(torch.device, lambda device: META, inner)
+        out = func(*inner_args, **inner)
+        if func._overloadpacket in flop_registry:
+            ledger.flops += flop_registry[func._overloadpacket](*inner_args, **inner, out_val=out)
+        wrapped = tree_map_only(Tensor, lambda t: Shape(t, ledger), out)
+        return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def _inner(tensor: Tensor) -> Tensor:
+    return tensor.elem if isinstance(tensor, Shape) else tensor.to(META)
+
+
+def _tensors(*trees: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map_only(Tensor, found.append, trees)
+    return found

@@ -1,0 +1,230 @@
+"""`memcompiler plan`: what a run needs, before anything is started."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.plan_check import Case, Check, check_act, check_compile, check_sft, check_update, make_llama
+from configs.evaluation import EvalConfig
+from configs.load import CONFIGS, ConfigError, load_config
+from configs.models import ExecutorConfig
+from configs.training import SftConfig
+from lm.backbone import quiet
+from memcompiler.cli import app
+from plan.budget import GIB, Budget, Gpu, Lengths, Plan, find_gpu, verdict
+from plan.command import load_any
+from plan.models import ShapedBackbone, model_config
+from plan.replay import Replay, cache_per_token, replay_sft
+from plan.shapes import Ledger, Shape
+from plan.stages import _trainer, plan, plans, remedy
+from zoo.household.words import LEXICON
+from zoo.models import make_compiler, make_processor, make_tokenizer, save
+
+SHORT = Lengths(prompt=64, emission=12, acting=40, action=4, memory=30, candidates=3)
+SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TINY = ["compiler.model=zoo/household/compiler", "executor.model=zoo/household/executor"]
+H100 = Gpu("80 GiB", 80)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, tokenizer = tmp_path_factory.mktemp("models"), make_tokenizer(LEXICON)
+    torch.manual_seed(0)
+    quiet()
+    make_llama(folder / "grouped", tokenizer, 64, 2, 4, 2, 192)
+    save(folder / "vlm", make_compiler(tokenizer, hidden=64, layers=2), make_processor(tokenizer))
+    return folder
+
+
+# shapes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_counts_what_is_held_and_what_was_held_at_most():
+    ledger = Ledger()
+    a = ledger.shaped(torch.empty(4, 8))  # 128 bytes
+    b = a * 2  # 128 more
+    assert ledger.live.total() == 256
+    c = b.t()  # a view: nothing
+    del b
+    assert ledger.live.total() == 256
+    del c
+    assert (ledger.live.total(), ledger.peak.total()) == (128, 256)
+
+
+def test_a_product_of_shapes_has_its_flops_and_its_gradient():
+    ledger = Ledger()
+    x, w = (torch.nn.Parameter(ledger.shaped(torch.empty(shape))) for shape in ((3, 4), (4, 5)))
+    (x @ w).sum().backward()
+    assert isinstance(w.grad, Shape) and w.grad.shape == (4, 5)
+    assert ledger.flops == 3 * (2 * 3 * 4 * 5)  # forward, and the gradient of either side
+
+
+# arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen2.5-14B-Instruct", 14_770_033_664), ("Qwen/Qwen2.5-VL-7B-Instruct", 8_292_166_656),
+        ("Qwen/Qwen2.5-32B-Instruct", 32_763_876_352), (SMOL, 134_515_008),
+    ],
+)  # fmt: skip
+def test_shipped_architectures_have_as_many_parameters_as_the_models(name: str, parameters: int):
+    ledger = Ledger()
+    backbone = ShapedBackbone(name, torch.bfloat16, ledger, "weights")
+    assert backbone.hidden_size
+    rotary = 4 * 1024  # inverse frequencies, in fp32
+    assert 0 <= ledger.live["weights"] - 2 * parameters < rotary
+
+
+def test_what_is_kept_of_a_token_by_hand():
+    """14 B: keys and values, 48 layers, 8 heads of 128, 2 bytes: 2 * 48 * 8 * 128 * 2."""
+    assert cache_per_token(model_config("Qwen/Qwen2.5-14B-Instruct").get_text_config(), "bfloat16") == 196_608
+
+
+def test_an_sft_step_of_smollm2_by_hand():
+    """Trained are LoRA of rank 16 on q (576 -> 576) and v (576 -> 192) of 30 layers, and the projector 576 -> 2 * 576
+    with bias: 30 * 16 * (2 * 576 + 576 + 192) + 577 * 1152 = 921,600 + 664,704 parameters in fp32."""
+    config = load_config(SftConfig, "sft/paper", [f"compiler.model={SMOL}", f"executor.model={SMOL}"])
+    replay = replay_sft(config, SHORT, 1)
+    assert replay.trained == 1_586_304
+    assert replay.held["gradients"] == 4 * 1_586_304 and replay.held["moments"] == 8 * 1_586_304
+    assert replay.weights == pytest.approx(2 * 2 * 134_515_008 + 4 * 1_586_304, rel=1e-4)
+    # A forward pass: two FLOPs for each weight in a product and token; attention comes on top.
+    layer = 576 * (576 + 192 + 192 + 576) + 3 * 576 * 1536
+    lora = 16 * (2 * 576 + 576 + 192)
+    read = SHORT.prompt + SHORT.emission + 16
+    products = 2 * read * 30 * (layer + lora) + 2 * SHORT.emission * 576 * 49152 + 2 * 16 * 576 * 1152
+    assert products <= replay.flops["compiler forward"] <= 1.05 * products
+
+
+def test_backends_share_out_what_they_say_they_do():
+    held = Counter({"compiler weights": 700, "executor weights": 900, "activations": 100})
+    replay = Replay(held, {}, trained=10, layer=50, root=200, towers=100)
+    whole, cut = (_trainer("trainer", replay, backend, 4, 0) for backend in ("replicated", "fsdp"))
+    assert (whole.weights, whole.gradients, whole.moments, whole.loading) == (1600, 40, 80, 0)
+    assert cut.weights == (1600 - 100) / 4 + 100 + 200 + 2 * 50  # slices, the tower, what is gathered
+    assert (cut.gradients, cut.moments) == (10, 20) and cut.loading == 1600 + GIB  # loaded whole
+
+
+def test_unequal_rows_cost_more_than_their_number_says():
+    config = load_config(SftConfig, "sft/paper", [f"compiler.model={SMOL}", f"executor.model={SMOL}"])
+    one, two = (replay_sft(config, SHORT, rows).held["activations"] for rows in (1, 2))
+    assert two > 2.05 * one  # a mask, and keys and values repeated for every head
+
+
+# predictions against real runs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", [check_sft, check_update, check_compile, check_act])
+@pytest.mark.parametrize(("compiler", "dtype", "rows"), [("vlm", "float32", 3), ("grouped", "bfloat16", 1)])
+def test_the_prediction_is_what_a_real_run_takes(models: Path, check, compiler: str, dtype: str, rows: int):
+    lengths = Lengths(prompt=120, emission=16, acting=80, action=5, memory=60, candidates=6)
+    case = Case("tiny", str(models / compiler), str(models / "grouped"), dtype, rows)
+    found: Check = check(case, lengths)
+    assert found.passing[0] == pytest.approx(found.passing[1], rel=0.15)
+    assert found.total[0] == pytest.approx(found.total[1], rel=0.1)
+
+
+# fits, or not ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_does_not_fit_is_told_what_would():
+    config = load_config(SftConfig, "sft/quickstart", ["batch_size=16", "micro_batch_size=16"])
+    needed = {
+        rows: plan(config.model_copy(update={"micro_batch_size": rows}), SHORT, H100, 1).needs() for rows in (16, 4)
+    }
+    assert needed[4] < needed[16]
+    small = Gpu("small", (needed[4] + needed[16]) / 2)
+    found = remedy(config, SHORT, small, 1)
+    assert found is not None and found[0].startswith("micro_batch_size=")
+    made = plan(config, SHORT, small, 1)
+    assert verdict(made, small, 1, found).endswith(f"would fit with {found[0]}")
+    assert plan(config, SHORT, H100, 1).fits(H100, 1)
+
+
+def test_processes_on_one_gpu_share_it_and_more_gpus_than_there_are_do_not_fit():
+    engine = Budget("engine", "a", count=2, weights=30 * GIB, least=20 * GIB, share=0.45)
+    parts = [engine, Budget("actor", "a", count=2, weights=20 * GIB)]
+    made = Plan("grpo", "", tuple(parts), {}, {}, 0, {})
+    assert made.needs() == pytest.approx(50) and made.gpus == 2
+    assert made.fits(Gpu("", 50), 2) and not made.fits(Gpu("", 49), 2) and not made.fits(Gpu("", 50), 1)
+    alone = Plan("grpo", "", (Budget("engine", "a", weights=10 * GIB, least=30 * GIB, share=0.5),), {}, {}, 0, {})
+    assert alone.needs() == pytest.approx(60)
+
+
+def test_an_engine_whose_longest_sequence_does_not_fit_is_given_a_shorter_one():
+    changes = ["compiler.model=Qwen/Qwen2.5-7B-Instruct", "compiler.engine=vllm", "executor.engine=vllm",
+               "executor.model=Qwen/Qwen2.5-7B-Instruct", "deliveries=[none]"]  # fmt: skip
+    config = load_config(EvalConfig, None, changes)
+    made = plan(config, Lengths(), Gpu("", 39.4), 1)
+    assert [budget.process for budget in made.budgets] == ["executor engine"]  # nothing here needs the compiler
+    assert not made.fits(Gpu("", 39.4), 1)
+    found = remedy(config, Lengths(), Gpu("", 39.4), 1)
+    assert found is not None and "executor.vllm" in found[0]
+
+
+def test_shares_of_time_sum_to_one_and_follow_the_flops():
+    config = load_config(SftConfig, "sft/quickstart", [])
+    shares = plan(config, SHORT, H100, 1).shares
+    assert sum(shares.values()) == pytest.approx(1) and shares["backward"] > shares["executor forward"]
+
+
+# names and configurations ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_not_here_is_planned_by_the_name_of_its_model():
+    assert model_config("/models/Qwen2.5-14B-Instruct").num_hidden_layers == 48
+
+
+def test_a_model_that_nobody_knows_is_a_clear_error():
+    with pytest.raises(ConfigError, match=r"no model '/nowhere/Nobody-3B' here.*Qwen2\.5-14B-Instruct"):
+        model_config("/nowhere/Nobody-3B")
+
+
+def test_a_gpu_is_a_number_or_a_name():
+    assert (find_gpu("24").gib, find_gpu("H100").gib) == (24, 79.2)
+    with pytest.raises(ConfigError, match="no GPU 'abacus'"):
+        find_gpu("abacus")
+
+
+def test_lengths_that_cannot_be_read_are_refused():
+    assert Lengths.read("prompt=50, action=3") == Lengths(prompt=50, action=3)
+    for wrong in ("prompt=none", "poem=3", "prompt=0"):
+        with pytest.raises(ConfigError, match="names: prompt"):
+            Lengths.read(wrong)
+
+
+SHIPPED = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_configuration_can_be_planned(name: str):
+    for _, made in plans(load_any(name, []), SHORT, H100, 8):
+        made.fits(H100, 8)
+        assert all(budget.gpu > 0 and budget.host > 0 for budget in made.budgets)
+        json.dumps(made.to_json(H100, 8, None))
+
+
+def test_the_command_prints_a_table_and_ends_with_whether_it_fits(tmp_path: Path):
+    out = tmp_path / "plan.json"
+    arguments = ["plan", "-c", "sft/quickstart", *TINY, "--lengths", "prompt=64,acting=40", "--json", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert result.output.strip().splitlines()[-1].startswith("fits: yes (1 of 1 GPUs")
+    record = json.loads(out.read_text())["plans"][0]
+    assert record["fits"] is True and record["budgets"][0]["process"] == "trainer"
+    assert record["budgets"][0]["activations"] > 0
+
+
+def test_an_executor_behind_an_endpoint_takes_nothing_here():
+    config = load_config(EvalConfig, None, ["executor.engine=scripted", "deliveries=[none]"])
+    assert plan(config, SHORT, H100, 1).budgets == ()
+    assert ExecutorConfig(engine="scripted").engine == "scripted"
