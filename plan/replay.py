@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from compiler.records import CompileRequest, Decoding
 from configs.models import CompilerConfig, ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
-from lm.backbone import dtype_of
+from lm.backbone import Backbone, dtype_of
 from lm.prompt import Prompt
 from memory.entry import MemoryEntry, Provenance
 from plan.budget import Lengths
@@ -234,7 +234,7 @@ def _optimiser_state(compiler: ShapedCompiler, ledger: Ledger) -> None:
             parameter._moments = [torch.zeros_like(parameter) for _ in range(2)]  # type: ignore[attr-defined]
 
 
-def _with_cache(replay: Replay, backbone: ShapedBackbone, rows: int, read: int, full: int) -> Replay:
+def _with_cache(replay: Replay, backbone: Backbone, rows: int, read: int, full: int) -> Replay:
     """Take the keys and values of what was `read` out of the activations; count them at the `full` length."""
     per_token = rows * cache_per_token(backbone.model.config.get_text_config(), str(backbone.model.dtype)[6:])
     held = replay.held.copy()
@@ -257,6 +257,6 @@ def _replayed(
     return Replay(ledger.peak.copy(), flops, trained, layer, whole - inside, sum(towers))
 
 
-def _blocks(backbone: ShapedBackbone) -> list[nn.Module]:
+def _blocks(backbone: Backbone) -> list[nn.Module]:
     text = getattr(backbone.body, "language_model", backbone.body)
     return list(getattr(text, "layers", ()))

@@ -114,7 +114,7 @@ class Shape(Tensor):
     def __new__(cls, elem: Tensor, ledger: Ledger) -> Shape:
         return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, elem.size(), strides=elem.stride(), storage_offset=elem.storage_offset(), dtype=elem.dtype,
-            device="cpu", requires_grad=False,
+            device=torch.device("cpu"), requires_grad=False,
         )  # fmt: skip
 
     def __init__(self, elem: Tensor, ledger: Ledger) -> None:

@@ -35,7 +35,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from zoo.models import Lexicon
 
@@ -169,7 +169,7 @@ def wired(
     return model
 
 
-def paces(model: LlamaForCausalLM) -> dict[str, Tensor]:
+def paces(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return by what part of the rate weights of layers with set heads are to learn, by parameter name: those of the
     heads themselves are about right, and Adam's first steps, which are as long for each weight, would undo them."""
     config = model.config
@@ -232,7 +232,8 @@ class _Head:
     def _prefer(self, kind: str, span: int | None) -> None:
         """Attend to tokens of a kind, the nearer the more within a span."""
         self._calm()
-        self.q.zero_(), self.k.zero_()
+        self.q.zero_()
+        self.k.zero_()
         if span is not None:
             near = ((self.turns > 0.2 / span) & (self.turns < 1.6 / span)).nonzero()[:, 0]
             falls = (1 - (span * self.turns[near]).cos()).sum()
