@@ -158,7 +158,7 @@ def wired(
                     case Match(pairs, behind):
                         at.match(pairs, shared, COPIED / number)
                         if behind:
-                            at.follow(behind, shared @ embeddings[_tokens(tokenizer, ARTICLES), :EMBEDDED].mean(0))
+                            at.follow(behind, shared, embeddings[_tokens(tokenizer, ARTICLES), :EMBEDDED].mean(0))
                     case Gather():
                         at.gather(head, shared)
                     case Aim(finds):
@@ -226,8 +226,7 @@ class _Head:
         some = (self.turns < SLOW).nonzero()[1 : CODE + 1, 0]
         self.q[some, TARGET] += GAIN * ALIKE * torch.eye(CODE)
         self.k[some, SHARED] += GAIN * ALIKE * torch.eye(CODE)
-        self.v += torch.eye(*self.v.shape)
-        self.o[:EMBEDDED] += COPIED * torch.eye(EMBEDDED, HEAD_DIM)
+        self._copy(COPIED)
 
     def _prefer(self, kind: str, span: int | None) -> None:
         """Attend to tokens of a kind, the nearer the more within a span."""
@@ -242,14 +241,15 @@ class _Head:
         self.q_bias[told] = sharp = math.sqrt(CHOSEN * math.sqrt(HEAD_DIM))
         self.k[told, KINDS[kind]] += sharp / (KIND * 10)
 
-    def follow(self, behind: int, article: Tensor) -> None:
-        """Attend to what stands so many places behind an article, (BACK,) as seen through `shared`, too."""
+    def follow(self, behind: int, shared: Tensor, article: Tensor) -> None:
+        """Attend to what stands so many places behind an article, too, whose embedding is (EMBEDDED,)."""
         slow = (self.turns < SLOW).nonzero()[:, 0]
         some = torch.cat([slow, slow + HEAD_DIM // 2])[-BACK // 2 :]
         self.q[some], self.k[some] = 0, 0
         mixing = _orthonormal(len(some), BACK)
-        self.k[some] += _amplified(behind) * mixing @ _reader(behind, self.k[:BACK, :EMBEDDED], self.k.shape[1])
-        self.q_bias[some] = 6 * GAIN * mixing @ article / article.norm()
+        self.k[some] += _amplified(behind) * mixing @ _reader(behind, shared, self.k.shape[1])
+        seen = shared @ article
+        self.q_bias[some] = 6 * GAIN * mixing @ seen / seen.norm()
 
     def match(self, pairs: Sequence[tuple[int, int]], shared: Tensor, strength: float) -> None:
         """Compare each pair in dimensions of its own, and copy what stands where they agree."""
@@ -261,8 +261,7 @@ class _Head:
             some, mixing = dims[n * size : (n + 1) * size], _orthonormal(size, BACK)
             self.q[some] += _amplified(here) * mixing @ _reader(here, shared, self.q.shape[1])
             self.k[some] += _amplified(there) * mixing @ _reader(there, shared, self.k.shape[1])
-        self.v += torch.eye(*self.v.shape)
-        self.o[:EMBEDDED] += strength * torch.eye(EMBEDDED, HEAD_DIM)
+        self._copy(strength)
 
     def free(self, span: int | None) -> None:
         """Add nothing at first; with a span, look at about so many last tokens evenly."""
@@ -270,6 +269,10 @@ class _Head:
         if span is not None:
             some = ((self.turns > 0.05 / span) & (self.turns < 2.2 / span)).nonzero()[:, 0]
             self._towards(0, some, math.sqrt(EVEN * math.sqrt(HEAD_DIM)))
+
+    def _copy(self, strength: float) -> None:
+        self.v += torch.eye(*self.v.shape)
+        self.o[:EMBEDDED] += strength * torch.eye(EMBEDDED, HEAD_DIM)
 
     def _write(self, block: int) -> None:
         start = EMBEDDED + (block - 1) * BACK
