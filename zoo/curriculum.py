@@ -13,7 +13,7 @@ any. Every batch is `(tokens_BT, labels_BT)`; labels are -100 where nothing is t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -29,8 +29,10 @@ from zoo.models import END_OF_TURN, SPECIAL, Lexicon
 IGNORE = -100
 ANSWER = f"{END_OF_TURN}\n<|im_start|>assistant\n"  # where one begins
 ROOM = "You are in the middle of a room. Looking quickly around you, you see"
-MOST_ROOMS, MOST_ACTIONS, MOST_GONE = 12, 4, 6  # of a first view, of an entry, of `did:`, where ways are asked for
+MOST_ROOMS, MOST_ACTIONS, MOST_GONE, MOST_BEEN = 12, 4, 6, 3  # of a first view, of an entry, of `did:`, and of told
+# places that one may have been to and one more, where ways are asked for
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
+Fact = tuple[tuple[str, str], str]  # scene and object, the place
 Kind = Literal["copy", "recall", "facts", "documents", "goals"]
 
 FORMS = (" {scene} {thing}", " in {scene} the {thing}", " in {scene} the {thing} was in",
@@ -92,7 +94,7 @@ def memory_document(
     Up to `filler` household actions on random places stand between an entry's head line and its reason.
     """
     places = {pair: rng.choice(vocabulary.places) for pair in _twins(vocabulary, rng, entries)}
-    return _memory(vocabulary, rng, places, filler), _told(places)
+    return _memory(vocabulary, rng, places.items(), filler), _told(places)
 
 
 def goal_document(
@@ -107,13 +109,13 @@ def goal_document(
     places = {pair: rng.choice(vocabulary.places) for pair in asked[:entries]}
     goals = [f"\ngoal: {_goal(vocabulary, rng, *pair)}{_state(vocabulary, rng, pair[1], filler)}" for pair in asked]
     answers = [places.get(pair, NOTHING) for pair in asked]
-    return _memory(vocabulary, rng, places, filler), [*_told(places), *zip(goals, answers, strict=True)]
+    return _memory(vocabulary, rng, places.items(), filler), [*_told(places), *zip(goals, answers, strict=True)]
 
 
-def _memory(vocabulary: Vocabulary, rng: random.Random, places: Mapping[tuple[str, str], str], filler: int) -> str:
+def _memory(vocabulary: Vocabulary, rng: random.Random, facts: Iterable[Fact], filler: int) -> str:
     """Text of memory entries that tell a place by scene and object."""
     texts = []
-    for (scene, thing), place in places.items():
+    for (scene, thing), place in facts:
         actions = " ; ".join(_action(vocabulary, rng, thing) for _ in range(rng.randint(0, filler)))
         reason = f"{FORMS[-1].format(scene=scene, thing=thing)} {place}"
         texts.append(f"{_goal(vocabulary, rng, scene, thing)}\n{actions}{reason}")
@@ -174,7 +176,7 @@ DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_doc
 
 def ways(vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int) -> dict[str, Tensor]:
     """Make a batch of prompts that end with the goal, each answered by a way: in half of them to the place that memory
-    tells of the goal's thing in its scene, in half of them to the one that the first view names after the place where
+    tells of the goal's thing in its scene and where one has not been, in half of them to the one that the first view names after the place where
     one is."""
     tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     rows, labels = [], []
@@ -187,11 +189,20 @@ def ways(vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int)
 
 
 def _told_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, str]:
-    places = {pair: rng.choice(vocabulary.places) for pair in _twins(vocabulary, rng, rng.choice(ENTRIES))}
-    pair, place = rng.choice(list(places.items()))
-    memory = _memory(vocabulary, rng, places, rng.randint(0, MOST_ACTIONS))
-    rooms = rng.sample(vocabulary.places, rng.randint(1, MOST_ROOMS))
-    return _view(vocabulary, rng, rooms, f"{memory}\n", rng.choice(vocabulary.places), pair), place
+    keys = _twins(vocabulary, rng, rng.choice(ENTRIES))
+    places = rng.sample(vocabulary.places, len(keys) + MOST_BEEN)
+    pair, place = rng.choice(keys), places[-1]
+    been = places[len(keys) : len(keys) + rng.randint(0, MOST_BEEN - 1)]  # where it was, too, but is no more
+    facts = [(key, place if key == pair else other) for key, other in zip(keys, places, strict=False)]
+    facts += [(pair, other) for other in been]
+    memory = _memory(vocabulary, rng, rng.sample(facts, len(facts)), rng.randint(0, MOST_ACTIONS))
+    others = rng.sample(vocabulary.places, rng.randint(1, MOST_ROOMS))
+    gone = [*been, *(other for other in others[: rng.randint(0, 2)] if other != place)]
+    rng.shuffle(gone)
+    did = f"did: {' ; '.join(f'go to {each}' for each in gone)}\n" if gone else ""
+    rooms = list(dict.fromkeys([*others, *been, place]))
+    here = gone[-1] if gone else rng.choice(vocabulary.places)
+    return _view(vocabulary, rng, rng.sample(rooms, len(rooms)), f"{memory}\n{did}", here, pair), place
 
 
 def _next_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, str]:

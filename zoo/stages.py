@@ -42,7 +42,7 @@ class Batches(Dataset):
 class AnswerLoss:
     """A trainer's loss that gives the output head only the positions with a label: one in fifty, where memory is long.
 
-    Batches are padded on the right, so the causal mask is the only one needed.
+    Batches are padded on the right, so the causal mask is the only one needed, unless a batch has a tree's (B, 1, T, T).
     """
 
     bf16 = False  # matrices are multiplied in bfloat16
@@ -50,8 +50,9 @@ class AnswerLoss:
     def compute_loss(self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None):
         """Mean NLL of the labelled tokens; as outputs, which of them are predicted. Where several tokens serve equally
         well, the batch lists them: `equals` (labelled tokens in their order, alternatives), padded with IGNORE."""
-        given = ("labels", "attention_mask", "equals")
-        sequence = {name: value for name, value in inputs.items() if name not in given}
+        sequence = {name: value for name, value in inputs.items() if name not in ("labels", "equals")}
+        if "attention_mask" in sequence and sequence["attention_mask"].ndim == 2:
+            del sequence["attention_mask"]
         labels = inputs["labels"][:, 1:]
         asked = labels != IGNORE
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):

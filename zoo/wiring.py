@@ -14,8 +14,8 @@ circuit at a time, and whether they form at all depends on tokens and rates. Wha
 Where the goal ends the prompt (`executor.goal_last`), what it asks for is not written out before the answer, as a
 compiler does. For that, a model that gathers has more of them:
 
-    layer 0   a head that finds the last scene and thing (the goal's), another that finds the last places (where one
-              is), each in a block of its own
+    layer 0   heads that find the last scene and thing (the goal's), the last places (where one is), and in which
+              section of the prompt a token stands, each in a block of its own
     layer 1   a head that finds what stands two behind the goal's thing and four behind its scene ("in FloorPlan3 the
               mug was in" ...), another that finds what stands two behind the place where one is (the next of a list)
     layer 2   heads that find the goal's thing and the place where one is themselves
@@ -41,18 +41,19 @@ from zoo.models import Lexicon
 
 HIDDEN, HEADS, HEAD_DIM = 160, 5, 64
 EMBEDDED, BACK, BLOCKS = 64, 24, 4  # dimensions of an embedding, of a token looked back at, and how many of those
-SCENE, THING, PLACE = 5, 6, 7  # blocks behind those of the tokens looked back at: what is gathered
-GATHERING, FORWARD = (264, 8), 2  # dimensions and heads of a model that gathers; its feed-forward layers, in widths
+SCENE, THING, PLACE, SECTION = 5, 6, 7, 8  # blocks behind those of the tokens looked back at: what is gathered
+GATHERING, FORWARD = (288, 9), 2  # dimensions and heads of a model that gathers; its feed-forward layers, in widths
 THETA = 1e8  # rotary base: half of a head's dimensions hardly turn within a prompt
 FAST, SLOW = 0.02, 1e-3  # radians a token: what tells neighbours apart, and what content is compared in
 SHARP, ALIKE, EVEN = 8.0, 2.1, 1.2  # how much more a head attends where it should, by kind
 SPANS = (12, 40)  # tokens that free heads of the first layers look at
 PACE = 0.2  # of the rate, at which set heads learn
 SMALL, WRITTEN, COPIED = 0.05, 0.13, 0.5  # what is left of random weights in a head that is set; what heads write
-KINDS = {"goals": -4, "scenes": -3, "things": -2, "places": -1}  # the dimension of an embedding that tells its kind
+KINDS = {"sections": -5, "goals": -4, "scenes": -3, "things": -2, "places": -1}  # the dimension of an embedding that tells its kind
 CODE = 12  # dimensions of what a kind of places and its places have in common, and of where it is gathered
-SHARED, TARGET = slice(-4 - CODE, -4), slice(-4 - 2 * CODE, -4 - CODE)
+SHARED, TARGET = slice(-5 - CODE, -5), slice(-5 - 2 * CODE, -5 - CODE)
 ARTICLES = " a", ", a", ", and a"  # before what a view lists
+SECTIONS = "\ndid:", "did", "\nsee:", "see"  # behind the blank line that ends pasted memory, other tokens
 KIND, NORM = 0.5, 1.2  # what stands there; the norm of an embedding whose kind is to be told
 CHOSEN, NEAR = 8.0, 6.0  # how much more a gathering head attends to a kind, and how much less where its span ends
 GAIN = 1.5  # of what was gathered
@@ -102,7 +103,8 @@ def layout(layers: int, gathers: bool = False) -> Layout:
     second: list[Head] = [Match(((0, 1),)), Match(whole), Match(((1, 2), (3, 4)))]
     third: list[Head] = [Match(((0, 1),)), Match(((0, 2),)), Match(((0, 0),))]
     if gathers:
-        first += [Gather("scenes", 24, SCENE), Gather("things", 20, THING), Gather("places", 60, PLACE), Aim(False)]
+        first += [Gather("scenes", 24, SCENE), Gather("things", 20, THING), Gather("places", 60, PLACE)]
+        first += [Gather("sections", 60, SECTION), Aim(False)]
         second += [
             Match(((THING, 2), (SCENE, 4))),
             Match(((PLACE, 2),), behind=1),
@@ -142,7 +144,7 @@ def wired(
         if gathers:
             embeddings *= NORM / embeddings.norm(dim=1, keepdim=True)
             for kind, column in KINDS.items():
-                embeddings[_tokens(tokenizer, getattr(gathers, kind)), column] = KIND
+                embeddings[_tokens(tokenizer, getattr(gathers, kind, SECTIONS)), column] = KIND
             for kind in gathers.goals:
                 alike = [kind, *(place for place in gathers.places if place.rpartition(" ")[0] == kind)]
                 embeddings[_tokens(tokenizer, alike), SHARED] = torch.randn(CODE) * KIND / math.sqrt(CODE)
@@ -184,8 +186,8 @@ def paces(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _tokens(tokenizer: PreTrainedTokenizerFast, words: Sequence[str]) -> list[int]:
-    """List the tokens of words, each with and without a space before it."""
-    forms = [form for word in words for form in (word, f" {word}")]
+    """List the tokens of words, each with and without a space before it (a joint has one of its own)."""
+    forms = [form for word in words for form in (word, f" {word}") if form[:2].strip() or form == word]
     return [ids[0] for ids in tokenizer(forms, add_special_tokens=False)["input_ids"]]
 
 

@@ -154,7 +154,7 @@ def test_rows_whose_soft_tokens_nobody_reads_have_no_loss_of_theirs(tmp_path):
 
 
 def test_a_checkpoint_says_what_its_executor_read(tmp_path):
-    settings = {"reads_state": True, "soft_on": "always", "history": 7, "first_view": True}
+    settings = {"reads_state": True, "soft_on": "always", "history": 7, "first_view": True, "goal_last": True}
     trainer(tmp_path, executor=settings, max_steps=1).run(lambda m: None)
     assert checkpoint.executor_reading(checkpoint.find(tmp_path)) == settings
 

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from executor.prompt import HISTORY, ExecutorRequest, MemoryBlock
 from lm.backbone import load_backbone
 from memory.entry import MemoryEntry, Provenance
 from zoo.alfworld import gate, lessons, play, recipes
+from zoo.alfworld.play import Why
 from zoo.alfworld.words import LEXICON, SCENES
 from zoo.curriculum import ANSWER, IGNORE, ROOM, Vocabulary, ways
 from zoo.gates import Share
@@ -104,38 +106,38 @@ def entry(scene: str, place: str) -> MemoryEntry:
 
 def test_the_script_goes_on_to_the_next_place_of_the_first_view_and_knows_no_more_than_its_prompt():
     script, view = play.Script({}), f"{ROOM} a {', a '.join(PLACES[:-1])}, and a {PLACES[-1]}."
-    assert script.choices(request(view)) == ((f"go to {PLACES[0]}",), False)
+    assert script.choices(request(view)) == ((f"go to {PLACES[0]}",), Why.SEARCH)
     at = lambda place, **more: script.choices(request(history=(f"go to {place}",), first=view, **more))
     for place, following in zip(PLACES, (*PLACES[1:], PLACES[0]), strict=True):
-        assert at(place) == ((f"go to {following}",), False)
-    assert at(PLACES[0], opens=True) == ((f"open {PLACES[0]}",), False)
+        assert at(place) == ((f"go to {following}",), Why.SEARCH)
+    assert at(PLACES[0], opens=True) == ((f"open {PLACES[0]}",), Why.SEARCH)
     long_ago = (f"go to {PLACES[1]}", *["look"] * HISTORY)
-    assert script.choices(request(history=long_ago, first=view)) == ((f"go to {PLACES[0]}",), False)
+    assert script.choices(request(history=long_ago, first=view)) == ((f"go to {PLACES[0]}",), Why.SEARCH)
 
 
 def test_the_script_follows_guidance_but_not_to_where_it_has_been():
     script, told = play.Script({}), {"guidance": "go to shelf 1", "reason": "in FloorPlan1 the mug was in shelf 1"}
-    assert script.choices(request(**told)) == (("go to shelf 1",), True)
-    assert script.choices(request(history=("go to shelf 1",), **told))[1] is False
+    assert script.choices(request(**told)) == (("go to shelf 1",), Why.TOLD)
+    assert script.choices(request(history=("go to shelf 1",), **told))[1] is Why.SEARCH
     back = ("go to shelf 1", "take mug 1 from shelf 1", "go to cabinet 1")  # it may hold another one
-    assert script.choices(request(history=back, **told)) == (("go to shelf 1",), True)
+    assert script.choices(request(history=back, **told)) == (("go to shelf 1",), Why.TOLD)
 
 
 def test_the_script_reads_pasted_memory_as_guidance():
     entries = [entry("FloorPlan2", "shelf 1"), entry("FloorPlan1", "cabinet 2"), entry("FloorPlan1", "fridge 1")]
     script = play.Script({each.text: each for each in entries})
     memory = "\n\n".join(each.text for each in entries)
-    assert script.choices(request(memory=memory)) == (("go to cabinet 2", "go to fridge 1"), True)
+    assert script.choices(request(memory=memory)) == (("go to cabinet 2", "go to fridge 1"), Why.TOLD)
     history = ("go to cabinet 2",)
     assert script.choices(request("On the cabinet 2, you see nothing.", history, memory=memory)) == (
         ("go to fridge 1",),
-        True,
+        Why.TOLD,
     )
 
 
 def test_the_script_acts_on_what_it_has_found():
     plan = ("take mug 1 from fridge 1", "go to shelf 1", "move mug 1 to shelf 1")
-    assert play.Script({}).choices(request(plan=plan, guidance="go to cabinet 1")) == (plan[:1], False)
+    assert play.Script({}).choices(request(plan=plan, guidance="go to cabinet 1")) == (plan[:1], Why.PLAN)
 
 
 @pytest.mark.parametrize("plan, history, commands, wanted", [
@@ -164,7 +166,7 @@ def test_the_script_acts_on_what_it_has_found():
 ])  # fmt: skip
 def test_commands_that_serve_equally_well(plan, history, commands, wanted) -> None:
     asked = ExecutorRequest("put a mug in shelf", MemoryBlock(), history, "x", commands, lambda: list(plan))
-    assert play.Script({}).choices(asked) == (wanted, False)
+    assert play.Script({}).choices(asked) == (wanted, Why.PLAN)
 
 
 def test_the_second_of_two_things_goes_where_the_first_one_lies() -> None:
@@ -172,9 +174,9 @@ def test_the_second_of_two_things_goes_where_the_first_one_lies() -> None:
     asked = lambda plan: play.Script({}).choices(
         ExecutorRequest("put two mug in shelf", MemoryBlock(), ("go to bed 1",), "x", commands, lambda: list(plan))
     )
-    assert asked(("go to shelf 1", "move mug 2 to shelf 1")) == (("go to shelf 1",), False)
+    assert asked(("go to shelf 1", "move mug 2 to shelf 1")) == (("go to shelf 1",), Why.PLAN)
     lying = ("take mug 1 from shelf 1", "go to shelf 2", "move mug 1 to shelf 2")
-    assert asked(lying) == (("take mug 1 from shelf 1",), False)
+    assert asked(lying) == (("take mug 1 from shelf 1",), Why.PLAN)
     assert play._alike(("go to desk 1", "take mug 2 from desk 1", "move mug 2 to shelf 1"), "put two mug in shelf", "",
                        commands) == ()  # fmt: skip
 
@@ -182,10 +184,10 @@ def test_the_second_of_two_things_goes_where_the_first_one_lies() -> None:
 def test_a_lamp_is_searched_as_things_are() -> None:
     view = f"{ROOM} a {', a '.join(PLACES[:-1])}, and a {PLACES[-1]}."
     plan = ("go to fridge 1", "use desklamp 1")
-    assert script_of(view, plan) == ((f"go to {PLACES[0]}",), False)
+    assert script_of(view, plan) == ((f"go to {PLACES[0]}",), Why.SEARCH)
 
 
-def script_of(view: str, plan: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+def script_of(view: str, plan: tuple[str, ...]) -> tuple[tuple[str, ...], Why]:
     return play.Script({}).choices(request(view, plan=plan))
 
 
@@ -193,8 +195,8 @@ def script_of(view: str, plan: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
 
 
 def test_equally_good_commands_share_what_is_to_be_predicted():
-    example = play.Example("goal: in FloorPlan1: x\nsee: y", ("go to shelf 1", "go to bed 1"), False, "go to bed 1")
-    batch = lessons.deed_batch(lessons.SceneLabels(TOKENIZER), [lessons.deed(TOKENIZER, example)], random.Random(0), 0)
+    example = play.Example("goal: in FloorPlan1: x\nsee: y", ("go to shelf 1", "go to bed 1"), Why.PLAN, "go to bed 1")
+    batch = lessons.deed_batch(lessons.SceneLabels(TOKENIZER), [[lessons.deed(TOKENIZER, example)]], random.Random(0), 0)
     go, end = ids("go to")[0], TOKENIZER.eos_token_id
     equals = [sorted({token for token in row if token != IGNORE}) for row in batch["equals"].tolist()]
     assert equals == [[go], sorted(ids(" shelf 1") + ids(" bed 1")), [end]]
@@ -202,9 +204,12 @@ def test_equally_good_commands_share_what_is_to_be_predicted():
 
 
 def kinds_drawn(short: bool) -> dict[str, int]:
-    """Count what is asked in 100 batches of two, of which deeds to go are nine in ten."""
-    deed = lambda verb, given="": play.Example(f"goal: x{given}\nsee: y", (f"{verb} z",), False, "look")
-    examples = [*[deed("go to")] * 18, deed("open"), deed("take", "\nmemory:\nm")]
+    """Count what is asked in 100 batches of two rows, of which deeds to go are nine in ten; each has a beginning of its
+    own."""
+    deed = lambda i, verb, given="": play.Example(
+        f"first: a cabinet {i}{given}\nsee: y\ngoal: x", (f"{verb} z",), Why.SEARCH, "look"
+    )
+    examples = [*(deed(i, "go to") for i in range(18)), deed(18, "open"), deed(19, "take", "\nmemory:\nm")]
     draws, rng = lessons.DeedDraws(TOKENIZER, examples, 2, short), random.Random(0)
     asked = [row for _ in range(100) for row in draws.draw(rng)["labels"].tolist()]
     return {verb: sum(ids(verb)[0] in row for row in asked) for verb in ("go to", "open", "take")}
@@ -218,6 +223,35 @@ def test_rare_deeds_are_drawn_more_often_than_they_come() -> None:
 def test_short_prompts_hold_no_memory_and_all_kinds_alike() -> None:
     drawn = kinds_drawn(short=True)
     assert drawn["take"] == 0 and 75 < drawn["open"] < 125
+
+
+def test_a_way_with_something_in_hand_is_a_kind_of_its_own() -> None:
+    kind = lambda command, why, given="": lessons.kind_of(play.Example(f"x{given}\nsee: y", (command,), why, ""))
+    assert kind("go to bed 1", Why.PLAN) == ("", lessons.CARRIED) and kind("go to bed 1", Why.SEARCH) == ("", "go")
+    assert kind("go to bed 1", Why.TOLD, "\nguide: z") == (lessons.GUIDE, Why.TOLD)
+    assert kind("take mug 1 from bed 1", Why.PLAN, "\nmemory:\n") == (lessons.MEMORY, "take")
+
+
+def test_deeds_of_one_beginning_are_read_as_each_alone() -> None:
+    from zoo.stages import AnswerLoss
+    from zoo.wiring import wired
+
+    model = wired(TOKENIZER, 3, gathers=LEXICON)
+    given = "first: a cabinet 1, and a bed 2.\nmemory:\nin FloorPlan1: put a mug in bed\n"
+    deeds = [
+        lessons.deed(TOKENIZER, play.Example(f"{given}{rest}\ngoal: in FloorPlan3: put a mug in bed", ways, why, ""))
+        for rest, ways, why in [
+            ("\nsee: You arrive at bed 2.", ("go to cabinet 1",), Why.SEARCH),
+            ("\ndid: go to bed 2\nsee: y", ("open bed 2",), Why.PLAN),
+        ]
+    ]
+    assert deeds[0].given == deeds[1].given == tuple(ids(f"<|im_start|>user\n{given}\n"))
+    loss = lambda rows: float(AnswerLoss().compute_loss(model, lessons.deed_batch(as_they_are, rows, random.Random(1), 0)))
+    as_they_are = lessons.SceneLabels(TOKENIZER)
+    as_they_are.exchange = lambda rng: np.arange(len(TOKENIZER))  # type: ignore[method-assign]
+    with torch.no_grad():
+        assert loss([deeds]) == pytest.approx((loss([deeds[:1]]) + loss([deeds[1:]])) / 2, rel=1e-4)
+        assert loss([deeds, deeds[:1]]) == pytest.approx((2 * loss([deeds[:1]]) + loss([deeds[1:]])) / 3, rel=1e-4)
 
 
 def test_what_is_drawn_together_is_of_like_length() -> None:

@@ -99,15 +99,17 @@ def gathering():
 
 def found(gathering, head: Match) -> tuple[float, float]:
     """Of prompts that end with the goal, the mean attention that a head of layer 1 pays the place that is to be
-    answered: where memory tells it, and where it is the next one of the first view."""
+    answered: where memory tells it and no other, and where it is the next one of the first view."""
     batch = ways(VOCABULARY, TOKENIZER, random.Random(5), 32)
     with torch.no_grad():
         attended = gathering(batch["input_ids"], output_attentions=True).attentions[1]
     paid: dict[bool, list[float]] = {True: [], False: []}
     mine = attended[:, layout(3, True)[1].index(head)]
     for ids, labels, weights in zip(batch["input_ids"], batch["labels"], mine, strict=True):
-        at = int((labels != IGNORE).nonzero()[0, 0])
-        paid["memory" in TOKENIZER.decode(ids)].append(float(weights[at - 1, :at][ids[:at] == ids[at]].sum()))
+        at, prompt = int((labels != IGNORE).nonzero()[0, 0]), TOKENIZER.decode(ids)
+        if "memory" in prompt and "did" in prompt:
+            continue
+        paid["memory" in prompt].append(float(weights[at - 1, :at][ids[:at] == ids[at]].sum()))
     return sum(paid[True]) / len(paid[True]), sum(paid[False]) / len(paid[False])
 
 

@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from agent.expert import MOST
@@ -25,7 +26,7 @@ from compiler.records import CompileRequest
 from envs.trajectories import Fact
 from lm.backbone import Backbone
 from memory.entry import MemoryEntry
-from zoo.alfworld.play import GO, READER, Example, Situation
+from zoo.alfworld.play import GO, READER, Example, Situation, Why
 from zoo.alfworld.words import SCENES, THINGS
 from zoo.curriculum import IGNORE, NOTHING, pad
 from zoo.lessons import Lesson, Talk, collate, questions
@@ -39,7 +40,10 @@ NEAR = 16  # neighbours on either side, of one length, from which is drawn
 RARE, TOLD_MORE = 0.35, 2.5
 SHARES = {"named": 0.35, "silent": 0.45, "rest": 0.2}  # of lessons: a place is named, something is looked for and
 # nothing is said (the hardest to tell from the first), nothing is looked for
-TOLD_KIND = "told"
+CARRIED = "carried"  # the kind of the ways with something in hand, or to something known
+SIDE_BY_SIDE = 8  # deeds of a row, at most
+BEGINS = ("\nguide:", "\ndid:", "\nsee:", "guide", "did", "see")  # what an episode's prompts have in common ends there
+PADDED = -1
 MEMORY, GUIDE = "memory:", "guide:"  # as an executor's prompt says them
 T = TypeVar("T")
 Ask = Callable[[Situation, random.Random], tuple[CompileRequest, Talk]]
@@ -80,9 +84,11 @@ class ByLength(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Deed:
-    """An example as token ids: the prompt, and the commands that serve equally well, each with its end of turn."""
+    """An example as token ids: what all prompts of its episode begin with (the first view, M), the rest of the prompt,
+    and the commands that serve equally well, each with its end of turn."""
 
-    prompt: np.ndarray
+    given: tuple[int, ...]
+    prompt: tuple[int, ...]
     wanted: tuple[tuple[int, ...], ...]
 
 
@@ -91,64 +97,97 @@ def deed(tokenizer: PreTrainedTokenizerFast, example: Example) -> Deed:
     ids: Callable[[Any], list[int]] = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     chat = [{"role": "user", "content": example.prompt}]
     prompt = ids(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+    begins = {ids(joint)[0] for joint in BEGINS}
+    at = next((i for i, token in enumerate(prompt) if token in begins), 0)
     end: Any = tokenizer.eos_token_id
-    return Deed(np.array(prompt, dtype=np.int32), tuple((*ids(command), end) for command in example.wanted))
+    return Deed(tuple(prompt[:at]), tuple(prompt[at:]), tuple((*ids(command), end) for command in example.wanted))
 
 
-def deed_batch(labels: SceneLabels, deeds: Sequence[Deed], rng: random.Random, pad_id: int) -> Batch:
-    """Make a batch in which each prompt is followed by one of its commands; what is to be predicted at each of its
-    tokens is any token by which an equally good command goes on."""
-    rows, targets, equals = [], [], []
-    for each in deeds:
-        command, exchanged = rng.choice(each.wanted), labels.exchange(rng)
-        rows.append([*exchanged[each.prompt].tolist(), *command])
-        targets.append([IGNORE] * len(each.prompt) + list(command))
-        equals += [sorted({c[i] for c in each.wanted if c[:i] == command[:i]}) for i in range(len(command))]
-    ids = pad(rows, pad_id)
-    return {"input_ids": ids, "labels": pad(targets, IGNORE), "equals": pad(equals, IGNORE)}
+def deed_batch(labels: SceneLabels, rows: Sequence[Sequence[Deed]], rng: random.Random, pad_id: int) -> Batch:
+    """Make a batch of rows of deeds. Those of a row have one beginning, which is read once: behind it each deed, with
+    one of its commands, sees that and itself alone. What is to be predicted at each token of a command is any token by
+    which an equally good command goes on."""
+    ids, targets, positions, owners, equals = [], [], [], [], []
+    for deeds in rows:
+        exchanged, given = labels.exchange(rng), deeds[0].given
+        row, target, place, owner = list(given), [IGNORE] * len(given), list(range(len(given))), [0] * len(given)
+        for n, each in enumerate(deeds, 1):
+            command, prompt = rng.choice(each.wanted), list(each.prompt)
+            length = len(prompt) + len(command)
+            row += [*prompt, *command]
+            target += [IGNORE] * len(prompt) + list(command)
+            place += range(len(given), len(given) + length)
+            owner += [n] * length
+            equals += [sorted({c[i] for c in each.wanted if c[:i] == command[:i]}) for i in range(len(command))]
+        ids.append(exchanged[row].tolist())
+        targets.append(target)
+        positions.append(place)
+        owners.append(owner)
+    owner = pad(owners, PADDED)
+    mine = (owner[:, :, None] == owner[:, None, :]) | (owner[:, None, :] == 0)
+    return {
+        "input_ids": pad(ids, pad_id), "labels": pad(targets, IGNORE), "position_ids": pad(positions, 0),
+        "attention_mask": (mine & torch.ones_like(mine).tril())[:, None], "equals": pad(equals, IGNORE),
+    }  # fmt: skip
 
 
 def kind_of(example: Example) -> tuple[str, str]:
     """Say what decides a deed: what the prompt has beside goal and view, and what it comes to."""
     given = next((name for name in (MEMORY, GUIDE) if f"\n{name}" in example.prompt), "")
-    return given, TOLD_KIND if example.told else example.wanted[0].partition(" ")[0]
+    verb = example.wanted[0].partition(" ")[0]
+    if example.why is Why.TOLD:
+        return given, Why.TOLD
+    return given, CARRIED if verb == "go" and example.why is Why.PLAN else verb
 
 
 class DeedDraws:
-    """Batches of deeds of like length, with M or without it. Kinds of deeds are drawn by their number to the power of
-    `RARE`, for what is rare in games has to be learned, too, and what guidance or memory says `TOLD_MORE` times as
-    often. `short`: the shortest third of each kind without M alone, all kinds alike."""
+    """Batches of deeds, with M or without it: `rows` of `SIDE_BY_SIDE` that have one beginning, of like length. Kinds of
+    deeds are drawn by their number to the power of `RARE`, for what is rare in games has to be learned, too, and what
+    guidance or memory says `TOLD_MORE` times as often. `short`: the shortest third of each kind without M alone, all
+    kinds alike."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], size: int, short: bool = False
+        self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], rows: int, short: bool = False
     ) -> None:
         kinds = dict[tuple[str, str], list[Deed]]()
         for example in examples:
             kind = kind_of(example)
             if not (short and kind[0] == MEMORY):
                 kinds.setdefault(kind, []).append(deed(tokenizer, example))
-        self._groups = list[tuple[list[ByLength[Deed]], list[float]]]()
-        for with_memory in sorted({given == MEMORY for given, _ in kinds}):
-            mine = {
-                kind: sorted(deeds, key=_tokens) for kind, deeds in kinds.items() if (kind[0] == MEMORY) == with_memory
-            }
-            pools = [ByLength(deeds[: -(-len(deeds) // 3)] if short else deeds, _tokens) for deeds in mine.values()]
-            shares = [1.0 if short else len(deeds) ** RARE * (TOLD_MORE if told == TOLD_KIND else 1)
-                      for (_, told), deeds in mine.items()]  # fmt: skip
-            self._groups.append((pools, shares))
-        self._labels, self._size = SceneLabels(tokenizer), size
+        if short:
+            kinds = {kind: sorted(deeds, key=_tokens)[: -(-len(deeds) // 3)] for kind, deeds in kinds.items()}
+        self._shares = {
+            kind: 1.0 if short else len(deeds) ** RARE * (TOLD_MORE if kind[1] == Why.TOLD else 1)
+            for kind, deeds in kinds.items()
+        }
+        self._pools = {kind: ByLength(deeds, lambda deed: len(deed.given)) for kind, deeds in kinds.items()}
+        self._alike = dict[tuple[bool, tuple[int, ...]], dict[tuple[str, str], list[Deed]]]()
+        for kind, deeds in kinds.items():
+            for each in deeds:
+                self._alike.setdefault((kind[0] == MEMORY, each.given), {}).setdefault(kind, []).append(each)
+        self._labels, self._rows = SceneLabels(tokenizer), rows
         self._pad_id: int = tokenizer.pad_token_id  # type: ignore[assignment]
 
     def draw(self, rng: random.Random) -> Batch:
         """Draw a batch."""
-        pools, shares = rng.choices(self._groups, [sum(shares) for _, shares in self._groups])[0]
-        length = rng.choice(rng.choices(pools, shares)[0].lengths)
-        chosen = rng.choices(pools, shares, k=self._size)
-        return deed_batch(self._labels, [pool.near(length, rng) for pool in chosen], rng, self._pad_id)
+        memory = self._kinds(self._shares, rng, 1)[0][0] == MEMORY
+        firsts = self._kinds([kind for kind in self._shares if (kind[0] == MEMORY) == memory], rng, self._rows)
+        length = rng.choice(self._pools[firsts[0]].lengths)
+        deeds = [self._pools[kind].near(length, rng) for kind in firsts]
+        return deed_batch(self._labels, [self._row(memory, first, rng) for first in deeds], rng, self._pad_id)
+
+    def _row(self, memory: bool, first: Deed, rng: random.Random) -> list[Deed]:
+        """Put others of the same beginning beside a deed."""
+        alike = self._alike[memory, first.given]
+        others = [rng.choice(alike[kind]) for kind in self._kinds(alike, rng, SIDE_BY_SIDE - 1)]
+        return list({id(each): each for each in (first, *others)}.values())
+
+    def _kinds(self, kinds: Collection[tuple[str, str]], rng: random.Random, number: int) -> list[tuple[str, str]]:
+        return rng.choices(list(kinds), [self._shares[kind] for kind in kinds], k=number)
 
 
 def _tokens(deed: Deed) -> int:
-    return len(deed.prompt)
+    return len(deed.given) + len(deed.prompt)
 
 
 # -- the compiler base ------------------------------------------------------------------------------------------------

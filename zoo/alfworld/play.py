@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 
 from agent.deliveries import Delivery
@@ -58,6 +59,14 @@ def material(work: Path, split: str = "train", limit: int | None = None) -> tupl
 # -- the executor's teacher -------------------------------------------------------------------------------------------
 
 
+class Why(StrEnum):
+    """What a command follows from."""
+
+    TOLD = "told"  # guidance or memory says it
+    SEARCH = "search"  # nothing says where the thing is
+    PLAN = "plan"  # it is known where it is, or in hand
+
+
 @dataclass
 class Script:
     """Does what a competent executor does with what it is given.
@@ -75,24 +84,24 @@ class Script:
     def of(cls, specs: Sequence[EpisodeSpec]) -> Script:
         return cls({entry.text: entry for spec in specs for entry in spec.memory})
 
-    def choices(self, request: ExecutorRequest) -> tuple[tuple[str, ...], bool]:
-        """List the commands that serve equally well, none where there is no way to the goal; and tell whether they are
-        what guidance or memory says."""
+    def choices(self, request: ExecutorRequest) -> tuple[tuple[str, ...], Why]:
+        """List the commands that serve equally well, none where there is no way to the goal; and say what they follow
+        from."""
         plan, commands = (request.expert() if request.expert else None) or [], request.admissible or ()
         need = READER.need(plan)
         request = replace(request, history=request.history[-request.shown :] if request.shown else ())
         last = next((a for a in reversed(request.history) if a.startswith(GO)), "").removeprefix(GO)
         at_hand = _alike(plan, request.goal, last, commands)
         if at_hand or need is None or not need.need.startswith("find "):
-            return at_hand or tuple(plan[:1]), False
+            return at_hand or tuple(plan[:1]), Why.PLAN
         been = _been(request.history)
         told = (f"{GO}{place}" for place in self._told(request) if place not in been)
         if ways := tuple(way for way in told if way in commands):
-            return ways, True
+            return ways, Why.TOLD
         if last and (inside := f"open {last}") in commands:
-            return (inside,), False
+            return (inside,), Why.SEARCH
         way = f"{GO}{_after(last, room(request.first or request.observation))}"
-        return ((way,) if way in commands else tuple(plan[:1])), False
+        return ((way,) if way in commands else tuple(plan[:1])), Why.SEARCH
 
     def _told(self, request: ExecutorRequest) -> tuple[str, ...]:
         """List the place that guidance names for what is looked for, or all that pasted memory does."""
@@ -151,7 +160,7 @@ class Example:
 
     prompt: str  # the user turn
     wanted: tuple[str, ...]  # commands that serve equally well
-    told: bool  # guidance or memory says it
+    why: Why
     done: str  # what was done
 
 
@@ -175,16 +184,16 @@ class Pupil:
             made = self.actor.act(requests)
         else:
             made = [self._drawn(request, *choices) for request, choices in zip(requests, wanted, strict=True)]
-        for request, (commands, told), action in zip(requests, wanted, made, strict=True):
+        for request, (commands, why), action in zip(requests, wanted, made, strict=True):
             if commands:
                 text = executor_text(request, MEMORY_TOKEN)
-                self.examples.append(Example(text, commands, told, action.action))
+                self.examples.append(Example(text, commands, why, action.action))
         return made
 
-    def _drawn(self, request: ExecutorRequest, commands: tuple[str, ...], told: bool) -> Action:
+    def _drawn(self, request: ExecutorRequest, commands: tuple[str, ...], why: Why) -> Action:
         """Draw one of the commands; chance depends on seed, goal and history alone."""
         chance = random.Random(f"{self.seed} {request.goal} {request.history}")
-        if told and chance.random() < self.strays:
+        if why is Why.TOLD and chance.random() < self.strays:
             commands = tuple(c for c in request.admissible or () if c.startswith(GO))
         text = chance.choice(commands or ("look",))
         return Action(text, Grounding.CHOICE, text, (), 0, 0)

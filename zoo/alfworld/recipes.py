@@ -45,16 +45,17 @@ Draw = Callable[[random.Random], stages.Batch]
 
 
 def train_executor(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (100, 850),
-    batch: int = 32,
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (100, 2400),
+    batch: int = 6,
 ) -> None:  # fmt: skip
     """Make the executor: short prompts, cloning.
 
     Args:
         games: the first so many train games (default: all).
         steps: on short prompts and of cloning.
+        batch: rows, of up to eight deeds that have one beginning.
     """
-    made = _Recipe(work, seed, games, batch)
+    made = _Recipe(work, seed, games, batch, 2 * batch)
     model: PreTrainedModel = wired(made.tokenizer, EXECUTOR_LAYERS, seed, gathers=LEXICON)
     model = made.stage(model, "short", steps[0], lambda: _deeds(made, short=True), warmup=25)
     model = made.stage(model, "cloning", steps[1], lambda: _deeds(made))
@@ -71,7 +72,7 @@ def train_compiler(
     Args:
         steps: without M and with it.
     """
-    made = _Recipe(work, seed, games, batch)
+    made = _Recipe(work, seed, games, batch, max(batch // 2, 1))
     model: PreTrainedModel = wired(made.tokenizer, COMPILER_LAYERS, seed)
     model = made.stage(model, "states", steps[0], lambda: _states(made, model))
     model = made.stage(model, "emissions", steps[1], lambda: _emissions(made, model))
@@ -87,13 +88,13 @@ class _Recipe:
     seed: int
     games: int | None
     batch: int
+    few: int  # documents at a time
 
     def __post_init__(self) -> None:
         self.tokenizer = make_tokenizer(LEXICON)
         vocabulary = Vocabulary.of(self.tokenizer, LEXICON)
-        few = max(self.batch // 2, 1)
-        self.documents: Draw = partial(document_batch, vocabulary, self.tokenizer, DOCUMENTS, few)
-        self.ways: Draw = lambda rng: ways(vocabulary, self.tokenizer, rng, few)
+        self.documents: Draw = partial(document_batch, vocabulary, self.tokenizer, DOCUMENTS, self.few)
+        self.ways: Draw = lambda rng: ways(vocabulary, self.tokenizer, rng, self.few)
 
     def stage(
         self,
