@@ -24,22 +24,23 @@ class Lesson:
 
 
 def asked(request: CompileRequest, question: str, images: bool = True) -> list[Part]:
-    """Write the compiler's own prompt with a question behind it."""
-    return [*compiler_parts(request, images), _ask(question)]
+    """Write the compiler's own prompt with a question behind it, or as it is where that is empty."""
+    return [*compiler_parts(request, images), *_ask(question)]
 
 
-def _ask(question: str) -> Part:
-    return Part(text=f"\nask: {question}")
+def _ask(question: str) -> list[Part]:
+    return [Part(text=f"\nask: {question}")] if question else []
 
 
 def questions(backbone: Backbone, request: CompileRequest, talk: Talk) -> Lesson:
-    """Put questions behind the compile prompt; their answers are to be predicted."""
+    """Put questions behind the compile prompt; their answers are to be predicted. An empty first one asks nothing: what
+    is to be predicted follows the prompt as it is."""
     return questions_about(backbone, compiler_parts(request, backbone.is_vlm), talk)
 
 
 def questions_about(backbone: Backbone, parts: Sequence[Part], talk: Talk) -> Lesson:
     """Put questions behind any prompt; their answers are to be predicted."""
-    encoded = backbone.encode([*parts, _ask(talk[0][0])])
+    encoded = backbone.encode([*parts, *_ask(talk[0][0])])
     ids, labels = list[int](), [IGNORE] * len(encoded.ids)
     for i, (ask, answer) in enumerate(talk):
         turn = backbone.ids(f"\n<|im_start|>user\nask: {ask}<|im_end|>\n<|im_start|>assistant\n") if i else ()

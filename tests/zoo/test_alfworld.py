@@ -388,8 +388,8 @@ def test_both_recipes_leave_a_model_that_the_gates_can_read(games, tmp_path, mon
     monkeypatch.setenv("ALFWORLD_DATA", str(games))
     work = tmp_path / "work"
     recipes.train_executor(tmp_path / "executor", work, steps=(2, 2), batch=4)
-    recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2), batch=4)
-    executor, compiler = ["short", "cloning"], ["states", "emissions"]
+    recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2, 2), batch=4)
+    executor, compiler = ["short", "cloning"], list(recipes.COMPILER_STAGES)
     for name, made in (("executor", executor), ("compiler", compiler)):
         record = json.loads((tmp_path / name / "RECORD.json").read_text())
         assert list(record["log"]) == made and record["command"].startswith(f"memcompiler zoo {name} --world alfworld")

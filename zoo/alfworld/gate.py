@@ -2,8 +2,8 @@
 
 An executor has to find its own way where it is told nothing, to go where guidance says, and to read pasted memory as
 well: else a comparison of deliveries would starve one of them. A compiler has to name the right place, to keep silent
-where nothing is to be said, to leave out what is ruled out and to cite what M holds. A compiler base is asked for the
-emission; one with a checkpoint writes it unasked. What is right is what the teacher says; states are those of episodes
+where nothing is to be said, to leave out what is ruled out and to cite what M holds, with a checkpoint and as a base,
+which writes what SFT is to keep. What is right is what the teacher says; states are those of episodes
 in which the teacher compiles and a script acts, as often as they come.
 """
 
@@ -24,7 +24,7 @@ from executor.build import load_frozen
 from executor.hf import FrozenExecutor
 from lm.backbone import load_backbone
 from zoo.alfworld import play
-from zoo.alfworld.lessons import EMISSION
+from zoo.alfworld.lessons import UNASKED
 from zoo.gates import Asked, Share
 
 SCRIPT = "script"  # in the place of an executor's folder
@@ -107,10 +107,10 @@ def load_executor(model: str) -> FrozenExecutor:
 
 
 def load(model: str, checkpoint: str | None) -> MemoryCompiler:
-    """Load a compiler with its checkpoint; without one, a base that is asked for the emission."""
+    """Load a compiler with its checkpoint; without one, a base."""
     settings = CompilerConfig(
         model=model, checkpoint=checkpoint, dtype="float32", instructions="none", max_new_tokens=TOKENS
     )
     if checkpoint:
         return load_compiler(settings, None)
-    return Asked(load_backbone(model, torch.float32, "cpu"), lambda _: EMISSION, TOKENS)
+    return Asked(load_backbone(model, torch.float32, "cpu"), lambda _: UNASKED, TOKENS)

@@ -32,7 +32,7 @@ from zoo.curriculum import IGNORE, NOTHING, pad
 from zoo.lessons import Lesson, Talk, collate, questions
 from zoo.stages import Batch
 
-EMISSION = "emission"
+EMISSION, UNASKED = "emission", ""
 TOLD, UNTOLD = 4, 2  # questions in a situation about what M tells and does not tell, at most
 SEEN, UNSEEN = 3, 2  # and about things that are in view and that are not
 _LISTED_THING = re.compile(r"\b([a-z]+) (\d+)")
@@ -288,6 +288,11 @@ def ask_state(situation: Situation, rng: random.Random) -> tuple[CompileRequest,
 def ask_emission(situation: Situation, rng: random.Random) -> tuple[CompileRequest, Talk]:
     """Ask for the emission alone."""
     return situation.request, [(EMISSION, render(situation.emission))]
+
+
+def ask_nothing(situation: Situation, rng: random.Random) -> tuple[CompileRequest, Talk]:
+    """Let the emission follow the prompt as it is: a compiler's own task."""
+    return situation.request, [(UNASKED, render(situation.emission))]
 
 
 def without_memory(situations: Iterable[Situation]) -> list[Situation]:

@@ -6,8 +6,8 @@
 Both begin with a model that looks things up untrained (`zoo/wiring.py`), and go from what is short to what is long, in
 bfloat16 where matrices are multiplied. The executor learns what to do where a prompt is short, then it clones a script
 (`play.py`) under all text deliveries in equal shares. The compiler base is asked
-about view and Brief State behind prompts without M, then about M too, mostly for the emission first (to write it
-unasked is left to SFT).
+about view and Brief State behind prompts without M, then about M too, mostly for the emission first; at last it writes
+the emission unasked, so that SFT has little left to change.
 
 Nothing of a valid game is in any of it: games and memory are those of the train split, and every 25th game is kept for
 the exams in the log.
@@ -27,7 +27,7 @@ from agent.episode import EpisodeSpec
 from lm.backbone import Backbone
 from zoo import recipes, stages
 from zoo.alfworld import play
-from zoo.alfworld.lessons import DeedDraws, LessonDraws, ask_all, ask_emission, ask_state, without_memory
+from zoo.alfworld.lessons import DeedDraws, LessonDraws, ask_all, ask_emission, ask_nothing, ask_state, without_memory
 from zoo.alfworld.words import LEXICON
 from zoo.curriculum import Level, Vocabulary, document_batch, ways
 from zoo.models import make_tokenizer
@@ -39,6 +39,7 @@ RATE = 1e-3
 DOCUMENTS = (Level("documents", 8, 1), Level("goals", 12, 1))
 """What goes on beside real prompts, so that look-up stays."""
 
+COMPILER_STAGES = ("states", "emissions", "writing")
 SLOWED = ("short", "cloning")  # stages in which heads that are set learn at their own pace
 
 Draw = Callable[[random.Random], stages.Batch]
@@ -64,20 +65,21 @@ def train_executor(
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (200, 2200),
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (200, 2200, 400),
     batch: int = 20,
 ) -> None:  # fmt: skip
-    """Make the compiler base: view and Brief State without M, then all of it.
+    """Make the compiler base: view and Brief State without M, then all of it, then the emission unasked.
 
     Args:
-        steps: without M and with it.
+        steps: without M, with it, and unasked.
     """
     made = _Recipe(work, seed, games, batch, max(batch // 2, 1))
     model: PreTrainedModel = wired(made.tokenizer, COMPILER_LAYERS, seed)
     model = made.stage(model, "states", steps[0], lambda: _states(made, model))
     model = made.stage(model, "emissions", steps[1], lambda: _emissions(made, model))
+    model = made.stage(model, "writing", steps[2], lambda: _writing(made, model))
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    recipes.finish("compiler --world alfworld", out, model, made.tokenizer, work, ("states", "emissions"), settings)
+    recipes.finish("compiler --world alfworld", out, model, made.tokenizer, work, COMPILER_STAGES, settings)
 
 
 @dataclass
@@ -154,6 +156,18 @@ def _emissions(made: _Recipe, model: PreTrainedModel) -> tuple[Draw, Draw]:
         (0.5, draws(learned, made.batch, ask_emission).draw),
     )
     return lessons, draws(kept, 64, ask_emission).draw
+
+
+def _writing(made: _Recipe, model: PreTrainedModel) -> tuple[Draw, Draw]:
+    draws, all_of_it = partial(LessonDraws, Backbone(model, made.tokenizer)), partial(ask_all, emission_first=0.5)
+    learned, kept = made.situations
+    lessons = mixed(
+        (0.05, made.documents),
+        (0.05, draws(learned, made.batch, ask_state).draw),
+        (0.15, draws(learned, max(made.batch // 2, 1), all_of_it).draw),
+        (0.75, draws(learned, made.batch, ask_nothing).draw),
+    )
+    return lessons, draws(kept, 64, ask_nothing).draw
 
 
 def _deeds(made: _Recipe, short: bool = False) -> tuple[Draw, Draw]:
