@@ -42,7 +42,8 @@ class Batches(Dataset):
 class AnswerLoss:
     """A trainer's loss that gives the output head only the positions with a label: one in fifty, where memory is long.
 
-    Batches are padded on the right, so the causal mask is the only one needed, unless a batch has a tree's (B, 1, T, T).
+    Batches are padded on the right, so the causal mask is the only one needed. Where a batch has `given` (B, G), padded
+    on the left by `given_mask`, that is read once, and each row of it is what an equal part of the sequences go on from.
     """
 
     bf16 = False  # matrices are multiplied in bfloat16
@@ -50,13 +51,13 @@ class AnswerLoss:
     def compute_loss(self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None):
         """Mean NLL of the labelled tokens; as outputs, which of them are predicted. Where several tokens serve equally
         well, the batch lists them: `equals` (labelled tokens in their order, alternatives), padded with IGNORE."""
-        sequence = {name: value for name, value in inputs.items() if name not in ("labels", "equals")}
-        if "attention_mask" in sequence and sequence["attention_mask"].ndim == 2:
-            del sequence["attention_mask"]
+        apart = ("labels", "attention_mask", "equals", "given", "given_mask")
+        sequence: dict[str, Any] = {name: value for name, value in inputs.items() if name not in apart}
         labels = inputs["labels"][:, 1:]
         asked = labels != IGNORE
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
-            hidden = model.model(**sequence, use_cache=False).last_hidden_state[:, :-1]
+            begun = _begun(model, inputs) if "given" in inputs else {"use_cache": False}
+            hidden = model.model(**sequence, **begun).last_hidden_state[:, :-1]
             logits = model.lm_head(hidden[asked])
         logits, target = logits.float(), labels[asked]
         if "equals" not in inputs:
@@ -67,6 +68,21 @@ class AnswerLoss:
         logprobs = logits.log_softmax(-1).gather(1, equals.clamp(min=0)).masked_fill(~real, -torch.inf)
         loss = -logprobs.logsumexp(1).mean()
         return (loss, {"right": (logits.argmax(-1)[:, None] == equals).any(1)}) if return_outputs else loss
+
+
+def _begun(model: Any, inputs: Batch) -> dict[str, Any]:
+    """Read what sequences go on from, and return it as the arguments of what goes on."""
+    mask, (rows, length) = inputs["given_mask"], inputs["input_ids"].shape
+    each = rows // len(mask)
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    read = model.model(input_ids=inputs["given"], attention_mask=mask, position_ids=places, use_cache=True)
+    cache = read.past_key_values
+    cache.batch_repeat_interleave(each)
+    known = mask.repeat_interleave(each, 0)
+    return {
+        "past_key_values": cache, "attention_mask": torch.cat([known, known.new_ones(rows, length)], 1),
+        "position_ids": known.sum(1, keepdim=True) + torch.arange(length),
+    }  # fmt: skip
 
 
 class AnswerTrainer(AnswerLoss, Trainer):  # type: ignore[misc]

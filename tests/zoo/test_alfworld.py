@@ -211,7 +211,7 @@ def kinds_drawn(short: bool) -> dict[str, int]:
     )
     examples = [*(deed(i, "go to") for i in range(18)), deed(18, "open"), deed(19, "take", "\nmemory:\nm")]
     draws, rng = lessons.DeedDraws(TOKENIZER, examples, 2, short), random.Random(0)
-    asked = [row for _ in range(100) for row in draws.draw(rng)["labels"].tolist()]
+    asked = [row for _ in range(100) for row in draws.draw(rng)["labels"][:: lessons.SIDE_BY_SIDE].tolist()]
     return {verb: sum(ids(verb)[0] in row for row in asked) for verb in ("go to", "open", "take")}
 
 
@@ -246,12 +246,19 @@ def test_deeds_of_one_beginning_are_read_as_each_alone() -> None:
         ]
     ]
     assert deeds[0].given == deeds[1].given == tuple(ids(f"<|im_start|>user\n{given}\n"))
-    loss = lambda rows: float(AnswerLoss().compute_loss(model, lessons.deed_batch(as_they_are, rows, random.Random(1), 0)))
     as_they_are = lessons.SceneLabels(TOKENIZER)
     as_they_are.exchange = lambda rng: np.arange(len(TOKENIZER))  # type: ignore[method-assign]
+    other = lessons.deed(TOKENIZER, play.Example("first: a bed 1.\nsee: x\ngoal: y", ("open bed 1",), Why.PLAN, ""))
+    batch = lessons.deed_batch(as_they_are, [deeds, [other, other]], random.Random(1), 0)
     with torch.no_grad():
-        assert loss([deeds]) == pytest.approx((loss([deeds[:1]]) + loss([deeds[1:]])) / 2, rel=1e-4)
-        assert loss([deeds, deeds[:1]]) == pytest.approx((2 * loss([deeds[:1]]) + loss([deeds[1:]])) / 3, rel=1e-4)
+        together = float(AnswerLoss().compute_loss(model, batch))
+        alone = list[float]()
+        for each in (*deeds, other, other):
+            prompt, command = [*each.given, *each.prompt], list(each.wanted[0])
+            labels = torch.tensor([[IGNORE] * len(prompt) + command])
+            alone.append(float(AnswerLoss().compute_loss(model, {"input_ids": torch.tensor([prompt + command]), "labels": labels})))
+    lengths = [len(each.wanted[0]) for each in (*deeds, other, other)]
+    assert together == pytest.approx(sum(a * n for a, n in zip(alone, lengths, strict=True)) / sum(lengths), rel=1e-4)
 
 
 def test_what_is_drawn_together_is_of_like_length() -> None:

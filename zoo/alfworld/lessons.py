@@ -16,7 +16,6 @@ from itertools import product
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from agent.expert import MOST
@@ -41,9 +40,8 @@ RARE, TOLD_MORE = 0.35, 2.5
 SHARES = {"named": 0.35, "silent": 0.45, "rest": 0.2}  # of lessons: a place is named, something is looked for and
 # nothing is said (the hardest to tell from the first), nothing is looked for
 CARRIED = "carried"  # the kind of the ways with something in hand, or to something known
-SIDE_BY_SIDE = 8  # deeds of a row, at most
+SIDE_BY_SIDE = 8  # deeds of a row
 BEGINS = ("\nguide:", "\ndid:", "\nsee:", "guide", "did", "see")  # what an episode's prompts have in common ends there
-PADDED = -1
 MEMORY, GUIDE = "memory:", "guide:"  # as an executor's prompt says them
 T = TypeVar("T")
 Ask = Callable[[Situation, random.Random], tuple[CompileRequest, Talk]]
@@ -98,36 +96,29 @@ def deed(tokenizer: PreTrainedTokenizerFast, example: Example) -> Deed:
     chat = [{"role": "user", "content": example.prompt}]
     prompt = ids(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
     begins = {ids(joint)[0] for joint in BEGINS}
-    at = next((i for i, token in enumerate(prompt) if token in begins), 0)
+    at = next((i for i, token in enumerate(prompt) if token in begins), 1)
     end: Any = tokenizer.eos_token_id
     return Deed(tuple(prompt[:at]), tuple(prompt[at:]), tuple((*ids(command), end) for command in example.wanted))
 
 
 def deed_batch(labels: SceneLabels, rows: Sequence[Sequence[Deed]], rng: random.Random, pad_id: int) -> Batch:
-    """Make a batch of rows of deeds. Those of a row have one beginning, which is read once: behind it each deed, with
-    one of its commands, sees that and itself alone. What is to be predicted at each token of a command is any token by
-    which an equally good command goes on."""
-    ids, targets, positions, owners, equals = [], [], [], [], []
+    """Make a batch of rows of deeds, as many in each, that have one beginning: it is read once, as `given`, padded on
+    the left; behind it each deed with one of its commands. What is to be predicted at each token of a command is any
+    token by which an equally good command goes on."""
+    begun, ids, targets, equals = [], [], [], []
     for deeds in rows:
-        exchanged, given = labels.exchange(rng), deeds[0].given
-        row, target, place, owner = list(given), [IGNORE] * len(given), list(range(len(given))), [0] * len(given)
-        for n, each in enumerate(deeds, 1):
-            command, prompt = rng.choice(each.wanted), list(each.prompt)
-            length = len(prompt) + len(command)
-            row += [*prompt, *command]
-            target += [IGNORE] * len(prompt) + list(command)
-            place += range(len(given), len(given) + length)
-            owner += [n] * length
+        exchanged = labels.exchange(rng)
+        begun.append(exchanged[list(deeds[0].given)].tolist())
+        for each in deeds:
+            command = rng.choice(each.wanted)
+            ids.append(exchanged[[*each.prompt, *command]].tolist())
+            targets.append([IGNORE] * len(each.prompt) + list(command))
             equals += [sorted({c[i] for c in each.wanted if c[:i] == command[:i]}) for i in range(len(command))]
-        ids.append(exchanged[row].tolist())
-        targets.append(target)
-        positions.append(place)
-        owners.append(owner)
-    owner = pad(owners, PADDED)
-    mine = (owner[:, :, None] == owner[:, None, :]) | (owner[:, None, :] == 0)
+    given = pad([row[::-1] for row in begun], pad_id).flip(1)
+    seen = pad([[1] * len(row) for row in begun], 0).flip(1)
     return {
-        "input_ids": pad(ids, pad_id), "labels": pad(targets, IGNORE), "position_ids": pad(positions, 0),
-        "attention_mask": (mine & torch.ones_like(mine).tril())[:, None], "equals": pad(equals, IGNORE),
+        "input_ids": pad(ids, pad_id), "labels": pad(targets, IGNORE), "equals": pad(equals, IGNORE),
+        "given": given, "given_mask": seen,
     }  # fmt: skip
 
 
@@ -180,7 +171,7 @@ class DeedDraws:
         """Put others of the same beginning beside a deed."""
         alike = self._alike[memory, first.given]
         others = [rng.choice(alike[kind]) for kind in self._kinds(alike, rng, SIDE_BY_SIDE - 1)]
-        return list({id(each): each for each in (first, *others)}.values())
+        return [first, *others]
 
     def _kinds(self, kinds: Collection[tuple[str, str]], rng: random.Random, number: int) -> list[tuple[str, str]]:
         return rng.choices(list(kinds), [self._shares[kind] for kind in kinds], k=number)
