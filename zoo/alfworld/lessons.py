@@ -12,6 +12,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, Generic, TypeVar
 
@@ -40,7 +41,7 @@ RARE, TOLD_MORE = 0.35, 2.5
 SHARES = {"named": 0.35, "silent": 0.45, "rest": 0.2}  # of lessons: a place is named, something is looked for and
 # nothing is said (the hardest to tell from the first), nothing is looked for
 CARRIED = "carried"  # the kind of the ways with something in hand, or to something known
-SIDE_BY_SIDE = 8  # deeds of a row
+SIDE_BY_SIDE, DRAWN = 8, 6  # deeds of a row; of so many drawn, one is taken
 BEGINS = ("\nguide:", "\ndid:", "\nsee:", "guide", "did", "see")  # what an episode's prompts have in common ends there
 MEMORY, GUIDE = "memory:", "guide:"  # as an executor's prompt says them
 T = TypeVar("T")
@@ -163,18 +164,25 @@ class DeedDraws:
         """Draw a batch."""
         memory = self._kinds(self._shares, rng, 1)[0][0] == MEMORY
         firsts = self._kinds([kind for kind in self._shares if (kind[0] == MEMORY) == memory], rng, self._rows)
-        length = rng.choice(self._pools[firsts[0]].lengths)
-        deeds = [self._pools[kind].near(length, rng) for kind in firsts]
-        return deed_batch(self._labels, [self._row(memory, first, rng) for first in deeds], rng, self._pad_id)
+        given = rng.choice(self._pools[firsts[0]].lengths)
+        length = len(self._pools[firsts[0]].near(given, rng).prompt)
+        first = lambda kind: _like(length, lambda: self._pools[kind].near(given, rng))
+        rows = [self._row(first(kind), memory, length, rng) for kind in firsts]
+        return deed_batch(self._labels, rows, rng, self._pad_id)
 
-    def _row(self, memory: bool, first: Deed, rng: random.Random) -> list[Deed]:
+    def _row(self, first: Deed, memory: bool, length: int, rng: random.Random) -> list[Deed]:
         """Put others of the same beginning beside a deed."""
         alike = self._alike[memory, first.given]
-        others = [rng.choice(alike[kind]) for kind in self._kinds(alike, rng, SIDE_BY_SIDE - 1)]
-        return [first, *others]
+        kinds = self._kinds(alike, rng, SIDE_BY_SIDE - 1)
+        return [first, *(_like(length, partial(rng.choice, alike[kind])) for kind in kinds)]
 
     def _kinds(self, kinds: Collection[tuple[str, str]], rng: random.Random, number: int) -> list[tuple[str, str]]:
         return rng.choices(list(kinds), [self._shares[kind] for kind in kinds], k=number)
+
+
+def _like(length: int, draw: Callable[[], Deed]) -> Deed:
+    """Draw a few deeds and return the one whose prompt is nearest to a length: less is padded."""
+    return min((draw() for _ in range(DRAWN)), key=lambda deed: abs(len(deed.prompt) - length))
 
 
 def _tokens(deed: Deed) -> int:

@@ -46,7 +46,7 @@ Draw = Callable[[random.Random], stages.Batch]
 
 
 def train_executor(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (100, 2400),
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (100, 1800),
     batch: int = 6,
 ) -> None:  # fmt: skip
     """Make the executor: short prompts, cloning.
@@ -77,7 +77,7 @@ def train_compiler(
     model: PreTrainedModel = wired(made.tokenizer, COMPILER_LAYERS, seed)
     model = made.stage(model, "states", steps[0], lambda: _states(made, model))
     model = made.stage(model, "emissions", steps[1], lambda: _emissions(made, model))
-    model = made.stage(model, "writing", steps[2], lambda: _writing(made, model))
+    model = made.stage(model, "writing", steps[2], lambda: _writing(made, model), rate=RATE / 5)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
     recipes.finish("compiler --world alfworld", out, model, made.tokenizer, work, COMPILER_STAGES, settings)
 
@@ -105,6 +105,7 @@ class _Recipe:
         steps: int,
         drawn: Callable[[], tuple[Draw, Draw]],
         warmup: float = 0.02,
+        rate: float = RATE,
     ) -> PreTrainedModel:
         """Train on what is drawn for it, with the accuracy on one batch of the exam in the log."""
         folder, seed = self.work / name, self.seed
@@ -113,7 +114,7 @@ class _Recipe:
         draw, exam = drawn()
         return stages.train_on_answers(
             model, folder, seed, steps, lambda step: draw(random.Random(f"{seed}/{name}/{step}")),
-            lambda _: exam(random.Random(seed)), RATE, every=50, warmup=warmup, bf16=True,
+            lambda _: exam(random.Random(seed)), rate, every=50, warmup=warmup, bf16=True,
             paces=paces(model) if name in SLOWED else None,
         )  # fmt: skip
 
