@@ -40,7 +40,6 @@ DOCUMENTS = (Level("documents", 8, 1), Level("goals", 12, 1))
 """What goes on beside real prompts, so that look-up stays."""
 
 COMPILER_STAGES = ("states", "emissions", "writing")
-SLOWED = ("short", "cloning")  # stages in which heads that are set learn at their own pace
 
 Draw = Callable[[random.Random], stages.Batch]
 
@@ -58,8 +57,8 @@ def train_executor(
     """
     made = _Recipe(work, seed, games, batch, 2 * batch)
     model: PreTrainedModel = wired(made.tokenizer, EXECUTOR_LAYERS, seed, gathers=LEXICON)
-    model = made.stage(model, "short", steps[0], lambda: _deeds(made, short=True), warmup=25)
-    model = made.stage(model, "cloning", steps[1], lambda: _deeds(made))
+    model = made.stage(model, "short", steps[0], lambda: _deeds(made, short=True), warmup=25, paced=True)
+    model = made.stage(model, "cloning", steps[1], lambda: _deeds(made), paced=True)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
     recipes.finish("executor --world alfworld", out, model, made.tokenizer, work, ("short", "cloning"), settings)
 
@@ -106,8 +105,10 @@ class _Recipe:
         drawn: Callable[[], tuple[Draw, Draw]],
         warmup: float = 0.02,
         rate: float = RATE,
+        paced: bool = False,
     ) -> PreTrainedModel:
-        """Train on what is drawn for it, with the accuracy on one batch of the exam in the log."""
+        """Train on what is drawn for it, with the accuracy on one batch of the exam in the log. `paced`: heads that are
+        set learn at their own pace."""
         folder, seed = self.work / name, self.seed
         if stages.finished(folder):
             return LlamaForCausalLM.from_pretrained(folder)
@@ -115,7 +116,7 @@ class _Recipe:
         return stages.train_on_answers(
             model, folder, seed, steps, lambda step: draw(random.Random(f"{seed}/{name}/{step}")),
             lambda _: exam(random.Random(seed)), rate, every=50, warmup=warmup, bf16=True,
-            paces=paces(model) if name in SLOWED else None,
+            paces=paces(model) if paced else None,
         )  # fmt: skip
 
     @cached_property
