@@ -29,8 +29,8 @@ from zoo.models import END_OF_TURN, SPECIAL, Lexicon
 IGNORE = -100
 ANSWER = f"{END_OF_TURN}\n<|im_start|>assistant\n"  # where one begins
 ROOM = "You are in the middle of a room. Looking quickly around you, you see"
-MOST_ROOMS, MOST_ACTIONS, MOST_GONE, MOST_BEEN = 12, 4, 6, 3  # of a first view, of an entry, of `did:`, and of told
-# places that one may have been to and one more, where ways are asked for
+MOST_ROOMS, MOST_ACTIONS, MOST_GONE, MOST_BEEN = 12, 4, 6, 3
+"""Of a first view, of an entry, of `did:`, and of the places that memory tells of one thing, for `ways`."""
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
 Fact = tuple[tuple[str, str], str]  # scene and object, the place
 Kind = Literal["copy", "recall", "facts", "documents", "goals"]
@@ -176,8 +176,8 @@ DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_doc
 
 def ways(vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int) -> dict[str, Tensor]:
     """Make a batch of prompts that end with the goal, each answered by a way: in half of them to the place that memory
-    tells of the goal's thing in its scene and where one has not been, in half of them to the one that the first view names after the place where
-    one is."""
+    tells of the goal's thing in its scene and where one has not been, in half of them to the one that the first view
+    names after the place where one is."""
     tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     rows, labels = [], []
     for _ in range(batch):

@@ -43,7 +43,7 @@ class AnswerLoss:
     """A trainer's loss that gives the output head only the positions with a label: one in fifty, where memory is long.
 
     Batches are padded on the right, so the causal mask is the only one needed. Where a batch has `given` (B, G), padded
-    on the left by `given_mask`, that is read once, and each row of it is what an equal part of the sequences go on from.
+    on the left by `given_mask`, that is read once, and an equal part of the sequences goes on from each row of it.
     """
 
     bf16 = False  # matrices are multiplied in bfloat16

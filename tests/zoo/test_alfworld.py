@@ -196,7 +196,8 @@ def script_of(view: str, plan: tuple[str, ...]) -> tuple[tuple[str, ...], Why]:
 
 def test_equally_good_commands_share_what_is_to_be_predicted():
     example = play.Example("goal: in FloorPlan1: x\nsee: y", ("go to shelf 1", "go to bed 1"), Why.PLAN, "go to bed 1")
-    batch = lessons.deed_batch(lessons.SceneLabels(TOKENIZER), [[lessons.deed(TOKENIZER, example)]], random.Random(0), 0)
+    labels, deed = lessons.SceneLabels(TOKENIZER), lessons.deed(TOKENIZER, example)
+    batch = lessons.deed_batch(labels, [[deed]], random.Random(0), 0)
     go, end = ids("go to")[0], TOKENIZER.eos_token_id
     equals = [sorted({token for token in row if token != IGNORE}) for row in batch["equals"].tolist()]
     assert equals == [[go], sorted(ids(" shelf 1") + ids(" bed 1")), [end]]
@@ -255,8 +256,9 @@ def test_deeds_of_one_beginning_are_read_as_each_alone() -> None:
         alone = list[float]()
         for each in (*deeds, other, other):
             prompt, command = [*each.given, *each.prompt], list(each.wanted[0])
-            labels = torch.tensor([[IGNORE] * len(prompt) + command])
-            alone.append(float(AnswerLoss().compute_loss(model, {"input_ids": torch.tensor([prompt + command]), "labels": labels})))
+            row = {"input_ids": [prompt + command], "labels": [[IGNORE] * len(prompt) + command]}
+            row = {name: torch.tensor(values) for name, values in row.items()}
+            alone.append(float(AnswerLoss().compute_loss(model, row)))
     lengths = [len(each.wanted[0]) for each in (*deeds, other, other)]
     assert together == pytest.approx(sum(a * n for a, n in zip(alone, lengths, strict=True)) / sum(lengths), rel=1e-4)
 

@@ -133,10 +133,10 @@ def kind_of(example: Example) -> tuple[str, str]:
 
 
 class DeedDraws:
-    """Batches of deeds, with M or without it: `rows` of `SIDE_BY_SIDE` that have one beginning, of like length. Kinds of
-    deeds are drawn by their number to the power of `RARE`, for what is rare in games has to be learned, too, and what
-    guidance or memory says `TOLD_MORE` times as often. `short`: the shortest third of each kind without M alone, all
-    kinds alike."""
+    """Batches of deeds, with M or without it: `rows` of `SIDE_BY_SIDE` that have one beginning, of like length. Kinds
+    of deeds are drawn by their number to the power of `RARE`, for what is rare in games has to be learned, too, and
+    what guidance or memory says `TOLD_MORE` times as often. `short`: the shortest third of each kind without M alone,
+    all kinds alike."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], rows: int, short: bool = False
