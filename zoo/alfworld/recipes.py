@@ -4,10 +4,10 @@
     memcompiler zoo compiler --world alfworld --out OUT
 
 Both begin with a model that looks things up untrained (`zoo/wiring.py`), and go from what is short to what is long, in
-bfloat16 where matrices are multiplied. The executor learns what to do where a prompt is short, then it clones a script
-(`play.py`) under all text deliveries in equal shares. The compiler base is asked
-about view and Brief State behind prompts without M, then about M too, mostly for the emission first; at last it writes
-the emission unasked, so that SFT has little left to change.
+bfloat16 where matrices are multiplied; what is written is float16. The executor learns what to do where a prompt is
+short, then it clones a script (`play.py`) under all text deliveries in equal shares. The compiler base is asked about
+view and Brief State behind prompts without M, then about M too, mostly for the emission first; at last it writes the
+emission unasked, so that SFT has little left to change.
 
 Nothing of a valid game is in any of it: games and memory are those of the train split, and every 25th game is kept for
 the exams in the log.
@@ -60,7 +60,7 @@ def train_executor(
     model = made.stage(model, "short", steps[0], lambda: _deeds(made, short=True), warmup=25, paced=True)
     model = made.stage(model, "cloning", steps[1], lambda: _deeds(made), paced=True)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    recipes.finish("executor --world alfworld", out, model, made.tokenizer, work, ("short", "cloning"), settings)
+    recipes.finish("executor --world alfworld", out, model.half(), made.tokenizer, work, ("short", "cloning"), settings)
 
 
 def train_compiler(
@@ -78,7 +78,7 @@ def train_compiler(
     model = made.stage(model, "emissions", steps[1], lambda: _emissions(made, model))
     model = made.stage(model, "writing", steps[2], lambda: _writing(made, model), rate=RATE / 5)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    recipes.finish("compiler --world alfworld", out, model, made.tokenizer, work, COMPILER_STAGES, settings)
+    recipes.finish("compiler --world alfworld", out, model.half(), made.tokenizer, work, COMPILER_STAGES, settings)
 
 
 @dataclass
