@@ -182,7 +182,7 @@ def ways(vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int)
     rows, labels = [], []
     for _ in range(batch):
         text, place = (_told_way if rng.random() < 0.5 else _next_way)(vocabulary, rng)
-        ids, answer = tokenize(f"{text}{ANSWER}go to"), tokenize(f" {place}")
+        ids, answer = tokenize(f"<|im_start|>user\n{text}{ANSWER}go to"), tokenize(f" {place}")
         rows.append(ids + answer)
         labels.append([IGNORE] * len(ids) + answer)
     return {"input_ids": pad(rows, tokenizer.pad_token_id), "labels": pad(labels, IGNORE)}

@@ -12,13 +12,19 @@ circuit at a time, and whether they form at all depends on tokens and rates. Wha
               few tokens evenly
 
 Where the goal ends the prompt (`executor.goal_last`), what it asks for is not written out before the answer, as a
-compiler does. For that, a model that gathers has more of them:
+compiler does. A model that gathers has these heads instead:
 
-    layer 0   heads that find the last scene and thing (the goal's), the last places (where one is), and in which
-              section of the prompt a token stands, each in a block of its own
+    layer 0   heads that look one, two and four tokens back; that find the last scene and thing (the goal's), the last
+              places (where one is), the kind of place that the goal names, and in which section of the prompt a token
+              stands, each in a block of its own
     layer 1   a head that finds what stands two behind the goal's thing and four behind its scene ("in FloorPlan3 the
-              mug was in" ...), another that finds what stands two behind the place where one is (the next of a list)
-    layer 2   heads that find the goal's thing and the place where one is themselves
+              mug was in" ...); one that finds what stands two behind the place where one is (the next of a list); one
+              for the goal's thing in view (its number); one for places of the goal's kind; and one that takes away the
+              place where one is. The first three attend to the prompt's first token, which holds nothing, where they
+              find nothing: what is copied from anywhere else by chance drowns what is right.
+
+Its embeddings begin as far apart as they can be, for of hundreds of random ones some are so alike that things are found
+where they are not.
 
 A token's embedding begins in the first `EMBEDDED` dimensions alone; k tokens back goes to the k-th block of `BACK`
 behind them. Content is compared in the dimensions that rotary embedding hardly turns, positions in those that it turns
@@ -42,21 +48,24 @@ from zoo.models import Lexicon
 HIDDEN, HEADS, HEAD_DIM = 160, 5, 64
 EMBEDDED, BACK, BLOCKS = 64, 24, 4  # dimensions of an embedding, of a token looked back at, and how many of those
 SCENE, THING, PLACE, SECTION = 5, 6, 7, 8  # blocks behind those of the tokens looked back at: what is gathered
-GATHERING, FORWARD = (288, 9), 2  # dimensions and heads of a model that gathers; its feed-forward layers, in widths
+GATHERING, FORWARD = (288, 8), 2  # dimensions and heads of a model that gathers; its feed-forward layers, in widths
 THETA = 1e8  # rotary base: half of a head's dimensions hardly turn within a prompt
 FAST, SLOW = 0.02, 1e-3  # radians a token: what tells neighbours apart, and what content is compared in
 SHARP, ALIKE, EVEN = 8.0, 2.1, 1.2  # how much more a head attends where it should, by kind
 SPANS = (12, 40)  # tokens that free heads of the first layers look at
 PACE = 0.2  # of the rate, at which set heads learn
 SMALL, WRITTEN, COPIED = 0.05, 0.13, 0.5  # what is left of random weights in a head that is set; what heads write
-KINDS = {"sections": -5, "goals": -4, "scenes": -3, "things": -2, "places": -1}  # dimensions that tell a token's kind
-CODE = 12  # dimensions of what a kind of places and its places have in common, and of where it is gathered
-SHARED, TARGET = slice(-5 - CODE, -5), slice(-5 - 2 * CODE, -5 - CODE)
-ARTICLES = " a", ", a", ", and a"  # before what a view lists
-SECTIONS = "\ndid:", "did", "\nsee:", "see"  # behind the blank line that ends pasted memory, other tokens
+KINDS = {"sinks": -6, "sections": -5, "goals": -4, "scenes": -3, "things": -2, "places": -1}
+"""The dimension of an embedding that tells its kind."""
 KIND, NORM = 0.5, 1.2  # what stands there; the norm of an embedding whose kind is to be told
-CHOSEN, NEAR = 8.0, 6.0  # how much more a gathering head attends to a kind, and how much less where its span ends
-GAIN = 1.5  # of what was gathered
+CODE = 12  # dimensions of what a kind of places and its places have in common, and of where it is gathered
+SHARED, TARGET = slice(-6 - CODE, -6), slice(-6 - 2 * CODE, -6 - CODE)
+WORDS = {"sinks": ("<|im_start|>",), "sections": ("\ndid:", "did", "\nsee:", "see")}  # of kinds that no lexicon lists
+SAME = ("did", "\ndid:"), ("see", "\nsee:")  # behind the blank line that ends pasted memory, they are other tokens
+ARTICLES = " a", ", a", ", and a"  # before what a view lists
+CHOSEN, NEAR = 8.0, 12.0  # how much more a gathering head attends to a kind, and how much less where its span ends
+GAIN, FOLLOWED = 1.5, 12.0  # of what was gathered; of an article
+SUNK, AWAY = 16.0, 0.12  # what tells the first token, behind a norm; what is taken away
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,8 @@ class Match:
 
     pairs: tuple[tuple[int, int], ...]  # (here, there)
     behind: int = 0  # that many places before there, an article stands, too
+    strength: float = COPIED
+    sink: float = 0.0  # how alike something has to be, as an attention logit; without one, anything may be attended to
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +103,33 @@ class Aim:
     finds: bool
 
 
-Head = Look | Match | Gather | Aim | None  # None: free
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A head that takes away the place where one is."""
+
+
+Head = Look | Match | Gather | Aim | Leave | None  # None: free
 Layout = Sequence[Sequence[Head]]
 
 
 def layout(layers: int, gathers: bool = False) -> Layout:
     """List the heads of each layer."""
-    first: list[Head] = [Look(back) for back in range(1, BLOCKS + 1)]
-    whole = tuple((back, back + 1) for back in range(BLOCKS))
-    second: list[Head] = [Match(((0, 1),)), Match(whole), Match(((1, 2), (3, 4)))]
-    third: list[Head] = [Match(((0, 1),)), Match(((0, 2),)), Match(((0, 0),))]
     if gathers:
-        first += [Gather("scenes", 24, SCENE), Gather("things", 20, THING), Gather("places", 60, PLACE)]
-        first += [Gather("sections", 60, SECTION), Aim(False)]
-        second += [
-            Match(((THING, 2), (SCENE, 4))),
-            Match(((PLACE, 2),), behind=1),
-            Match(((THING, 1),), behind=2),
+        first: list[Head] = [Look(1), Look(2), Look(4), Gather("scenes", 24, SCENE), Gather("things", 20, THING)]
+        first += [Gather("places", 60, PLACE), Gather("sections", 60, SECTION), Aim(False)]
+        second: list[Head] = [
+            Match(((THING, 2), (SCENE, 4)), strength=1.0, sink=36),
+            Match(((PLACE, 2),), behind=1, sink=17),
+            Match(((THING, 1),), behind=2, sink=32),
             Aim(True),
+            Leave(),
         ]
-        third += [Match(((THING, 0),)), Match(((PLACE, 0),))]
+        third: list[Head] = []
+    else:
+        first = [Look(back) for back in range(1, BLOCKS + 1)]
+        whole = tuple((back, back + 1) for back in range(BLOCKS))
+        second = [Match(((0, 1),)), Match(whole), Match(((1, 2), (3, 4)))]
+        third = [Match(((0, 1),)), Match(((0, 2),)), Match(((0, 0),))]
     rows: list[list[Head]] = [first, second, third, *([] for _ in range(layers - 3))]
     heads = GATHERING[1] if gathers else HEADS
     return [[*row, *[None] * (heads - len(row))] for row in rows]
@@ -144,11 +162,16 @@ def wired(
         if gathers:
             embeddings *= NORM / embeddings.norm(dim=1, keepdim=True)
             for kind, column in KINDS.items():
-                embeddings[_tokens(tokenizer, getattr(gathers, kind, SECTIONS)), column] = KIND
+                embeddings[_tokens(tokenizer, WORDS.get(kind) or getattr(gathers, kind)), column] = KIND
             for kind in gathers.goals:
                 alike = [kind, *(place for place in gathers.places if place.rpartition(" ")[0] == kind)]
                 embeddings[_tokens(tokenizer, alike), SHARED] = torch.randn(CODE) * KIND / math.sqrt(CODE)
         shared, spans = _orthonormal(BACK, EMBEDDED), 0
+        if gathers:
+            embeddings[:, :EMBEDDED] = _apart(embeddings[:, :EMBEDDED], shared)
+            embeddings[_tokens(tokenizer, WORDS["sinks"])[:1], :EMBEDDED] = 0
+            for one, other in SAME:
+                embeddings[_tokens(tokenizer, (one,))] = embeddings[_tokens(tokenizer, (other,))[0]].clone()
         decoder: Sequence[Any] = list(model.model.layers)
         for number, (layer, row) in enumerate(zip(decoder, layout(layers, bool(gathers)), strict=True)):
             layer.mlp.down_proj.weight.zero_()
@@ -157,14 +180,18 @@ def wired(
                 match head:
                     case Look(back):
                         at.look(back, shared)
-                    case Match(pairs, behind):
-                        at.match(pairs, shared, COPIED / number)
-                        if behind:
-                            at.follow(behind, shared, embeddings[_tokens(tokenizer, ARTICLES), :EMBEDDED].mean(0))
+                    case Match():
+                        at.match(head.pairs, shared, head.strength / number)
+                        if head.behind:
+                            at.follow(head.behind, shared, embeddings[_tokens(tokenizer, ARTICLES), :EMBEDDED].mean(0))
+                        if head.sink:
+                            at.sink(head.sink)
                     case Gather():
                         at.gather(head, shared)
                     case Aim(finds):
                         at.aim(finds)
+                    case Leave():
+                        at.leave(shared)
                     case None:
                         at.free(SPANS[spans % len(SPANS)] if number < 3 else None)
                         spans += 1
@@ -185,6 +212,23 @@ def paces(model: PreTrainedModel) -> dict[str, Tensor]:
     return parts
 
 
+@torch.enable_grad()
+def _apart(vectors: Tensor, shared: Tensor, steps: int = 100, power: int = 8) -> Tensor:
+    """Turn vectors (V, EMBEDDED) away from each other, as they are and seen through `shared`: of random ones, among
+    hundreds, some are so alike that what is compared is found where it is not."""
+    size = vectors.detach().norm(dim=1).mean()
+    moved = vectors.detach().clone().requires_grad_()
+    optimizer = torch.optim.Adam([moved], lr=0.01)
+    for _ in range(steps):
+        alike = [torch.nn.functional.normalize(each, dim=1) for each in (moved, moved @ shared.T)]
+        loss = sum((each @ each.T - torch.eye(len(each))).pow(power).sum() for each in alike)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[union-attr]
+        optimizer.step()
+    seen = moved.detach() / moved.detach().matmul(shared.T).norm(dim=1, keepdim=True)
+    return seen * float(size * math.sqrt(BACK / EMBEDDED))
+
+
 def _tokens(tokenizer: PreTrainedTokenizerFast, words: Sequence[str]) -> list[int]:
     """List the tokens of words, each with and without a space before it (a joint has one of its own)."""
     forms = [form for word in words for form in (word, f" {word}") if form[:2].strip() or form == word]
@@ -203,12 +247,18 @@ class _Head:
 
     def look(self, back: int, shared: Tensor) -> None:
         """Attend `back` tokens back, and write what is there, seen through `shared`, into its block."""
-        self._calm()
-        fast = (self.turns > FAST).nonzero()[:, 0]
-        apart = (1 - self.turns[fast].cos()).sum()  # how much less a neighbour gets, for an amplitude of 1
-        self._towards(back, fast, math.sqrt(SHARP * math.sqrt(HEAD_DIM) / float(apart)))
+        self._look(back)
         self.v[:BACK, :EMBEDDED] += shared
         self._write(back)
+
+    def leave(self, shared: Tensor) -> None:
+        """Attend to the token itself, and write the opposite of the place that was gathered there."""
+        self._look(0)
+        self.v.zero_()
+        start = EMBEDDED + (PLACE - 1) * BACK
+        self.v[:, start : start + BACK] = EMBEDDED / BACK * shared.T
+        self.o.zero_()
+        self.o[:EMBEDDED] -= AWAY * torch.eye(EMBEDDED, HEAD_DIM)
 
     def gather(self, head: Gather, shared: Tensor) -> None:
         """Attend to the last tokens of a kind, and write what is there, seen through `shared`."""
@@ -251,7 +301,14 @@ class _Head:
         mixing = _orthonormal(len(some), BACK)
         self.k[some] += _amplified(behind) * mixing @ _reader(behind, shared, self.k.shape[1])
         seen = shared @ article
-        self.q_bias[some] = 6 * GAIN * mixing @ seen / seen.norm()
+        self.q_bias[some] = FOLLOWED * GAIN * mixing @ seen / seen.norm()
+
+    def sink(self, level: float) -> None:
+        """Attend to the first token of a prompt, where nothing is found that is more alike than `level`."""
+        where = int((self.turns < SLOW).nonzero()[0, 0])
+        self.q[where], self.k[where] = 0, 0
+        self.k[where, KINDS["sinks"]] = math.sqrt(HEAD_DIM) / SUNK
+        self.q_bias[where] = level
 
     def match(self, pairs: Sequence[tuple[int, int]], shared: Tensor, strength: float) -> None:
         """Compare each pair in dimensions of its own, and copy what stands where they agree."""
@@ -271,6 +328,12 @@ class _Head:
         if span is not None:
             some = ((self.turns > 0.05 / span) & (self.turns < 2.2 / span)).nonzero()[:, 0]
             self._towards(0, some, math.sqrt(EVEN * math.sqrt(HEAD_DIM)))
+
+    def _look(self, back: int) -> None:
+        self._calm()
+        fast = (self.turns > FAST).nonzero()[:, 0]
+        apart = (1 - self.turns[fast].cos()).sum()  # how much less a neighbour gets, for an amplitude of 1
+        self._towards(back, fast, math.sqrt(SHARP * math.sqrt(HEAD_DIM) / float(apart)))
 
     def _copy(self, strength: float) -> None:
         self.v += torch.eye(*self.v.shape)

@@ -65,7 +65,7 @@ def test_ways_lead_where_memory_tells_or_to_the_next_place_of_the_first_view():
     for row, own in zip(batch["input_ids"], batch["labels"], strict=True):
         prompt, answer = TOKENIZER.decode(row).replace("<|endoftext|>", "").split(ANSWER)
         assert answer == f"go to {TOKENIZER.decode(own[own != IGNORE]).strip()}" and int((own != IGNORE).sum()) == 1
-        view, _, rest = prompt.removeprefix("first: ").partition("\n")
+        view, _, rest = prompt.removeprefix("<|im_start|>user\nfirst: ").partition("\n")
         scene, thing = re.search(r"\ngoal: in (\w+): .*? (?:a|some)(?: hot| cool| clean)? (\w+) ", rest).groups()
         if rest.startswith("memory:"):
             told += 1
@@ -230,6 +230,7 @@ def test_a_way_with_something_in_hand_is_a_kind_of_its_own() -> None:
     kind = lambda command, why, given="": lessons.kind_of(play.Example(f"x{given}\nsee: y", (command,), why, ""))
     assert kind("go to bed 1", Why.PLAN) == ("", lessons.CARRIED) and kind("go to bed 1", Why.SEARCH) == ("", "go")
     assert kind("go to bed 1", Why.TOLD, "\nguide: z") == (lessons.GUIDE, Why.TOLD)
+    assert kind("go to bed 1", Why.TOLD, "\nguide: z\ndid: look") == (lessons.GUIDE, lessons.AGAIN)
     assert kind("take mug 1 from bed 1", Why.PLAN, "\nmemory:\n") == (lessons.MEMORY, "take")
 
 

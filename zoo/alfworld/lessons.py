@@ -40,6 +40,7 @@ NEAR = 16  # neighbours on either side, of one length, from which is drawn
 RARE, TOLD_MORE = 0.35, 2.5
 SHARES = {"named": 0.35, "silent": 0.45, "rest": 0.2}  # of lessons: a place is named, something is looked for and
 # nothing is said (the hardest to tell from the first), nothing is looked for
+AGAIN = "again"  # of what is told once something has been done: where one has been is to be left out
 CARRIED = "carried"  # the kind of the ways with something in hand, or to something known
 SIDE_BY_SIDE, DRAWN = 8, 6  # deeds of a row; of so many drawn, one is taken
 BEGINS = ("\nguide:", "\ndid:", "\nsee:", "guide", "did", "see")  # what an episode's prompts have in common ends there
@@ -125,10 +126,10 @@ def deed_batch(labels: SceneLabels, rows: Sequence[Sequence[Deed]], rng: random.
 
 def kind_of(example: Example) -> tuple[str, str]:
     """Say what decides a deed: what the prompt has beside goal and view, and what it comes to."""
-    given = next((name for name in (MEMORY, GUIDE) if f"\n{name}" in example.prompt), "")
+    given = next((name for name in (MEMORY, GUIDE) if f"\n{name}" in f"\n{example.prompt}"), "")
     verb = example.wanted[0].partition(" ")[0]
     if example.why is Why.TOLD:
-        return given, Why.TOLD
+        return given, AGAIN if "\ndid: " in example.prompt else Why.TOLD
     return given, CARRIED if verb == "go" and example.why is Why.PLAN else verb
 
 
@@ -149,7 +150,7 @@ class DeedDraws:
         if short:
             kinds = {kind: sorted(deeds, key=_tokens)[: -(-len(deeds) // 3)] for kind, deeds in kinds.items()}
         self._shares = {
-            kind: 1.0 if short else len(deeds) ** RARE * (TOLD_MORE if kind[1] == Why.TOLD else 1)
+            kind: 1.0 if short else len(deeds) ** RARE * (TOLD_MORE if kind[1] in (Why.TOLD, AGAIN) else 1)
             for kind, deeds in kinds.items()
         }
         self._pools = {kind: ByLength(deeds, lambda deed: len(deed.given)) for kind, deeds in kinds.items()}

@@ -174,7 +174,7 @@ def _writing(made: _Recipe, model: PreTrainedModel) -> tuple[Draw, Draw]:
 
 def _deeds(made: _Recipe, short: bool = False) -> tuple[Draw, Draw]:
     learned, kept = (DeedDraws(made.tokenizer, examples, made.batch, short) for examples in made.examples)
-    return mixed((0.05, made.documents), (0.1, made.ways), (0.85, learned.draw)), kept.draw
+    return mixed((0.15, made.ways), (0.85, learned.draw)), kept.draw
 
 
 def mixed(*parts: tuple[float, Draw]) -> Draw:
