@@ -14,9 +14,11 @@ from data_gen.cases import Case, Question
 from envs.base import Task
 from memory.protocol import Query, Record, Trace
 from memory.s3mem.llm import ANCHORS, WRITER
-from memory.s3mem.router import load_router
+from memory.s3mem.pool import Index
+from memory.s3mem.router import Labels, fit, load_router, material, scored
 from memory.s3mem.settings import S3MemSettings
 from memory.s3mem.system import S3Mem
+from memory.s3mem.writing import written
 
 DAYS = ("9:00 am on 8 May, 2023", "1:00 pm on 9 June, 2023")
 SAID = (
@@ -118,6 +120,23 @@ def test_every_switch_leaves_a_pack_within_the_budget(tmp_path: Path, switch: di
     memory.commit([[dialogue()]])
     texts, pointers = asked(memory, "Where did Ann buy the bicycle, and to whom did she sell it?", 60)
     assert pointers and sum(1.3 * len(text.split()) for text in texts) <= 60
+
+
+def test_heads_that_see_words_are_a_setting(tmp_path: Path) -> None:
+    """`features: full` takes a router of one's own; one with other features is refused by name."""
+    index = Index(written(dialogue()), S3MemSettings())
+    asks = index.ask("Where did Ann buy the bicycle?")
+    sold, bought = index.units[4].id, index.units[2].id
+    labels = Labels(asks, frozenset({bought}), frozenset({bought}), ((bought, sold),))
+    fit(material([labels] * 2, "full")).save(tmp_path / "words.safetensors")
+    path = str(tmp_path / "words.safetensors")
+    memory = S3Mem(tmp_path / "memory", S3MemSettings(features="full", router_path=path))
+    memory.commit([[dialogue()]])
+    assert "D1:2" in asked(memory, "Where did Ann buy the bicycle?", 60)[1]
+    with pytest.raises(ValueError, match="train router --features full"):
+        S3MemSettings(features="full")
+    with pytest.raises(ValueError, match="trained with features=full"):
+        scored(asks, S3MemSettings(router_path=path))
 
 
 # the language model as writer ----------------------------------------------------------------------------------------
