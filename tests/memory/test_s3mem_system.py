@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from data_gen.cases import Case, Question
@@ -120,6 +121,20 @@ def test_every_switch_leaves_a_pack_within_the_budget(tmp_path: Path, switch: di
     memory.commit([[dialogue()]])
     texts, pointers = asked(memory, "Where did Ann buy the bicycle, and to whom did she sell it?", 60)
     assert pointers and sum(1.3 * len(text.split()) for text in texts) <= 60
+
+
+def test_a_model_that_embeds_is_the_dense_channel_where_it_is_given(tmp_path: Path) -> None:
+    meanings = {"cat": 0, "pet": 0, "bicycle": 1, "bike": 1}
+    embed = lambda texts: np.array([
+        [sum(word in text.lower() for word, at in meanings.items() if at == i) for i in range(2)] for text in texts
+    ], dtype=float)  # fmt: skip
+    settings = S3MemSettings(dense="embed", channels=("dense",), router="retrieval_rank", fill=False, n_single=1)
+    memory = S3Mem(tmp_path, settings, embed=embed)
+    memory.commit([[dialogue()]])
+    assert asked(memory, "Which pet?")[1] == ["D2:3"] and asked(memory.at(1), "Which pet?")[1] == ["D2:3"]
+    assert asked(memory, "What bike?")[1] == ["D1:0"]
+    with pytest.raises(ValueError, match=r"set memory\.embed"):
+        asked(S3Mem(tmp_path, settings), "Which pet?")
 
 
 def test_heads_that_see_words_are_a_setting(tmp_path: Path) -> None:
