@@ -17,7 +17,7 @@ from data_gen.cases import Case, Question
 from eval.intervals import bootstrap_mean
 from eval.qa.evidence import asking
 from eval.qa.metrics import abstains, bleu_1, locomo_score, set_f1
-from eval.qa.readers import Reader, prompt_of
+from eval.qa.readers import ABSTAIN, Reader, prompt_of
 from eval.table import markdown_table
 from runtime.progress import progress
 from runtime.store import JsonLines, to_json, write_atomically
@@ -92,10 +92,12 @@ def chosen_questions(cases: Sequence[Case], limit: int | None) -> dict[str, list
 def _answered(batch: Sequence[Question], ask: Any, reader: Reader, tokens: int) -> Iterable[dict[str, Any]]:
     """Pack evidence, have it read, and score the answers. The reader sees pack, question and options alone."""
     packs = [ask(question, tokens) for question in batch]
+    prompts = [prompt_of(p.texts, q.text, q.options) for p, q in zip(packs, batch, strict=True)]
     started = time.perf_counter()
-    answers = reader.answer([prompt_of(p.texts, q.text, q.options) for p, q in zip(packs, batch, strict=True)])
+    answers = reader.answer(prompts)
     seconds = (time.perf_counter() - started) / len(batch)
-    for question, pack, answer in zip(batch, packs, answers, strict=True):
+    liked = reader.liked(prompts, [_right(question) for question in batch])
+    for question, pack, answer, logprob in zip(batch, packs, answers, liked, strict=True):
         text = answer.text if answer else ""
         yield {
             "id": question.id, "category": question.category, "answer": text, "gold": question.answer,
@@ -105,7 +107,13 @@ def _answered(batch: Sequence[Question], ask: Any, reader: Reader, tokens: int) 
             "reader_in": answer.tokens_in if answer else 0, "reader_out": answer.tokens_out if answer else 0,
             "seconds": seconds, "f1": set_f1(text, question.answer), "bleu_1": bleu_1(text, question.answer),
             "locomo": locomo_score(text, question.answer, "adversarial" if question.absent else question.category),
+            "logprob": logprob,
         }  # fmt: skip
+
+
+def _right(question: Question) -> str:
+    """Return the answer that is right, as a reader would have to put it."""
+    return ABSTAIN if question.absent else question.answer
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -116,6 +124,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     mean = lambda of, key: sum(row[key] for row in of) / len(of) if of else None
     interval = lambda values: {key: value for key, value in asdict(bootstrap_mean(values)).items() if key != "stderr"}
     scored = lambda of: {key: interval([row[key] for row in of]) for key in SCORES} if of else None
+    liked = [row["logprob"] for row in present if row.get("logprob") is not None]
     total = lambda key: sum(row[key] for row in rows)
     used = {"calls": len(rows), "tokens_in": total("reader_in"), "tokens_out": total("reader_out")}
     return {
@@ -123,6 +132,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "by_category": {c: {"n": len(of), **(scored(of) or {})} for c in categories
                         if (of := [row for row in rows if row["category"] == c])},
         "overall": scored(rows), "overall_without_absent": scored(present),
+        "logprob_without_absent": interval(liked) if liked else None,
         "abstention": {"right": mean(absent, "abstained"), "wrong": mean(present, "abstained"), "n": len(absent)},
         "tokens_per_question": mean(rows, "tokens"), "word_tokens_per_question": mean(rows, "word_tokens"),
         "recall": mean([row for row in rows if row["recall"] is not None], "recall"),

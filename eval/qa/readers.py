@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,19 +13,24 @@ from lm.ledger import Answer, EndpointStop
 
 MAX_TOKENS = 48  # of an answer
 ROLE = "reader"
+ABSTAIN = "Not mentioned"
 INSTRUCTION = (
     "Answer the question from the memory below, in a few words, with the memory's own words where possible. Times are "
-    "when something was said; give dates rather than words such as yesterday. If the memory does not say, answer: Not "
-    "mentioned."
+    "when something was said; give dates rather than words such as yesterday. If the memory does not say, answer: "
+    f"{ABSTAIN}."
 )
 
 
 class Reader(Protocol):
-    """Answers prompts, in their order; None where there is no usable answer. `count`: tokens of a text as it reads."""
+    """Answers prompts, in their order; None where there is no usable answer. `liked`: the mean log-probability of the
+    tokens of an answer that is given after each prompt, None where an engine does not tell; it is asked after the
+    answers are there, which cannot depend on it. `count`: tokens of a text as it reads."""
 
     name: str
 
     def answer(self, prompts: Sequence[str]) -> list[Answer | None]: ...
+
+    def liked(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float | None]: ...
 
     def count(self, text: str) -> int: ...
 
@@ -38,11 +44,13 @@ def prompt_of(texts: Sequence[str], question: str, options: Sequence[str] = ()) 
 
 @dataclass(slots=True)
 class HfReader:
-    """A Hugging Face model on this machine, one prompt at a time, greedily."""
+    """A Hugging Face model on this machine, one prompt at a time, greedily. What it has read of a prompt is kept until
+    the next ones are answered."""
 
     name: str
     model: Any
     tokenizer: Any
+    _read: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # ids, and the cache of all but the last
 
     @classmethod
     def load(cls, name: str) -> HfReader:
@@ -51,21 +59,54 @@ class HfReader:
         from lm.backbone import model_path
 
         path = model_path(name)
-        return cls(Path(name).name, AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path))
+        model = AutoModelForCausalLM.from_pretrained(path).eval()
+        return cls(Path(name).name, model, AutoTokenizer.from_pretrained(path))
 
     def answer(self, prompts: Sequence[str]) -> list[Answer | None]:
+        self._read.clear()
         return [self._one(prompt) for prompt in prompts]
+
+    def liked(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float | None]:
+        return [self._mean_logprob(*each) for each in zip(prompts, answers, strict=True)]
+
+    def _prefill(self, prompt: str) -> tuple[Any, Any]:
+        """Read a prompt once; a copy of the cache is for whoever goes on from it."""
+        import torch
+
+        if prompt not in self._read:
+            ids = self.tokenizer(_chat(self.tokenizer, prompt), return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                self._read[prompt] = ids, self.model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+        ids, cache = self._read[prompt]
+        return ids, copy.deepcopy(cache)
 
     def _one(self, prompt: str) -> Answer:
         import torch
 
-        text = _chat(self.tokenizer, prompt)
-        read = self.tokenizer(text, return_tensors="pt")
+        ids, cache = self._prefill(prompt)
+        given = ids.shape[1]
+        ended = lambda told, scores: torch.tensor(["\n" in self._told(each[given:]).lstrip() for each in told])
         with torch.no_grad():
-            out = self.model.generate(**read, max_new_tokens=MAX_TOKENS, do_sample=False)
-        given = read["input_ids"].shape[1]
-        told = self.tokenizer.decode(out[0, given:], skip_special_tokens=True)
-        return Answer(_first_line(told), given, out.shape[1] - given)
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=MAX_TOKENS,
+                do_sample=False, stopping_criteria=[ended],
+            )  # fmt: skip
+        return Answer(_first_line(self._told(out[0, given:])), given, out.shape[1] - given)
+
+    def _told(self, ids: Any) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _mean_logprob(self, prompt: str, answer: str) -> float | None:
+        import torch
+
+        ids, cache = self._prefill(prompt)
+        wanted = self.tokenizer(answer, add_special_tokens=False, return_tensors="pt")["input_ids"].long()
+        if not wanted.shape[1]:
+            return None
+        with torch.no_grad():
+            logits = self.model(torch.cat([ids[:, -1:], wanted[:, :-1]], 1), past_key_values=cache).logits
+        found = logits.float().log_softmax(-1).gather(-1, wanted[..., None])
+        return float(found.mean())
 
     def count(self, text: str) -> int:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -97,6 +138,9 @@ class VllmReader:
             for o in outputs
         ]
 
+    def liked(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float | None]:
+        return [None] * len(prompts)
+
     def count(self, text: str) -> int:
         return len(self.engine.get_tokenizer()(text, add_special_tokens=False)["input_ids"])
 
@@ -122,6 +166,9 @@ class EndpointReader:
             if isinstance(answer, EndpointStop):
                 raise answer
         return [answer if isinstance(answer, Answer) else None for answer in answers]
+
+    def liked(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float | None]:
+        return [None] * len(prompts)
 
     def count(self, text: str) -> int:
         return len(text) // 4 + 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import product
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +14,13 @@ from scipy.sparse import csr_matrix
 from sklearn.feature_extraction import FeatureHasher
 
 from memory.s3mem.pool import BEST, Asked, event_of
+from memory.s3mem.settings import Features
 from memory.s3mem.text import tells_number, tells_time, words
 from memory.s3mem.units import Unit
 
 NODE, EDGE = 2048, 1024  # dimensions (B.1)
 NEAR = 5  # units apart
 Columns = dict[str, NDArray[np.float64]]
-Features = Literal["numeric", "full"]
 OF_TURNS = frozenset({"own", "window", "actor", "bias"})
 """What `numeric` heads see of a turn. More of it, learned from template dialogues, are habits of the templates (how far
 apart, how long, with which question mark), which no other people share: docs/s3mem.md has the figures."""

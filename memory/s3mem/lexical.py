@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from memory.bm25 import Scores
+from memory.retrieval import Embed, unit_rows
 
-Dense = Literal["lsa", "hash", "none"]
+Dense = Literal["lsa", "hash", "embed", "none"]
 DIMENSIONS = 256
 
 
@@ -49,6 +50,15 @@ def dense(how: Dense, texts: Sequence[Sequence[str]]) -> Callable[[Sequence[str]
     unit = lambda rows: rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-9)
     known = unit(svd.fit_transform(matrix))
     return lambda question: known @ unit(svd.transform(tfidf.transform([" ".join(question)])))[0]
+
+
+def embedded(embed: Embed | None, texts: Sequence[str]) -> Callable[[str], Scores]:
+    """Embed texts by a model; return what gives the cosine of each with a question's. Raises: ValueError, where there
+    is no model."""
+    if embed is None:
+        raise ValueError("dense=embed needs a model that embeds: set memory.embed")
+    known = unit_rows(embed, list(texts)) if texts else np.zeros((0, 1), dtype=np.float32)
+    return lambda question: (known @ unit_rows(embed, [question])[0] if len(known) else np.zeros(0)).astype(np.float64)
 
 
 def ranks(scores: Scores) -> NDArray[np.int64]:

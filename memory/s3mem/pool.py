@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memory.bm25 import BM25, Scores
+from memory.retrieval import Embed
 from memory.s3mem.anchors import Anchor, Known, anchor_of, dated
-from memory.s3mem.lexical import dense, ranks, windows
+from memory.s3mem.lexical import dense, embedded, ranks, windows
 from memory.s3mem.settings import Channel, S3MemSettings
 from memory.s3mem.text import terms
 from memory.s3mem.units import Unit
@@ -25,8 +26,8 @@ Mask = NDArray[np.bool_]
 class Index:
     """Units of one scope (a dialogue, the histories of a scene), in the order of writing, ready to be asked."""
 
-    def __init__(self, units: Sequence[Unit], settings: S3MemSettings) -> None:
-        self.units, self.settings = list(units), settings
+    def __init__(self, units: Sequence[Unit], settings: S3MemSettings, embed: Embed | None = None) -> None:
+        self.units, self.settings, self._embed = list(units), settings, embed
         self.searched = [unit.searched(settings.representation) for unit in units]
         self.terms = [terms(text) for text in self.searched]
         self.groups = [unit.origin.history for unit in units]
@@ -34,8 +35,12 @@ class Index:
         self.at = {unit.id: i for i, unit in enumerate(units)}
 
     @cached_property
-    def vectors(self) -> Callable[[Sequence[str]], Scores]:
-        return dense(self.settings.dense, self.terms)
+    def vectors(self) -> Callable[[str], Scores]:
+        """Give the cosine of each unit with a question. Raises: ValueError, where the model that embeds is missing."""
+        if self.settings.dense == "embed":
+            return embedded(self._embed, self.searched)
+        score = dense(self.settings.dense, self.terms)
+        return lambda question: score(terms(question))
 
     @cached_property
     def known(self) -> Known:
@@ -67,8 +72,8 @@ class Index:
 
 
 def event_of(unit: Unit) -> str:
-    """Return what was done, without how it ended."""
-    return unit.event.partition(": ")[0].removesuffix(" (refused)").lower()
+    """Name what was done, as questions are compared with it."""
+    return unit.command.lower()
 
 
 class Asked:
@@ -78,7 +83,7 @@ class Asked:
         self.index, self.anchor = index, anchor
         self.terms = terms(anchor.text)
         self.own, self.window = index.own(self.terms), index.window(self.terms)
-        self.dense = np.maximum(index.vectors(self.terms), 0.0) if "dense" in index.settings.channels else 0 * self.own
+        self.dense = np.maximum(index.vectors(anchor.text), 0.0) if "dense" in index.settings.channels else 0 * self.own
         self.order = [ranks(scores) for scores in (self.own, self.window, self.dense)]
 
     @cached_property

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix, vstack
 
-from memory.s3mem.features import EDGE, NODE, Features, edge_features, hashed, node_features, token_features
+from memory.s3mem.features import EDGE, NODE, edge_features, hashed, node_features, token_features
 from memory.s3mem.pool import Asked, Candidate
+from memory.s3mem.settings import Features, S3MemSettings
 from memory.s3mem.units import word_tokens
 from runtime.store import to_json, write_atomically
 
@@ -93,6 +94,14 @@ class Router:
         write_atomically(path.with_suffix(".json"), to_json(told, indent=1) + "\n")
 
 
+def router_of(settings: S3MemSettings) -> Router:
+    """Read the router that settings name. Raises: ValueError, where its heads see other features."""
+    router = load_router(Path(settings.router_path)) if settings.router_path else load_router()
+    if router.features != settings.features:
+        raise ValueError(f"{settings.router_path} was trained with features={router.features}: set that")
+    return router
+
+
 @cache
 def load_router(path: Path = SHIPPED) -> Router:
     """Read a router. Raises: ValueError, where weights and manifest are not of one router."""
@@ -104,6 +113,17 @@ def load_router(path: Path = SHIPPED) -> Router:
     if router.sha256 != manifest["sha256"]:
         raise ValueError(f"{path} is not the router that {path.with_suffix('.json').name} tells of: train it again")
     return router
+
+
+def scored(asked: Asked, settings: S3MemSettings, router: Router | None = None) -> tuple[list[Candidate], Edges]:
+    """Score a question's candidates, and the edges between them where settings and question follow any. `router`:
+    another one than the settings name."""
+    if settings.router == "retrieval_rank":
+        return by_rank(asked), {}
+    router = router or router_of(settings)
+    nodes = router.nodes(asked)
+    linked = settings.edges and settings.packing == "chain" and asked.anchor.multi_hop
+    return nodes, router.edges(asked, nodes, settings.edge_nodes) if linked else {}
 
 
 def candidates(

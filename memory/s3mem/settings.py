@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from memory.s3mem.lexical import Dense
 from memory.s3mem.units import Representation
 from runtime.settings import Settings
 
 Channel = Literal["lexical", "dense", "window", "anchor", "object", "near", "relation"]
+Features = Literal["numeric", "full"]
 CHANNELS: tuple[Channel, ...] = ("lexical", "dense", "window", "anchor", "object", "near", "relation")
 
 
@@ -21,7 +22,8 @@ class S3MemSettings(Settings):
     edges: bool = True  # False: edges count nothing
     packing: Literal["chain", "topk"] = "chain"  # topk: by support alone, whatever the question
     router: Literal["learned", "retrieval_rank"] = "learned"
-    router_path: str | None = None  # of another than the one that ships, trained with other features say
+    features: Features = "numeric"  # what its heads see; full: the words, too, by a router of one's own
+    router_path: str | None = None  # of another router than the one that ships, trained with these features
     channels: tuple[Channel, ...] = CHANNELS
     dense: Dense = "lsa"
     lexical_top: int = Field(default=24, ge=1)
@@ -35,3 +37,10 @@ class S3MemSettings(Settings):
     n_single: int = Field(default=3, ge=1)
     hops: int = Field(default=3, ge=0)
     edge_nodes: int = Field(default=16, ge=2)  # the best candidates, between which edges are scored
+
+    @model_validator(mode="after")
+    def _a_router_with_these_features(self) -> S3MemSettings:
+        if self.features == "full" and self.router_path is None:
+            told = "make one with: memcompiler train router --features full --out OUT"
+            raise ValueError(f"features=full needs router_path, for the router that ships sees none of them; {told}")
+        return self

@@ -17,10 +17,11 @@ from memory.entry import MemoryEntry, Written
 from memory.journal import Journal, Row
 from memory.protocol import Fixed, Query, Recall, Trace
 from memory.registry import Ask, MemorySpec, Tools
+from memory.retrieval import Embed
 from memory.s3mem import llm
 from memory.s3mem.packing import Pack, packed
 from memory.s3mem.pool import Candidate, Index
-from memory.s3mem.router import by_rank, load_router
+from memory.s3mem.router import scored
 from memory.s3mem.settings import S3MemSettings
 from memory.s3mem.units import NAME, Unit
 from memory.s3mem.writing import written
@@ -35,9 +36,10 @@ class S3Mem:
     name: ClassVar[str] = NAME
 
     def __init__(
-        self, path: str | Path, settings: S3MemSettings | None = None, until: int | None = None, ask: Ask | None = None
+        self, path: str | Path, settings: S3MemSettings | None = None, until: int | None = None,
+        ask: Ask | None = None, embed: Embed | None = None,
     ) -> None:  # fmt: skip
-        self.path, self.settings, self._ask = Path(path), settings or S3MemSettings(), ask
+        self.path, self.settings, self._ask, self._embed = Path(path), settings or S3MemSettings(), ask, embed
         self._journal = Journal(self.path, until)
         self._units, self._rows = list[Unit](), 0
         self._scopes = OrderedDict[tuple[str, str], Index]()
@@ -91,13 +93,7 @@ class S3Mem:
         settings, asked = self.settings, index.ask(question)
         if settings.anchors and self._ask is not None and settings.writer == "llm":
             asked = index.ask(question, llm.anchor(question, asked.anchor, self._ask))
-        if settings.router == "retrieval_rank":
-            return packed(asked.anchor, by_rank(asked), {}, budget, settings)
-        router = load_router(Path(settings.router_path)) if settings.router_path else load_router()
-        nodes = router.nodes(asked)
-        wanted = settings.edges and settings.packing == "chain" and asked.anchor.multi_hop
-        edges = router.edges(asked, nodes, settings.edge_nodes) if wanted else {}
-        return packed(asked.anchor, nodes, edges, budget, settings)
+        return packed(asked.anchor, *scored(asked, settings), budget, settings)
 
     def _of_goal(self, index: Index, task: Task, budget: float) -> Pack:
         """Unite the packs of a goal's objects: where each was seen last, and what has become of it."""
@@ -121,7 +117,7 @@ class S3Mem:
             scope, left_out = key
             inside = (unit for unit in units if not scope or unit.origin.scene == scope)
             others = [unit for unit in inside if not left_out or unit.origin.task_id != left_out]
-            self._scopes[key] = Index(others, self.settings)
+            self._scopes[key] = Index(others, self.settings, self._embed)
             while len(self._scopes) > SCOPES:
                 self._scopes.popitem(last=False)
         self._scopes.move_to_end(key)
@@ -140,7 +136,7 @@ class S3Mem:
         return len(self._journal)
 
     def at(self, version: int) -> S3Mem:
-        return S3Mem(self.path, self.settings, version, self._ask)
+        return S3Mem(self.path, self.settings, version, self._ask, self._embed)
 
     def origins(self) -> Counter[tuple[str, str]]:
         return Counter((t.task.id, t.task.split) for row in self._journal for t in row.attempts)
@@ -171,7 +167,7 @@ def _place(pick: Candidate) -> int:
 
 
 def _open(path: Path, settings: S3MemSettings, tools: Tools) -> S3Mem:
-    return S3Mem(path, settings, ask=tools.ask)
+    return S3Mem(path, settings, ask=tools.ask, embed=tools.embed)
 
 
 S3MEM = MemorySpec(NAME, S3MemSettings, _open)

@@ -14,6 +14,7 @@ from memory.trajectory import one_line
 
 NAME = "s3mem"
 Representation = Literal["full", "chunk", "event", "objects"]
+REFUSED = " (refused)"
 WORD_TOKENS = 1.3  # tokens of a word, where no tokenizer counts them
 
 
@@ -58,6 +59,11 @@ class Unit:
     raw: str = ""
     id: str = ""
 
+    @property
+    def command(self) -> str:
+        """Return what was done, without how it ended."""
+        return self.event.partition(": ")[0].removesuffix(REFUSED)
+
     def serialised(self) -> str:
         """Write all fields that say something (`t=3 | e=mix picture | ...`)."""
         fields = {
@@ -86,7 +92,8 @@ class Unit:
 
     def entry(self, how: Representation = "full") -> MemoryEntry:
         of = self.origin
-        provenance = Provenance(of.task_id, of.scene, of.goal, of.split, of.success, source=NAME)
+        done = (self.command,) if of.kind == "step" and not self.event.endswith(REFUSED) else ()
+        provenance = Provenance(of.task_id, of.scene, of.goal, of.split, of.success, done, NAME)
         return MemoryEntry(self.id, self.rendered(how), provenance)
 
 

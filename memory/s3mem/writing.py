@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from envs.household.telling import Body, views
 from memory.protocol import Record, Trace
 from memory.s3mem.text import NUMBERED, STOP_WORDS, names, words
-from memory.s3mem.units import Change, Origin, Unit, unit_id
+from memory.s3mem.units import REFUSED, Change, Origin, Unit, unit_id
 from memory.trajectory import trajectory_id
 
 RARE_WORDS = 5  # of a turn that count as its objects
@@ -149,7 +149,7 @@ def views_any(text: str) -> bool:
 def _result(record: Record, read: bool) -> str:
     """Write how an action ended, where no rule has read it."""
     if record.refused:
-        return " (refused)"
+        return REFUSED
     told = record.feedback.split()
     return f": {' '.join(told[:_RESULT_WORDS])}" if told and not read else ""
 

@@ -136,7 +136,15 @@ def test_a_multi_hop_follows_edges_and_fills_what_is_left_where_that_is_asked() 
     chain, filled, small = pack(MANY, 100), pack(MANY, 100, fill=True), pack(MANY, 60)
     assert ids(chain.picks) == ["A", "B"] and chain.reasons == {"A": "anchor", "B": "edge"}
     assert ids(filled.picks) == ["C", "A", "B"] and filled.tokens == 95 and filled.reasons["C"] == "fill"
-    assert ids(small.picks) == ["A"]
+    assert ids(small.picks) == ["A"] and small.tokens == 33
+    assert ids(pack(MANY, 60, fill=True).picks) == ["A"]  # of the 27 tokens that are left not even C's 29
+
+
+def test_where_no_link_fits_the_surest_support_is_read_and_not_the_anchor_alone() -> None:
+    """The specification is silent on an edge that passes to what does not fit: it counts as none."""
+    anchor, support = candidate("A", 3, 33, 0.6, 0.8), candidate("B", 4, 33, 0.9, 0.6)
+    picks = packed(MANY, [anchor, support], {("A", "B"): 0.8}, 60, S3MemSettings())
+    assert ids(picks.picks) == ["B"] and picks.reasons == {"B": "support"}
 
 
 def test_switches_of_the_packer() -> None:

@@ -8,15 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from data_gen.cases import Case, Question
 from envs.base import Task
 from memory.protocol import Query, Record, Trace
 from memory.s3mem.llm import ANCHORS, WRITER
-from memory.s3mem.router import load_router
+from memory.s3mem.pool import Index
+from memory.s3mem.router import Labels, fit, load_router, material, scored
 from memory.s3mem.settings import S3MemSettings
 from memory.s3mem.system import S3Mem
+from memory.s3mem.writing import written
 
 DAYS = ("9:00 am on 8 May, 2023", "1:00 pm on 9 June, 2023")
 SAID = (
@@ -118,6 +121,37 @@ def test_every_switch_leaves_a_pack_within_the_budget(tmp_path: Path, switch: di
     memory.commit([[dialogue()]])
     texts, pointers = asked(memory, "Where did Ann buy the bicycle, and to whom did she sell it?", 60)
     assert pointers and sum(1.3 * len(text.split()) for text in texts) <= 60
+
+
+def test_a_model_that_embeds_is_the_dense_channel_where_it_is_given(tmp_path: Path) -> None:
+    meanings = {"cat": 0, "pet": 0, "bicycle": 1, "bike": 1}
+    embed = lambda texts: np.array([
+        [sum(word in text.lower() for word, at in meanings.items() if at == i) for i in range(2)] for text in texts
+    ], dtype=float)  # fmt: skip
+    settings = S3MemSettings(dense="embed", channels=("dense",), router="retrieval_rank", fill=False, n_single=1)
+    memory = S3Mem(tmp_path, settings, embed=embed)
+    memory.commit([[dialogue()]])
+    assert asked(memory, "Which pet?")[1] == ["D2:3"] and asked(memory.at(1), "Which pet?")[1] == ["D2:3"]
+    assert asked(memory, "What bike?")[1] == ["D1:0"]
+    with pytest.raises(ValueError, match=r"set memory\.embed"):
+        asked(S3Mem(tmp_path, settings), "Which pet?")
+
+
+def test_heads_that_see_words_are_a_setting(tmp_path: Path) -> None:
+    """`features: full` takes a router of one's own; one with other features is refused by name."""
+    index = Index(written(dialogue()), S3MemSettings())
+    asks = index.ask("Where did Ann buy the bicycle?")
+    sold, bought = index.units[4].id, index.units[2].id
+    labels = Labels(asks, frozenset({bought}), frozenset({bought}), ((bought, sold),))
+    fit(material([labels] * 2, "full")).save(tmp_path / "words.safetensors")
+    path = str(tmp_path / "words.safetensors")
+    memory = S3Mem(tmp_path / "memory", S3MemSettings(features="full", router_path=path))
+    memory.commit([[dialogue()]])
+    assert "D1:2" in asked(memory, "Where did Ann buy the bicycle?", 60)[1]
+    with pytest.raises(ValueError, match="train router --features full"):
+        S3MemSettings(features="full")
+    with pytest.raises(ValueError, match="trained with features=full"):
+        scored(asks, S3MemSettings(router_path=path))
 
 
 # the language model as writer ----------------------------------------------------------------------------------------

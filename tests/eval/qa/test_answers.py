@@ -9,16 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.answers_compared import compared
+from benchmarks.answers_compared import table as compared_table
 from data_gen.cases import Case, Question
 from envs.base import Task
 from eval.paper.questions import question_table
 from eval.paper.tables import MEASURED
 from eval.qa.answers import Asked, chosen_questions, run_answers, to_markdown
 from eval.qa.evidence import BASELINES, asking
-from eval.qa.readers import prompt_of
+from eval.qa.readers import ABSTAIN, HfReader, prompt_of
 from lm.ledger import Answer
 from memory.protocol import Record, Trace
+from tests.tiny_models import lm_backbone
 
 KINDS = ("single-hop", "temporal")
 THINGS = ("mug", "pen", "cat", "bicycle", "lamp", "vase", "spoon", "kettle")
@@ -41,6 +45,11 @@ class Echo:
         thing = next(thing for thing in THINGS if thing in question)
         found = next((line.split()[-1].strip(".") for line in memory.splitlines() if f"the {thing}" in line), "")
         return Answer(found or "Not mentioned", len(prompt.split()), 1) if thing != "kettle" else None
+
+    def liked(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float | None]:
+        """Like right answers that stand in the memory."""
+        told = zip(prompts, answers, strict=True)
+        return [None if a == ABSTAIN else -0.1 if a in p.partition("\n\nQuestion")[0] else -3.0 for p, a in told]
 
     def count(self, text: str) -> int:
         return len(text.split())
@@ -75,6 +84,7 @@ def test_answers_are_scored_by_category_and_abstention_stands_apart(tmp_path: Pa
     assert results["overall"]["f1"]["n"] == 18 and results["overall_without_absent"]["f1"]["n"] == 16
     assert 0 < results["word_tokens_per_question"] <= 40 and results["recall"] == 1.0
     assert results["usage"]["reader"]["calls"] == 18 and results["usage"]["reader"]["tokens_in"] > 0
+    assert results["logprob_without_absent"]["mean"] == pytest.approx(-0.1)
     assert json.loads((tmp_path / "results.json").read_text())["n"] == 18
     assert "| all | 18 |" in to_markdown(results)
 
@@ -96,6 +106,42 @@ def test_a_run_asks_nothing_twice_and_takes_no_other_question(tmp_path: Path) ->
     }
     with pytest.raises(ValueError, match="name another folder"):
         run_answers(asked(tokens=41), cases(), Echo(), tmp_path / "whole")
+
+
+def test_runs_are_compared_on_the_questions_that_all_have(tmp_path: Path) -> None:
+    """A run that is still going on, too; the first is what the others differ from."""
+    run_answers(asked("random", 20), cases(), Echo(), tmp_path / "random")
+    run_answers(asked("oracle", 20), cases(), Echo(), tmp_path / "oracle")
+    answers = tmp_path / "oracle" / "answers.jsonl"
+    answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:9]))
+    first, best = compared([tmp_path / "random", tmp_path / "oracle"])
+    assert (first["n"], first["answerable"], best["n"]) == (9, 8, 9) and first["logprob_gap"].mean == 0
+    assert best["recall"].mean == 1 > first["recall"].mean and best["f1_gap"].mean > 0 < best["logprob_gap"].mean
+    assert "| oracle | 100.0 [100.0, 100.0] |" in compared_table([first, best])
+    with pytest.raises(ValueError, match="memcompiler qa --out"):
+        compared([tmp_path / "none"])
+
+
+def test_a_hugging_face_reader_says_the_first_line_and_how_likely_an_answer_is() -> None:
+    """What is read once of a prompt and gone on from is what a whole forward gives."""
+    backbone = lm_backbone()
+    reader = HfReader("tiny", backbone.model.eval(), backbone.processor)
+    prompts = [prompt_of(["Ann: the mug was in cabinet 2"], "Where is the mug?"), prompt_of([], "Where is the pen?")]
+    told, liked = reader.answer(prompts), reader.liked(prompts, ["cabinet 2", "Not mentioned"])
+    for prompt, answer, wanted, found in zip(prompts, told, ["cabinet 2", "Not mentioned"], liked, strict=True):
+        turn = [{"role": "user", "content": prompt}]
+        text = reader.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        ids = reader.tokenizer(text, return_tensors="pt")["input_ids"]
+        plain = reader.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
+        said = reader.tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
+        assert answer is not None and answer.tokens_in == ids.shape[1]
+        assert answer.text == next((line.strip() for line in said.splitlines() if line.strip()), "")
+        gold = reader.tokenizer(wanted, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            whole = reader.model(torch.cat([ids, gold], 1)).logits[0, ids.shape[1] - 1 : -1]
+        logits = whole.float().log_softmax(-1)
+        assert found == pytest.approx(float(logits.gather(-1, gold[0][:, None]).mean()), abs=1e-4)
+    assert reader.liked(prompts[:1], [""]) == [None]
 
 
 def test_the_reader_sees_pack_and_question_alone() -> None:

@@ -1,0 +1,95 @@
+"""S3Mem as the memory of episodes: what each delivery makes of its units, frozen and online, on generated homes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.records import Episode, read_episodes
+from configs.evaluation import EvalConfig
+from data_gen.memories import open_memory
+from eval.evaluate import ModelCache, evaluate
+from eval.matrix import Cell
+from executor.scripted import ScriptedPlanner
+from memory.s3mem.system import S3Mem
+from memory.s3mem.units import Origin, Unit
+
+DELIVERIES = ("none", "static", "live", "disclosure", "expert_compiler")
+
+
+def config(protocol: str, executor: dict[str, Any] | None = None) -> EvalConfig:
+    return EvalConfig.model_validate({
+        "env": {"name": "household", "scenes": {"train": 2, "test": 6}, "visual_share": 0.0, "images": False},
+        "executor": executor or {}, "deliveries": DELIVERIES, "split": "test", "max_steps": 30, "limit": 24,
+        "memory": {"system": "s3mem", "protocol": protocol, "pictures": 0},
+    })  # fmt: skip
+
+
+def played(of: EvalConfig, out: Path, executor: Any) -> tuple[dict[str, Any], dict[str, list[Episode]]]:
+    with ModelCache.holding(of, executor, None) as loaded:
+        results = evaluate(Cell({}, of), out, loaded, "overwrite")["results"]
+    episodes = list(read_episodes(out / "episodes.jsonl"))
+    return results, {name: [e for e in episodes if e.delivery == name] for name in DELIVERIES}
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, list[Episode]]]:
+    return played(config("frozen"), tmp_path_factory.mktemp("frozen"), ScriptedPlanner())
+
+
+@pytest.fixture(scope="module")
+def online(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, list[Episode]]]:
+    out = tmp_path_factory.mktemp("online")
+    return out, *played(config("online"), out, ScriptedPlanner())
+
+
+def test_a_unit_s_provenance_says_what_was_done_and_nothing_of_what_was_refused() -> None:
+    of = lambda event, kind="step": Unit(0, "", event, Origin("h", kind), ("p",)).entry().provenance.actions
+    assert of("take mug 1 from shelf 3") == ("take mug 1 from shelf 3",)
+    assert of("look at picture: It is red.") == ("look at picture",)
+    assert of("fly (refused)") == () and of("I went home.", "turn") == ()
+
+
+def test_compiled_deliveries_read_the_units_that_are_pasted_elsewhere(
+    frozen: tuple[dict[str, Any], dict[str, list[Episode]]],
+) -> None:
+    _, by = frozen
+    assert all(len(episodes) == 24 for episodes in by.values())
+    told = [{episode.task_id: episode.memory_ids for episode in by[name]} for name in DELIVERIES[1:]]
+    assert all(each == told[0] for each in told) and any(told[0].values())
+    for episode in (each for name in DELIVERIES[1:] for each in by[name]):
+        assert {step.memory_ids for step in episode.steps} <= {
+            None,
+            episode.memory_ids,
+        }  # it follows from the goal alone
+    shown = [(step.guidance, e.memory_text) for e in by["disclosure"] for step in e.steps if step.guidance]
+    assert len(shown) > 24 and all(piece in told for guidance, told in shown for piece in guidance.split(" / "))
+
+
+def test_pasted_it_saves_steps_and_the_teacher_cannot_read_it(
+    frozen: tuple[dict[str, Any], dict[str, list[Episode]]],
+) -> None:
+    """What is recalled is a view of the thing, most of the time; the expert teacher reads commands that took one. What
+    it says of places is nothing then, and compiled by it this memory is worth nothing (docs/s3mem.md)."""
+    results, by = frozen
+    steps = {name: sum(len(episode.steps) for episode in by[name]) for name in DELIVERIES}
+    assert steps["static"] == steps["live"] < 0.7 * steps["none"], steps  # it recalls the same all along
+    assert steps["expert_compiler"] == steps["none"]
+    assert not any(step.guidance for episode in by["expert_compiler"] for step in episode.steps)
+    assert all(results[name]["success"]["mean"] >= results["none"]["success"]["mean"] for name in DELIVERIES)
+
+
+def test_online_it_knows_what_earlier_episodes_left_and_nothing_later(
+    online: tuple[Path, dict[str, Any], dict[str, list[Episode]]],
+) -> None:
+    out, results, by = online
+    for name in DELIVERIES[1:]:
+        assert results[name]["stream"]["leaked"] == 0
+        assert by[name][0].memory_ids == () and any(episode.memory_ids for episode in by[name])
+        memory: Any = open_memory(config("online").memory, out / "memory" / name)
+        assert isinstance(memory, S3Mem) and sum(memory.origins().values()) == 24
+        for at, episode in enumerate(by[name]):
+            before = {each.task_id for each in by[name][:at]}
+            assert {memory[id].provenance.task_id for id in episode.memory_ids} <= before - {episode.task_id}
