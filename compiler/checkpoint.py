@@ -26,6 +26,7 @@ from compiler.hf import MemoryCompiler
 from soft_mem.projector import Projector, ProjectorConfig
 
 PREFIX = "step-"
+BEST = "best"  # leads to the checkpoint with the lowest validation loss, where a run validates
 POLICY, PROJECTOR = "policy.", "projector."  # of the compiler's parameter names
 _ADAPTER = ".default."  # PEFT's name for an only adapter, left out in its files
 _LORA = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # what the same weights mean
@@ -40,15 +41,28 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob(f"{PREFIX}*") if (p / "state.json").is_file()) if folder.is_dir() else []
 
 
+def name_of(step: int) -> str:
+    return f"{PREFIX}{step:06d}"
+
+
 def latest(folder: Path) -> Path | None:
     found = checkpoints(folder)
     return found[-1] if found else None
 
 
+def best(folder: Path) -> Path | None:
+    """Find the checkpoint that validation found to be the best; None where it did not."""
+    link = folder / BEST
+    return folder / link.readlink() if link.is_symlink() and (link / "state.json").is_file() else None
+
+
 def find(path: Path) -> Path:
-    """Find a checkpoint in a checkpoint folder, a run folder or its `checkpoints` folder. Raises: CheckpointError."""
-    for candidate in (path if (path / "state.json").is_file() else None, latest(path), latest(path / "checkpoints")):
-        if candidate is not None:
+    """Find a checkpoint: the folder itself, or of a run folder or its `checkpoints` folder the best one where the run
+    validates, else the newest. Raises: CheckpointError."""
+    if (path / "state.json").is_file():
+        return path
+    for folder in (path, path / "checkpoints"):
+        if candidate := best(folder) or latest(folder):
             return candidate
     raise CheckpointError(f"no checkpoint in {path}: expected a folder with state.json, or checkpoints/step-*")
 

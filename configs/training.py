@@ -60,6 +60,14 @@ class SftWeights(Settings):
     orth: float = 0.1
 
 
+class Validation(Settings):
+    """Rows that SFT holds out, all rows of a task or none, and what their loss decides. Off by default."""
+
+    share: float = Field(default=0.0, ge=0, lt=1)  # of the tasks, at least one; 0: all rows train
+    every: int = Field(default=50, ge=1)  # steps from one validation to the next; there is one at the end, too
+    patience: int | None = Field(default=None, ge=1)  # stop after so many in a row without a lower loss; null: never
+
+
 class SftConfig(Settings):
     """Stage 1 (paper C.3.1, Table 7)."""
 
@@ -76,6 +84,7 @@ class SftConfig(Settings):
     latent: Literal["gauss_nll", "soft_mse", "lm_head", "none"] = "gauss_nll"
     weights: SftWeights = SftWeights()
     soft: bool = True  # False: text channel only (no projector, no action loss)
+    validation: Validation = Validation()
     backend: Backend = "replicated"
     seed: int = 0
     save_every: int = Field(default=100, ge=1)

@@ -8,6 +8,7 @@ a collection, counted and published: `data_gen.dataset`.
 from __future__ import annotations
 
 import glob
+import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -97,6 +98,19 @@ def rows_of(episode: Episode, kept: Kept, commands: bool = False) -> list[SftRow
         )  # fmt: skip
         history = (*history, step.action)
     return rows
+
+
+def hold_out(rows: Sequence[SftRow], share: float, seed: int) -> tuple[list[SftRow], list[SftRow]]:
+    """Split rows into those that train and those that are held out: a share of the tasks, with all of their rows. Which
+    ones follows from seed and names alone. Raises: ValueError, where no task would be left to train on."""
+    if not share:
+        return list(rows), []
+    place = lambda task: hashlib.sha256(f"{seed}:{task}".encode()).digest()
+    tasks = sorted({row.task_id for row in rows}, key=place)
+    held = set(tasks[: max(1, round(share * len(tasks)))])
+    if len(held) == len(tasks):
+        raise ValueError(f"rows of {len(tasks)} tasks cannot be split by task: collect more, or validation.share=0")
+    return [row for row in rows if row.task_id not in held], [row for row in rows if row.task_id in held]
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------

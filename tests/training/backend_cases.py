@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 -m tests.training.backend_cases OUT BACKEND,BACKEND.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from training.rollout import samples_of
 from training.sft import SftTrainer
 
 ROWS = [*sft_trainers.ROWS, sft_trainers.row(5)]  # batches of 5 and 1: ranks have 3 and 2 rows, then 1 and none
+HELD_OUT = [sft_trainers.row(i) for i in (2, 3, 5)]  # ranks have 2 and 1
 
 
 def sft_trainer(out: Path, backend: str) -> SftTrainer:
@@ -31,6 +33,7 @@ def sft_trainer(out: Path, backend: str) -> SftTrainer:
     t = sft_trainers.trainer(
         out,
         ROWS,
+        HELD_OUT,
         batch_size=5,
         micro_batch_size=3,
         max_steps=3,
@@ -38,6 +41,7 @@ def sft_trainer(out: Path, backend: str) -> SftTrainer:
         keep=3,
         optimizer={"lr": 1e-3, "grad_clip": 0.5},
         backend=backend,
+        validation={"share": 0.3, "every": 2},
     )
     t.compiler.eval()
     t.compiler.train = lambda mode=True: t.compiler
@@ -49,7 +53,10 @@ def sft(out: Path, backend: str) -> None:
     """Train (or go on training) to the end; the executor is untouched, whole as in slices."""
     t = sft_trainer(out / "sft", backend)
     t.resume()
-    t.run(lambda m: print(m))
+    seen: list[dict[str, float]] = []
+    t.run(lambda m: (print(m), seen.append(m)))
+    if distributed.rank() == 0:
+        (out / "validation.json").write_text(json.dumps({m["step"]: m["val_loss"] for m in seen if "val_loss" in m}))
     for (name, parameter), fresh in zip(
         t.executor.model.named_parameters(), sft_trainers.executor().model.parameters(), strict=True
     ):

@@ -40,10 +40,10 @@ def executor() -> FrozenExecutor:
     return FrozenExecutor(tiny_models.lm_backbone(seed=1), reads=EVERYTHING)
 
 
-def trainer(tmp_path, rows=ROWS, **settings) -> SftTrainer:
+def trainer(tmp_path, rows=ROWS, held_out=(), **settings) -> SftTrainer:
     defaults = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 6, "optimizer": {"lr": 1e-3}, "save_every": 2}
     config = SftConfig(**(defaults | settings))
-    return SftTrainer(config, tiny_models.memory_compiler(True), executor(), rows, tmp_path)
+    return SftTrainer(config, tiny_models.memory_compiler(True), executor(), rows, tmp_path, None, held_out)
 
 
 def trainable(trainer: SftTrainer) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -73,6 +74,8 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
     for backend in backends:
         for step in (2, 3):
             assert_same(steps(alone, step), steps(out / backend, step))
+        found, told = (json.loads((folder / "validation.json").read_text()) for folder in (out / backend, alone))
+        assert found.keys() == told.keys() == {"2", "3"} and found == pytest.approx(told, abs=1e-4)
         assert_same(steps(alone, 3), steps(out / backend, 3, "resumed"))
         for name in ("grpo.safetensors", "pathwise.safetensors"):
             assert_same(load_file(alone / name), load_file(out / backend / name))
