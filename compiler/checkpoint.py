@@ -4,7 +4,7 @@
     projector.safetensors   projector.json holds its configuration
     state.json              what training records of it (`training.checkpoint`)
 
-The adapter says what it is (rank, alpha, dropout, targets): a compiler that loads it is made by that.
+Of a merged compiler (`training.merge`), the folder holds the model itself instead of an adapter. The adapter says what it is (rank, alpha, dropout, targets): a compiler that loads it is made by that.
 """
 
 from __future__ import annotations
@@ -67,10 +67,22 @@ def find(path: Path) -> Path:
     raise CheckpointError(f"no checkpoint in {path}: expected a folder with state.json, or checkpoints/step-*")
 
 
+def is_merged(folder: Path) -> bool:
+    """Tell whether a checkpoint is a whole model with its projector, which needs no base."""
+    return (folder / "config.json").is_file()
+
+
+def beside(path: Path, name: str) -> Path | None:
+    """Find a file of the run that a checkpoint (or the run's own folder) is of."""
+    folders = (path, *path.resolve().parents[:2])
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
 def sha256(folder: Path) -> str:
-    """Hash names and bytes of what a checkpoint adds to its base: adapter and projector."""
+    """Hash names and bytes of what a checkpoint adds to its base: adapter and projector; a merged one is its base."""
     digest = hashlib.sha256()
-    for path in sorted([*(folder / "adapter").glob("adapter_*"), *folder.glob("projector.*")]):
+    added = [*(folder / "adapter").glob("adapter_*"), *folder.glob("projector.*"), *folder.glob("model*.safetensors")]
+    for path in sorted(added):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

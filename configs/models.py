@@ -79,7 +79,8 @@ class Soft(Settings):
 class CompilerConfig(ModelSettings):
     start: ClassVar[str] = "memcompiler serve compiler --checkpoint RUN"
     model: str = "zoo/household/compiler"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
-    checkpoint: str | None = None  # a checkpoint of `train sft` or `train grpo`: adapter and projector
+    # A checkpoint of `train sft` or `train grpo`: adapter and projector. One of `merge` is its own model.
+    checkpoint: str | None = None
     # What evaluation and rollouts run on; training scores with hf. http: `memcompiler serve compiler` at `url`.
     engine: Literal["hf", "vllm", "http"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
     lora: Lora = Lora()
