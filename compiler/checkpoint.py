@@ -4,7 +4,8 @@
     projector.safetensors   projector.json holds its configuration
     state.json              what training records of it (`training.checkpoint`)
 
-Of a merged compiler (`training.merge`), the folder holds the model itself instead of an adapter. The adapter says what it is (rank, alpha, dropout, targets): a compiler that loads it is made by that.
+The adapter says what it is (rank, alpha, dropout, targets): a compiler that loads it is made by that. Of a merged
+compiler (`training.merge`), the folder holds the model itself instead.
 """
 
 from __future__ import annotations

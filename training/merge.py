@@ -16,9 +16,9 @@ from configs.load import load_config, read_yaml
 from configs.models import CompilerConfig
 from configs.run_folder import CONFIG
 from data_gen.leakage import MANIFEST
-from runtime.store import sync
+from runtime.store import new_folder
 
-OF_BASE = ("model", "dtype", "memory_token")  # settings that say which model was trained, and in what
+OF_BASE = ("model", "revision", "dtype", "memory_token")  # settings that say which model was trained, and in what
 
 
 def merge(run: Path, out: Path, overrides: Sequence[str] = ()) -> Path:
@@ -35,24 +35,16 @@ def merge(run: Path, out: Path, overrides: Sequence[str] = ()) -> Path:
     found = checkpoint.find(run).resolve()
     if checkpoint.is_merged(found):
         raise checkpoint.CheckpointError(f"{found} is merged already")
-    if out.exists():
-        raise FileExistsError(f"{out} exists: choose another folder")
     config = load_config(CompilerConfig, None, [*_base(found), *overrides, f"checkpoint={json.dumps(str(found))}"])
-    compiler = load_compiler(config, None)
-    part = out.with_name(f".part-{out.name}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    compiler.policy.merge_and_unload(safe_merge=True).save_pretrained(part)
-    compiler.backbone.processor.save_pretrained(part)
-    checkpoint.save_projector(part, compiler.projector.config, compiler.projector.state_dict())
-    state = checkpoint.read_state(found) | {"merged": {"base": config.model, "sha256": checkpoint.sha256(found)}}
-    (part / "state.json").write_text(json.dumps(state, indent=1))
-    if (manifest := checkpoint.beside(found, MANIFEST)) is not None:  # which tasks it was trained on
-        shutil.copy(manifest, part / MANIFEST)
-    for written in (*part.rglob("*"), part):
-        sync(written)
-    part.replace(out)
-    sync(out.parent)
+    with new_folder(out) as folder:
+        compiler = load_compiler(config, None)
+        compiler.policy.merge_and_unload(safe_merge=True).save_pretrained(folder)
+        compiler.backbone.processor.save_pretrained(folder)
+        checkpoint.save_projector(folder, compiler.projector.config, compiler.projector.state_dict())
+        state = checkpoint.read_state(found) | {"merged": {"base": config.model, "sha256": checkpoint.sha256(found)}}
+        (folder / "state.json").write_text(json.dumps(state, indent=1))
+        if (manifest := checkpoint.beside(found, MANIFEST)) is not None:  # which tasks it was trained on
+            shutil.copy(manifest, folder / MANIFEST)
     return out
 
 
