@@ -40,16 +40,13 @@ def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told:
 
     from compiler import checkpoint
     from compiler.hf import MemoryCompiler
-    from lm.backbone import device_of, dtype_of, load_backbone, model_path
+    from lm.backbone import backbone_of
     from soft_mem.projector import Projector, ProjectorConfig
 
     found = checkpoint.find(Path(config.checkpoint)) if config.checkpoint else None
     merged = found is not None and checkpoint.is_merged(found)
     torch.manual_seed(seed)  # the initialisation of LoRA and projector
-    backbone = load_backbone(
-        str(found) if merged else model_path(config.model), dtype_of(config.dtype), device_of(config.device),
-        config.memory_token,
-    )  # fmt: skip
+    backbone = backbone_of(config, found if merged else None)
     if found:  # for a closed executor, too: its projector was trained against another one
         lora = config.lora if merged else _adapter(config, found)
         projector = checkpoint.load_projector(found)
@@ -60,7 +57,8 @@ def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told:
         lora = config.lora
         emb_std = float(table.float().std()) if config.soft.emb_std == "auto" else config.soft.emb_std
         shape = (backbone.hidden_size, table.shape[1], config.soft.n_tokens)
-        projector = Projector(ProjectorConfig(*shape, config.soft.projector, emb_std, config.soft.init_log_sigma))
+        soft = config.soft
+        projector = Projector(ProjectorConfig(*shape, soft.projector, emb_std, soft.init_log_sigma, soft.normalise))
     compiler = MemoryCompiler(backbone, projector, *_how(config, told), lora, seed)
     if found and not merged:
         checkpoint.load(found, compiler)
@@ -73,17 +71,18 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") 
     from compiler import checkpoint
     from compiler.vllm import VllmCompiler, engine_settings
     from lm.backbone import device_of, load_encoder, model_path
-    from lm.vllm import load_engine
+    from lm.vllm import load_engine, pinned
 
     if config.checkpoint is None:
         raise ConfigError("a compiler in vLLM needs compiler.checkpoint: there is nothing trained to serve")
     found = checkpoint.find(Path(config.checkpoint))
     merged, projector = checkpoint.is_merged(found), checkpoint.load_projector(found)
     lora = None if merged else _adapter(config, found)
-    name = str(found) if merged else model_path(config.model)
+    name, revision = (str(found), None) if merged else (model_path(config.model), config.revision)
     rank = max([lora.r, *(lora.rank_pattern or {}).values()]) if lora else config.lora.rank  # that GRPO may send later
-    llm = load_engine(name, config.dtype, engine_settings(rank), config.vllm)
-    encoder, device = load_encoder(name, config.memory_token), device_of(config.device)
+    llm = load_engine(name, config.dtype, engine_settings(rank) | pinned(revision), config.vllm)
+    encoder = load_encoder(name, config.memory_token, revision, config.chat_template)
+    device = device_of(config.device)
     served = VllmCompiler(llm, encoder, projector, *_how(config, told), seed, config.constrained, device)
     if not merged:
         served.load_adapter(found, 0, projector)

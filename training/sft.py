@@ -12,12 +12,12 @@ weights that are computed from the global batch, so the result does not depend o
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from soft_mem.losses import gauss_nll, memory_targets, negative_entropy, orthogo
 from soft_mem.projector import Gaussian
 from training import distributed
 from training.backend import BACKENDS
+from training.batches import bucketed, length
 from training.losses import token_nll
 from training.trainer import Trainer, permuted
 
@@ -79,6 +80,10 @@ class SftTrainer(Trainer[dict[str, float]]):
         self.backend = BACKENDS[config.backend](compiler, model, config.optimizer, config.soft)
         self.frozen = self.executor_fingerprint()
         self.patience = config.validation.patience or math.inf
+        if config.gradient_checkpointing:
+            compiler.backbone.recompute_layers()
+            executor.backbone.recompute_layers()
+        self._bucketed: tuple[int, list[list[int]]] = (-1, [])  # an epoch's batches of like length
         self._examples: dict[int, Example] = {}
         self._kept = 0  # values of pixels in them
 
@@ -107,13 +112,13 @@ class SftTrainer(Trainer[dict[str, float]]):
         """Compute the loss on all rows that are held out, without dropout and with the soft tokens' means: nothing is
         drawn, so that it is a function of the weights."""
         self.compiler.eval()
-        totals, counts = Counter[str](), Counter[str]()
-        mine = range(len(self.rows), len(self.rows) + len(self.held_out))[
-            distributed.rank() :: distributed.world_size()
-        ]
+        totals, counts, first = Counter[str](), Counter[str](), len(self.rows)
+        mine = range(first + distributed.rank(), first + len(self.held_out), distributed.world_size())
         for micro in self.backend.micro_batches(mine, self.config.micro_batch_size):
-            examples = [self.example(i) for i in micro or (len(self.rows),)]
-            losses = self.backend.forward(partial(sft_losses, self.compiler, self.executor, examples, self.config, 0.0))
+            examples = [self.example(i) for i in micro or (first,)]
+            losses = self.backend.forward(
+                functools.partial(sft_losses, self.compiler, self.executor, examples, self.config, 0.0)
+            )
             if micro:
                 counts.update(_counts(examples))
                 totals.update({name: value.sum().item() for name, value in losses.items()})
@@ -122,10 +127,19 @@ class SftTrainer(Trainer[dict[str, float]]):
         return self._weighted({name: value / max(1, over.get(name, over["rows"])) for name, value in sums.items()})
 
     def batch_indices(self, step: int) -> list[int]:
-        """Choose the rows of a global batch: each epoch is a fresh permutation."""
+        """Choose the rows of a global batch: each epoch is a fresh permutation, or of one batches of like length."""
         epoch, i = divmod(step, self.per_epoch)
         order = permuted(len(self.rows), self.config.seed, epoch)
-        return order[i * self.config.batch_size : (i + 1) * self.config.batch_size]
+        size, window = self.config.batch_size, self.config.length_buckets
+        if not window:
+            return order[i * size : (i + 1) * size]
+        if self._bucketed[0] != epoch:  # they are sorted once
+            self._bucketed = epoch, bucketed(order, self._lengths, size, window, f"{self.config.seed}:{epoch}")
+        return self._bucketed[1][i]
+
+    @functools.cached_property
+    def _lengths(self) -> list[int]:
+        return [length(row) for row in self.rows]
 
     def _learn(self, step: int) -> dict[str, float]:
         config = self.config
