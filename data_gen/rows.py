@@ -11,7 +11,7 @@ import glob
 import hashlib
 import io
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from PIL import Image
 
 from agent.records import Episode, StepInput
 from compiler.brief_state import parse_brief_state
-from compiler.language import Kind, parse
+from compiler.language import Kind, parse, render
 from executor.prompt import memory_text
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import Kept
@@ -98,6 +98,12 @@ def rows_of(episode: Episode, kept: Kept, commands: bool = False) -> list[SftRow
         )  # fmt: skip
         history = (*history, step.action)
     return rows
+
+
+def without_brief_state(row: SftRow) -> SftRow:
+    """Make of a row what a compiler without Brief State learns from: the actions so far stand in the place of b_t, and
+    its emission keeps the guidance alone, there being nothing that operations would change."""
+    return replace(row, state="", emission=render(replace(parse(row.emission).emission, ops=())))
 
 
 def hold_out(rows: Sequence[SftRow], share: float, seed: int) -> tuple[list[SftRow], list[SftRow]]:

@@ -23,7 +23,7 @@ from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
 from data_gen.experience import bank_facts, filled_bank
 from data_gen.leakage import MANIFEST, guard_rows, record_rows, rows_environment
 from data_gen.memories import open_memory
-from data_gen.rows import hold_out, load_rows, row_folders
+from data_gen.rows import hold_out, load_rows, row_folders, without_brief_state
 from data_gen.tasks import guarded_tasks, specs_for
 from envs.manifest import Manifest
 from envs.registry import Environments, compiler_told, executor_told
@@ -59,6 +59,8 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
         for folder, part in parts.items():
             problems += guard_rows(folder, (row.task_id for row in part), config.allow_leakage)
         every = [row for part in parts.values() for row in part]
+        if not config.brief_state:
+            every = [without_brief_state(row) for row in every]
         rows, held_out = hold_out(every, config.validation.share, config.seed)
         run = _run_folder(config, out, on_exists)
         if run is not None:
@@ -70,7 +72,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             raise ConfigError("the executor reads the first view, which rows of an older version lack: collect anew")
         executor = load_frozen(config.executor, spec.told)
         compiler = load_compiler(config.compiler, executor, config.seed, spec.compiling)
-        facts = {"environment": spec.name, **_bank_facts(list(parts))}
+        facts = {"environment": spec.name, **_bank_facts(list(parts)), **_left_out(config)}
         trainer = SftTrainer(config, compiler, executor, rows, out, facts, held_out)
         train(trainer, run, config, lambda metrics: (metrics, _sft_line(metrics)))
     return compiler
@@ -153,6 +155,11 @@ def _bank_facts(rows: Sequence[Path]) -> dict[str, Any]:
     if len(versions) > 1:
         return {"bank_versions": versions}
     return {"bank_version": versions[0]} if versions[0] is not None else {}
+
+
+def _left_out(config: SftConfig) -> dict[str, Any]:
+    """Say what a compiler was trained without, for a checkpoint's state; nothing where it was trained with all."""
+    return {name: False for name in ("soft", "brief_state") if not getattr(config, name)}
 
 
 def _sft_line(metrics: Metrics) -> str:

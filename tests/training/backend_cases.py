@@ -28,21 +28,13 @@ ROWS = [*sft_trainers.ROWS, sft_trainers.row(5)]  # batches of 5 and 1: ranks ha
 HELD_OUT = [sft_trainers.row(i) for i in (2, 3, 5)]  # ranks have 2 and 1
 
 
-def sft_trainer(out: Path, backend: str) -> SftTrainer:
+def sft_trainer(out: Path, backend: str, **settings: Any) -> SftTrainer:
     """Three steps, checkpoints after the second and third; what is random by rank (dropout, noise) is off."""
-    t = sft_trainers.trainer(
-        out,
-        ROWS,
-        HELD_OUT,
-        batch_size=5,
-        micro_batch_size=3,
-        max_steps=3,
-        save_every=2,
-        keep=3,
-        optimizer={"lr": 1e-3, "grad_clip": 0.5},
-        backend=backend,
-        validation={"share": 0.3, "every": 2},
-    )
+    common = {
+        "batch_size": 5, "micro_batch_size": 3, "max_steps": 3, "save_every": 2, "keep": 3, "backend": backend,
+        "optimizer": {"lr": 1e-3, "grad_clip": 0.5}, "validation": {"share": 0.3, "every": 2},
+    }  # fmt: skip
+    t = sft_trainers.trainer(out, ROWS, HELD_OUT, **(common | settings))
     t.compiler.eval()
     t.compiler.train = lambda mode=True: t.compiler
     t.compiler.projector.draw = lambda gaussian, *_: gaussian.mu
@@ -62,6 +54,19 @@ def sft(out: Path, backend: str) -> None:
     ):
         assert parameter.grad is None, name
         assert torch.equal(t.backend.whole(parameter), fresh), name
+
+
+def mixed(out: Path, backend: str) -> None:
+    """Train LoRA and projector in fp32 on frozen weights in bf16, as all large runs do, with layers computed again for
+    the gradient. Rows are computed one by one: a row's rounding in bf16 follows its padding."""
+    t = sft_trainer(
+        out / "mixed", backend, dtype=torch.bfloat16, micro_batch_size=1, gradient_checkpointing=True, max_steps=2
+    )
+    frozen = [t.compiler.backbone.model.get_input_embeddings(), t.executor.model.get_input_embeddings()]
+    assert all(module.weight.dtype == torch.bfloat16 for module in frozen)
+    assert {p.dtype for p in t.compiler.parameters() if p.requires_grad} == {torch.float32}
+    t.run(lambda m: print(m))
+    assert {p.dtype for p in t.compiler.parameters() if p.requires_grad} == {torch.float32}
 
 
 def resumed(out: Path, backend: str) -> None:
@@ -125,7 +130,15 @@ def shared(out: Path, backend: str) -> None:
     assert metrics["group_variance"] == pytest.approx(0.4 * 0.6)
 
 
-CASES = {"shared": shared, "sft": sft, "resumed": resumed, "grpo": grpo, "pathwise": pathwise, "killed": killed}
+CASES = {
+    "shared": shared,
+    "sft": sft,
+    "mixed": mixed,
+    "resumed": resumed,
+    "grpo": grpo,
+    "pathwise": pathwise,
+    "killed": killed,
+}
 
 
 def main(out: Path, kinds: str, names: str) -> None:
