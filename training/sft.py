@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,7 +112,7 @@ class SftTrainer(Trainer[dict[str, float]]):
         """Compute the loss on all rows that are held out, without dropout and with the soft tokens' means: nothing is
         drawn, so that it is a function of the weights."""
         self.compiler.eval()
-        totals, counts, first = Counter[str](), Counter[str](), len(self.rows)
+        totals, counts, first = defaultdict[str, float](float), Counter[str](), len(self.rows)
         mine = range(first + distributed.rank(), first + len(self.held_out), distributed.world_size())
         for micro in self.backend.micro_batches(mine, self.config.micro_batch_size):
             examples = [self.example(i) for i in micro or (first,)]
@@ -121,7 +121,8 @@ class SftTrainer(Trainer[dict[str, float]]):
             )
             if micro:
                 counts.update(_counts(examples))
-                totals.update({name: value.sum().item() for name, value in losses.items()})
+                for name, value in losses.items():
+                    totals[name] += value.sum().item()
         self.compiler.train()
         sums, over = distributed.total(totals), distributed.total(counts)
         return self._weighted({name: value / max(1, over.get(name, over["rows"])) for name, value in sums.items()})
