@@ -224,7 +224,8 @@ def _checkpointed(layer: nn.Module, mode: bool, function: Callable[..., Any], *a
         finally:
             layer.training = before
 
-    return checkpoint(as_it_is, *args, use_reentrant=False)
+    # To its end the second time, too: slices of weights (FSDP2, ZeRO-3) are given back by hooks behind a layer.
+    return checkpoint(as_it_is, *args, use_reentrant=False, early_stop=False)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

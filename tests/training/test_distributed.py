@@ -57,6 +57,7 @@ def alone(tmp_path_factory) -> Path:
     assert distributed.world_size() == 1
     cases.sft(out, "replicated")
     cases.mixed(out, "replicated")
+    cases.recomputed(out, "replicated")
     cases.grpo(out, "replicated")
     cases.pathwise(out, "replicated")
     moved = [(a - b).abs().max() for a, b in zip(steps(out, 2).values(), steps(out, 3).values(), strict=True)]
@@ -70,7 +71,7 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
         shutil.copytree(
             alone / "sft" / "checkpoints" / "step-000002", out / backend / "resumed" / "checkpoints" / "step-000002"
         )
-    done = torchrun(out, ",".join(backends), "sft,mixed,resumed,grpo,pathwise")
+    done = torchrun(out, ",".join(backends), "sft,mixed,recomputed,resumed,grpo,pathwise")
     assert done.returncode == 0, done.stderr[-4000:]
     for backend in backends:
         for step in (2, 3):
@@ -78,6 +79,7 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
         found, told = (json.loads((folder / "validation.json").read_text()) for folder in (out / backend, alone))
         assert found.keys() == told.keys() == {"2", "3"} and found == pytest.approx(told, abs=1e-4)
         assert_same(steps(alone, 3), steps(out / backend, 3, "resumed"))
+        assert_same(steps(alone, 2, "recomputed"), steps(out / backend, 2, "recomputed"))
         mixed = steps(out / backend, 2, "mixed")
         assert_same(steps(alone, 2, "mixed"), mixed)
         assert {value.dtype for value in mixed.values()} == {torch.float32}
