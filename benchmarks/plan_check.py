@@ -51,11 +51,13 @@ class Case:
     executor: str
     dtype: str
     rows: int
+    recompute: bool = False  # gradient checkpointing
 
     def settings(self, *more: str) -> list[str]:
         models = [f"compiler.model={self.compiler}", f"executor.model={self.executor}"]
         kinds = [f"{role}.dtype={self.dtype}" for role in ("compiler", "executor")]
-        return [*models, *kinds, f"micro_batch_size={self.rows}", *more]
+        again = f"gradient_checkpointing={self.recompute}"
+        return [*models, *kinds, f"micro_batch_size={self.rows}", again, *more]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,9 @@ def check_sft(case: Case, lengths: Lengths = LENGTHS) -> Check:
     backend = Replicated(compiler, executor.model, config.optimizer, with_projector=True)
     compiler.train()
     examples = replay.rows_of(config, lengths, case.rows)
+    if config.gradient_checkpointing:
+        compiler.backbone.recompute_layers()
+        executor.backbone.recompute_layers()
 
     def step() -> None:
         for _ in range(2):

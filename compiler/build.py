@@ -24,8 +24,9 @@ log = logging.getLogger("memcompiler.compiler")
 
 
 def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told: str = "") -> MemoryCompiler:
-    """Make base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones. Always the
-    Hugging Face model, which training needs; `load_served_compiler` makes the engine that is fast.
+    """Make base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones (of a merged one
+    model and projector, with a fresh LoRA, which changes nothing). Always the Hugging Face model, which training needs;
+    `load_served_compiler` makes the engine that is fast.
 
     Args:
         executor: whose soft tokens a new projector makes, known by its `embedding_table`; a checkpoint asks for none.
@@ -39,17 +40,16 @@ def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told:
 
     from compiler import checkpoint
     from compiler.hf import MemoryCompiler
-    from lm.backbone import device_of, dtype_of, load_backbone, model_path
+    from lm.backbone import backbone_of
     from soft_mem.projector import Projector, ProjectorConfig
 
-    torch.manual_seed(seed)  # the initialisation of LoRA and projector
-    backbone = load_backbone(
-        model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token
-    )
     found = checkpoint.find(Path(config.checkpoint)) if config.checkpoint else None
+    merged = found is not None and checkpoint.is_merged(found)
+    torch.manual_seed(seed)  # the initialisation of LoRA and projector
+    backbone = backbone_of(config, found if merged else None)
     if found:  # for a closed executor, too: its projector was trained against another one
-        lora, projector = checkpoint.lora_config(found), checkpoint.load_projector(found)
-        _report_contradictions(config, lora)
+        lora = config.lora if merged else _adapter(config, found)
+        projector = checkpoint.load_projector(found)
     else:
         table: Tensor | None = getattr(executor, "embedding_table", None)
         if table is None:
@@ -57,9 +57,10 @@ def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told:
         lora = config.lora
         emb_std = float(table.float().std()) if config.soft.emb_std == "auto" else config.soft.emb_std
         shape = (backbone.hidden_size, table.shape[1], config.soft.n_tokens)
-        projector = Projector(ProjectorConfig(*shape, config.soft.projector, emb_std, config.soft.init_log_sigma))
+        soft = config.soft
+        projector = Projector(ProjectorConfig(*shape, soft.projector, emb_std, soft.init_log_sigma, soft.normalise))
     compiler = MemoryCompiler(backbone, projector, *_how(config, told), lora, seed)
-    if found:
+    if found and not merged:
         checkpoint.load(found, compiler)
     return compiler
 
@@ -70,18 +71,21 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") 
     from compiler import checkpoint
     from compiler.vllm import VllmCompiler, engine_settings
     from lm.backbone import device_of, load_encoder, model_path
-    from lm.vllm import load_engine
+    from lm.vllm import load_engine, pinned
 
     if config.checkpoint is None:
         raise ConfigError("a compiler in vLLM needs compiler.checkpoint: there is nothing trained to serve")
     found = checkpoint.find(Path(config.checkpoint))
-    lora, projector = checkpoint.lora_config(found), checkpoint.load_projector(found)
-    _report_contradictions(config, lora)
-    name, ranks = model_path(config.model), (lora.rank_pattern or {}).values()
-    llm = load_engine(name, config.dtype, engine_settings(max([lora.r, *ranks])), config.vllm)
-    encoder, device = load_encoder(name, config.memory_token), device_of(config.device)
+    merged, projector = checkpoint.is_merged(found), checkpoint.load_projector(found)
+    lora = None if merged else _adapter(config, found)
+    name, revision = (str(found), None) if merged else (model_path(config.model), config.revision)
+    rank = max([lora.r, *(lora.rank_pattern or {}).values()]) if lora else config.lora.rank  # that GRPO may send later
+    llm = load_engine(name, config.dtype, engine_settings(rank) | pinned(revision), config.vllm)
+    encoder = load_encoder(name, config.memory_token, revision, config.chat_template)
+    device = device_of(config.device)
     served = VllmCompiler(llm, encoder, projector, *_how(config, told), seed, config.constrained, device)
-    served.load_adapter(found, 0, projector)
+    if not merged:
+        served.load_adapter(found, 0, projector)
     return served
 
 
@@ -103,8 +107,11 @@ def report_reading(trained: Mapping[str, Any] | None, executor: ExecutorConfig, 
     log.warning("the compiler of %s %s; this run has %s", compiler, was, told(executor.reading))
 
 
-def _report_contradictions(config: CompilerConfig, lora: LoraConfig) -> None:
-    """Warn where the settings say another adapter than the checkpoint holds: the checkpoint's counts."""
+def _adapter(config: CompilerConfig, found: Path) -> LoraConfig:
+    """Read what a checkpoint's adapter is; warn where the settings say another one: the checkpoint's counts."""
+    from compiler import checkpoint
+
+    lora = checkpoint.lora_config(found)
     targets = lora.target_modules
     names = {name.rsplit(".", 1)[-1] for name in targets} if isinstance(targets, set | list) else set()
     theirs = {"rank": lora.r, "alpha": lora.lora_alpha, "dropout": lora.lora_dropout, "targets": names}
@@ -115,6 +122,7 @@ def _report_contradictions(config: CompilerConfig, lora: LoraConfig) -> None:
                 "compiler.lora.%s is %s in the settings, but %s in the adapter of %s, which counts: leave it out",
                 name, ours[name], theirs[name], config.checkpoint,
             )  # fmt: skip
+    return lora
 
 
 def _how(config: CompilerConfig, told: str) -> tuple[Decoding, str]:

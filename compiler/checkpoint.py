@@ -4,7 +4,8 @@
     projector.safetensors   projector.json holds its configuration
     state.json              what training records of it (`training.checkpoint`)
 
-The adapter says what it is (rank, alpha, dropout, targets): a compiler that loads it is made by that.
+The adapter says what it is (rank, alpha, dropout, targets): a compiler that loads it is made by that. Of a merged
+compiler (`training.merge`), the folder holds the model itself instead.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from compiler.hf import MemoryCompiler
 from soft_mem.projector import Projector, ProjectorConfig
 
 PREFIX = "step-"
+BEST = "best"  # leads to the checkpoint with the lowest validation loss, where a run validates
 POLICY, PROJECTOR = "policy.", "projector."  # of the compiler's parameter names
 _ADAPTER = ".default."  # PEFT's name for an only adapter, left out in its files
 _LORA = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # what the same weights mean
@@ -40,23 +42,48 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob(f"{PREFIX}*") if (p / "state.json").is_file()) if folder.is_dir() else []
 
 
+def name_of(step: int) -> str:
+    return f"{PREFIX}{step:06d}"
+
+
 def latest(folder: Path) -> Path | None:
     found = checkpoints(folder)
     return found[-1] if found else None
 
 
+def best(folder: Path) -> Path | None:
+    """Find the checkpoint that validation found to be the best; None where it did not."""
+    link = folder / BEST
+    return folder / link.readlink() if link.is_symlink() and (link / "state.json").is_file() else None
+
+
 def find(path: Path) -> Path:
-    """Find a checkpoint in a checkpoint folder, a run folder or its `checkpoints` folder. Raises: CheckpointError."""
-    for candidate in (path if (path / "state.json").is_file() else None, latest(path), latest(path / "checkpoints")):
-        if candidate is not None:
+    """Find a checkpoint: the folder itself, or of a run folder or its `checkpoints` folder the best one where the run
+    validates, else the newest. Raises: CheckpointError."""
+    if (path / "state.json").is_file():
+        return path
+    for folder in (path, path / "checkpoints"):
+        if candidate := best(folder) or latest(folder):
             return candidate
     raise CheckpointError(f"no checkpoint in {path}: expected a folder with state.json, or checkpoints/step-*")
 
 
+def is_merged(folder: Path) -> bool:
+    """Tell whether a checkpoint is a whole model with its projector, which needs no base."""
+    return (folder / "config.json").is_file()
+
+
+def beside(path: Path, name: str) -> Path | None:
+    """Find a file of the run that a checkpoint (or the run's own folder) is of."""
+    folders = (path, *path.resolve().parents[:2])
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
 def sha256(folder: Path) -> str:
-    """Hash names and bytes of what a checkpoint adds to its base: adapter and projector."""
+    """Hash names and bytes of what a checkpoint adds to its base: adapter and projector; a merged one is its base."""
     digest = hashlib.sha256()
-    for path in sorted([*(folder / "adapter").glob("adapter_*"), *folder.glob("projector.*")]):
+    added = [*(folder / "adapter").glob("adapter_*"), *folder.glob("projector.*"), *folder.glob("model*.safetensors")]
+    for path in sorted(added):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from runtime.settings import Settings
 
@@ -14,6 +14,22 @@ COMPILER_KEY = "MEMCOMPILER_COMPILER_KEY"
 EXECUTOR_KEY = "MEMCOMPILER_EXECUTOR_KEY"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+# Implementations of attention in transformers. With the last three no tree of candidates is scored in one pass.
+Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+
+# Arguments of vLLM's engine that this project sets by settings of its own, or relies on (lm.vllm, compiler.vllm,
+# executor.vllm), and those that would have the engine run code or fetch files from elsewhere.
+ENGINE_OURS = (
+    "model", "tokenizer", "dtype", "revision", "tokenizer_revision", "code_revision", "hf_config_path", "task",
+    "runner", "enable_prefix_caching", "generation_config", "override_generation_config", "enable_lora", "max_loras",
+    "max_lora_rank", "logprobs_mode", "worker_extension_cls", "worker_cls", "enable_prompt_embeds",
+    "skip_tokenizer_init", "trust_remote_code", "allowed_local_media_path", "hf_token", "seed",
+)  # fmt: skip
+TEMPLATE_OURS = (
+    "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "return_dict", "return_tensors", "return_assistant_tokens_mask", "tools", "documents", "tokenizer_kwargs",
+    "processor_kwargs", "padding", "truncation", "max_length",
+)  # fmt: skip
 
 
 class VllmEngine(Settings):
@@ -24,6 +40,20 @@ class VllmEngine(Settings):
     max_num_seqs: int = Field(default=64, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     enforce_eager: bool = False
+    # Further arguments of vllm.LLM by their names there, e.g. {kv_cache_dtype: fp8, quantization: awq, swap_space: 8}.
+    extra: dict[str, JsonValue] = Field(default={})
+
+    @field_validator("extra")
+    @classmethod
+    def _not_ours(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in value:
+            if not name.isidentifier():
+                raise ValueError(f"{name!r} is no argument's name: as in Python, with underscores")
+            if name in cls.model_fields:
+                raise ValueError(f"{name} has a setting of its own, vllm.{name}")
+            if name in ENGINE_OURS:
+                raise ValueError(f"{name} is set by MemCompiler and cannot be changed here")
+        return value
 
 
 class ModelSettings(Settings):
@@ -31,8 +61,12 @@ class ModelSettings(Settings):
 
     start: ClassVar[str]  # the command that starts a server of it
     model: str
+    revision: str | None = None  # of a model on the hub: a commit (which pins it), tag or branch; null: the newest
     dtype: Dtype = "bfloat16"
     device: str = "auto"
+    attention: Attention = "auto"  # of engine hf; auto: what transformers takes for the model
+    # Further arguments of the model's chat template, e.g. {enable_thinking: false}.
+    chat_template: dict[str, JsonValue] = Field(default={})
     engine: str
     url: str | None = None  # of engine http, the server that is up already (docs/serving.md): http://127.0.0.1:8100
     timeout_s: float = Field(default=120.0, gt=0)  # of one request from when it is sent, retries included
@@ -42,6 +76,13 @@ class ModelSettings(Settings):
     temperature: float = Field(default=0.0, ge=0)
     max_new_tokens: int = Field(default=512, ge=1)
     batch_size: int = Field(default=64, ge=1)
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_only(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if taken := [name for name in value if name in TEMPLATE_OURS or not name.isidentifier()]:
+            raise ValueError(f"{', '.join(taken)}: not an argument that a chat template may be given here")
+        return value
 
     @field_validator("url")
     @classmethod
@@ -74,12 +115,14 @@ class Soft(Settings):
     projector: Literal["gaussian", "linear"] = "gaussian"
     emb_std: float | Literal["auto"] = 0.0261  # auto: measured on the executor's embedding table
     init_log_sigma: float = Field(default=-1.0, ge=-5, le=2)
+    normalise: bool = False  # the hidden states that the projector reads: mu then starts at 1 whatever the model
 
 
 class CompilerConfig(ModelSettings):
     start: ClassVar[str] = "memcompiler serve compiler --checkpoint RUN"
     model: str = "zoo/household/compiler"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
-    checkpoint: str | None = None  # a checkpoint of `train sft` or `train grpo`: adapter and projector
+    # A checkpoint of `train sft` or `train grpo`: adapter and projector. One of `merge` is its own model.
+    checkpoint: str | None = None
     # What evaluation and rollouts run on; training scores with hf. http: `memcompiler serve compiler` at `url`.
     engine: Literal["hf", "vllm", "http"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
     lora: Lora = Lora()

@@ -21,7 +21,7 @@ TrackerName = Literal["trackio", "wandb", "tensorboard"]  # training/trackers.py
 # What a run may go on with otherwise: it says how and where a step is computed, not what.
 MAY_CHANGE_ON_RESUME = (
     "backend", "micro_batch_size", "placement.actors", "placement.rollouts", "placement.executors", "rollout_urls",
-    "executor_urls", "trackers",
+    "executor_urls", "trackers", "gradient_checkpointing", "compiler.attention", "executor.attention",
 )  # fmt: skip
 
 
@@ -34,6 +34,7 @@ class Optimizer(Settings):
     warmup: float = Field(default=0.05, ge=0, le=1)  # share of the steps
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    projector_eps: float | None = Field(default=None, gt=0)  # null: eps
     weight_decay: float = 0.0
     grad_clip: float = 1.0
 
@@ -60,6 +61,14 @@ class SftWeights(Settings):
     orth: float = 0.1
 
 
+class Validation(Settings):
+    """Rows that SFT holds out, all rows of a task or none, and what their loss decides. Off by default."""
+
+    share: float = Field(default=0.0, ge=0, lt=1)  # of the tasks, at least one; 0: all rows train
+    every: int = Field(default=50, ge=1)  # steps from one validation to the next; there is one at the end, too
+    patience: int | None = Field(default=None, ge=1)  # stop after so many in a row without a lower loss; null: never
+
+
 class SftConfig(Settings):
     """Stage 1 (paper C.3.1, Table 7)."""
 
@@ -76,6 +85,10 @@ class SftConfig(Settings):
     latent: Literal["gauss_nll", "soft_mse", "lm_head", "none"] = "gauss_nll"
     weights: SftWeights = SftWeights()
     soft: bool = True  # False: text channel only (no projector, no action loss)
+    brief_state: bool = True  # False: rows as a compiler without one reads and answers them (compiled_no_brief)
+    validation: Validation = Validation()
+    length_buckets: int = Field(default=0, ge=0)  # sort rows by length within so many batches; 0: not
+    gradient_checkpointing: bool = False  # of both models' layers: a third more time for a fraction of the memory
     backend: Backend = "replicated"
     seed: int = 0
     save_every: int = Field(default=100, ge=1)
@@ -136,6 +149,7 @@ class GrpoConfig(Settings):
     minibatches: int = Field(default=1, ge=1)  # optimiser steps per pass; 1 with one iteration leaves the clip inert
     iterations: int = Field(default=1, ge=1)  # passes over the samples of an update
     micro_batch_size: int = Field(default=16, ge=1)
+    gradient_checkpointing: bool = False  # in the update, as in SFT
     backend: Backend = "replicated"  # fsdp and zero3 hold the base a second time, whole: to roll out with
     placement: Placement = Placement()
     rollout_urls: tuple[str, ...] = ()  # compiler services that roll out, instead of this process (set by `launch`)

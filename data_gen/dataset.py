@@ -25,6 +25,7 @@ from configs.run_folder import RunFolder
 from data_gen.rows import SftRow, as_dataset, load_rows, row_folders
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
     from configs.collect import CollectConfig
@@ -325,6 +326,15 @@ def describe_rows(run: RunFolder, rows: Sequence[SftRow], collected: Mapping[str
     print_statistics(found)
 
 
+def write_parquet(dataset: Dataset, folder: Path, split: str = "train") -> None:
+    """Write a split as `datasets.load_dataset(folder)` reads it."""
+    (folder / "data").mkdir(exist_ok=True)
+    shards = math.ceil(dataset.data.nbytes / SHARD_BYTES)
+    for i in range(shards):
+        file = folder / "data" / f"{split}-{i:05d}-of-{shards:05d}.parquet"
+        dataset.shard(shards, i, contiguous=True).to_parquet(str(file))
+
+
 def push(rows: str | Path, repo: str, private: bool = True) -> str:
     """Upload the rows of one folder as Parquet, with their card, as a dataset; returns its address.
     `datasets.load_dataset(repo)` gives them back, pictures included.
@@ -339,14 +349,9 @@ def push(rows: str | Path, repo: str, private: bool = True) -> str:
     if len(folders) > 1:
         raise ValueError(f"{len(folders)} folders of rows fit {rows}: push each to a repository of its own")
     loaded = load_rows(folders[0])
-    dataset = as_dataset(loaded)
-    shards = math.ceil(dataset.data.nbytes / SHARD_BYTES)
     card = dataset_card(provenance(folders[0]), statistics(loaded) | of_collection(folders[0]))
     with tempfile.TemporaryDirectory(prefix="memcompiler-push-") as folder:
-        (Path(folder) / "data").mkdir()
-        for i in range(shards):
-            file = f"{folder}/data/train-{i:05d}-of-{shards:05d}.parquet"
-            dataset.shard(shards, i, contiguous=True).to_parquet(file)
+        write_parquet(as_dataset(loaded), Path(folder))
         (Path(folder) / CARD).write_text(card, encoding="utf-8")
         api = HfApi()
         api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True)

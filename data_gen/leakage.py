@@ -390,11 +390,11 @@ def _training_verdict(config: EvalConfig, evaluated: Manifest) -> tuple[Verdict 
     """Compare the checkpoint's training tasks with those evaluated; None, and why, where that cannot be said."""
     if config.compiler.checkpoint is None:
         return None, "no trained compiler"
-    checkpoint = Path(config.compiler.checkpoint)
-    runs = (checkpoint, *checkpoint.resolve().parents[:2])  # the run itself, or one of its checkpoints
-    found = next((run / MANIFEST for run in runs if (run / MANIFEST).is_file()), None)
+    from compiler.checkpoint import beside
+
+    found = beside(Path(config.compiler.checkpoint), MANIFEST)
     if found is None:
-        return None, f"no {MANIFEST} beside {checkpoint}: which tasks it was trained on is unknown"
+        return None, f"no {MANIFEST} beside {config.compiler.checkpoint}: which tasks it was trained on is unknown"
     try:
         return check(Manifest.read(found), evaluated), ""
     except (ManifestError, LeakageError) as error:

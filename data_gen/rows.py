@@ -8,9 +8,10 @@ a collection, counted and published: `data_gen.dataset`.
 from __future__ import annotations
 
 import glob
+import hashlib
 import io
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from PIL import Image
 
 from agent.records import Episode, StepInput
 from compiler.brief_state import parse_brief_state
-from compiler.language import Kind, parse
+from compiler.language import Kind, parse, render
 from executor.prompt import memory_text
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import Kept
@@ -97,6 +98,25 @@ def rows_of(episode: Episode, kept: Kept, commands: bool = False) -> list[SftRow
         )  # fmt: skip
         history = (*history, step.action)
     return rows
+
+
+def without_brief_state(row: SftRow) -> SftRow:
+    """Make of a row what a compiler without Brief State learns from: the actions so far stand in the place of b_t, and
+    its emission keeps the guidance alone, there being nothing that operations would change."""
+    return replace(row, state="", emission=render(replace(parse(row.emission).emission, ops=())))
+
+
+def hold_out(rows: Sequence[SftRow], share: float, seed: int) -> tuple[list[SftRow], list[SftRow]]:
+    """Split rows into those that train and those that are held out: a share of the tasks, with all of their rows. Which
+    ones follows from seed and names alone. Raises: ValueError, where no task would be left to train on."""
+    if not share:
+        return list(rows), []
+    place = lambda task: hashlib.sha256(f"{seed}:{task}".encode()).digest()
+    tasks = sorted({row.task_id for row in rows}, key=place)
+    held = set(tasks[: max(1, round(share * len(tasks)))])
+    if len(held) == len(tasks):
+        raise ValueError(f"rows of {len(tasks)} tasks cannot be split by task: collect more, or validation.share=0")
+    return [row for row in rows if row.task_id not in held], [row for row in rows if row.task_id in held]
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ LOSSES: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order 
     "loss_entropy": "entropy of the latent",
     "loss_latent": "latent alignment",
     "loss_orth": "orthogonality",
+    "val_loss": "total loss, held-out rows",
 }
 UPDATES: Mapping[str, str] = {  # the same for the reinforcement learning stage
     "reward": "success of sampled episodes",

@@ -62,28 +62,25 @@ def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None)
         from executor.vllm import VllmExecutor, engine_settings
         from lm.vllm import load_engine
 
-        folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name))
+        folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, revision=config.revision))
         llm = load_engine(folder, config.dtype, engine_settings(), config.vllm)
-        encoder = load_encoder(folder, config.memory_token)
+        encoder = load_encoder(folder, config.memory_token, arguments=config.chat_template)
         return VllmExecutor(llm, encoder, folder, config.mode, temperature=config.temperature, **common)
     from executor.client import RemoteExecutor
 
     common |= {"mode": config.mode, "memory_token": config.memory_token, "timeout": config.timeout_s}
+    common |= {"revision": config.revision, "arguments": config.chat_template}
     return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), **common)
 
 
 def load_frozen(config: ExecutorConfig, told: Told) -> FrozenExecutor:
     """Make the executor in this process, whatever `engine` says: a gradient can pass through it."""
     from executor.hf import FrozenExecutor
-    from lm.backbone import device_of, dtype_of, load_backbone, model_path, quiet
+    from lm.backbone import backbone_of, quiet
 
     quiet()
-    backbone = load_backbone(
-        model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token,
-        config.device_map,
-    )  # fmt: skip
     return FrozenExecutor(
-        backbone, "choice" if config.mode == "choice" else "generate", batch_size=config.batch_size,
+        backbone_of(config), "choice" if config.mode == "choice" else "generate", batch_size=config.batch_size,
         temperature=config.temperature, **_common(config, told),
     )  # fmt: skip
 

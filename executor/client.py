@@ -23,7 +23,7 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -64,6 +64,7 @@ class RemoteExecutor(TokenExecutor):
             asked for.
         dtype: in which soft tokens travel: the server's.
         timeout: seconds that a request may take from when it is sent, retries included.
+        revision, arguments: of a model on the hub, and further ones of its chat template.
 
     Raises:
         RemoteError: no such server.
@@ -74,10 +75,11 @@ class RemoteExecutor(TokenExecutor):
         self, url: str, name: str | Path, dtype: torch.dtype = torch.bfloat16,
         mode: Literal["choice", "guided", "generate"] = "choice", instructions: str = "", max_new_tokens: int = 64,
         memory_token: str = "auto", timeout: float = 120.0, parallel: int = 64, images: bool = True,
-        reads: Reads = PAPER,
+        reads: Reads = PAPER, revision: str | None = None, arguments: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(load_encoder(name, memory_token), instructions, max_new_tokens, images, reads=reads)
-        self.name, self.dtype, self.mode = str(name), dtype, mode
+        encoder = load_encoder(name, memory_token, revision, arguments)
+        super().__init__(encoder, instructions, max_new_tokens, images, reads=reads)
+        self.name, self.dtype, self.mode, self.revision = str(name), dtype, mode, revision
         start = f"memcompiler serve executor --model {name}"
         self.server = RemoteServer(url, EXECUTOR_KEY, start, timeout, parallel)
         served = {model["id"]: model for model in self.server.get("/v1/models")["data"]}
@@ -89,7 +91,7 @@ class RemoteExecutor(TokenExecutor):
     @functools.cached_property
     def embedding_table(self) -> Tensor:
         """(V, d), read from the model's files, here. Raises: ValueError, none of them holds it."""
-        return input_embeddings(self.name)
+        return input_embeddings(self.name, self.revision)
 
     def hash(self) -> str:
         """Name what is known of the server's weights from here: what they are served as."""

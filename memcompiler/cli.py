@@ -205,6 +205,21 @@ def push(
     typer.echo(upload(run, repo, private=not public))
 
 
+@app.command()
+def merge(
+    run: Annotated[Path, typer.Argument(help="A run or checkpoint folder.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write, which must not exist.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings of the compiler, such as model=NAME.")] = None,
+) -> None:
+    """Merge a trained compiler's adapter into its base: a Hugging Face model with the projector beside its weights, for
+    compiler.checkpoint=OUT (docs/training.md)."""
+    from lm.backbone import quiet
+    from training.merge import merge as merged
+
+    quiet()
+    typer.echo(str(merged(run, out, overrides or [])))
+
+
 # reports --------------------------------------------------------------------------------------------------------------
 
 

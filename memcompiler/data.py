@@ -89,6 +89,28 @@ def data_push(
     typer.echo(push(rows, repo, private=not public))
 
 
+@data_app.command("export")
+def data_export(
+    rows: Annotated[list[str], typer.Argument(help="Folders of rows, or patterns such as 'runs/shard-*/rows'.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write, which must not exist.")],
+    images: Annotated[bool, typer.Option("--images", help="With pictures, for models that see.")] = False,
+    instructions: Annotated[bool, typer.Option(help="With the compiler's instructions as system turn.")] = True,
+    held_out: Annotated[float, typer.Option(min=0, max=1, help="Share of the tasks for a split `test`.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Which tasks those are, as in SFT's validation.")] = 0,
+) -> None:
+    """Write rows as TRL conversations (prompt and completion, Parquet): `trl sft --dataset_name OUT` trains on them."""
+    from compiler.prompt import compiler_instructions
+    from data_gen.conversations import export
+    from data_gen.leakage import rows_environment
+    from data_gen.rows import load_rows, row_folders
+    from lm.backbone import quiet
+
+    quiet()
+    folders = row_folders(rows)
+    told = compiler_instructions(rows_environment(folders).compiling) if instructions else ""
+    typer.echo(f"{out}: {export(load_rows(folders), out, told, images, held_out, seed)}")
+
+
 @with_settings("configs.collect:CollectConfig")
 def leakage(
     settings: "CollectConfig",

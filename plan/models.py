@@ -119,7 +119,10 @@ def shaped_executor(config: ExecutorConfig, ledger: Ledger) -> ShapedExecutor:
 def shaped_compiler(config: CompilerConfig, d_executor: int, ledger: Ledger, decoding: Decoding) -> ShapedCompiler:
     """Make the compiler with a fresh adapter and projector, as settings say them."""
     backbone = ShapedBackbone(config.model, dtype_of(config.dtype), ledger, "compiler weights")
-    settings = ProjectorConfig(backbone.hidden_size, d_executor, config.soft.n_tokens, config.soft.projector)
+    soft = config.soft
+    settings = ProjectorConfig(
+        backbone.hidden_size, d_executor, soft.n_tokens, soft.projector, normalise=soft.normalise
+    )  # fmt: skip
     with torch.device("meta"):
         projector = Projector(settings)
     ledger.adopt(projector, "adapter and projector")

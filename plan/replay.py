@@ -86,6 +86,9 @@ def replay_sft(config: SftConfig, lengths: Lengths, rows: int, gpu: bool = True)
     _optimiser_state(compiler, ledger)
     examples = rows_of(config, lengths, rows)
     compiler.train()
+    if config.gradient_checkpointing:
+        compiler.backbone.recompute_layers()
+        executor.backbone.recompute_layers()
     ledger.restart()
     losses = sft_losses(compiler, executor, examples, config)
     forward = ledger.flops

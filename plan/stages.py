@@ -177,12 +177,14 @@ def _remedies(settings: Settings, lengths: Lengths, gpus: int) -> list[tuple[str
     narrow = [(f"{role}.dtype", "bfloat16") for role, own in wide.items() if own.dtype == "float32"]
     short = [(f"{role}.vllm.max_model_len", room) for role, own in wide.items() if own.vllm.max_model_len is None]
     small = [(f"{role}.batch_size", n) for n in (16, 4, 1) for role, own in wide.items() if own.batch_size > n]
+    trains = isinstance(settings, SftConfig | GrpoConfig)
+    again = [("gradient_checkpointing", True)] if trains and not settings.gradient_checkpointing else []
     if isinstance(settings, SftConfig):
         micro = [("micro_batch_size", n) for n in (8, 4, 2, 1) if n < settings.micro_batch_size]
-        return [*micro, *([("backend", "fsdp")] if gpus > 1 else []), *narrow]
+        return [*micro, *again, *([("backend", "fsdp")] if gpus > 1 else []), *narrow]
     if isinstance(settings, GrpoConfig):
         micro = [("micro_batch_size", n) for n in (8, 4, 2, 1) if n < settings.micro_batch_size]
-        return [*micro, *short, *small, *narrow, *_fewer(settings.placement, gpus)]
+        return [*micro, *again, *short, *small, *narrow, *_fewer(settings.placement, gpus)]
     spread = [("executor.device_map", "auto")] if gpus > 1 and "executor" in wide else []
     parallel = [(f"{role}.vllm.tensor_parallel_size", gpus) for role in wide if gpus > 1]
     share = [(f"{role}.vllm.gpu_memory_utilization", 0.9) for role in wide]

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -120,6 +121,24 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder that bears the name `path` when the block ends, and is gone when the block raises. Raises:
+    FileExistsError, before anything is done."""
+    if path.exists():
+        raise FileExistsError(f"{path} exists: choose another folder")
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
+    part.mkdir(parents=True)
+    try:
+        yield part
+        for written in (*part.rglob("*"), part):
+            sync(written)
+        part.rename(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     sync(path.parent)
 
 

@@ -24,6 +24,7 @@ class ProjectorConfig:
     kind: Literal["gaussian", "linear"] = "gaussian"
     emb_std: float = 0.0261
     init_log_sigma: float = -1.0
+    normalise: bool = False  # what is read, to a root mean square of 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,11 @@ class Gaussian:
 
 
 class Projector(nn.Module):
-    """One linear map W_p: h (B, N, d_compiler) -> (mu, log sigma), or mu alone for the `linear` ablation (Table 4)."""
+    """One linear map W_p: h (B, N, d_compiler) -> (mu, log sigma), or mu alone for the `linear` ablation (Table 4).
+
+    W_p starts so that mu is as large as h. With `normalise` h is divided by its root mean square, so that mu starts at
+    about 1, the size of an embedding in normalised units, whatever the gains of the compiler's final norm are.
+    """
 
     def __init__(self, config: ProjectorConfig) -> None:
         super().__init__()
@@ -62,6 +67,9 @@ class Projector(nn.Module):
 
     def forward(self, hidden: Tensor) -> Gaussian:
         """Compute the soft tokens' parameters. The linear projector has a fixed, vanishing sigma."""
+        if self.config.normalise:
+            hidden = hidden.float()
+            hidden = hidden * torch.rsqrt((hidden**2).mean(-1, keepdim=True) + 1e-6)
         out = self.linear(hidden.to(self.linear.weight.dtype))
         if self.config.kind == "linear":
             return Gaussian(out, torch.full_like(out, LOG_SIGMA_RANGE[0]))

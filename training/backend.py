@@ -65,13 +65,14 @@ class Replicated:
 
     def _wrap(self, joint: Joint) -> torch.optim.AdamW:
         """Keep the module as it is called from now on; make AdamW (paper Table 7) over LoRA and projector, each at its
-        own rate. Nothing else is trainable, and the projector is not either where no loss reaches it."""
+        own rate and eps. Nothing else is trainable, and the projector is not either where no loss reaches it."""
         self.joint: Callable[..., Any] = joint
         settings, projector = self.settings, list(self.compiler.projector.parameters())
         lora = [p for n, p in self.compiler.named_parameters() if p.requires_grad and not n.startswith(PROJECTOR)]
         groups: list[dict[str, Any]] = [{"params": lora, "lr": settings.lr}]
         if self.with_projector:
-            groups.append({"params": projector, "lr": settings.projector_lr or settings.lr})
+            eps = settings.projector_eps or settings.eps
+            groups.append({"params": projector, "lr": settings.projector_lr or settings.lr, "eps": eps})
         for parameter in projector:
             parameter.requires_grad_(self.with_projector)
         return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)

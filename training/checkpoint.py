@@ -22,12 +22,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compiler.checkpoint import (
+    BEST,
     POLICY,
-    PREFIX,
     PROJECTOR,
     CheckpointError,
     checkpoints,
     find,
+    name_of,
     read_state,
     read_weights,
     save_projector,
@@ -45,13 +46,14 @@ class Tensors:
 
 
 def save_checkpoint(
-    folder: Path, compiler: MemoryCompiler, tensors: Tensors, state: Mapping[str, Any], keep: int = 0
+    folder: Path, compiler: MemoryCompiler, tensors: Tensors, state: Mapping[str, Any], keep: int = 0, best: int = 0
 ) -> Path:
-    """Write `folder/step-NNNNNN` atomically; with keep > 0 older ones beyond that number go.
+    """Write `folder/step-NNNNNN` atomically; with keep > 0 older ones beyond that number go, but not that of step
+    `best` (0: nothing is known of one).
 
     The compiler says what the files look like; what is in them comes from `tensors`, for its own may be in slices.
     """
-    final = folder / f"{PREFIX}{int(state['step']):06d}"
+    final = folder / name_of(state["step"])
     part = folder / f".part-{final.name}"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -66,10 +68,22 @@ def save_checkpoint(
     shutil.rmtree(final, ignore_errors=True)
     part.replace(final)
     sync(folder)
+    if best:
+        mark_best(folder, best)
     if keep:
         for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            if old.name != name_of(best):
+                shutil.rmtree(old)
     return final
+
+
+def mark_best(folder: Path, step: int) -> None:
+    """Have `folder/best` lead to the checkpoint of a step."""
+    link = folder / f".part-{BEST}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(name_of(step))
+    link.replace(folder / BEST)
+    sync(folder)
 
 
 def read_checkpoint(folder: Path, compiler: MemoryCompiler) -> tuple[Tensors, dict[str, Any]]:
@@ -102,7 +116,7 @@ def model_card(checkpoint: Path) -> str:
 
 
 def push(run: Path, repo: str, private: bool = True) -> str:
-    """Upload the newest checkpoint of a run (or a checkpoint folder); returns its address. Raises: CheckpointError."""
+    """Upload the checkpoint that `find` finds in a run or checkpoint folder; returns its address. Raises: as that."""
     from huggingface_hub import HfApi
 
     checkpoint = find(run)

@@ -98,6 +98,10 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         self.sampler = copied() if backend.is_sharded or config.overlap else compiler
         self.backend = backend(compiler, None, config.optimizer, config.loss.latent_weight > 0)
         self.reference = self.backend.weights() if config.loss.kl else {}
+        if config.gradient_checkpointing:
+            compiler.backbone.recompute_layers()
+            if self.pathwise and isinstance(executor, FrozenExecutor):
+                executor.backbone.recompute_layers()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._ahead: Future[Rollout] | None = None  # of the next update, sampled by the weights before this one
 

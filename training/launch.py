@@ -7,19 +7,22 @@ folder. If one of them ends, all are ended, and the run goes on from its newest 
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from configs.load import ConfigError, to_yaml
 from configs.models import ServeConfig, VllmEngine
 from configs.training import GrpoConfig
+from lm.vllm import pinned
 from runtime.http import LOOPBACK, answers, free_port, http_url
 from runtime.processes import ChildProcess, ProcessError, check_alive, ended_together
 
@@ -116,7 +119,22 @@ def executor_command(config: GrpoConfig, own_gpu: bool, port: int) -> list[str]:
     vllm = engine_of(config.executor.vllm, own_gpu)
     theirs = ["--dtype", config.executor.dtype, "--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
     theirs += ["--max-model-len", str(vllm.max_model_len)] if vllm.max_model_len else []
+    theirs += engine_flags({**pinned(config.executor.revision), **vllm.extra})
     return [*_OURS, "serve", "executor", "--model", config.executor.model, "--port", str(port), "--", *theirs]
+
+
+def engine_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Write arguments of vllm.LLM as `vllm serve` takes them."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            flags += [f"--{flag}", *map(str, value)]
+        elif value is not None:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
 
 
 def torchrun_command(processes: int, meeting: str = "") -> list[str]:

@@ -23,7 +23,7 @@ from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
 from data_gen.experience import bank_facts, filled_bank
 from data_gen.leakage import MANIFEST, guard_rows, record_rows, rows_environment
 from data_gen.memories import open_memory
-from data_gen.rows import load_rows, row_folders
+from data_gen.rows import hold_out, load_rows, row_folders, without_brief_state
 from data_gen.tasks import guarded_tasks, specs_for
 from envs.manifest import Manifest
 from envs.registry import Environments, compiler_told, executor_told
@@ -40,6 +40,7 @@ from training.trainer import Trainer
 
 console = Console(width=120)
 ROLLOUTS = "rollouts.jsonl"
+HELD_OUT = "held_out.json"  # the tasks whose rows validate
 MISMATCH_ALARM = 0.02  # nats per token between rollout engine and trainer, beyond which GRPO warns
 
 Made = TypeVar("Made")
@@ -57,17 +58,22 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
         problems: list[str] = []
         for folder, part in parts.items():
             problems += guard_rows(folder, (row.task_id for row in part), config.allow_leakage)
+        every = [row for part in parts.values() for row in part]
+        if not config.brief_state:
+            every = [without_brief_state(row) for row in every]
+        rows, held_out = hold_out(every, config.validation.share, config.seed)
         run = _run_folder(config, out, on_exists)
         if run is not None:
             record_rows(run, list(parts), problems)
+            if held_out:
+                run.write_json(HELD_OUT, {"rows": len(held_out), "tasks": sorted({row.task_id for row in held_out})})
         spec = rows_environment(list(parts))
-        rows = [row for part in parts.values() for row in part]
         if config.executor.first_view and not any(row.first for row in rows):
             raise ConfigError("the executor reads the first view, which rows of an older version lack: collect anew")
         executor = load_frozen(config.executor, spec.told)
         compiler = load_compiler(config.compiler, executor, config.seed, spec.compiling)
-        facts = {"environment": spec.name, **_bank_facts(list(parts))}
-        trainer = SftTrainer(config, compiler, executor, rows, out, facts)
+        facts = {"environment": spec.name, **_bank_facts(list(parts)), **_left_out(config)}
+        trainer = SftTrainer(config, compiler, executor, rows, out, facts, held_out)
         train(trainer, run, config, lambda metrics: (metrics, _sft_line(metrics)))
     return compiler
 
@@ -123,6 +129,11 @@ def train(
             advance(line)
 
         trainer.run(on_step)
+    if trainer.step < trainer.total:
+        console.print(
+            f"  stopped after {trainer.step} of {trainer.total} steps: the validation loss was lowest, "
+            f"{trainer.best.loss}, after {trainer.best.step}"
+        )
 
 
 def _run_folder(config: SftConfig | GrpoConfig, out: Path, on_exists: str) -> RunFolder | None:
@@ -146,9 +157,15 @@ def _bank_facts(rows: Sequence[Path]) -> dict[str, Any]:
     return {"bank_version": versions[0]} if versions[0] is not None else {}
 
 
+def _left_out(config: SftConfig) -> dict[str, Any]:
+    """Say what a compiler was trained without, for a checkpoint's state; nothing where it was trained with all."""
+    return {name: False for name in ("soft", "brief_state") if not getattr(config, name)}
+
+
 def _sft_line(metrics: Metrics) -> str:
     terms = " ".join(f"{k[5:]} {v:.2f}" for k, v in metrics.items() if k.startswith("loss_"))
-    return f"loss {metrics['loss']:.2f}  {terms}"
+    held_out = f"  held out {metrics['val_loss']:.3f}" if "val_loss" in metrics else ""
+    return f"loss {metrics['loss']:.2f}  {terms}{held_out}"
 
 
 # -- GRPO -------------------------------------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ weights that are computed from the global batch, so the result does not depend o
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from soft_mem.losses import gauss_nll, memory_targets, negative_entropy, orthogo
 from soft_mem.projector import Gaussian
 from training import distributed
 from training.backend import BACKENDS
+from training.batches import bucketed, length
 from training.losses import token_nll
 from training.trainer import Trainer, permuted
 
@@ -59,23 +62,28 @@ class Example:
 
 
 class SftTrainer(Trainer[dict[str, float]]):
-    """Trains on rows; a step gives its metrics."""
+    """Trains on rows; a step gives its metrics, with those of the rows that are held out where it validates."""
 
     stage, unit, counts = "sft", "step", "rows"
 
     def __init__(
         self, config: SftConfig, compiler: MemoryCompiler, executor: FrozenExecutor, rows: Sequence[SftRow], out: Path,
-        facts: dict[str, Any] | None = None,
+        facts: dict[str, Any] | None = None, held_out: Sequence[SftRow] = (),
     ) -> None:  # fmt: skip
         if not rows:
             raise ValueError("no SFT rows: run `memcompiler collect` first")
-        self.config, self.executor, self.rows = config, executor, rows
+        self.config, self.executor, self.rows, self.held_out = config, executor, rows, held_out
         self.per_epoch = math.ceil(len(rows) / config.batch_size)
         total = config.max_steps or math.ceil(config.epochs * self.per_epoch)
         super().__init__(config, compiler, executor.hash(), len(rows), total, out, facts)
         model = executor.model if config.soft else None  # cut into slices, as the compiler is, where the backend does
         self.backend = BACKENDS[config.backend](compiler, model, config.optimizer, config.soft)
         self.frozen = self.executor_fingerprint()
+        self.patience = config.validation.patience or math.inf
+        if config.gradient_checkpointing:
+            compiler.backbone.recompute_layers()
+            executor.backbone.recompute_layers()
+        self._bucketed: tuple[int, list[list[int]]] = (-1, [])  # an epoch's batches of like length
         self._examples: dict[int, Example] = {}
         self._kept = 0  # values of pixels in them
 
@@ -91,22 +99,53 @@ class SftTrainer(Trainer[dict[str, float]]):
         metrics = self._learn(self.step)
         self.step += 1
         metrics |= {"step": self.step, "seconds": time.perf_counter() - started}
-        if self.is_due(self.step):
+        found_best = False
+        if self.held_out and (self.step % self.config.validation.every == 0 or self.step == self.total):
+            metrics |= {f"val_{name}": value for name, value in self.validate().items()}
+            found_best = self.best.hear(metrics["val_loss"], self.step)
+        if found_best or self.is_over or self.is_due(self.step):
             self.save()
         return metrics
 
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Compute the loss on all rows that are held out, without dropout and with the soft tokens' means: nothing is
+        drawn, so that it is a function of the weights."""
+        self.compiler.eval()
+        totals, counts, first = defaultdict[str, float](float), Counter[str](), len(self.rows)
+        mine = range(first + distributed.rank(), first + len(self.held_out), distributed.world_size())
+        for micro in self.backend.micro_batches(mine, self.config.micro_batch_size):
+            examples = [self.example(i) for i in micro or (first,)]
+            losses = self.backend.forward(
+                functools.partial(sft_losses, self.compiler, self.executor, examples, self.config, 0.0)
+            )
+            if micro:
+                counts.update(_counts(examples))
+                for name, value in losses.items():
+                    totals[name] += value.sum().item()
+        self.compiler.train()
+        sums, over = distributed.total(totals), distributed.total(counts)
+        return self._weighted({name: value / max(1, over.get(name, over["rows"])) for name, value in sums.items()})
+
     def batch_indices(self, step: int) -> list[int]:
-        """Choose the rows of a global batch: each epoch is a fresh permutation."""
+        """Choose the rows of a global batch: each epoch is a fresh permutation, or of one batches of like length."""
         epoch, i = divmod(step, self.per_epoch)
         order = permuted(len(self.rows), self.config.seed, epoch)
-        return order[i * self.config.batch_size : (i + 1) * self.config.batch_size]
+        size, window = self.config.batch_size, self.config.length_buckets
+        if not window:
+            return order[i * size : (i + 1) * size]
+        if self._bucketed[0] != epoch:  # they are sorted once
+            self._bucketed = epoch, bucketed(order, self._lengths, size, window, f"{self.config.seed}:{epoch}")
+        return self._bucketed[1][i]
+
+    @functools.cached_property
+    def _lengths(self) -> list[int]:
+        return [length(row) for row in self.rows]
 
     def _learn(self, step: int) -> dict[str, float]:
         config = self.config
         examples = [self.example(i) for i in self.batch_indices(step)]
-        read = [e for e in examples if e.soft_read]
-        tokens = {"text": sum(len(e.emission) for e in examples), "action": sum(len(e.action) for e in read)}
-        counts = {"rows": len(read), **tokens}
+        counts = _counts(examples)
         rate = self.schedule(config.optimizer, step)
         totals: dict[str, Tensor] = {}
         torch.manual_seed((config.seed * 1_000_003 + step) * 64 + distributed.rank())
@@ -118,9 +157,12 @@ class SftTrainer(Trainer[dict[str, float]]):
                 totals[name] = totals.get(name, torch.zeros(())) + value.detach().cpu()
         norm = self.backend.step()
         losses = distributed.total({name: value.item() for name, value in totals.items()})
-        weighted = {f"loss_{name}": value for name, value in losses.items()}
-        loss = sum(getattr(config.weights, name) * value for name, value in losses.items())
-        return {"loss": loss, **weighted, "lr": rate, "grad_norm": norm, "tokens": self._size(examples)}
+        return {**self._weighted(losses), "lr": rate, "grad_norm": norm, "tokens": self._size(examples)}
+
+    def _weighted(self, losses: Mapping[str, float]) -> dict[str, float]:
+        """Give the loss (Eq. 9) and its terms as metrics name them."""
+        terms = {f"loss_{name}": value for name, value in losses.items()}
+        return {"loss": sum(getattr(self.config.weights, name) * value for name, value in losses.items()), **terms}
 
     def _backward(self, micro: Sequence[Example], counts: dict[str, int], weight: float) -> dict[str, Tensor]:
         """Add the gradients of a micro-batch; returns its share of each loss."""
@@ -135,10 +177,12 @@ class SftTrainer(Trainer[dict[str, float]]):
         return shares
 
     def example(self, index: int) -> Example:
-        """Encode row `index`: once, unless its pictures are more than there is room for."""
+        """Encode row `index`, behind the last of which come those that are held out: once, unless its pictures are more
+        than there is room for."""
         if index in self._examples:
             return self._examples[index]
-        example = encode_row(self.rows[index], self.compiler, self.executor, self.config.soft)
+        row = self.rows[index] if index < len(self.rows) else self.held_out[index - len(self.rows)]
+        example = encode_row(row, self.compiler, self.executor, self.config.soft)
         if self._kept + example.pixels <= MOST_PIXELS:
             self._examples[index], self._kept = example, self._kept + example.pixels
         return example
@@ -162,16 +206,24 @@ def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, 
     )  # fmt: skip
 
 
+def _counts(examples: Sequence[Example]) -> dict[str, int]:
+    """Count what losses are averaged over: tokens of emissions and actions, and the rows whose soft tokens are read."""
+    read = [e for e in examples if e.soft_read]
+    tokens = {"text": sum(len(e.emission) for e in examples), "action": sum(len(e.action) for e in read)}
+    return {"rows": len(read), **tokens}
+
+
 def sft_losses(
-    compiler: MemoryCompiler, executor: FrozenExecutor, examples: Sequence[Example], config: SftConfig
-) -> dict[str, Tensor]:
+    compiler: MemoryCompiler, executor: FrozenExecutor, examples: Sequence[Example], config: SftConfig,
+    temperature: float = 1.0,
+) -> dict[str, Tensor]:  # fmt: skip
     """Compute the terms of Eq. 9: `text` (B,), and of the rows whose soft tokens are read the others. `text` and
-    `action` sum over a row's tokens, the others are its means."""
+    `action` sum over a row's tokens, the others are its means. Soft tokens are drawn at `temperature`."""
     scored = compiler.score([e.prompt for e in examples], [e.emission for e in examples])
     text, _ = token_nll(scored.logits, scored.targets, scored.text_mask, config.label_smoothing)
     if not config.soft:
         return {"text": text}
-    z = compiler.projector.draw(scored.gaussian)
+    z = compiler.projector.draw(scored.gaussian, temperature)
     rows, read, weight = _read(examples, executor, z.shape[1])
     gaussian, z = Gaussian(scored.gaussian.mu[rows], scored.gaussian.log_sigma[rows]), z[rows]
     soft = compiler.projector.to_embeddings(z)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ from compiler.hf import MemoryCompiler
 from configs.training import GrpoConfig, Optimizer, SftConfig
 from training import distributed
 from training.backend import Replicated
-from training.checkpoint import read_checkpoint, save_checkpoint
+from training.checkpoint import mark_best, read_checkpoint, save_checkpoint
 from training.losses import cosine_with_warmup
+from training.validation import Best
 
 Made = TypeVar("Made")  # what a step tells of itself
 
@@ -26,6 +28,7 @@ class Trainer(ABC, Generic[Made]):
     Attributes:
         items: How many rows or tasks it goes through; a run resumes on as many only.
         facts: What a checkpoint records besides, such as the bank's version.
+        best: By validation, where there is one; `patience` ends the run after so many without a better one.
     """
 
     stage: ClassVar[str]
@@ -42,7 +45,7 @@ class Trainer(ABC, Generic[Made]):
         self.compiler, self.executor_hash, self.reading = compiler, executor_hash, config.executor.reading
         self.items, self.total, self.seed, self.step = items, total, config.seed, 0
         self.folder, self.save_every, self.keep = out / "checkpoints", config.save_every, config.keep
-        self.facts = facts or {}
+        self.facts, self.best, self.patience = facts or {}, Best(), math.inf
 
     @abstractmethod
     def take_step(self) -> Made:
@@ -54,7 +57,7 @@ class Trainer(ABC, Generic[Made]):
 
     def steps(self) -> Iterator[Made]:
         """Take all remaining steps. Raises: RuntimeError, where the executor's parameters changed meanwhile."""
-        while self.step < self.total:
+        while not self.is_over:
             yield self.take_step()
         if self.executor_fingerprint() != self.frozen:
             raise RuntimeError("the executor's parameters changed during training: it is not frozen")
@@ -64,6 +67,11 @@ class Trainer(ABC, Generic[Made]):
         for made in self.steps():
             if distributed.rank() == 0:
                 on_step(made)
+
+    @property
+    def is_over(self) -> bool:
+        """Say whether all steps are done, or validation has not found a better checkpoint for too long."""
+        return self.step >= self.total or self.best.since >= self.patience
 
     def is_due(self, step: int) -> bool:
         """Say whether there is a checkpoint after `step` steps."""
@@ -85,7 +93,9 @@ class Trainer(ABC, Generic[Made]):
             was = f"{state[self.counts]} {self.counts} with seed {state['seed']}"
             raise checkpoint.CheckpointError(f"{found} was made from {was}")
         self.backend.load(tensors)
-        self.step = state["step"]
+        self.step, self.best = state["step"], Best.of(state)
+        if self.best.step and distributed.rank() == 0:  # a kill may have come before it was marked
+            mark_best(self.folder, self.best.step)
         return True
 
     def save(self) -> None:
@@ -95,8 +105,9 @@ class Trainer(ABC, Generic[Made]):
             state = {
                 "stage": self.stage, "step": self.step, "total": self.total, self.counts: self.items,
                 "seed": self.seed, "executor_hash": self.executor_hash, "executor_reads": self.reading, **self.facts,
+                **self.best.facts(),
             }  # fmt: skip
-            save_checkpoint(self.folder, self.compiler, tensors, state, self.keep)
+            save_checkpoint(self.folder, self.compiler, tensors, state, self.keep, self.best.step)
         distributed.barrier()
 
 

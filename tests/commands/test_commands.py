@@ -1,9 +1,7 @@
 """The commands end to end at reduced size: quickstart, evaluation on real games, kill -9 and resume, README."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -14,19 +12,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from memcompiler.cli import app
+from tests.commands.running import ROOT, kill_after, memcompiler
 
-ROOT = Path(__file__).parents[2]
 GAMES = ROOT.parent / "shared" / "data" / "alfworld"
 SMALL = ["collect.env.scenes={train: 4, test: 3}", "sft.max_steps=4", "sft.batch_size=4", "eval.limit=6",
          "eval.max_steps=4", "grpo.updates=1", "grpo.tasks=2", "grpo.group_size=2", "grpo.max_steps=3"]  # fmt: skip
 DELIVERIES = ("none", "static", "compiled_text", "compiled")
-
-
-def memcompiler(*arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "memcompiler", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +82,6 @@ def test_eval_on_real_alfworld_games(quickstart, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     results = check_results(tmp_path / "run" / "results.json")
     assert (results["environment"], results["split"]) == ("alfworld", "valid_seen")
-
-
-def kill_after(lines: int, common: list[str], out: Path) -> None:
-    """Start a training command and kill -9 it as soon as its metrics have so many lines."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "memcompiler", *common, "--out", str(out)], cwd=ROOT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    deadline = time.monotonic() + 200
-    metrics = out / "metrics.jsonl"
-    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < lines):
-        assert process.poll() is None, "it ended before it could be killed"
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait(30)
 
 
 def assert_same_weights(folder: Path, step: int) -> None:

@@ -114,7 +114,8 @@ def test_backends_share_out_what_they_say_they_do():
 
 
 def test_unequal_rows_cost_more_than_their_number_says():
-    config = load_config(SftConfig, "sft/paper", [f"compiler.model={SMOL}", f"executor.model={SMOL}"])
+    changes = [f"compiler.model={SMOL}", f"executor.model={SMOL}", "gradient_checkpointing=false"]
+    config = load_config(SftConfig, "sft/paper", changes)
     one, two = (replay_sft(config, SHORT, rows).held["activations"] for rows in (1, 2))
     assert two > 2.05 * one  # a mask, and keys and values repeated for every head
 
@@ -130,6 +131,29 @@ def test_the_prediction_is_what_a_real_run_takes(models: Path, check, compiler: 
     found: Check = check(case, lengths)
     assert found.passing[0] == pytest.approx(found.passing[1], rel=0.15)
     assert found.total[0] == pytest.approx(found.total[1], rel=0.1)
+
+
+@pytest.mark.parametrize("check", [check_sft, check_update])
+def test_the_prediction_holds_under_gradient_checkpointing(models: Path, check):
+    lengths = Lengths(prompt=120, emission=16, acting=80, action=5, memory=60, candidates=6)
+    plain, again = (
+        check(Case("tiny", str(models / "vlm"), str(models / "grouped"), "float32", 3, recompute), lengths)
+        for recompute in (False, True)
+    )
+    assert again.passing[0] == pytest.approx(again.passing[1], rel=0.15)
+    assert again.passing[1] < plain.passing[1]  # it does something
+
+
+def test_gradient_checkpointing_is_what_makes_a_run_fit():
+    """One row of SmolLM2 at a time: there is nothing smaller to take."""
+    changes = [f"compiler.model={SMOL}", f"executor.model={SMOL}", "gradient_checkpointing=false"]
+    config = load_config(SftConfig, "sft/paper", changes)
+    whole, again = (
+        plan(config.model_copy(update={"gradient_checkpointing": on}), SHORT, H100, 1) for on in (False, True)
+    )
+    assert again.budgets[0].activations < 0.5 * whole.budgets[0].activations
+    between = Gpu("", (whole.needs() + again.needs()) / 2)
+    assert not whole.fits(between, 1) and remedy(config, SHORT, between, 1) == ["gradient_checkpointing=True"]
 
 
 # fits, or not ---------------------------------------------------------------------------------------------------------

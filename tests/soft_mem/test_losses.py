@@ -74,3 +74,23 @@ def test_projector_shapes_bounds_and_linear_ablation():
         if kind == "linear":
             assert torch.equal(projector.draw(g, 1.0), g.mu)
     assert projector.to_embeddings(torch.ones(1)).item() == pytest.approx(0.0261)
+
+
+def test_a_projector_that_normalises_reads_directions_not_lengths():
+    """Without, mu grows with the gains of the compiler's final norm: 730 was seen, in units of an embedding."""
+    torch.manual_seed(0)
+    plain = Projector(ProjectorConfig(64, 48, 4))
+    ours = Projector(ProjectorConfig(64, 48, 4, normalise=True))
+    ours.load_state_dict(plain.state_dict())
+    hidden = 5 * torch.randn(2, 4, 64)
+    torch.testing.assert_close(ours(1000 * hidden).mu, ours(hidden).mu, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(plain(1000 * hidden).mu, 1000 * plain(hidden).mu, atol=1e-2, rtol=1e-4)
+    assert ours(hidden).mu.square().mean().sqrt().item() == pytest.approx(1, rel=0.15)
+    unit = hidden / hidden.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(ours(hidden).mu, plain(unit).mu, atol=1e-4, rtol=1e-4)
+    assert torch.equal(ours(torch.zeros(1, 4, 64)).mu, torch.zeros(1, 4, 48))  # and nothing is divided by nothing
+    assert torch.isfinite(ours(1e4 * hidden.bfloat16()).mu).all()
+
+
+def test_projectors_of_before_do_not_normalise():
+    assert not ProjectorConfig(**{"d_compiler": 8, "d_executor": 8, "n_tokens": 4, "kind": "gaussian"}).normalise

@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 -m tests.training.backend_cases OUT BACKEND,BACKEND.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -24,21 +25,16 @@ from training.rollout import samples_of
 from training.sft import SftTrainer
 
 ROWS = [*sft_trainers.ROWS, sft_trainers.row(5)]  # batches of 5 and 1: ranks have 3 and 2 rows, then 1 and none
+HELD_OUT = [sft_trainers.row(i) for i in (2, 3, 5)]  # ranks have 2 and 1
 
 
-def sft_trainer(out: Path, backend: str) -> SftTrainer:
+def sft_trainer(out: Path, backend: str, **settings: Any) -> SftTrainer:
     """Three steps, checkpoints after the second and third; what is random by rank (dropout, noise) is off."""
-    t = sft_trainers.trainer(
-        out,
-        ROWS,
-        batch_size=5,
-        micro_batch_size=3,
-        max_steps=3,
-        save_every=2,
-        keep=3,
-        optimizer={"lr": 1e-3, "grad_clip": 0.5},
-        backend=backend,
-    )
+    common = {
+        "batch_size": 5, "micro_batch_size": 3, "max_steps": 3, "save_every": 2, "keep": 3, "backend": backend,
+        "optimizer": {"lr": 1e-3, "grad_clip": 0.5}, "validation": {"share": 0.3, "every": 2},
+    }  # fmt: skip
+    t = sft_trainers.trainer(out, ROWS, HELD_OUT, **(common | settings))
     t.compiler.eval()
     t.compiler.train = lambda mode=True: t.compiler
     t.compiler.projector.draw = lambda gaussian, *_: gaussian.mu
@@ -49,12 +45,32 @@ def sft(out: Path, backend: str) -> None:
     """Train (or go on training) to the end; the executor is untouched, whole as in slices."""
     t = sft_trainer(out / "sft", backend)
     t.resume()
-    t.run(lambda m: print(m))
+    seen: list[dict[str, float]] = []
+    t.run(lambda m: (print(m), seen.append(m)))
+    if distributed.rank() == 0:
+        (out / "validation.json").write_text(json.dumps({m["step"]: m["val_loss"] for m in seen if "val_loss" in m}))
     for (name, parameter), fresh in zip(
         t.executor.model.named_parameters(), sft_trainers.executor().model.parameters(), strict=True
     ):
         assert parameter.grad is None, name
         assert torch.equal(t.backend.whole(parameter), fresh), name
+
+
+def mixed(out: Path, backend: str) -> None:
+    """Train LoRA and projector in fp32 on frozen weights in bf16, as all large runs do. Rows are computed one by one: a
+    row's rounding in bf16 follows its padding."""
+    t = sft_trainer(out / "mixed", backend, dtype=torch.bfloat16, micro_batch_size=1, max_steps=2)
+    frozen = [t.compiler.backbone.model.get_input_embeddings(), t.executor.model.get_input_embeddings()]
+    assert all(module.weight.dtype == torch.bfloat16 for module in frozen)
+    assert {p.dtype for p in t.compiler.parameters() if p.requires_grad} == {torch.float32}
+    t.run(lambda m: print(m))
+    assert {p.dtype for p in t.compiler.parameters() if p.requires_grad} == {torch.float32}
+
+
+def recomputed(out: Path, backend: str) -> None:
+    """Take the steps of `sft` with gradient checkpointing."""
+    t = sft_trainer(out / "recomputed", backend, gradient_checkpointing=True, max_steps=2)
+    t.run(lambda m: print(m))
 
 
 def resumed(out: Path, backend: str) -> None:
@@ -118,7 +134,7 @@ def shared(out: Path, backend: str) -> None:
     assert metrics["group_variance"] == pytest.approx(0.4 * 0.6)
 
 
-CASES = {"shared": shared, "sft": sft, "resumed": resumed, "grpo": grpo, "pathwise": pathwise, "killed": killed}
+CASES = {case.__name__: case for case in (shared, sft, mixed, recomputed, resumed, grpo, pathwise, killed)}
 
 
 def main(out: Path, kinds: str, names: str) -> None:

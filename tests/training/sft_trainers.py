@@ -36,14 +36,17 @@ def row(i: int) -> SftRow:
 ROWS = [row(i) for i in range(5)]
 
 
-def executor() -> FrozenExecutor:
-    return FrozenExecutor(tiny_models.lm_backbone(seed=1), reads=EVERYTHING)
+def executor(dtype: torch.dtype = torch.float32) -> FrozenExecutor:
+    backbone = tiny_models.lm_backbone(seed=1)
+    backbone.model.to(dtype)
+    return FrozenExecutor(backbone, reads=EVERYTHING)
 
 
-def trainer(tmp_path, rows=ROWS, **settings) -> SftTrainer:
+def trainer(tmp_path, rows=ROWS, held_out=(), dtype=torch.float32, **settings) -> SftTrainer:
     defaults = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 6, "optimizer": {"lr": 1e-3}, "save_every": 2}
     config = SftConfig(**(defaults | settings))
-    return SftTrainer(config, tiny_models.memory_compiler(True), executor(), rows, tmp_path)
+    compiler = tiny_models.memory_compiler(True, dtype=dtype)
+    return SftTrainer(config, compiler, executor(dtype), rows, tmp_path, None, held_out)
 
 
 def trainable(trainer: SftTrainer) -> dict[str, torch.Tensor]:

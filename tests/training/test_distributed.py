@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -55,6 +56,8 @@ def alone(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("alone")
     assert distributed.world_size() == 1
     cases.sft(out, "replicated")
+    cases.mixed(out, "replicated")
+    cases.recomputed(out, "replicated")
     cases.grpo(out, "replicated")
     cases.pathwise(out, "replicated")
     moved = [(a - b).abs().max() for a, b in zip(steps(out, 2).values(), steps(out, 3).values(), strict=True)]
@@ -68,12 +71,18 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
         shutil.copytree(
             alone / "sft" / "checkpoints" / "step-000002", out / backend / "resumed" / "checkpoints" / "step-000002"
         )
-    done = torchrun(out, ",".join(backends), "sft,resumed,grpo,pathwise")
+    done = torchrun(out, ",".join(backends), "sft,mixed,recomputed,resumed,grpo,pathwise")
     assert done.returncode == 0, done.stderr[-4000:]
     for backend in backends:
         for step in (2, 3):
             assert_same(steps(alone, step), steps(out / backend, step))
+        found, told = (json.loads((folder / "validation.json").read_text()) for folder in (out / backend, alone))
+        assert found.keys() == told.keys() == {"2", "3"} and found == pytest.approx(told, abs=1e-4)
         assert_same(steps(alone, 3), steps(out / backend, 3, "resumed"))
+        assert_same(steps(alone, 2, "recomputed"), steps(out / backend, 2, "recomputed"))
+        mixed = steps(out / backend, 2, "mixed")
+        assert_same(steps(alone, 2, "mixed"), mixed)
+        assert {value.dtype for value in mixed.values()} == {torch.float32}
         for name in ("grpo.safetensors", "pathwise.safetensors"):
             assert_same(load_file(alone / name), load_file(out / backend / name))
         shutil.rmtree(out / backend / "sft" / "checkpoints" / "step-000003")

@@ -1,0 +1,34 @@
+"""Commands in processes of their own: run to their end, or killed on their way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def memcompiler(*arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "memcompiler", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )  # fmt: skip
+
+
+def kill_after(lines: int, common: list[str], out: Path) -> None:
+    """Start a training command and kill -9 it as soon as its metrics have so many lines."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memcompiler", *common, "--out", str(out)], cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    metrics = out / "metrics.jsonl"
+    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < lines):
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)

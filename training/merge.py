@@ -1,0 +1,57 @@
+"""A trained compiler as an ordinary model: its adapter merged into the base, the projector beside the weights.
+
+The folder is a Hugging Face model and a checkpoint at once: `compiler.checkpoint=OUT` needs no `compiler.model`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from compiler import checkpoint
+from compiler.build import load_compiler
+from configs.load import load_config, read_yaml
+from configs.models import CompilerConfig
+from configs.run_folder import CONFIG
+from data_gen.leakage import MANIFEST
+from runtime.store import new_folder
+
+OF_BASE = ("model", "revision", "dtype", "memory_token")  # settings that say which model was trained, and in what
+
+
+def merge(run: Path, out: Path, overrides: Sequence[str] = ()) -> Path:
+    """Merge the checkpoint that `find` finds in a run or checkpoint folder, and write the folder whole or not at all.
+
+    Args:
+        overrides: settings of the compiler as a.b=c, over those that the run says; a checkpoint without its run says
+            its base alone.
+
+    Raises:
+        CheckpointError: there is none, it does not fit the base, or it is merged already.
+        FileExistsError: there is something at `out`.
+    """
+    found = checkpoint.find(run).resolve()
+    if checkpoint.is_merged(found):
+        raise checkpoint.CheckpointError(f"{found} is merged already")
+    config = load_config(CompilerConfig, None, [*_base(found), *overrides, f"checkpoint={json.dumps(str(found))}"])
+    with new_folder(out) as folder:
+        compiler = load_compiler(config, None)
+        compiler.policy.merge_and_unload(safe_merge=True).save_pretrained(folder)
+        compiler.backbone.processor.save_pretrained(folder)
+        checkpoint.save_projector(folder, compiler.projector.config, compiler.projector.state_dict())
+        state = checkpoint.read_state(found) | {"merged": {"base": config.model, "sha256": checkpoint.sha256(found)}}
+        (folder / "state.json").write_text(json.dumps(state, indent=1))
+        if (manifest := checkpoint.beside(found, MANIFEST)) is not None:  # which tasks it was trained on
+            shutil.copy(manifest, folder / MANIFEST)
+    return out
+
+
+def _base(found: Path) -> list[str]:
+    """Say the base as the run's settings do (with its type and reserved token), or as the adapter does."""
+    path = checkpoint.beside(found, CONFIG)
+    if path is None:
+        return [f"model={json.dumps(checkpoint.lora_config(found).base_model_name_or_path)}"]
+    settings = read_yaml(path).get("compiler", {})
+    return [f"{name}={json.dumps(settings[name])}" for name in OF_BASE if name in settings]
