@@ -58,7 +58,7 @@ def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told:
         emb_std = float(table.float().std()) if config.soft.emb_std == "auto" else config.soft.emb_std
         shape = (backbone.hidden_size, table.shape[1], config.soft.n_tokens)
         projector = Projector(ProjectorConfig(*shape, config.soft.projector, emb_std, config.soft.init_log_sigma))
-    compiler = MemoryCompiler(backbone, projector, *_how(config, told), lora, seed)
+    compiler = MemoryCompiler(backbone, projector, *_how(config, told), lora, seed, config.speed)
     if found:
         checkpoint.load(found, compiler)
     return compiler

@@ -76,6 +76,13 @@ class Soft(Settings):
     init_log_sigma: float = Field(default=-1.0, ge=-5, le=2)
 
 
+class Speed(Settings):
+    """What makes compiling faster and leaves the output as it is (docs/serving.md). Of engine hf."""
+
+    drafts: int = Field(default=4, ge=0)  # tokens guessed from prompt and emission and read at once; 0: none
+    shrink: bool = True  # rows that have ended leave a batch
+
+
 class CompilerConfig(ModelSettings):
     start: ClassVar[str] = "memcompiler serve compiler --checkpoint RUN"
     model: str = "zoo/household/compiler"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
@@ -84,6 +91,7 @@ class CompilerConfig(ModelSettings):
     engine: Literal["hf", "vllm", "http"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
     lora: Lora = Lora()
     soft: Soft = Soft()
+    speed: Speed = Speed()
     temperature: float = Field(default=0.0, ge=0)  # 0: greedy text and the mean of the soft tokens
     constrained: bool = False  # emissions held to the emission language's grammar (vllm; not for training by GRPO)
 

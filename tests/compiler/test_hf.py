@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from compiler.build import load_served_compiler
 from compiler.records import Decoding
 from configs.evaluation import EvalConfig
-from configs.models import CompilerConfig
+from configs.models import CompilerConfig, Speed
 from configs.training import GrpoConfig
 from tests import tiny_models
 
@@ -179,7 +179,8 @@ def test_the_grammar_is_a_setting_of_the_served_compiler(constrained, monkeypatc
 
 
 def test_decoding_stops_when_nobody_waits_for_what_is_still_written() -> None:
-    compiler = tiny_models.memory_compiler(False, decoding=Decoding(max_new_tokens=40)).eval()
+    decoding = Decoding(max_new_tokens=40)
+    compiler = tiny_models.memory_compiler(False, decoding=decoding, speed=Speed(drafts=0)).eval()  # a token, a pass
     asked = [tiny_models.request(i, image=False) for i in range(3)]
     whole, steps = compiler.compile(asked), []
 
