@@ -6,14 +6,15 @@ drafts    the next tokens are guessed, as those that followed the last ones wher
           there itself, so greedy emissions are the same, and so are those that a row's own generator draws: it draws
           once for every token, in their order. A guess that is wrong is hidden by mask and position, or cropped.
 shrink    rows that have ended leave the batch, their memory tokens read, once they are half of it.
+prefixes  what prompts begin with is kept from step to step (`compiler.prefixes`).
 
-Rows that draw from one generator in common do without both: what they draw depends on who draws beside them.
+Rows that draw from one generator in common do without: what they draw depends on who draws beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from compiler.base import Draft, Generators
+from compiler.prefixes import Prefixes, read
 from compiler.records import Wanted
 from lm.backbone import Batch
 from lm.prompt import Prompt
@@ -34,55 +36,31 @@ SMALLEST = 4  # a smaller batch does not shrink: memory tokens that are read apa
 
 
 class Decoder:
-    """Batched sampling with a cache, then the memory tokens over the same cache: the prompt is read once, and what rows
-    of the same task memory have in common (the episodes of a group) once for all of them.
+    """Batched sampling with a cache, then the memory tokens over the same cache: the prompt is read once.
 
     A row that has ended goes on as padding that nothing attends to and that takes up no position. `memories` says which
     task memory each prompt begins with.
     """
 
     def __init__(
-        self, compiler: MemoryCompiler, prompts: Sequence[Prompt], memories: Sequence[object], by: Generators
+        self, compiler: MemoryCompiler, prompts: Sequence[Prompt], memories: Sequence[Hashable], by: Generators
     ) -> None:
         self.compiler, self.backbone, self.prompts, self.by = compiler, compiler.backbone, prompts, by
         alike = compiler.decoding.temperature == 0 or not isinstance(by, torch.Generator)
         able = alike and self.backbone.attends_fully
         self.drafted, self.shrinks = compiler.speed.drafts * able, compiler.speed.shrink and able
-        self.cache = DynamicCache(config=self.backbone.model.config.get_text_config())
         self.passes: list[Tensor] = []  # log-probabilities (b, K) of what was chosen, by pass
-        whole = self.backbone.pad(prompts, "left")
-        self.position = whole.next_positions  # ([3,] b, 1)
-        begun, tails = self._read_common(memories)  # (B, P), 1 where the cache holds a row's token
-        # What is left of every row: its last columns. Where another row has more left, some of them are read already.
-        left = self.backbone.pad(tails, "left")
-        self.mask = torch.cat([begun, left.mask], 1)
-        positions = whole.positions[..., -left.tokens.shape[1] :]
-        self.rest = replace(left, mask=self.mask, positions=positions)
-
-    def _read_common(self, memories: Sequence[object]) -> tuple[Tensor, list[Prompt]]:
-        """Fill the cache with what prompts of the same memory begin with; return its mask (B, P), and what is left."""
-        prompts = self.prompts
-        groups = [[i for i, m in enumerate(memories) if m == memory] for memory in dict.fromkeys(memories)]
-        common = [self.backbone.common([prompts[i] for i in rows]) for rows in groups]
-        group_of = {i: g for g, rows in enumerate(groups) for i in rows}
-        tails = [prompt.cut(*common[group_of[i]])[1] for i, prompt in enumerate(prompts)]
-        if not any(n for n, _ in common):
-            return torch.zeros((len(prompts), 0), dtype=torch.long, device=self.backbone.device), tails
-        # A row that shares nothing gets some token that its mask hides.
-        heads = [prompts[rows[0]].cut(n or 1, pictures)[0] for rows, (n, pictures) in zip(groups, common, strict=True)]
-        beginnings = self.backbone.pad(heads, "left")
-        self.backbone.hidden(beginnings, self.cache)
-        order = torch.tensor([group_of[i] for i in range(len(prompts))], device=self.backbone.device)
-        self.cache.batch_select_indices(order)
-        shares = torch.tensor([n > 0 for n, _ in common], device=order.device)
-        return (beginnings.mask * shares[:, None])[order], tails
+        prefixes = compiler.kept_prefixes() if able and compiler.speed.prefix_mib else Prefixes(0)
+        reading = read(self.backbone, prompts, memories, prefixes)
+        self.cache, self.mask, self.position, self.hidden = reading.cache, reading.mask, reading.position, reading.hidden
+        self.cached = reading.cached if prefixes.budget else None
 
     def run(self, wanted: Wanted) -> tuple[list[Draft], Gaussian]:
         """Decode until every row has ended, or nobody waits for those that have not: they count as truncated."""
         rows = [_Row(i, _text(prompt.ids)) for i, prompt in enumerate(self.prompts)]
         soft: dict[int, Tensor] = {}  # hidden states (N, d) at the memory tokens, by row
         batch, guesses = rows, [""] * len(rows)  # those in the cache, in its order
-        hidden = self.backbone.hidden(self.rest, self.cache)[:, -1:]
+        hidden = self.hidden
         while True:
             self._choose(hidden, batch, guesses)
             for row in batch:
@@ -217,7 +195,8 @@ class Decoder:
             ids = tuple(map(ord, row.written))
             places = [starts[k] + at * logprobs[k].shape[1] + j for k, at, n in row.places for j in range(n)]
             cut = ids[-1] != end
-            drafts.append(Draft((*ids, end) if cut else ids, flat[places], cut))
+            cached = self.cached and self.cached[row.index]
+            drafts.append(Draft((*ids, end) if cut else ids, flat[places], cut, cached))
         return drafts
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compiler.base import Draft, Generators, TokenCompiler
 from compiler.decoding import Decoder
+from compiler.prefixes import Prefixes
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
 from configs.models import Lora, Speed
 from lm.backbone import Backbone
@@ -55,6 +56,12 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         self.policy: Any = _with_lora(backbone, lora) if lora else backbone.model
         self.generator = torch.Generator(device=backbone.device).manual_seed(seed)
         self.weight_version = 0
+        self._prefixes = Prefixes(self.speed.prefix_mib)
+
+    def kept_prefixes(self) -> Prefixes:
+        """Return what was read by the weights as they are now, whoever changed them."""
+        trained = (parameter for parameter in self.policy.parameters() if parameter.requires_grad)
+        return self._prefixes.of_weights((self.weight_version, *(parameter._version for parameter in trained)))
 
     def emission_ids(self, text: str) -> tuple[int, ...]:
         """Tokenise an emission with its end-of-turn token: what SFT trains and what decoding produces."""
