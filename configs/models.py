@@ -77,10 +77,13 @@ class Soft(Settings):
 
 
 class Speed(Settings):
-    """What makes compiling faster and leaves the output as it is (docs/serving.md). Of engine hf."""
+    """What makes compiling faster and leaves the output as it is (docs/serving.md): of engine hf, the last of vllm."""
 
     drafts: int = Field(default=4, ge=0)  # tokens guessed from prompt and emission and read at once; 0: none
     shrink: bool = True  # rows that have ended leave a batch
+    # Keys and values of what prompts begin with, kept between steps, on the model's device; 0: none.
+    prefix_mib: float = Field(default=512, ge=0)
+    ngram: int = Field(default=0, ge=0)  # tokens that vLLM guesses from prompt and emission; for greedy emissions
 
 
 class CompilerConfig(ModelSettings):
@@ -99,6 +102,8 @@ class CompilerConfig(ModelSettings):
     def _grammar_by_vllm(self) -> CompilerConfig:
         if self.constrained and self.engine != "vllm":
             raise ValueError("constrained emissions need engine vllm")
+        if self.speed.ngram and (self.engine != "vllm" or self.temperature):
+            raise ValueError("compiler.speed.ngram is for greedy emissions (temperature 0) in engine vllm")
         return self
 
 

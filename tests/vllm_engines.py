@@ -70,13 +70,13 @@ def folder(vlm: bool, free_rows: int = 0) -> Path:
 
 
 @functools.cache
-def engine(vlm: bool, role: str = "compiler") -> Any:
+def engine(vlm: bool, role: str = "compiler", ngram: int = 0) -> Any:
     """One engine for all tests of a process: starting the first takes half a minute, the others a few seconds."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from vllm import LLM
 
-    ours = compiler_settings(RANK) if role == "compiler" else executor_settings()
+    ours = compiler_settings(RANK, ngram) if role == "compiler" else executor_settings()
     return LLM(model=str(folder(vlm)), **ours, **SETTINGS)
 
 
@@ -114,11 +114,11 @@ def save_adapter(compiler: MemoryCompiler, path: Path) -> Path:
     return path
 
 
-def served(compiler: MemoryCompiler, path: Path, **kwargs: Any) -> VllmCompiler:
+def served(compiler: MemoryCompiler, path: Path, ngram: int = 0, **kwargs: Any) -> VllmCompiler:
     """The same compiler in the engine; its adapter goes through `path`."""
     vlm = compiler.backbone.is_vlm
     kwargs = {"decoding": compiler.decoding, "instructions": compiler.instructions} | kwargs
-    made = VllmCompiler(engine(vlm), load_encoder(folder(vlm)), compiler.projector, **kwargs)
+    made = VllmCompiler(engine(vlm, ngram=ngram), load_encoder(folder(vlm)), compiler.projector, **kwargs)
     made.load_adapter(save_adapter(compiler, path), 1, compiler.projector)
     return made
 

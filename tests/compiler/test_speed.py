@@ -1,4 +1,4 @@
-"""What makes compiling faster leaves it as it is: the same tokens and soft tokens, greedy or drawn by the same seeds."""
+"""What makes compiling faster changes nothing: the same tokens and soft tokens, greedy or drawn by the same seeds."""
 
 from __future__ import annotations
 
