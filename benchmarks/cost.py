@@ -90,8 +90,8 @@ def cost_of(name: str, episodes: Sequence[Episode], parameters: dict[str, float]
 
 
 def ratio_of(cost: Cost, other: Cost) -> tuple[float, float, float]:
-    """Divide FLOPs per solved task, with the 95 % interval of a bootstrap over the tasks that both played; infinite
-    where nothing was solved, not a number where neither solved anything."""
+    """Divide FLOPs per solved task over the tasks that both played, with the 95 % interval of a bootstrap over these;
+    its ends may be 0 or infinite, where few tasks were solved."""
     tasks = [task for task in cost.flops if task in other.flops]
     table = np.array([[c.flops[t], c.solved[t]] for c in (cost, other) for t in tasks]).reshape(2, len(tasks), 2)
 
@@ -106,10 +106,10 @@ def ratio_of(cost: Cost, other: Cost) -> tuple[float, float, float]:
 
 
 def _ratio(cost: Cost, other: Cost) -> str:
-    value, low, high = ratio_of(cost, other)
     if not cost.successes or not other.successes:
         nothing = " and ".join(c.delivery for c in (cost, other) if not c.successes)
         return f"undefined ({nothing} solved nothing)"
+    value, low, high = ratio_of(cost, other)
     console.print(f"  95 % of the ratio, over {len(cost.flops)} tasks: [{low:.2f}, {high:.2f}]", highlight=False)
     return f"{value:.2f}"
 

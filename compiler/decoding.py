@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,16 +23,29 @@ from transformers import DynamicCache
 
 from compiler.base import Draft, Generators
 from compiler.prefixes import Prefixes, read
-from compiler.records import Wanted
-from lm.backbone import Batch
+from compiler.records import Decoding, Wanted
+from configs.models import Speed
+from lm.backbone import Backbone, Batch
 from lm.prompt import Prompt
-from soft_mem.projector import Gaussian
-
-if TYPE_CHECKING:
-    from compiler.hf import MemoryCompiler
+from soft_mem.projector import Gaussian, Projector
 
 LONGEST = 3  # tokens that a guess looks up at once; it falls back on fewer
 SMALLEST = 4  # a smaller batch does not shrink: memory tokens that are read apart cost what that saves
+
+
+class Writer(Protocol):
+    """What a decoder asks of the compiler whose emissions it writes."""
+
+    backbone: Backbone
+    projector: Projector
+    decoding: Decoding
+    speed: Speed
+
+    @property
+    def n_tokens(self) -> int: ...
+    def logprobs(self, logits: Tensor) -> Tensor: ...
+    def score(self, prompts: Sequence[Prompt], emissions: Sequence[Sequence[int]]) -> Any: ...
+    def kept_prefixes(self) -> Prefixes: ...
 
 
 class Decoder:
@@ -43,7 +56,7 @@ class Decoder:
     """
 
     def __init__(
-        self, compiler: MemoryCompiler, prompts: Sequence[Prompt], memories: Sequence[Hashable], by: Generators
+        self, compiler: Writer, prompts: Sequence[Prompt], memories: Sequence[Hashable], by: Generators
     ) -> None:
         self.compiler, self.backbone, self.prompts, self.by = compiler, compiler.backbone, prompts, by
         alike = compiler.decoding.temperature == 0 or not isinstance(by, torch.Generator)

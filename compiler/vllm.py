@@ -140,7 +140,7 @@ class VllmCompiler(TokenCompiler):
         words that are banned hold there, too, guesses included."""
         if not self.speculates:
             return {"logit_bias": dict.fromkeys(self.encoder.suppressed, -torch.inf)}
-        words = self.encoder.tokenizer.convert_ids_to_tokens(self.encoder.suppressed)
+        words = [self.encoder.tokenizer.decode([id]) for id in self.encoder.suppressed]
         if not all(self.encoder.ids(word) == (id,) for word, id in zip(words, self.encoder.suppressed, strict=True)):
             raise ValueError("a reserved token of this tokenizer is not read as one: set compiler.speed.ngram to 0")
         return {"bad_words": words}

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from compiler.hf import MemoryCompiler
-from compiler.records import Compilation, Decoding
+from compiler.records import Compilation, Decoding, always
 from compiler.vllm import VllmCompiler
 from compiler.vllm import engine_settings as compiler_settings
 from configs.models import EXECUTOR_KEY
@@ -162,5 +163,34 @@ def in_a_process_of_its_own() -> None:
             print("refused:", error, flush=True)
 
 
+def speculating() -> None:
+    """Compile greedily on an engine that guesses, where the token that would be written most often is reserved, beside
+    Hugging Face; say how many steps the engine took to the longest emission, and how it refuses to sample."""
+    compiler = trained(False, decoding=Decoding(max_new_tokens=40))
+    encoder, asked = compiler.backbone, [tiny_models.request(i, image=False) for i in range(5)]
+    written = Counter(id for c in compiler.compile(asked) for id in c.emission_ids[:-1])
+    words = {id: encoder.tokenizer.decode([id]) for id in written}
+    often = max((id for id in words if encoder.ids(words[id].lstrip()) == (id,)), key=lambda id: written[id])
+    with tempfile.TemporaryDirectory() as path:
+        ours = served(compiler, Path(path), ngram=3)
+    for each in (ours.encoder, compiler.backbone):
+        each.suppressed = sorted({*each.suppressed, often})
+    steps, step = [], ours.llm.llm_engine.step
+    ours.llm.llm_engine.step = lambda: steps.append(1) or step()  # type: ignore[method-assign]
+    made = ours._sample([ours.encode(request) for request in asked], ours.generator, always)
+    print_steps = f"steps {len(steps)} tokens {max(len(draft.ids) for draft in made)}"
+    for a, b in zip(ours.compile(asked), compiler.compile(asked), strict=True):
+        assert (a.emission_ids, a.parse_error) == (b.emission_ids, b.parse_error) and often not in a.emission_ids
+        for name in ("text_logprobs", "mu", "log_sigma", "soft"):
+            torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=1e-4, rtol=1e-4, msg=name)
+    print("alike")
+    print(print_steps)
+    ours.decoding = SAMPLING
+    try:
+        ours.compile(asked)
+    except ValueError as error:
+        print(error, flush=True)
+
+
 if __name__ == "__main__":
-    in_a_process_of_its_own()
+    speculating() if sys.argv[1:] == ["speculating"] else in_a_process_of_its_own()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,30 +87,14 @@ def test_greedy_compilations_equal_hugging_face(vlm: bool, tmp_path: Path) -> No
 
 
 @using_vllm
-def test_speculation_takes_fewer_steps_to_the_same_emissions_and_reserved_tokens_stay_out(tmp_path: Path) -> None:
-    compiler = vllm_engines.trained(False, decoding=Decoding(max_new_tokens=40))
-    asked = [tiny_models.request(i, image=False) for i in range(5)]
-    free = Counter(id for c in compiler.compile(asked) for id in c.emission_ids[:-1])
-    often = [
-        id for id, _ in free.most_common() if compiler.backbone.ids(compiler.backbone.tokenizer.decode([id])) == (id,)
-    ]
-    ours = vllm_engines.served(compiler, tmp_path / "a", ngram=3)
-    for encoder in (ours.encoder, compiler.backbone):  # what is written most often is reserved now
-        encoder.suppressed = sorted({*encoder.suppressed, often[0]})
-    steps, step = [], ours.llm.llm_engine.step
-    ours.llm.llm_engine.step = lambda: steps.append(1) or step()  # type: ignore[method-assign]
-    try:
-        made = ours.compile(asked)
-    finally:
-        ours.llm.llm_engine.step = step  # type: ignore[method-assign]
-    for a, b in zip(made, compiler.compile(asked), strict=True):
-        assert (a.emission_ids, a.parse_error) == (b.emission_ids, b.parse_error) and often[0] not in a.emission_ids
-        for name in ("text_logprobs", "mu", "log_sigma", "soft"):
-            torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=1e-4, rtol=1e-4, msg=name)
-    assert len(steps) < max(len(c.emission_ids) for c in made)
-    ours.decoding = SAMPLING
-    with pytest.raises(ValueError, match="for greedy emissions alone"):
-        ours.compile(asked[:1])
+def test_speculation_takes_fewer_steps_to_the_same_emissions_and_reserved_tokens_stay_out(repository: Path) -> None:
+    """In a process of its own: what vLLM imports to speculate keeps it from starting a second engine beside (0.31)."""
+    command = [sys.executable, "-m", "tests.vllm_engines", "speculating"]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = done.stdout.splitlines()
+    steps, tokens = map(int, said[-2].removeprefix("steps ").split(" tokens "))
+    assert said[-3] == "alike" and steps < tokens and "greedy emissions alone" in said[-1]
 
 
 @using_vllm
