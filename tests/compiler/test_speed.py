@@ -178,6 +178,6 @@ def test_the_budget_holds_and_what_was_used_least_recently_goes_first() -> None:
 
 def test_what_sampling_shares_a_generator_keeps_nothing() -> None:
     compiler = writer(False, 0.7)
-    compiler.speed = Speed()
+    compiler.speed, compiler._prefixes = KEEPING, Prefixes(64)
     made = compiler.compile(requests(False))
     assert compiler._prefixes.held == 0 and made[0].tokens_cached is None
