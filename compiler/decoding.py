@@ -65,13 +65,8 @@ class Decoder:
         self.passes: list[Tensor] = []  # log-probabilities (b, K) of what was chosen, by pass
         prefixes = compiler.kept_prefixes() if able and compiler.speed.prefix_mib else Prefixes(0)
         reading = read(self.backbone, prompts, memories, prefixes)
-        self.cache, self.mask, self.position, self.hidden = (
-            reading.cache,
-            reading.mask,
-            reading.position,
-            reading.hidden,
-        )
-        self.cached = reading.cached if prefixes.budget else None
+        self.cache, self.mask, self.position = reading.cache, reading.mask, reading.position
+        self.hidden, self.cached = reading.hidden, reading.cached if prefixes.budget else None
 
     def run(self, wanted: Wanted) -> tuple[list[Draft], Gaussian]:
         """Decode until every row has ended, or nobody waits for those that have not: they count as truncated."""
