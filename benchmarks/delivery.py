@@ -31,7 +31,7 @@ from transformers import AutoConfig
 from benchmarks.scripted import ACTION_TOKENS, EMISSION_TOKENS, Script, ScriptedCompiler, ScriptedExecutor, play
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
-from configs.models import CompilerConfig, Dtype, ExecutorConfig, Soft, VllmEngine
+from configs.models import CompilerConfig, Dtype, ExecutorConfig, Soft, Speed, VllmEngine
 from configs.run_folder import RunFolder
 from envs.household.environment import INSTRUCTIONS
 from envs.spec import Told
@@ -127,7 +127,8 @@ def _players(engine: Literal["hf", "vllm"], config: DeliveryBench, script: Scrip
     common: dict[str, Any] = {"model": config.model, "dtype": config.dtype, "vllm": vllm}
     executor = ExecutorConfig(**common, engine=engine, mode="generate", max_new_tokens=ACTION_TOKENS)
     soft = Soft(n_tokens=config.n_soft, emb_std="auto")
-    compiler = CompilerConfig(**common, max_new_tokens=EMISSION_TOKENS, soft=soft)
+    own = Speed(drafts=0)  # an untrained compiler repeats itself, which is guessed too well
+    compiler = CompilerConfig(**common, max_new_tokens=EMISSION_TOKENS, soft=soft, speed=own)
     players = (_hf_players if engine == "hf" else _vllm_players)(executor, compiler, config, needed)
     encoder = players.compiler.model.encoder  # type: ignore[attr-defined]
     encoder.suppressed = sorted({*encoder.suppressed, encoder.end_id})  # emissions run into their limit

@@ -59,7 +59,7 @@ def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told:
         shape = (backbone.hidden_size, table.shape[1], config.soft.n_tokens)
         soft = config.soft
         projector = Projector(ProjectorConfig(*shape, soft.projector, emb_std, soft.init_log_sigma, soft.normalise))
-    compiler = MemoryCompiler(backbone, projector, *_how(config, told), lora, seed)
+    compiler = MemoryCompiler(backbone, projector, *_how(config, told), lora, seed, config.speed)
     if found and not merged:
         checkpoint.load(found, compiler)
     return compiler
@@ -80,7 +80,7 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") 
     lora = None if merged else _adapter(config, found)
     name, revision = (str(found), None) if merged else (model_path(config.model), config.revision)
     rank = max([lora.r, *(lora.rank_pattern or {}).values()]) if lora else config.lora.rank  # that GRPO may send later
-    llm = load_engine(name, config.dtype, engine_settings(rank) | pinned(revision), config.vllm)
+    llm = load_engine(name, config.dtype, engine_settings(rank, config.speed.ngram) | pinned(revision), config.vllm)
     encoder = load_encoder(name, config.memory_token, revision, config.chat_template)
     device = device_of(config.device)
     served = VllmCompiler(llm, encoder, projector, *_how(config, told), seed, config.constrained, device)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from compiler.base import Draft, Generators, TokenCompiler
+from compiler.decoding import Decoder
+from compiler.prefixes import Prefixes
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
-from configs.models import Lora
-from lm.backbone import Backbone, Batch
+from configs.models import Lora, Speed
+from lm.backbone import Backbone
 from lm.prompt import Prompt
 from soft_mem.projector import Gaussian, Projector
 
@@ -40,7 +42,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
 
     def __init__(
         self, backbone: Backbone, projector: Projector, decoding: Decoding | None = None, instructions: str = "",
-        lora: Lora | LoraConfig | None = None, seed: int = 0,
+        lora: Lora | LoraConfig | None = None, seed: int = 0, speed: Speed | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if projector.config.d_compiler != backbone.hidden_size:
@@ -48,12 +50,18 @@ class MemoryCompiler(TokenCompiler, nn.Module):
                 f"projector reads {projector.config.d_compiler}-d states, the compiler has {backbone.hidden_size}"
             )
         self.backbone, self.encoder, self.context = backbone, backbone, backbone.context
-        self.decoding, self.instructions = decoding or Decoding(), instructions
+        self.decoding, self.instructions, self.speed = decoding or Decoding(), instructions, speed or Speed()
         self.projector = projector.to(backbone.device)
         backbone.model.requires_grad_(False)
         self.policy: Any = _with_lora(backbone, lora) if lora else backbone.model
         self.generator = torch.Generator(device=backbone.device).manual_seed(seed)
         self.weight_version = 0
+        self._prefixes = Prefixes(self.speed.prefix_mib)
+
+    def kept_prefixes(self) -> Prefixes:
+        """Return what was read by the weights as they are now, whoever changed them."""
+        trained = (parameter for parameter in self.policy.parameters() if parameter.requires_grad)
+        return self._prefixes.of_weights((self.weight_version, *(parameter._version for parameter in trained)))
 
     def emission_ids(self, text: str) -> tuple[int, ...]:
         """Tokenise an emission with its end-of-turn token: what SFT trains and what decoding produces."""
@@ -83,8 +91,7 @@ class MemoryCompiler(TokenCompiler, nn.Module):
 
     def allowed(self, logits: Tensor) -> Tensor:
         """Rule reserved tokens out of logits (fp32): the policy's distribution, when sampling and when re-scoring."""
-        banned = torch.tensor(self.backbone.suppressed, dtype=torch.long, device=logits.device)
-        return logits.float().index_fill(-1, banned, -torch.inf)
+        return logits.float().index_fill(-1, _on(logits.device, tuple(self.backbone.suppressed)), -torch.inf)
 
     def logprobs(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Compute log-probabilities (..., V) of the distribution that `decoding` samples from, in fp32.
@@ -111,107 +118,15 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         was_training = self.training
         self.eval()  # dropout off: the sampled distribution is the one that is re-scored
         memories = [tuple(entry.id for entry in request.memory) for request in requests]
-        drafts, gaussian = _Decoder(self, prompts, memories, by).run(wanted)
+        drafts, gaussian = Decoder(self, prompts, memories, by).run(wanted)
         self.train(was_training)
         return drafts, gaussian
 
 
-class _Decoder:
-    """Batched sampling with a cache, then the memory tokens over the same cache: the prompt is read once, and what rows
-    of the same task memory have in common (the episodes of a group) once for all of them.
-
-    A row that has ended goes on as padding that nothing attends to (`real` is 0) and that takes up no position.
-    `memories` says which task memory each prompt begins with.
-    """
-
-    def __init__(
-        self, compiler: MemoryCompiler, prompts: Sequence[Prompt], memories: Sequence[object], by: Generators
-    ) -> None:
-        self.compiler, self.backbone, self.prompts, self.by = compiler, compiler.backbone, prompts, by
-        self.cache = DynamicCache(config=self.backbone.model.config.get_text_config())
-        whole = self.backbone.pad(prompts, "left")
-        self.position = whole.next_positions  # ([3,] B, 1)
-        begun, tails = self._read_common(prompts, memories)  # (B, P), 1 where the cache holds a row's token
-        # What is left of every row: its last columns. Where another row has more left, some of them are read already.
-        left = self.backbone.pad(tails, "left")
-        self.mask = torch.cat([begun, left.mask], 1)
-        positions = whole.positions[..., -left.tokens.shape[1] :]
-        self.rest = replace(left, mask=self.mask, positions=positions)
-
-    def _read_common(self, prompts: Sequence[Prompt], memories: Sequence[object]) -> tuple[Tensor, list[Prompt]]:
-        """Fill the cache with what prompts of the same memory begin with; return its mask (B, P), and what is left."""
-        groups = [[i for i, m in enumerate(memories) if m == memory] for memory in dict.fromkeys(memories)]
-        common = [self.backbone.common([prompts[i] for i in rows]) for rows in groups]
-        group_of = {i: g for g, rows in enumerate(groups) for i in rows}
-        tails = [prompt.cut(*common[group_of[i]])[1] for i, prompt in enumerate(prompts)]
-        if not any(n for n, _ in common):
-            return torch.zeros((len(prompts), 0), dtype=torch.long, device=self.backbone.device), tails
-        # A row that shares nothing gets some token that its mask hides.
-        heads = [prompts[rows[0]].cut(n or 1, pictures)[0] for rows, (n, pictures) in zip(groups, common, strict=True)]
-        beginnings = self.backbone.pad(heads, "left")
-        self.backbone.hidden(beginnings, self.cache)
-        order = torch.tensor([group_of[i] for i in range(len(prompts))], device=self.backbone.device)
-        self.cache.batch_select_indices(order)
-        shares = torch.tensor([n > 0 for n, _ in common], device=order.device)
-        return (beginnings.mask * shares[:, None])[order], tails
-
-    def run(self, wanted: Wanted) -> tuple[list[Draft], Gaussian]:
-        """Decode until every row has ended, or nobody waits for those that have not: they count as truncated."""
-        end, n = self.backbone.end_id, self.compiler.n_tokens
-        hidden = self.backbone.hidden(self.rest, self.cache)[:, -1]
-        alive = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
-        tokens, logprobs, real = [], [], []
-        for _ in range(self.compiler.decoding.max_new_tokens):
-            if tokens:
-                hidden = self._feed(tokens[-1], real[-1])[:, -1]
-            token, logprob = self._sample(self.backbone.logits(hidden), alive)
-            tokens.append(torch.where(alive, token, end)[:, None])
-            logprobs.append(logprob[:, None])
-            real.append(alive[:, None])
-            alive = alive & (token != end)
-            if not any(going and wanted(i) for i, going in enumerate(alive.tolist())):
-                break
-        rows = _rows(torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(real, 1), alive, end)
-        if not self.backbone.attends_fully:  # rows that ended went on in its states: all is read once more
-            return rows, self.compiler.score(self.prompts, [row.ids for row in rows]).gaussian
-        # The last token is not in the cache yet; a row that ran out of budget gets its end-of-turn token now.
-        tail = torch.full((len(alive), 1 + n), self.backbone.memory_id, device=hidden.device)
-        tail[:, 0] = end
-        follows = torch.cat([real[-1], alive[:, None], torch.ones_like(tail[:, 1:], dtype=torch.bool)], 1)
-        h_soft = self._feed(torch.cat([tokens[-1], tail], 1), follows)[:, -n:]
-        return rows, self.compiler.projector(h_soft)
-
-    def _feed(self, tokens: Tensor, real: Tensor) -> Tensor:
-        """Read K more columns: their hidden states (B, K, d)."""
-        counts = real.long()
-        self.mask = torch.cat([self.mask, counts], 1)
-        positions = self.position + counts.cumsum(1) - counts
-        self.position = self.position + counts.sum(1, keepdim=True)
-        return self.backbone.hidden(Batch(tokens, self.mask, positions), self.cache)
-
-    def _sample(self, logits: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw tokens, with their log-probabilities at the sampling temperature, (B,) each; never a reserved one.
-
-        A row's own generator draws nothing for a row that has ended, so that others do not change what it draws next.
-        """
-        logprobs = self.compiler.logprobs(logits)
-        if self.compiler.decoding.temperature == 0:
-            token = logprobs.argmax(-1)
-        elif isinstance(self.by, torch.Generator):
-            token = torch.multinomial(logprobs.exp(), 1, generator=self.by).squeeze(1)
-        else:
-            token = torch.full_like(alive, self.backbone.end_id, dtype=torch.long)
-            for i in alive.nonzero().flatten().tolist():
-                token[i] = torch.multinomial(logprobs[i : i + 1].exp(), 1, generator=self.by[i])
-        return token, logprobs.gather(1, token[:, None]).squeeze(1)
-
-
-def _rows(tokens: Tensor, logprobs: Tensor, real: Tensor, truncated: Tensor, end: int) -> list[Draft]:
-    lengths = real.sum(1).tolist()
-    return [
-        Draft((*ids[:n], *((end,) if cut else ())), values[:n].cpu(), cut)
-        for ids, values, n, cut in zip(tokens.tolist(), logprobs, lengths, truncated.tolist(), strict=True)
-    ]
+@functools.lru_cache(maxsize=8)
+def _on(device: torch.device, ids: tuple[int, ...]) -> Tensor:
+    """Put ids on a device, once: a copy at every token would have it wait."""
+    return torch.tensor(ids, dtype=torch.long, device=device)
 
 
 def _truncated(logits: Tensor, top_k: int, top_p: float, keep: Tensor | None) -> Tensor:

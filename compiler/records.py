@@ -88,8 +88,8 @@ class Compilation:
     weight_version: int = 0  # of the weights that sampled this
 
 
-# Whether anybody still waits for request i. A compiler asks before every token; what it gives for one that nobody waits
-# for may be cut short, and is of no use.
+# Whether anybody still waits for request i. A compiler asks before every pass of its model; what it gives for one that
+# nobody waits for may be cut short, and is of no use.
 Wanted = Callable[[int], bool]
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
     from vllm.lora.request import LoRARequest
 
+LOOKUP = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 _SERIALS = itertools.count(1)  # of adapters: engine and prefix cache know an adapter by its name and number
 
 
@@ -54,6 +55,7 @@ class VllmCompiler(TokenCompiler):
         self.decoding, self.instructions, self.constrained = decoding or Decoding(), instructions, constrained
         self.projector = self._frozen(projector)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        self.speculates = llm.llm_engine.vllm_config.speculative_config is not None
         self.lora: LoRARequest | None = None
         self.weight_version = 0
         self.reissued = 0  # second passes that had to be repeated because the prefix cache held part of the tail
@@ -118,6 +120,8 @@ class VllmCompiler(TokenCompiler):
         decoding, end = self.decoding, self.encoder.end_id
         if not (decoding.temperature == 0 or 0.01 <= decoding.temperature <= 2):
             raise ValueError(f"vLLM samples at temperature 0, or 0.01 to 2, not at {decoding.temperature}")
+        if self.speculates and decoding.temperature:
+            raise ValueError("an engine that speculates is for greedy emissions alone: set compiler.speed.ngram to 0")
         drawn = [(by, len(prompts))] if isinstance(by, torch.Generator) else [(own, 1) for own in by]
         seeds = torch.cat([torch.randint(2**31, (n,), generator=own, device=self.device) for own, n in drawn]).tolist()
         shape = StructuredOutputsParams(grammar=grammar()) if self.constrained else None
@@ -125,12 +129,21 @@ class VllmCompiler(TokenCompiler):
             SamplingParams(
                 temperature=decoding.temperature, top_k=decoding.top_k, top_p=decoding.top_p, seed=seed,
                 max_tokens=decoding.max_new_tokens, stop_token_ids=[end], ignore_eos=True, logprobs=0,
-                logit_bias=dict.fromkeys(self.encoder.suppressed, -torch.inf), detokenize=False,
-                structured_outputs=shape,
+                detokenize=False, structured_outputs=shape, **self._bans(),
             )
             for seed in seeds
         ]  # fmt: skip
         return [_draft_of(output, end) for output in self._run(prompts, [()] * len(prompts), params, wanted)]
+
+    def _bans(self) -> dict[str, Any]:
+        """Say that reserved tokens are never sampled. A bias is the cheap way, which vLLM refuses beside speculation;
+        words that are banned hold there, too, guesses included."""
+        if not self.speculates:
+            return {"logit_bias": dict.fromkeys(self.encoder.suppressed, -torch.inf)}
+        words = [self.encoder.tokenizer.decode([id]) for id in self.encoder.suppressed]
+        if not all(self.encoder.ids(word) == (id,) for word, id in zip(words, self.encoder.suppressed, strict=True)):
+            raise ValueError("a reserved token of this tokenizer is not read as one: set compiler.speed.ngram to 0")
+        return {"bad_words": words}
 
     def _hidden(self, prompts: Sequence[Prompt], drafts: Sequence[Draft], wanted: Wanted) -> Tensor:
         """Make the second pass: final hidden states (B, N, d) of the memory tokens, in fp32; zeros where nobody waits.
@@ -192,8 +205,8 @@ class VllmCompiler(TokenCompiler):
         return copy.deepcopy(projector).to(self.device).eval().requires_grad_(False)
 
 
-def engine_settings(lora_rank: int) -> dict[str, Any]:
-    """Say what this backend asks of `vllm.LLM`, beyond model and dtype."""
+def engine_settings(lora_rank: int, ngram: int = 0) -> dict[str, Any]:
+    """Say what this backend asks of `vllm.LLM`, beyond model and dtype; `ngram` as in `configs.models.Speed`."""
     from vllm.platforms import current_platform
 
     ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has kernels for
@@ -204,6 +217,7 @@ def engine_settings(lora_rank: int) -> dict[str, Any]:
         "max_lora_rank": next((rank for rank in ranks if rank >= lora_rank), lora_rank),
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, as training scores it
         "worker_extension_cls": EXTENSION,
+        **({"speculative_config": {**LOOKUP, "num_speculative_tokens": ngram}} if ngram else {}),
         # On CPU, a request with a seed whose prompt is computed in chunks ends the whole engine (0.31).
         **({"enable_chunked_prefill": False} if current_platform.is_cpu() else {}),
     }

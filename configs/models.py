@@ -118,6 +118,17 @@ class Soft(Settings):
     normalise: bool = False  # the hidden states that the projector reads: mu then starts at 1 whatever the model
 
 
+class Speed(Settings):
+    """What makes compiling faster and leaves the output as it is (docs/serving.md): of engine hf, the last of vllm."""
+
+    drafts: int = Field(default=4, ge=0)  # tokens guessed from prompt and emission and read at once; 0: none
+    shrink: bool = True  # rows that have ended leave a batch
+    # Keys and values of what prompts begin with, kept between steps, on the model's device; 0: none. Sums then depend
+    # in their last digits on what was compiled before: a run that goes on after a kill may differ there.
+    prefix_mib: float = Field(default=0, ge=0)
+    ngram: int = Field(default=0, ge=0)  # tokens that vLLM guesses from prompt and emission; for greedy emissions
+
+
 class CompilerConfig(ModelSettings):
     start: ClassVar[str] = "memcompiler serve compiler --checkpoint RUN"
     model: str = "zoo/household/compiler"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
@@ -127,6 +138,7 @@ class CompilerConfig(ModelSettings):
     engine: Literal["hf", "vllm", "http"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
     lora: Lora = Lora()
     soft: Soft = Soft()
+    speed: Speed = Speed()
     temperature: float = Field(default=0.0, ge=0)  # 0: greedy text and the mean of the soft tokens
     constrained: bool = False  # emissions held to the emission language's grammar (vllm; not for training by GRPO)
 
@@ -134,6 +146,8 @@ class CompilerConfig(ModelSettings):
     def _grammar_by_vllm(self) -> CompilerConfig:
         if self.constrained and self.engine != "vllm":
             raise ValueError("constrained emissions need engine vllm")
+        if self.speed.ngram and (self.engine != "vllm" or self.temperature):
+            raise ValueError("compiler.speed.ngram is for greedy emissions (temperature 0) in engine vllm")
         return self
 
 

@@ -369,6 +369,21 @@ def bench_delivery(
     run_bench_delivery(model, memory_tokens, steps, concurrency, engine, dtype, n_soft, out)
 
 
+@bench_app.command("cost")
+def bench_cost(
+    run: Annotated[Path, typer.Argument(help="Run folder of `memcompiler eval`.")],
+    steps: Annotated[int | None, typer.Option(min=1, help="Of every episode (default: all of them).")] = None,
+    delivery: Annotated[str, typer.Option(help="Whose cost is divided.")] = "compiled",
+    over: Annotated[str, typer.Option(help="By whose it is divided.")] = "static",
+    compiler_parameters: Annotated[float | None, typer.Option(help="Default: of the run's model.")] = None,
+    executor_parameters: Annotated[float | None, typer.Option(help="Default: of the run's model.")] = None,
+) -> None:
+    """Divide what an evaluation took, failed episodes included, by its solved tasks: tokens, seconds, FLOPs."""
+    from benchmarks.cost import run_bench_cost
+
+    run_bench_cost(run, steps, delivery, over, compiler_parameters, executor_parameters)
+
+
 @bench_app.command("recall")
 def bench_recall(
     data: Annotated[Path, typer.Option(help="LoCoMo's JSON, or another file of questions with evidence.")],

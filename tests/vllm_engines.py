@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from compiler.hf import MemoryCompiler
-from compiler.records import Compilation, Decoding
+from compiler.records import Compilation, Decoding, always
 from compiler.vllm import VllmCompiler
 from compiler.vllm import engine_settings as compiler_settings
 from configs.models import EXECUTOR_KEY
@@ -70,13 +71,13 @@ def folder(vlm: bool, free_rows: int = 0) -> Path:
 
 
 @functools.cache
-def engine(vlm: bool, role: str = "compiler") -> Any:
+def engine(vlm: bool, role: str = "compiler", ngram: int = 0) -> Any:
     """One engine for all tests of a process: starting the first takes half a minute, the others a few seconds."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from vllm import LLM
 
-    ours = compiler_settings(RANK) if role == "compiler" else executor_settings()
+    ours = compiler_settings(RANK, ngram) if role == "compiler" else executor_settings()
     return LLM(model=str(folder(vlm)), **ours, **SETTINGS)
 
 
@@ -114,11 +115,11 @@ def save_adapter(compiler: MemoryCompiler, path: Path) -> Path:
     return path
 
 
-def served(compiler: MemoryCompiler, path: Path, **kwargs: Any) -> VllmCompiler:
+def served(compiler: MemoryCompiler, path: Path, ngram: int = 0, **kwargs: Any) -> VllmCompiler:
     """The same compiler in the engine; its adapter goes through `path`."""
     vlm = compiler.backbone.is_vlm
     kwargs = {"decoding": compiler.decoding, "instructions": compiler.instructions} | kwargs
-    made = VllmCompiler(engine(vlm), load_encoder(folder(vlm)), compiler.projector, **kwargs)
+    made = VllmCompiler(engine(vlm, ngram=ngram), load_encoder(folder(vlm)), compiler.projector, **kwargs)
     made.load_adapter(save_adapter(compiler, path), 1, compiler.projector)
     return made
 
@@ -162,5 +163,34 @@ def in_a_process_of_its_own() -> None:
             print("refused:", error, flush=True)
 
 
+def speculating() -> None:
+    """Compile greedily on an engine that guesses, where the token that would be written most often is reserved, beside
+    Hugging Face; say how many steps the engine took to the longest emission, and how it refuses to sample."""
+    compiler = trained(False, decoding=Decoding(max_new_tokens=40))
+    encoder, asked = compiler.backbone, [tiny_models.request(i, image=False) for i in range(5)]
+    written = Counter(id for c in compiler.compile(asked) for id in c.emission_ids[:-1])
+    words = {id: encoder.tokenizer.decode([id]) for id in written}
+    often = max((id for id in words if encoder.ids(words[id].lstrip()) == (id,)), key=lambda id: written[id])
+    with tempfile.TemporaryDirectory() as path:
+        ours = served(compiler, Path(path), ngram=3)
+    for each in (ours.encoder, compiler.backbone):
+        each.suppressed = sorted({*each.suppressed, often})
+    steps, step = [], ours.llm.llm_engine.step
+    ours.llm.llm_engine.step = lambda: steps.append(1) or step()  # type: ignore[method-assign]
+    made = ours._sample([ours.encode(request) for request in asked], ours.generator, always)
+    print_steps = f"steps {len(steps)} tokens {max(len(draft.ids) for draft in made)}"
+    for a, b in zip(ours.compile(asked), compiler.compile(asked), strict=True):
+        assert (a.emission_ids, a.parse_error) == (b.emission_ids, b.parse_error) and often not in a.emission_ids
+        for name in ("text_logprobs", "mu", "log_sigma", "soft"):
+            torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=1e-4, rtol=1e-4, msg=name)
+    print("alike")
+    print(print_steps)
+    ours.decoding = SAMPLING
+    try:
+        ours.compile(asked)
+    except ValueError as error:
+        print(error, flush=True)
+
+
 if __name__ == "__main__":
-    in_a_process_of_its_own()
+    speculating() if sys.argv[1:] == ["speculating"] else in_a_process_of_its_own()

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from compiler.build import load_served_compiler
 from compiler.records import Decoding
 from configs.evaluation import EvalConfig
-from configs.models import CompilerConfig
+from configs.models import CompilerConfig, Speed
 from configs.training import GrpoConfig
 from tests import tiny_models
 
@@ -72,6 +72,7 @@ def test_batching_does_not_change_results():
 
 def read_together(compiler, requests, monkeypatch):
     """Compile in one batch, which changes no result; what was read once for several, and what was left of each."""
+    compiler.speed = Speed(prefix_mib=0)
     alone = [compiler.compile([r])[0] for r in requests]
     read = []
     hidden = compiler.backbone.hidden
@@ -96,7 +97,7 @@ def test_prompts_of_one_memory_share_their_beginning(vlm, monkeypatch):
         begin = rows[0].ids[:n]
         assert all(row.ids[:n] == begin for row in rows)
         assert len(compiler.backbone.tokenizer.decode(begin).split("home 1: put")) > 1  # memory is in it
-    assert beginnings.tokens.shape == (3, max(common)) and beginnings.mask.sum().item() == sum(common) + 1
+    assert beginnings.tokens.shape == (2, max(common)) and beginnings.mask.sum().item() == sum(common)
     lengths = torch.tensor([len(compiler.encode(r).ids) for r in requests])
     assert torch.equal(rest.mask.sum(1), lengths)  # every token of every row is attended to, once
     read_here = rest.mask[:, -rest.tokens.shape[1] :].sum().item()
@@ -157,6 +158,13 @@ def test_who_may_hold_emissions_to_the_grammar():
         GrpoConfig(compiler=vllm)
 
 
+def test_who_may_speculate_in_vllm():
+    assert CompilerConfig(engine="vllm", speed={"ngram": 3}).speed.ngram == 3
+    for other in ({"engine": "hf"}, {"engine": "vllm", "temperature": 1.0}):
+        with pytest.raises(ValidationError, match="greedy emissions"):
+            CompilerConfig(speed={"ngram": 3}, **other)
+
+
 @pytest.mark.parametrize("constrained", [True, False])
 def test_the_grammar_is_a_setting_of_the_served_compiler(constrained, monkeypatch):
     asked = []
@@ -169,7 +177,7 @@ def test_the_grammar_is_a_setting_of_the_served_compiler(constrained, monkeypatc
             pass
 
     monkeypatch.setattr("compiler.vllm.VllmCompiler", Recorder)
-    monkeypatch.setattr("compiler.vllm.engine_settings", lambda rank: {})
+    monkeypatch.setattr("compiler.vllm.engine_settings", lambda rank, ngram: {})
     monkeypatch.setattr("lm.vllm.load_engine", lambda *arguments: None)
     monkeypatch.setattr("compiler.checkpoint.find", lambda path: path)
     monkeypatch.setattr("compiler.checkpoint.load_projector", lambda path: None)
@@ -179,7 +187,8 @@ def test_the_grammar_is_a_setting_of_the_served_compiler(constrained, monkeypatc
 
 
 def test_decoding_stops_when_nobody_waits_for_what_is_still_written() -> None:
-    compiler = tiny_models.memory_compiler(False, decoding=Decoding(max_new_tokens=40)).eval()
+    decoding = Decoding(max_new_tokens=40)
+    compiler = tiny_models.memory_compiler(False, decoding=decoding, speed=Speed(drafts=0)).eval()  # a token, a pass
     asked = [tiny_models.request(i, image=False) for i in range(3)]
     whole, steps = compiler.compile(asked), []
 

@@ -87,6 +87,17 @@ def test_greedy_compilations_equal_hugging_face(vlm: bool, tmp_path: Path) -> No
 
 
 @using_vllm
+def test_speculation_takes_fewer_steps_to_the_same_emissions_and_reserved_tokens_stay_out(repository: Path) -> None:
+    """In a process of its own: what vLLM imports to speculate keeps it from starting a second engine beside (0.31)."""
+    command = [sys.executable, "-m", "tests.vllm_engines", "speculating"]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = done.stdout.splitlines()
+    steps, tokens = map(int, said[-2].removeprefix("steps ").split(" tokens "))
+    assert said[-3] == "alike" and steps < tokens and "greedy emissions alone" in said[-1]
+
+
+@using_vllm
 def test_hidden_states_equal_hugging_face(tmp_path: Path) -> None:
     """With the identity for a projector, mu is the hidden state: LoRA and picture are in it."""
     compiler = vllm_engines.trained(projector={"kind": "linear"})

@@ -1,0 +1,183 @@
+"""What makes compiling faster changes nothing: the same tokens and soft tokens, greedy or drawn by the same seeds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compiler.brief_state import Create
+from compiler.hf import MemoryCompiler
+from compiler.prefixes import Prefix, Prefixes
+from compiler.records import Compilation, Decoding
+from configs.models import Speed
+from lm.prompt import Prompt
+from tests import tiny_models
+
+SLOW = Speed(drafts=0, shrink=False, prefix_mib=0)
+KEEPING = Speed(drafts=0, shrink=False, prefix_mib=64)
+LIMIT = 24
+
+
+def requests(vlm: bool) -> list:
+    """Prompts of several lengths, some of them of the same memory; one without a picture."""
+    return [tiny_models.request(i, image=vlm and i != 1) for i in range(7)]
+
+
+def writer(vlm: bool, temperature: float = 0.0) -> MemoryCompiler:
+    """A compiler whose emissions end early or late, and partly repeat what stands before: its logits are steep, and the
+    end of turn comes at about every seventh hidden state."""
+    decoding = Decoding(temperature=temperature, max_new_tokens=LIMIT)
+    compiler = tiny_models.memory_compiler(vlm, decoding=decoding, speed=SLOW).eval()
+    flat, end = compiler.backbone.logits, compiler.backbone.end_id
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        steep = 20 * flat(hidden)
+        best = steep.amax(-1)
+        steep[..., end] = torch.where((40 * hidden[..., :4].sum(-1)).sin() > 0.9, best + 9, best - 9)
+        return steep
+
+    compiler.backbone.logits = logits  # type: ignore[method-assign]
+    return compiler
+
+
+SEEDS = list(range(7))
+
+
+def compiled(compiler: MemoryCompiler, speed: Speed, asked: list) -> tuple[list[Compilation], list[tuple[int, int]]]:
+    """What is compiled, and rows and columns of each pass of the model."""
+    passes, hidden = [], compiler.backbone.hidden
+    compiler.backbone.hidden = lambda batch, *rest: passes.append(batch.tokens.shape) or hidden(batch, *rest)  # type: ignore[method-assign]
+    compiler.speed = speed
+    try:
+        return compiler.compile(asked, seeds=SEEDS[: len(asked)]), passes
+    finally:
+        compiler.backbone.hidden = hidden  # type: ignore[method-assign]
+
+
+def assert_same(made: list[Compilation], before: list[Compilation]) -> None:
+    for a, b in zip(made, before, strict=True):
+        assert (a.emission_ids, a.text, a.parse_error) == (b.emission_ids, b.text, b.parse_error)
+        for name in ("text_logprobs", "mu", "log_sigma", "soft"):
+            torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("vlm", [True, False])
+def test_no_lever_changes_what_is_written(vlm: bool, temperature: float) -> None:
+    compiler = writer(vlm, temperature)
+    before, slow = compiled(compiler, SLOW, requests(vlm))
+    lengths = Counter(len(c.emission_ids) for c in before)
+    assert len(lengths) >= 3
+    for speed in (Speed(), Speed(drafts=0), Speed(drafts=9, shrink=False, prefix_mib=0)):
+        made, passes = compiled(compiler, speed, requests(vlm))
+        assert_same(made, before)
+        if speed.drafts:
+            assert len(passes) < len(slow)  # guesses were right
+            assert sum(c for _, c in passes[2:-1]) > len(passes)  # and guesses were wrong
+        else:
+            assert min(rows for rows, _ in passes[2:]) < 7  # the batch did shrink
+    assert_same(compiled(compiler, Speed(drafts=9), requests(vlm)[:1])[0], before[:1])
+
+
+def test_rows_that_draw_from_one_generator_draw_what_they_drew() -> None:
+    compiler = writer(False, 0.7)
+    asked = requests(False)
+    compiler.generator.manual_seed(3)
+    before = compiler.compile(asked)
+    compiler.speed = Speed(drafts=9)
+    compiler.generator.manual_seed(3)
+    for a, b in zip(compiler.compile(asked), before, strict=True):
+        assert a.emission_ids == b.emission_ids and torch.equal(a.z, b.z)
+
+
+def test_guesses_hold_no_reserved_token_and_follow_what_stood_before() -> None:
+    from compiler.decoding import _Row, _until
+
+    row = _Row(0, "abcdXabceYab")
+    assert row.follows(3) == "ceY"  # the last time that `ab` stood there
+    assert _Row(0, "xyz").follows(3) == ""
+    assert _Row(0, "xabab").follows(5) == "ababa"  # it goes round
+    assert _until("abc", [ord("b"), ord("c")]) == "a" and _until("abc", []) == "abc"
+
+
+# -- what prompts begin with, kept between steps ----------------------------------------------------------------------
+
+
+def episode(vlm: bool, i: int) -> list:
+    """The steps of an episode: one memory, another state and view at each."""
+    first = tiny_models.request(i, image=vlm)
+    views = ["You see a cabinet 1.", "You see a shelf 2. You see a mug 1.", "You see nothing.", "You see a cabinet 2."]
+    return [
+        replace(first, observation=view, state=first.state and first.state.apply(Create(f"step {t}", view)))
+        for t, view in enumerate(views)
+    ]
+
+
+def read_columns(passes: list[tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in passes)
+
+
+@pytest.mark.parametrize("vlm", [True, False])
+def test_kept_beginnings_change_nothing_and_are_not_read_again(vlm: bool) -> None:
+    """Episodes of three memories step by step, two of them of the same memory from the third step on."""
+    compiler = writer(vlm)
+    episodes = [episode(vlm, i) for i in range(3)]
+    compiler._prefixes = Prefixes(64)
+    for t in range(4):
+        asked = [steps[t] for steps in (*episodes, *([episodes[0]] if t > 1 else []))]
+        before, slow = compiled(compiler, SLOW, asked)
+        made, fast = compiled(compiler, KEEPING, asked)
+        assert_same(made, before)
+        assert all(c.tokens_cached is None for c in before)
+        assert all(bool(c.tokens_cached) is (t > 0) for c in made)
+        if t > 0:  # state and view are read, and not the memory
+            assert read_columns(fast) < 0.8 * read_columns(slow)
+            assert all(len(c.prompt_ids) - c.tokens_cached < 60 for c in made if c.tokens_cached)
+    assert 0 < compiler._prefixes.held < 64 * 2**20
+
+
+def test_what_other_weights_have_read_is_forgotten() -> None:
+    compiler = writer(False)
+    steps = episode(False, 0)
+    compiler._prefixes, speed = Prefixes(64), KEEPING
+    compiled(compiler, speed, steps[:1])
+    with torch.no_grad():
+        for name, parameter in compiler.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1)
+    made, _ = compiled(compiler, speed, steps[1:2])
+    assert made[0].tokens_cached == 0
+    assert_same(made, compiled(compiler, SLOW, steps[1:2])[0])
+    again, _ = compiled(compiler, speed, steps[2:3])
+    assert again[0].tokens_cached
+    compiler.weight_version += 1
+    assert compiled(compiler, speed, steps[3:])[0][0].tokens_cached == 0
+
+
+def test_the_budget_holds_and_what_was_used_least_recently_goes_first() -> None:
+    def prefix(tokens: int) -> Prefix:
+        states = torch.zeros(2, tokens, 8)
+        return Prefix(Prompt((1,) * tokens), ((states, states.clone()),))
+
+    size = prefix(10).nbytes
+    kept = Prefixes(2.5 * size / 2**20)
+    kept.keep("a", prefix(10))
+    kept.keep("b", prefix(10))
+    assert kept.find("a") and kept.held == 2 * size
+    kept.keep("c", prefix(10))
+    assert kept.find("b") is None and kept.find("a") and kept.find("c") and kept.held == 2 * size
+    kept.keep("a", prefix(30))  # more than there is room for: what was kept of it goes
+    assert kept.find("a") is None and kept.find("c") and kept.held == size
+    kept.keep("c", prefix(5))  # in its place
+    assert kept.held == prefix(5).nbytes
+    assert Prefixes(0).budget == 0
+
+
+def test_what_sampling_shares_a_generator_keeps_nothing() -> None:
+    compiler = writer(False, 0.7)
+    compiler.speed, compiler._prefixes = KEEPING, Prefixes(64)
+    made = compiler.compile(requests(False))
+    assert compiler._prefixes.held == 0 and made[0].tokens_cached is None
