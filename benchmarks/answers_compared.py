@@ -57,7 +57,9 @@ def _of(run: Path, rows: Rows, shared: Sequence[str], absent: Sequence[str], pre
 
 def _gaps(rows: Rows, first: Rows, present: Sequence[str]) -> dict[str, Any]:
     pairs = {key: [(rows[id].get(key), first[id].get(key)) for id in present] for key in ("f1", "logprob")}
-    return {f"{key}_gap": _interval([a - b for a, b in of if None not in (a, b)]) for key, of in pairs.items()}
+    return {
+        f"{key}_gap": _interval([a - b for a, b in of if a is not None and b is not None]) for key, of in pairs.items()
+    }
 
 
 def _interval(values: Sequence[float]) -> Interval | None:

@@ -182,7 +182,8 @@ class Decoder:
         """Copy cache, mask and positions of some rows."""
         at = torch.tensor(places, device=self.mask.device)
         cache = DynamicCache(config=self.backbone.model.config.get_text_config())
-        for i, layer in enumerate(self.cache.layers):
+        layers: list[Any] = self.cache.layers  # of full attention, all of them
+        for i, layer in enumerate(layers):
             cache.update(layer.keys[at], layer.values[at], i)
         return cache, self.mask[at], self.position.index_select(-2, at)
 
@@ -208,7 +209,7 @@ class Decoder:
             ids = tuple(map(ord, row.written))
             places = [starts[k] + at * logprobs[k].shape[1] + j for k, at, n in row.places for j in range(n)]
             cut = ids[-1] != end
-            cached = self.cached and self.cached[row.index]
+            cached = self.cached[row.index] if self.cached else None
             drafts.append(Draft((*ids, end) if cut else ids, flat[places], cut, cached))
         return drafts
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ class Prefix:
     def of(cls, cache: DynamicCache, row: int, end: int, prompt: Prompt) -> Prefix:
         """Copy out of a cache what it holds of a prompt that ends before column `end`, without a gap."""
         at = slice(end - len(prompt.ids), end)
-        pairs = ((layer.keys[row, :, at].clone(), layer.values[row, :, at].clone()) for layer in cache.layers)
+        layers: list[Any] = cache.layers  # of full attention, all of them
+        pairs = ((layer.keys[row, :, at].clone(), layer.values[row, :, at].clone()) for layer in layers)
         return cls(prompt, tuple(pairs))
 
     def cut(self, tokens: int, pictures: int) -> Prefix:
@@ -156,12 +158,13 @@ def _begin(
         mask[list(group.rows), width - group.tokens :] = 1
     shared = [group for group in groups if group.tokens]
     for i, (keys, values) in enumerate(beginnings[shared[0].memory].layers):
-        filled = [states.new_zeros(len(prompts), states.shape[0], width, states.shape[2]) for states in (keys, values)]
+        zeros = lambda states: states.new_zeros(len(prompts), states.shape[0], width, states.shape[2])
+        filled = zeros(keys), zeros(values)
         for group in shared:
             at = list(group.rows)
             for whole, states in zip(filled, beginnings[group.memory].layers[i], strict=True):
                 whole[at, :, width - group.tokens :] = states[:, : group.tokens]
-        cache.update(*filled, i)
+        cache.update(filled[0], filled[1], i)
     return mask
 
 

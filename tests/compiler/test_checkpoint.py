@@ -86,7 +86,7 @@ def test_a_served_compilers_highest_rank_is_the_adapters(tmp_path, monkeypatch):
             pass
 
     monkeypatch.setattr("compiler.vllm.VllmCompiler", Recorder)
-    monkeypatch.setattr("compiler.vllm.engine_settings", asked.append)
+    monkeypatch.setattr("compiler.vllm.engine_settings", lambda rank, ngram: asked.append(rank) or {})
     monkeypatch.setattr("lm.vllm.load_engine", lambda *arguments: None)
     load_served_compiler(CompilerConfig(engine="vllm", checkpoint=str(tmp_path)))
     assert asked == [24]

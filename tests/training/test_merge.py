@@ -101,7 +101,7 @@ def test_a_served_merged_compiler_gets_no_adapter(tmp_path, monkeypatch):
             raise AssertionError("there is none")
 
     monkeypatch.setattr("compiler.vllm.VllmCompiler", Recorder)
-    monkeypatch.setattr("compiler.vllm.engine_settings", lambda rank: asked.append(rank) or {})
+    monkeypatch.setattr("compiler.vllm.engine_settings", lambda rank, ngram: asked.append(rank) or {})
     monkeypatch.setattr("lm.vllm.load_engine", lambda name, *rest: asked.append(name))
     monkeypatch.setattr("lm.backbone.load_encoder", lambda name, token: None)
     load_served_compiler(CompilerConfig(engine="vllm", checkpoint=str(tmp_path), lora=Lora(rank=24)))
