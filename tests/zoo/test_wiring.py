@@ -153,7 +153,7 @@ def test_untrained_it_finds_the_goals_thing_in_view_and_a_place_of_the_goals_kin
 def test_heads_that_are_set_learn_at_their_own_pace(gathering):
     shares = paces(gathering)
     named = dict(gathering.named_parameters())
-    assert {name.split(".")[2] for name in shares} == {"0", "1", "2"}
+    assert {name.split(".")[2] for name in shares} == {"0", "1", "2", "weight"}  # and the embeddings
     for name, share in shares.items():
         assert {round(float(part), 3) for part in share.expand_as(named[name]).unique()} <= {1.0, PACE}
     last = shares["model.layers.2.self_attn.v_proj.bias"].reshape(-1, HEAD_DIM)[:, 0]
