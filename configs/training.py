@@ -95,6 +95,11 @@ class SftConfig(Settings):
     keep: int = Field(default=2, ge=1)
     trackers: tuple[TrackerName, ...] = ()  # that get what metrics.jsonl gets (extra `trackers`)
 
+    @model_validator(mode="after")
+    def _can_checkpoint(self) -> SftConfig:
+        _refuse_to_recompute_slices(self)
+        return self
+
 
 class Placement(Settings):
     """GPUs of a node for each role, as `memcompiler launch grpo` shares them out (the paper's 8: 4, 3 and 1)."""
@@ -172,6 +177,7 @@ class GrpoConfig(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> GrpoConfig:
+        _refuse_to_recompute_slices(self)
         if self.executor.engine == "api" and self.loss.latent_weight > 0:
             raise ValueError("a closed executor reads no soft tokens: train text alone (loss.latent_weight=0)")
         here = self.executor.engine == "hf" and not self.executor_urls
@@ -188,3 +194,10 @@ class GrpoConfig(Settings):
                 "one that is scored again, and bias the ratio. Leave it off for training"
             )
         return self
+
+
+def _refuse_to_recompute_slices(config: SftConfig | GrpoConfig) -> None:
+    if config.gradient_checkpointing and config.backend == "zero3":
+        raise ValueError(
+            "gradient_checkpointing finds weights gone that ZeRO-3 gathers for one pass only: backend fsdp or zero2"
+        )

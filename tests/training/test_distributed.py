@@ -79,7 +79,8 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
         found, told = (json.loads((folder / "validation.json").read_text()) for folder in (out / backend, alone))
         assert found.keys() == told.keys() == {"2", "3"} and found == pytest.approx(told, abs=1e-4)
         assert_same(steps(alone, 3), steps(out / backend, 3, "resumed"))
-        assert_same(steps(alone, 2, "recomputed"), steps(out / backend, 2, "recomputed"))
+        if backend != "zero3":  # which is refused
+            assert_same(steps(alone, 2, "recomputed"), steps(out / backend, 2, "recomputed"))
         mixed = steps(out / backend, 2, "mixed")
         assert_same(steps(alone, 2, "mixed"), mixed)
         assert {value.dtype for value in mixed.values()} == {torch.float32}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -356,6 +357,14 @@ def test_a_third_of_the_lessons_names_a_place():
     for _ in range(200):
         draws.draw(rng)
     assert 45 < sum(map(bool, asked)) < 90
+
+
+def test_the_shipped_base_is_that_of_its_record():
+    folder = Path(recipes.__file__).parent / "compiler"
+    record = json.loads((folder / "RECORD.json").read_text())
+    assert record["steps"] == {"states": 200, "emissions": 2200, "writing": 1000}
+    for file, sha256 in record["sha256"].items():
+        assert hashlib.sha256((folder / file).read_bytes()).hexdigest() == sha256
 
 
 # -- gates ------------------------------------------------------------------------------------------------------------
