@@ -103,6 +103,6 @@ def test_a_served_merged_compiler_gets_no_adapter(tmp_path, monkeypatch):
     monkeypatch.setattr("compiler.vllm.VllmCompiler", Recorder)
     monkeypatch.setattr("compiler.vllm.engine_settings", lambda rank, ngram: asked.append(rank) or {})
     monkeypatch.setattr("lm.vllm.load_engine", lambda name, *rest: asked.append(name))
-    monkeypatch.setattr("lm.backbone.load_encoder", lambda name, token: None)
+    monkeypatch.setattr("lm.backbone.load_encoder", lambda *arguments: None)
     load_served_compiler(CompilerConfig(engine="vllm", checkpoint=str(tmp_path), lora=Lora(rank=24)))
     assert asked == [24, str(tmp_path), compiler.projector.config]
