@@ -27,7 +27,16 @@ from agent.episode import EpisodeSpec
 from lm.backbone import Backbone
 from zoo import recipes, stages
 from zoo.alfworld import play
-from zoo.alfworld.lessons import DeedDraws, LessonDraws, ask_all, ask_emission, ask_nothing, ask_state, without_memory
+from zoo.alfworld.lessons import (
+    Ask,
+    DeedDraws,
+    LessonDraws,
+    ask_all,
+    ask_emission,
+    ask_nothing,
+    ask_state,
+    without_memory,
+)
 from zoo.alfworld.words import LEXICON
 from zoo.curriculum import Level, Vocabulary, document_batch, ways
 from zoo.models import make_tokenizer
@@ -39,6 +48,7 @@ RATE = 1e-3
 DOCUMENTS = (Level("documents", 8, 1), Level("goals", 12, 1))
 """What goes on beside real prompts, so that look-up stays."""
 
+ASKED, UNASKED = (0.07, 0.13, 0.3, 0.5), (0.05, 0.05, 0.15, 0.75)  # shares of lessons: see `_emissions`
 COMPILER_STAGES = ("states", "emissions", "writing")
 
 Draw = Callable[[random.Random], stages.Batch]
@@ -75,8 +85,8 @@ def train_compiler(
     made = _Recipe(work, seed, games, batch, max(batch // 2, 1))
     model: PreTrainedModel = wired(made.tokenizer, COMPILER_LAYERS, seed)
     model = made.stage(model, "states", steps[0], lambda: _states(made, model))
-    model = made.stage(model, "emissions", steps[1], lambda: _emissions(made, model))
-    model = made.stage(model, "writing", steps[2], lambda: _writing(made, model), rate=RATE / 5)
+    model = made.stage(model, "emissions", steps[1], lambda: _emissions(made, model, ask_emission, ASKED))
+    model = made.stage(model, "writing", steps[2], lambda: _emissions(made, model, ask_nothing, UNASKED), rate=RATE / 5)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
     recipes.finish("compiler --world alfworld", out, model.half(), made.tokenizer, work, COMPILER_STAGES, settings)
 
@@ -148,28 +158,17 @@ def _states(made: _Recipe, model: PreTrainedModel) -> tuple[Draw, Draw]:
     return lessons, draws(kept, 64, ask_emission).draw
 
 
-def _emissions(made: _Recipe, model: PreTrainedModel) -> tuple[Draw, Draw]:
+def _emissions(made: _Recipe, model: PreTrainedModel, ask: Ask, shares: Sequence[float]) -> tuple[Draw, Draw]:
+    """Draw documents, states without M, all questions, and what `ask` asks, in these shares."""
     draws, all_of_it = partial(LessonDraws, Backbone(model, made.tokenizer)), partial(ask_all, emission_first=0.5)
     learned, kept = made.situations
-    lessons = mixed(
-        (0.07, made.documents),
-        (0.13, draws(learned, made.batch, ask_state).draw),
-        (0.3, draws(learned, max(made.batch // 2, 1), all_of_it).draw),
-        (0.5, draws(learned, made.batch, ask_emission).draw),
+    parts = (
+        made.documents,
+        draws(learned, made.batch, ask_state).draw,
+        draws(learned, max(made.batch // 2, 1), all_of_it).draw,
+        draws(learned, made.batch, ask).draw,
     )
-    return lessons, draws(kept, 64, ask_emission).draw
-
-
-def _writing(made: _Recipe, model: PreTrainedModel) -> tuple[Draw, Draw]:
-    draws, all_of_it = partial(LessonDraws, Backbone(model, made.tokenizer)), partial(ask_all, emission_first=0.5)
-    learned, kept = made.situations
-    lessons = mixed(
-        (0.05, made.documents),
-        (0.05, draws(learned, made.batch, ask_state).draw),
-        (0.15, draws(learned, max(made.batch // 2, 1), all_of_it).draw),
-        (0.75, draws(learned, made.batch, ask_nothing).draw),
-    )
-    return lessons, draws(kept, 64, ask_nothing).draw
+    return mixed(*zip(shares, parts, strict=True)), draws(kept, 64, ask).draw
 
 
 def _deeds(made: _Recipe, short: bool = False) -> tuple[Draw, Draw]:
