@@ -202,11 +202,11 @@ def paces(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return by what part of the rate weights of layers with set heads are to learn, by parameter name: those of the
     heads themselves are about right, and Adam's first steps, which are as long for each weight, would undo them. So are
     the embeddings of a model that gathers."""
-    config = model.config
-    parts = dict[str, Tensor]()
-    if config.num_attention_heads == GATHERING[1]:
+    config, parts = model.config, dict[str, Tensor]()
+    gathers = config.num_attention_heads == GATHERING[1]
+    if gathers:
         parts["model.embed_tokens.weight"] = torch.tensor(PACE)  # which all of them read
-    for number, row in enumerate(layout(config.num_hidden_layers, config.num_attention_heads == GATHERING[1])[:3]):
+    for number, row in enumerate(layout(config.num_hidden_layers, gathers)[:3]):
         free = torch.tensor([1.0 if head is None else PACE for head in row]).repeat_interleave(HEAD_DIM)
         for name in ("q_proj", "k_proj", "v_proj"):
             parts[f"model.layers.{number}.self_attn.{name}.weight"] = free[:, None]
