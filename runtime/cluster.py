@@ -1,0 +1,133 @@
+"""Ray: the settings that a run has of it, and one way to start or join it.
+
+Ray is imported where a run asks for it, and nowhere else (extra `ray`). Without RAY_ADDRESS a run starts a Ray of its
+own on this machine, on loopback alone and with a token of its own, which ends with the run. With it (`auto`: the one
+that `ray start` started on this machine), the run joins that one, and leaves it as it was.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from runtime.settings import Settings
+
+Cluster = Literal["local", "ray"]  # where a run's work is done: in its own process, or by workers on Ray
+ADDRESS = "RAY_ADDRESS"
+_LOCAL = "local"  # its value where one of our own is to be started in spite of a default
+
+# A Ray of our own. On Linux it would bind to all addresses of the machine; the switch is named for systems where it
+# never does. The token is in the environment of its processes alone.
+_PRIVATE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+class RaySettings(Settings):
+    """How work is shared out with `cluster: ray`; of no effect with `local`."""
+
+    workers: int | None = Field(default=None, ge=1)  # at most so many at a time; null: as many as the resources allow
+    # Episodes that are handed to a worker at a time, which plays them side by side. What is computed in one batch
+    # follows from it, and not from the number of workers. Null: 8 of the expert's, of an evaluation `concurrency`.
+    unit: int | None = Field(default=None, ge=1)
+    cpus: float = Field(default=1.0, ge=0)  # of a worker, which holds models and environments
+    gpus: float = Field(default=0.0, ge=0)  # of a worker; a part of one shares it
+    retries: int = Field(default=3, ge=0)  # times that what a lost worker had begun is given to another one
+    silence_s: float = Field(default=3600.0, gt=0)  # a worker that says nothing for so long is lost
+
+
+# What a run may go on with otherwise: it says where and how it is played, not what.
+MAY_CHANGE_ON_RESUME = ("cluster", *(f"ray.{name}" for name in RaySettings.model_fields))
+
+
+class ClusterError(RuntimeError):
+    """Ray is not there, or not as it should be. The message names the next step."""
+
+
+def require_ray() -> None:
+    """Raise ModuleNotFoundError, which names the extra, where Ray is not installed. It is not imported yet: what it
+    reads in the environment then is what it goes by."""
+    if importlib.util.find_spec("ray") is None:
+        raise ModuleNotFoundError("cluster=ray needs Ray: uv sync --inexact --extra ray", name="ray")
+
+
+def import_ray() -> Any:
+    """Import Ray. Raises: as `require_ray`."""
+    require_ray()
+    import ray
+
+    return ray
+
+
+@contextmanager
+def ray_cluster(cpus: int | None = None, gpus: int | None = None, dashboard: bool = False) -> Iterator[Any]:
+    """Yield Ray, joined or started, and leave or end it with the block. Where this process is in one already, that is
+    used and stays.
+
+    Args:
+        cpus, gpus: of a Ray of our own (default: what the machine has).
+        dashboard: of a Ray of our own, on loopback.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed; names the extra.
+        ClusterError: it cannot be reached or started.
+    """
+    address = os.environ.get(ADDRESS, _LOCAL)
+    with private_environment() if address == _LOCAL else nullcontext():
+        ray = import_ray()
+        if ray.is_initialized():
+            yield ray
+            return
+        folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: it holds sockets, whose paths may have 107 bytes
+        try:
+            _init(ray, address, {"num_cpus": cpus, "num_gpus": gpus, "include_dashboard": dashboard}, folder)
+            try:
+                yield ray
+            finally:
+                ray.shutdown()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _init(ray: Any, address: str, own: Mapping[str, Any], folder: Path) -> None:
+    quiet = {"log_to_driver": False, "logging_level": "error", "namespace": None}
+    try:
+        if address == _LOCAL:
+            ray.init(address=_LOCAL, _temp_dir=str(folder), **own, **quiet)
+        else:
+            ray.init(address=address, **quiet)
+    except Exception as error:  # Ray raises what it likes, down to Exception itself
+        ray.shutdown()
+        if address == _LOCAL:
+            raise ClusterError(f"Ray did not start on this machine: {error}") from error
+        raise ClusterError(
+            f"no Ray answers at {ADDRESS}={address}: {error}. Start one (`ray start --head`, docs/cluster.md), or "
+            f"unset {ADDRESS} to have one on this machine alone"
+        ) from error
+
+
+@cache
+def _token() -> str:
+    """Draw this process's token: Ray reads one once, and would not know the next one."""
+    return secrets.token_hex(32)
+
+
+@contextmanager
+def private_environment() -> Iterator[None]:
+    """Have what is started meanwhile be on loopback, with a token, where the environment does not say otherwise."""
+    values = _PRIVATE | {"RAY_AUTH_TOKEN": _token()}
+    ours = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
