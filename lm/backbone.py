@@ -1,4 +1,4 @@
-"""A Hugging Face model as compiler and executor load and use it, text-only or vision-language (Qwen2.5-VL-like).
+"""A Hugging Face model as compiler and executor load and use it, text-only or vision-language (`lm.vision`).
 
 Positions are always computed here and passed explicitly, so that prefill, decoding with a cache and re-scoring agree to
 the last bit of position.
@@ -7,11 +7,10 @@ the last bit of position.
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -22,22 +21,30 @@ from huggingface_hub import file_exists, hf_hub_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.models import ModelSettings
-from lm.prompt import Prompt, PromptEncoder
+from lm.prompt import Picture, Prompt, PromptEncoder
+from lm.vision import TYPES, asked, check_sees, joined, vision_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Padded sequences. tokens, mask: (B, T); positions: (B, T), or (3, B, T) for multimodal rotary embeddings."""
+    """Padded sequences. tokens, mask: (B, T); positions: (B, T), or (3, B, T) for multimodal rotary embeddings; vision:
+    what the model's forward pass takes for the batch's pictures, by name."""
 
     tokens: Tensor
     mask: Tensor
     positions: Tensor
-    pixels: Tensor | None = None
-    grid: Tensor | None = None
+    vision: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def next_positions(self) -> Tensor:
@@ -45,28 +52,35 @@ class Batch:
         last = self.positions.masked_fill(self.mask == 0, -1).amax(-1, keepdim=True)
         return (last if last.dim() == 2 else last.amax(0, keepdim=True).expand_as(last)) + 1
 
-    @property
-    def vision(self) -> dict[str, Tensor]:
-        """What the model's forward pass takes for the batch's images."""
-        if self.pixels is None or self.grid is None:
-            return {}
-        return {"pixel_values": self.pixels, "image_grid_thw": self.grid}
-
 
 class Backbone(PromptEncoder):
-    """A causal LM or VLM and the encoder of its prompts."""
+    """A causal LM or VLM and the encoder of its prompts. Raises: ValueError, for a VLM whose pictures do not take the
+    places of tokens (`lm.vision.check_sees`), or of other tokens than its processor's."""
 
     _recomputed: Sequence[Any] = ()  # layers under gradient checkpointing
+    _home: torch.device | None = None  # where the weights are going to be, where they are not there yet
 
     def __init__(
-        self, model: Any, processor: Any, memory_token: str = "auto", arguments: Mapping[str, Any] | None = None
+        self, model: Any, processor: Any, memory_token: str = "auto", arguments: Mapping[str, Any] | None = None,
+        home: torch.device | None = None,
     ) -> None:  # fmt: skip
         super().__init__(processor, memory_token, arguments)
         self.model = model  # the HF model; PEFT wraps layers in place, so this stays the handle
+        self._home = home
+        if self.is_vlm:
+            check_sees(type(model))
+            vision_parts(model)
+            if self.image_id != (theirs := getattr(model.config, "image_token_id", None)):
+                raise ValueError(
+                    f"{type(model).__name__} has pictures in the places of token {theirs}, its processor in those "
+                    f"of {self.image_id}"
+                )
 
     @property
     def device(self) -> torch.device:
         """Where batches go: where a model that is spread over devices has its input embeddings."""
+        if self._home is not None:
+            return self._home
         hook = getattr(self.model.get_input_embeddings(), "_hf_hook", None)
         placed = getattr(hook, "execution_device", None)
         return self.model.device if placed is None else torch.device(placed)
@@ -83,15 +97,22 @@ class Backbone(PromptEncoder):
     @functools.cached_property
     def attends_fully(self) -> bool:
         """Tell whether every layer attends to all earlier tokens, by mask and position alone, so that a tree's mask
-        means what it says: not with linear attention, state spaces, convolutions or sliding windows, and not with
-        kernels of attention that take no mask."""
+        means what it says: not with linear attention, state spaces, convolutions or sliding windows, not where tokens
+        of a picture see those that follow, and not with kernels of attention that take no mask."""
         config = self.model.config.get_text_config()
         if any(kernel in str(config._attn_implementation) for kernel in ("flash", "flex")):
             return False
         windows = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
         full = set(getattr(config, "layer_types", None) or windows) <= {"full_attention"}
-        takes_positions = "position_ids" in inspect.signature(self.body.forward).parameters
+        takes_positions = "position_ids" in asked(self.body.forward) and not self._told_types
         return full and takes_positions and not getattr(self.model, "_is_stateful", False)
+
+    @functools.cached_property
+    def _told_types(self) -> list[str]:
+        """Name the arguments that tell the model's attention which tokens are a picture's: its types, where they are
+        not for finding positions."""
+        for_attention = self.is_vlm and not hasattr(self.body, "get_rope_index")
+        return [name for name in TYPES if for_attention and name in asked(self.body.forward)]
 
     @property
     def body(self) -> Any:
@@ -100,8 +121,10 @@ class Backbone(PromptEncoder):
 
     @property
     def embedding_table(self) -> Tensor:
-        """(V, d)."""
-        return self.model.get_input_embeddings().weight
+        """(V, d), as `embeddings` gives them: some models (Gemma) scale what they store."""
+        layer = self.model.get_input_embeddings()
+        scale = getattr(layer, "embed_scale", None)
+        return layer.weight if scale is None else layer.weight * scale.to(layer.weight.dtype)
 
     def pad(self, rows: Sequence[Prompt], side: Literal["left", "right"]) -> Batch:
         """Pad on the left to generate, on the right to score. Raises: ValueError, where a row has places for images but
@@ -110,7 +133,7 @@ class Backbone(PromptEncoder):
         tokens = torch.full((len(rows), width), self.pad_id, dtype=torch.long)
         mask = torch.zeros((len(rows), width), dtype=torch.long)
         for i, row in enumerate(rows):
-            if self.is_vlm and (self.image_id in row.ids) != (row.pixels is not None):
+            if row.ids.count(self.image_id) != sum(picture.tokens for picture in row.pictures):
                 raise ValueError(
                     "a prompt's places for a picture and its picture do not go together: encode the request again"
                 )
@@ -118,11 +141,10 @@ class Backbone(PromptEncoder):
             tokens[i, where] = torch.tensor(row.ids)
             mask[i, where] = 1
         tokens, mask = tokens.to(device), mask.to(device)
-        pictures = [row.pixels for row in rows if row.pixels is not None]
-        grids = [row.grid for row in rows if row.grid is not None]
-        pixels = torch.cat(pictures).to(device) if pictures else None
-        grid = torch.cat(grids).to(device) if grids else None
-        return Batch(tokens, mask, self._positions(tokens, mask, grid), pixels, grid)
+        pixels = joined([picture for row in rows for picture in row.pictures], device)
+        kinds = (tokens == self.image_id).int() * mask.int() if self.is_vlm else mask
+        types = dict.fromkeys(self._told_types, kinds.long())
+        return Batch(tokens, mask, self._positions(tokens, mask, kinds, pixels), {**pixels, **types})
 
     def common(self, rows: Sequence[Prompt]) -> tuple[int, int]:
         """Count the tokens that several rows begin with, and the pictures among them, that may be read once for all of
@@ -134,32 +156,32 @@ class Backbone(PromptEncoder):
         n = min(n, *(len(row.ids) - 1 for row in rows))
         shared = 0
         for pictures in zip(*map(self._pictures, rows), strict=False):
-            start, end, pixels = pictures[0]
-            if end > n or not all(torch.equal(pixels, other) for *_, other in pictures[1:]):
+            start, end, picture = pictures[0]
+            if end > n or not all(picture.looks_like(other) for *_, other in pictures[1:]):
                 return min(n, start), shared
             shared += 1
         return n, shared
 
-    def _pictures(self, row: Prompt) -> list[tuple[int, int, Tensor]]:
-        """List a row's pictures: the first token of each, the one behind its last, its patches."""
-        if row.pixels is None or row.grid is None:
-            return []
-        at = [i for i, id in enumerate(row.ids) if id == self.image_id]
-        places, patches = self.places(row.grid), row.pixels.split(row.grid.prod(-1).tolist())
-        ends = list(accumulate(places))
-        return [(at[end - n], at[end - 1] + 1, pixels) for n, end, pixels in zip(places, ends, patches, strict=True)]
+    def _pictures(self, row: Prompt) -> list[tuple[int, int, Picture]]:
+        """List a row's pictures: the first token of each, the one behind its last, itself."""
+        at = [i for i, id in enumerate(row.ids) if row.pictures and id == self.image_id]
+        ends = accumulate(picture.tokens for picture in row.pictures)
+        return [(at[end - p.tokens], at[end - 1] + 1, p) for end, p in zip(ends, row.pictures, strict=True)]
 
     def embeddings(self, tokens: Tensor) -> Tensor:
         """Embed tokens: (B, T, d)."""
         return self.model.get_input_embeddings()(tokens)
 
     def picture_embeddings(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Embed the pictures of prompts that have some, as the model itself reads them: (patches, d) of each."""
-        pixels = torch.cat([prompt.pixels for prompt in prompts if prompt.pixels is not None])
-        grids = [prompt.grid for prompt in prompts if prompt.grid is not None]
-        found = self.body.get_image_features(pixels.to(self.device), torch.cat(grids).to(self.device)).pooler_output
-        images = iter(found)
-        return [torch.cat([next(images) for _ in grid]) for grid in grids]
+        """Embed the pictures of prompts that have some, as the model itself reads them: (tokens, d) of each. Raises:
+        ValueError, where it makes of them more or fewer than its processor has places for."""
+        pictures = [picture for prompt in prompts for picture in prompt.pictures]
+        found = self.body.get_image_features(**joined(pictures, self.device)).pooler_output
+        states = torch.cat([part.flatten(0, -2) for part in found])
+        places = [sum(picture.tokens for picture in prompt.pictures) for prompt in prompts]
+        if sum(places) != len(states):
+            raise ValueError(f"{type(self.model).__name__} makes {len(states)} states of {sum(places)} image tokens")
+        return list(states.split(places))
 
     def hidden(
         self, batch: Batch, cache: Any = None, embeddings: Tensor | None = None, mask: Tensor | None = None
@@ -201,16 +223,15 @@ class Backbone(PromptEncoder):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(hidden).to(self.device)
 
-    def _positions(self, tokens: Tensor, mask: Tensor, grid: Tensor | None) -> Tensor:
+    def _positions(self, tokens: Tensor, mask: Tensor, kinds: Tensor, pixels: Mapping[str, Tensor]) -> Tensor:
         plain = (mask.cumsum(-1) - 1).clamp(min=0)
-        if not self.is_vlm:
+        if not self.is_vlm or not hasattr(self.body, "get_rope_index"):
             return plain
-        if grid is None:
+        if not pixels:
             return plain.unsqueeze(0).expand(3, -1, -1)
-        kinds = (tokens == self.image_id).int() * mask.int()
-        positions, _ = self.body.get_rope_index(
-            tokens, mm_token_type_ids=kinds, image_grid_thw=grid, attention_mask=mask
-        )
+        find = self.body.get_rope_index
+        known = {"mm_token_type_ids": kinds, "attention_mask": mask, **pixels}
+        positions, _ = find(tokens, **{name: known[name] for name in asked(find) & known.keys()})
         return positions
 
 
@@ -268,10 +289,17 @@ def load_encoder(
     return PromptEncoder(load_processor(name, revision), memory_token, arguments)
 
 
+# Where a process has a model's weights: on its device; or, where processes are going to share them out, in the host's
+# memory (the one that reads them) or nowhere (meta tensors, for the others).
+Weights = Literal["device", "host", "nowhere"]
+Quantize = Literal["8bit", "4bit"]
+
+
 def load_backbone(
     name: str | Path, dtype: torch.dtype, device: str, memory_token: str = "auto",
     device_map: str | Mapping[str, str] | None = None, revision: str | None = None, attention: str = "auto",
-    arguments: Mapping[str, Any] | None = None, **placing: Any,
+    arguments: Mapping[str, Any] | None = None, weights: Weights = "device", quantize: Quantize | None = None,
+    **placing: Any,
 ) -> Backbone:  # fmt: skip
     """Load the model with its prompts; a vision-language model if its config has a vision part.
 
@@ -282,26 +310,76 @@ def load_backbone(
         revision: of a model on the hub.
         attention: its implementation; auto leaves the choice to transformers.
         arguments: further ones of the chat template.
+        weights: where they are to be.
+        quantize: its linear layers, by bitsandbytes. For frozen models.
         placing: what accelerate takes besides: max_memory, offload_folder.
 
     Raises:
-        ValueError: a revision of a folder.
+        ValueError: a revision of a folder, a vision-language model of a class that cannot be used, no bitsandbytes.
     """
-    kind: Any = AutoModelForImageTextToText if _is_vlm(name, revision) else AutoModelForCausalLM
+    quantized = quantization(quantize, dtype, device) if quantize else {}
+    sees = _is_vlm(name, revision)
+    kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    if sees:  # before its weights are read
+        config: Any = AutoConfig.from_pretrained(name, revision=revision)
+        classes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        check_sees(classes[type(config)])
     how = {"dtype": dtype, "revision": revision, **({} if attention == "auto" else {"attn_implementation": attention})}
-    if device_map is None:
-        model = kind.from_pretrained(name, **how).to(device)
+    if quantized and device_map is None:  # made where it stays: it cannot be moved
+        device_map = {"": device}
+    if weights == "nowhere":
+        model = _without_weights(kind, name, how)
+    elif device_map is None:
+        model = kind.from_pretrained(name, **how)
+        model = model.to(device) if weights == "device" else model
     else:
-        model = kind.from_pretrained(name, **how, device_map=device_map, **placing)
-    return Backbone(model, load_processor(name, revision), memory_token, arguments)
+        model = kind.from_pretrained(name, **how, **quantized, device_map=device_map, **placing)
+    home = None if weights == "device" else torch.device(device)
+    return Backbone(model, load_processor(name, revision), memory_token, arguments, home)
 
 
-def backbone_of(config: ModelSettings, folder: Path | None = None) -> Backbone:
+def quantization(quantize: Quantize, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Say to `from_pretrained` how linear layers are to be quantised; they compute in `dtype`. Raises: ValueError,
+    where bitsandbytes is not installed, or does not run on what there is here."""
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import validate_bnb_backend_availability
+    from transformers.utils.import_utils import is_bitsandbytes_available
+
+    if not is_bitsandbytes_available():
+        raise ValueError(
+            f"quantize={quantize} needs bitsandbytes, in a version that runs on this machine's GPU or CPU: pip install "
+            "bitsandbytes. Without it: executor.quantize=null"
+        )
+    try:
+        validate_bnb_backend_availability(raise_exception=True)
+    except (RuntimeError, ImportError) as error:
+        raise ValueError(f"quantize={quantize}: bitsandbytes does not run here: {error}") from error
+    if quantize == "4bit" and device == "cpu":
+        raise ValueError("quantize=4bit packs weights anew when a CPU first reads them: they would not be frozen. 8bit")
+    if quantize == "8bit":
+        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **four)}
+
+
+def _without_weights(kind: Any, name: str | Path, how: Mapping[str, Any]) -> Any:
+    """Make a model as `from_pretrained` does, but that its parameters are meta tensors. Buffers are computed."""
+    from accelerate import init_empty_weights
+
+    how = dict(how)
+    config = AutoConfig.from_pretrained(name, revision=how.pop("revision"))
+    with init_empty_weights():
+        model = kind.from_config(config, **how)
+    model.tie_weights()  # each parameter was made meta by itself
+    return model.eval()
+
+
+def backbone_of(config: ModelSettings, folder: Path | None = None, weights: Weights = "device") -> Backbone:
     """Load the model that settings name, or the one in a folder, as they say."""
     return load_backbone(
         folder or model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token,
         getattr(config, "device_map", None), None if folder else config.revision, config.attention,
-        config.chat_template,
+        config.chat_template, weights, getattr(config, "quantize", None),
     )  # fmt: skip
 
 

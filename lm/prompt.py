@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Stand for a memory position (Qwen has no real [UNK]). First match wins: in the vocabulary, but never produced by
 # tokenising ordinary text.
 MEMORY_TOKENS = ("<|mem|>", "<|quad_end|>", "<|fim_pad|>", "<|reserved_special_token_0|>", "<file_sep>", "<unused0>")
+OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # of what a processor returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,36 +29,60 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """A picture as one model reads it.
+
+    Attributes:
+        image: itself, for engines that make tensors of their own.
+        tokens: how many places it takes in a prompt's ids; other tokens may stand between them, as of its crops.
+        tensors: what the model's processor made of it, by the names of the model's arguments. Their first dimension
+            counts pictures, crops or patches: those of several pictures go behind one another along it.
+    """
+
+    image: Image
+    tokens: int
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def values(self) -> int:
+        """Count the values that a vision tower reads."""
+        return sum(tensor.numel() for tensor in self.tensors.values() if tensor.is_floating_point())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def looks_like(self, other: Picture) -> bool:
+        """Tell whether a model reads the same of both."""
+        mine, theirs = self.tensors, other.tensors
+        return mine.keys() == theirs.keys() and all(tensor.equal(theirs[name]) for name, tensor in mine.items())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """A sequence as a model reads it.
 
     Attributes:
-        ids: (T,) token ids; an image takes as many as it has merged patches.
+        ids: (T,) token ids; a picture takes as many as the model's processor gives it.
         soft: (N, d) embeddings that take the places of the reserved token, or None.
-        pixels, grid: what a vision tower reads of its images: (patches, values), and (images, 3) patches as (t, h, w).
-        images: the images themselves, for engines that make pixels of their own.
+        pictures: in the order of their places.
     """
 
     ids: tuple[int, ...]
     soft: Tensor | None = None
-    pixels: Tensor | None = None
-    grid: Tensor | None = None
-    images: tuple[Image, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return tuple(picture.image for picture in self.pictures)
 
     def extended(self, ids: Sequence[int]) -> Prompt:
         return replace(self, ids=(*self.ids, *ids))
 
     def cut(self, tokens: int, pictures: int) -> tuple[Prompt, Prompt]:
         """Cut behind so many tokens, among which are those of so many pictures. (Soft tokens stay with neither.)"""
-        head, tail = Prompt(self.ids[:tokens]), Prompt(self.ids[tokens:])
-        if self.pixels is None or self.grid is None:
-            return head, tail
-        at = int(self.grid[:pictures].prod(-1).sum())
-        if pictures:
-            head = replace(head, pixels=self.pixels[:at], grid=self.grid[:pictures], images=self.images[:pictures])
-        if pictures < len(self.grid):
-            tail = replace(tail, pixels=self.pixels[at:], grid=self.grid[pictures:], images=self.images[pictures:])
-        return head, tail
+        head = Prompt(self.ids[:tokens], pictures=self.pictures[:pictures])
+        return head, Prompt(self.ids[tokens:], pictures=self.pictures[pictures:])
 
 
 class ContextLengthError(ValueError):
@@ -85,7 +110,7 @@ class PromptEncoder:
 
     Raises:
         ValueError: the tokenizer has no chat template, or one that does not know an argument; no end token or no
-            reserved token.
+            reserved token; a processor that does not say which token pictures take the places of.
     """
 
     def __init__(
@@ -105,40 +130,52 @@ class PromptEncoder:
             raise ValueError("the tokenizer has no end-of-turn (eos) token")
         pad = self.tokenizer.pad_token_id
         self.pad_id = self.end_id if pad is None else pad
-        self.image_token = processor.image_token if self.is_vlm else None
-        self.image_id: Any = self.tokenizer.convert_tokens_to_ids(self.image_token) if self.is_vlm else None
+        # A picture is one token in a chat, and in a prompt another one as often as the processor makes it.
+        self.image_token: str | None = getattr(processor, "image_token", None) if self.is_vlm else None
+        self.image_id: int | None = getattr(processor, "image_token_ids", [None])[0] if self.is_vlm else None
+        self._picture_tokens: set[Any] = set()
+        if self.is_vlm:
+            if self.image_token is None or self.image_id is None:
+                raise ValueError(f"{type(processor).__name__} has no token whose places pictures take")
+            self._picture_tokens = {self.image_token, self.tokenizer.convert_ids_to_tokens(self.image_id)}
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         # Never sampled: an <|image_pad|> in an answer breaks scoring.
         self.suppressed = sorted(special - {self.end_id})
 
     def encode(self, parts: Sequence[Part], instructions: str = "") -> Prompt:
-        """Make a prompt that ends where the model's answer begins. Raises: ValueError, for images and a text model, or
-        a text that spells the image token."""
+        """Make a prompt that ends where the model's answer begins. Raises: ValueError, for images and a text model, a
+        text that spells the image token, or a chat template that leaves something out."""
         text = self.processor.apply_chat_template(
-            messages(parts, instructions), add_generation_prompt=True, tokenize=False, **self.arguments
+            messages(parts, instructions, self.is_vlm), add_generation_prompt=True, tokenize=False, **self.arguments
         )
         images = tuple(part.image.convert("RGB") for part in parts if part.image is not None)
         if images and not self.is_vlm:
             raise ValueError("a text-only model cannot take pictures")
-        if self.image_token is not None and text.count(self.image_token) != len(images):
-            raise ValueError(f"the prompt contains {self.image_token} outside its pictures")
-        if not images:
-            return Prompt(self.ids(text))
-        inputs = self.processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
-        ids = tuple(inputs["input_ids"][0].tolist())
-        return Prompt(ids, pixels=inputs["pixel_values"], grid=inputs["image_grid_thw"], images=images)
+        for token in self._picture_tokens:
+            if text.count(token) != (len(images) if token == self.image_token else 0):
+                raise ValueError(f"the prompt contains {token} outside its pictures")
+        if any(told.strip() not in text for told in (instructions, *(part.text for part in parts))):
+            raise ValueError("the model's chat template leaves out some of what it is given: take another model")
+        ids, pictures = self._read(text, images) if images else (self.ids(text), ())
+        if ids.count(self.image_id) != sum(picture.tokens for picture in pictures):
+            raise ValueError("the model's processor gives pictures other places together than one by one")
+        return Prompt(ids, pictures=pictures)
 
     def pictures(self, images: Sequence[Image]) -> Prompt:
         """Make a prompt of nothing but pictures, one after another, for a model that sees."""
-        inputs = self.processor.image_processor(images=list(images), return_tensors="pt")
-        grid = inputs["image_grid_thw"]
-        return Prompt(
-            (self.image_id,) * sum(self.places(grid)), pixels=inputs["pixel_values"], grid=grid, images=tuple(images)
-        )
+        assert self.image_id is not None
+        pictures = tuple(self._read(self.image_token or "", [image])[1][0] for image in images)
+        return Prompt((self.image_id,) * sum(picture.tokens for picture in pictures), pictures=pictures)
 
-    def places(self, grid: Tensor) -> list[int]:
-        """Count the tokens that each picture takes: patches (images, 3), merged."""
-        return (grid.prod(-1) // self.processor.image_processor.merge_size**2).tolist()
+    def _read(self, text: str, images: Sequence[Image]) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+        """Have the processor write pictures into a text's ids. It does not say which of its tensors and tokens belong
+        to which of several pictures: it is shown each of them alone as well."""
+        inputs = self.processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
+        ids = tuple(inputs["input_ids"][0].tolist())
+        if len(images) > 1:
+            return ids, tuple(self._read(self.image_token or "", [image])[1][0] for image in images)
+        tensors = {name: inputs[name] for name in inputs if name not in OF_TEXT}
+        return ids, (Picture(images[0], ids.count(self.image_id), tensors),)
 
     def ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -149,12 +186,14 @@ class PromptEncoder:
         return [id for i, id in enumerate(ids) if id not in wide or i == 0 or ids[i - 1] != id]
 
 
-def messages(parts: Sequence[Part], instructions: str = "") -> list[dict[str, Any]]:
-    """Write messages for `apply_chat_template`: content parts if there is an image, plain text otherwise."""
+def messages(parts: Sequence[Part], instructions: str = "", typed: bool = False) -> list[dict[str, Any]]:
+    """Write messages for `apply_chat_template`: plain text, or parts of content where there is an image; `typed`: parts
+    in any case, for the templates of some vision-language models make nothing of plain text."""
+    told: object = [{"type": "text", "text": instructions}] if typed else instructions
     content: object = "".join(part.text for part in parts)
-    if any(part.image is not None for part in parts):
+    if typed or any(part.image is not None for part in parts):
         content = [{"type": "image"} if p.image is not None else {"type": "text", "text": p.text} for p in parts]
-    system = [{"role": "system", "content": instructions}] if instructions else []
+    system = [{"role": "system", "content": told}] if instructions else []
     return [*system, {"role": "user", "content": content}]
 
 

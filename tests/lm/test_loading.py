@@ -3,14 +3,20 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
+import transformers
+from transformers.integrations import bitsandbytes
+from transformers.utils import import_utils
 
 from configs.models import ExecutorConfig
+from configs.training import GrpoConfig, SftConfig
 from envs.spec import Told
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
-from lm.backbone import load_backbone
+from lm import backbone
+from lm.backbone import load_backbone, quantization
 
 MODEL = Path(__file__).parents[2] / "zoo" / "household" / "executor"
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "look")
@@ -53,3 +59,78 @@ def test_placing_is_a_setting() -> None:
     config = ExecutorConfig(dtype="float32", device_map="auto")
     plain = config.model_copy(update={"device_map": None})
     assert load_frozen(config, Told("")).act([request(0)]) == load_frozen(plain, Told("")).act([request(0)])
+
+
+# -- fewer bits -------------------------------------------------------------------------------------------------------
+
+
+def test_quantisation_without_bitsandbytes_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_utils, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ValueError, match=r"quantize=4bit needs bitsandbytes.*pip install"):
+        load_frozen(ExecutorConfig(model="no/such-model", quantize="4bit"), Told(""))
+
+
+def test_bitsandbytes_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(raise_exception: bool) -> None:
+        raise RuntimeError("no backend")
+
+    monkeypatch.setattr(import_utils, "is_bitsandbytes_available", lambda: True)
+    monkeypatch.setattr(bitsandbytes, "validate_bnb_backend_availability", broken)
+    with pytest.raises(ValueError, match="does not run here: no backend"):
+        quantization("8bit", torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(("bits", "device"), [("8bit", "cpu"), ("4bit", "cuda")])
+def test_quantisation_is_a_setting_that_transformers_gets(
+    monkeypatch: pytest.MonkeyPatch, bits: str, device: str
+) -> None:
+    """It computes in the executor's dtype, and is made on the device that the settings name."""
+    asked: dict[str, object] = {}
+    whole = transformers.AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(name: str, **how: object) -> object:
+        asked.update(how)
+        return whole(name, dtype=how["dtype"])
+
+    monkeypatch.setattr(import_utils, "is_bitsandbytes_available", lambda: True)
+    monkeypatch.setattr(bitsandbytes, "validate_bnb_backend_availability", lambda **_: True)
+    monkeypatch.setattr(backbone.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    load_frozen(ExecutorConfig(dtype="bfloat16", device=device, quantize=bits), Told(""))
+    config = asked["quantization_config"]
+    assert (config.load_in_8bit, config.load_in_4bit) == (bits == "8bit", bits == "4bit")
+    assert bits == "8bit" or (config.bnb_4bit_quant_type, config.bnb_4bit_compute_dtype) == ("nf4", torch.bfloat16)
+    assert asked["device_map"] == {"": device}
+
+
+def test_what_cannot_be_quantised_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"executor\.vllm\.extra"):
+        ExecutorConfig(engine="vllm", quantize="8bit")
+    for kind, backend in ((SftConfig, "fsdp"), (GrpoConfig, "zero3")):
+        with pytest.raises(ValueError, match="cannot cut quantised weights"):
+            kind(executor=ExecutorConfig(quantize="4bit"), backend=backend)
+
+
+def test_4_bits_on_a_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes changes the weights' bytes on first use there."""
+    monkeypatch.setattr(import_utils, "is_bitsandbytes_available", lambda: True)
+    monkeypatch.setattr(bitsandbytes, "validate_bnb_backend_availability", lambda **_: True)
+    with pytest.raises(ValueError, match="would not be frozen"):
+        quantization("4bit", torch.float32, "cpu")
+
+
+def test_an_8bit_executor_is_like_the_whole_one_and_soft_tokens_get_their_gradient() -> None:
+    pytest.importorskip("bitsandbytes")
+    whole, small = one(), FrozenExecutor(load_backbone(MODEL, torch.float32, "cpu", quantize="8bit"))
+    prompt, found = whole.encode(request(0)), []
+    for model in (whole, small):
+        soft = prompt.soft.clone().requires_grad_()  # type: ignore[union-attr]
+        scores = model.candidate_logprobs([replace(prompt, soft=soft)], [COMMANDS])[0]
+        scores.log_softmax(0)[1].backward()
+        assert soft.grad is not None and all(p.grad is None for p in model.model.parameters())
+        found.append(soft.grad.flatten())
+    assert float(torch.cosine_similarity(found[0], found[1], dim=0)) > 0.8 and float(found[1].norm()) > 0
+    sizes = [sum(p.numel() * p.element_size() for p in model.model.parameters()) for model in (whole, small)]
+    assert sizes[1] < 0.6 * sizes[0]
+    before = small.hash()
+    small.act([request(0)])
+    assert small.hash() == before != whole.hash()

@@ -6,8 +6,7 @@ layer puts the soft tokens in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -58,27 +57,14 @@ def executor(**kwargs: Any) -> FrozenExecutor:
     return FrozenExecutor(backbone, **kwargs)
 
 
-@contextmanager
-def soft_by_hook(model: FrozenExecutor, prompt: Prompt) -> Iterator[None]:
-    def put_in(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        made = output.clone()
-        if prompt.soft is not None:
-            made[inputs[0] == model.placeholder] = prompt.soft
-        return made
-
-    hook = model.model.get_input_embeddings().register_forward_hook(put_in)
-    yield
-    hook.remove()
-
-
 @torch.no_grad()
 def reference_logprobs(model: FrozenExecutor, prompt: Prompt, answer: Sequence[int]) -> torch.Tensor:
     """(len(answer), V), by the model's own forward pass from ids and pixels."""
     tokens = torch.tensor([[*prompt.ids, *answer]])
     kinds = (tokens == model.model.config.image_token_id).int()
-    seen = {} if prompt.pixels is None else {"pixel_values": prompt.pixels, "image_grid_thw": prompt.grid}
+    seen = {name: tensor for picture in prompt.pictures for name, tensor in picture.tensors.items()}
     model.model.model.rope_deltas = None  # it keeps those of an earlier call
-    with soft_by_hook(model, prompt):
+    with tiny_models.soft_by_hook(model.model, model.placeholder, prompt):
         logits = model.model(input_ids=tokens, mm_token_type_ids=kinds, **seen).logits
     return logits[0, len(prompt.ids) - 1 : -1].log_softmax(-1)
 
@@ -89,7 +75,7 @@ def test_the_view_stands_between_soft_tokens_and_observation() -> None:
     text = model.tokenizer.decode(prompt.ids)
     pads = "<|vision_start|>" + "<|image_pad|>" * 16 + "<|vision_end|>"
     assert f"soft: {'<|mem|>' * 4}\ndid: look\nview: {pads}\nsee: You see nothing." in text
-    assert prompt.grid is not None and prompt.grid.tolist() == [[1, 8, 8]]
+    assert [picture.tensors["image_grid_thw"].tolist() for picture in prompt.pictures] == [[[1, 8, 8]]]
 
 
 def test_likelihoods_equal_the_models_own_forward_pass() -> None:
@@ -152,7 +138,7 @@ def test_sft_rows_with_pictures_train_through_a_seeing_executor() -> None:
     model, examples = executor(), []
     for row in rows:
         prompt = replace(model.encode(executor_request(row.step_input(compiler.n_tokens), model)), soft=None)
-        assert (prompt.pixels is not None) == (row.image is not None)
+        assert bool(prompt.pictures) == (row.image is not None)
         examples.append(replace(encode_row(row, compiler, model, soft=True), executor_prompt=prompt))
     losses = sft_losses(compiler, model, examples, SftConfig())
     losses["action"].sum().backward()
@@ -187,9 +173,9 @@ def latent_target(model: FrozenExecutor, row: SftRow) -> torch.Tensor:
 def test_the_latent_target_is_what_the_executor_sees_of_m_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     model = executor()
 
-    def patches(pixels: torch.Tensor, grid: torch.Tensor) -> SimpleNamespace:
+    def patches(pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> SimpleNamespace:
         """Make the j-th patch of i pictures, 16 of each, the vector (j, j, ...)."""
-        numbers = torch.arange(16.0 * len(grid))[:, None].expand(-1, 64)
+        numbers = torch.arange(16.0 * len(image_grid_thw))[:, None].expand(-1, 64)
         return SimpleNamespace(pooler_output=numbers.split(16))
 
     monkeypatch.setattr(model.backbone.body, "get_image_features", patches)
@@ -203,8 +189,9 @@ def test_the_latent_target_is_what_the_executor_sees_of_m_by_hand(monkeypatch: p
 
 def test_the_latent_target_is_the_vision_towers_own_output_or_else_the_text() -> None:
     model = executor()
-    pixels = [model.encoder.pictures([view(i)]) for i in range(2)]
-    seen = torch.cat([model.model.model.visual(p.pixels, grid_thw=p.grid).pooler_output for p in pixels])
+    tensors = [picture.tensors for picture in model.encoder.pictures([view(0), view(1)]).pictures]
+    patches = [model.model.model.visual(t["pixel_values"], grid_thw=t["image_grid_thw"]) for t in tensors]
+    seen = torch.cat([made.pooler_output for made in patches])
     expected = torch.stack([chunk.sum(0) / 8**0.5 / 0.5 for chunk in seen.split(8)])
     torch.testing.assert_close(latent_target(model, memory_row(2)), expected, atol=1e-4, rtol=1e-4)
     ids = model.encoder.ids(memory_row(0).memory_text)
@@ -228,7 +215,7 @@ def test_rows_with_and_without_pictures_in_m_are_aligned_each_with_its_own() -> 
 
 def test_a_prompt_whose_picture_was_lost_is_refused() -> None:
     model = executor()
-    lost = replace(model.encode(request(0)), pixels=None, grid=None)
+    lost = replace(model.encode(request(0)), pictures=())
     with pytest.raises(ValueError, match="picture do not go together"):
         model.candidate_logprobs([lost], [COMMANDS])
     with pytest.raises(ValueError, match="picture do not go together"):
@@ -247,7 +234,7 @@ def test_pictures_can_be_switched_off_and_text_models_never_see() -> None:
     assert (executor().sees_images, blind.sees_images, reader.sees_images) == (True, False, False)
     for model in (blind, reader):
         assert model.encode(request(0)).ids == model.encode(request(0, image=False)).ids
-        assert model.encode(request(0)).pixels is None
+        assert not model.encode(request(0)).pictures
     assert blind.act([request(0)]) == blind.act([request(0, image=False)])
 
 

@@ -1,0 +1,37 @@
+"""Embeddings by endpoint: any OpenAI-compatible server as what memory compares texts by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lm.endpoint import Endpoint, EndpointFailure
+from lm.ledger import EndpointStop
+
+ROLE = "embedding"  # in the endpoint's accounts
+
+
+class EndpointEmbedder:
+    """An `Embed` (`memory.retrieval`) that asks an endpoint: `batch` texts at a time, each text once, for what was
+    embedded is kept in the endpoint's file. `name` goes on record in a bank."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint, self.name = endpoint, endpoint.config.model
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        """Embed n texts as (n, d) float32. Raises: EndpointStop, where one of them has no vector, or they differ in
+        length."""
+        distinct, n = list(dict.fromkeys(texts)), self.endpoint.config.batch
+        batches = [distinct[i : i + n] for i in range(0, len(distinct), n)]
+        found: dict[str, np.ndarray] = {}
+        answers = self.endpoint.run([self.endpoint.embed(batch, ROLE) for batch in batches])
+        for batch, vectors in zip(batches, answers, strict=True):
+            if isinstance(vectors, EndpointStop):
+                raise vectors
+            if isinstance(vectors, EndpointFailure):
+                raise EndpointStop(f"{self.name} gives no vectors for {len(batch)} texts: {vectors}")
+            found |= {text: np.frombuffer(vector, np.float32) for text, vector in zip(batch, vectors, strict=True)}
+        if len(lengths := {len(vector) for vector in found.values()}) > 1:
+            raise EndpointStop(f"{self.name} gives vectors of {' and '.join(map(str, sorted(lengths)))} dimensions")
+        return np.stack([found[text] for text in texts]) if texts else np.zeros((0, 1), np.float32)
