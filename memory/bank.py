@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from envs.base import Task
 from memory.entry import MemoryEntry, Written, entry_from_json
 from memory.protocol import BankError, Fixed, Query, Recall, Trace
-from memory.registry import MemorySpec, Tools
+from memory.registry import RESPONSES, MemorySpec, Tools
 from memory.retrieval import COLUMNS, Found, Retriever, encodable, unit_rows
 from memory.table import (
     ENTRY_COLUMNS,
@@ -304,7 +304,7 @@ class MemoryBank:
         """Find the bank's table; None where nothing has been committed yet (a process may die while it makes one)."""
         if self.path.exists() and not self.path.is_dir():
             raise BankError(f"{self.path} is a file, not a memory bank (a folder): to read an export, import it first")
-        if not self.path.exists() or all(path.name.startswith(UNFINISHED) for path in self.path.iterdir()):
+        if not self.path.exists() or all(path.name.startswith((UNFINISHED, RESPONSES)) for path in self.path.iterdir()):
             return None
         if not (self.path / f"{TABLE}.lance").is_dir():
             raise BankError(f"{self.path} is not a memory bank and not empty: name another folder")

@@ -95,18 +95,20 @@ class Journal:
 
 
 def _to_json(row: Row) -> dict[str, Any]:
-    return {"attempts": [_trace_json(trace) for trace in row.attempts], "answers": dict(row.answers)}
+    return {"attempts": [trace_json(trace) for trace in row.attempts], "answers": dict(row.answers)}
 
 
-def _trace_json(trace: Trace) -> dict[str, Any]:
+def trace_json(trace: Trace) -> dict[str, Any]:
+    """Write a trace as JSON, pictures as base64."""
     return {**asdict(trace), "views": [base64.b64encode(view).decode("ascii") for view in trace.views]}
 
 
 def _from_json(row: Mapping[str, Any]) -> Row:
-    return Row(tuple(map(_trace, row["attempts"])), row.get("answers", {}))
+    return Row(tuple(map(trace_from_json, row["attempts"])), row.get("answers", {}))
 
 
-def _trace(row: Mapping[str, Any]) -> Trace:
+def trace_from_json(row: Mapping[str, Any]) -> Trace:
+    """Rebuild the trace that `trace_json` wrote."""
     parts = {
         "task": task_from_json(row["task"]),
         "records": tuple(Record(**record) for record in row["records"]),

@@ -35,6 +35,7 @@ class Record:
     id: str = ""
     actor: str = ""
     when: str = ""
+    picture: str = ""  # the path of one that belongs to it; what a caption says of it stands in the texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +64,21 @@ class Trace:
 @dataclass(frozen=True, slots=True)
 class Query:
     """What is asked outside of a session: for a task, as it begins, at most `k` entries. With `text`, a question about
-    what was committed, `tokens` of which are to be read at most; systems that know of none take the task's goal."""
+    what was committed, `tokens` of which are to be read at most; systems that know of none take the task's goal.
+    `picture`: tokens of a picture to whoever is to read, who is shown those of the records; 0 for who sees none."""
 
     task: Task
     k: int = 4
     text: str = ""
     tokens: int | None = None
+    picture: int = 0
 
     @classmethod
-    def question(cls, text: str, tokens: int | None = None, id: str = "", scene: str = "", k: int = 1_000) -> Query:
+    def question(
+        cls, text: str, tokens: int | None = None, id: str = "", scene: str = "", k: int = 1_000, picture: int = 0
+    ) -> Query:
         """Ask a question, which no episode is played for."""
-        return cls(Task(id, text, scene, "", "question"), k, text, tokens)
+        return cls(Task(id, text, scene, "", "question"), k, text, tokens, picture)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Ask = Callable[[Sequence[dict[str, Any]], str, int], str | None]
 """(chat messages, role in the accounts, most tokens) -> what a language model answers; None where it does not."""
 DEFAULT = "trajectory"
+RESPONSES = "responses.sqlite"  # in a memory's folder: what its models behind endpoints have answered
 
 
 @dataclass(frozen=True, slots=True)

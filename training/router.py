@@ -2,6 +2,8 @@
 by construction; scenes that none of it shares are held out. No benchmark's questions, answers or evidence are read.
 
     memcompiler train router --out DIR           # DIR/router.safetensors, DIR/router.json (the manifest)
+
+Questions that a language model wrote may be added (`--questions`, of `memcompiler data questions`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from rich.console import Console
 
 from configs.evaluation import EvalConfig
 from configs.load import load_config
-from data_gen.cases import Case, Question
+from data_gen.cases import Case, Question, load_cases
 from data_gen.histories import lived, played
 from data_gen.questions import step_case
 from data_gen.retold import dialogue_case
@@ -57,11 +59,12 @@ class Source:
         return {"histories": len(told), "steps": sum(len(t) - 1 for t in told), "sha256": sha}
 
 
-def sources(names: Sequence[str], seed: int = 0) -> list[Source]:
-    """Have the experts act in the train splits: household and alfworld in living worlds, scienceworld task by task."""
-    found = []
+def sources(names: Sequence[str], seed: int = 0, worlds: int | None = None) -> list[Source]:
+    """Have the experts act in the train splits: household and alfworld in living worlds (WORLDS, or so many),
+    scienceworld task by task."""
+    found, lived_in = [], f"{{tasks: R, worlds: {worlds or WORLDS}, length: {TASKS}}}"
     for name in names:
-        more = "" if name == "scienceworld" else f", sequences: {{tasks: R, worlds: {WORLDS}, length: {TASKS}}}"
+        more = "" if name == "scienceworld" else f", sequences: {lived_in}"
         engine = ", engine: native" if name == "alfworld" else ""
         config = load_config(EvalConfig, None, [f"env={{name: {name}{engine}{more}}}"])
         with Environments(config.env) as envs:
@@ -76,14 +79,14 @@ def sources(names: Sequence[str], seed: int = 0) -> list[Source]:
     return found
 
 
-def cases_of(found: Sequence[Source], seed: int = 0) -> tuple[list[Case], list[Case]]:
-    """Make the questions: (training, held out). A scene is on one side alone; a dialogue is about histories of one."""
+def cases_of(found: Sequence[Source], seed: int = 0, asked: Sequence[Case] = ()) -> tuple[list[Case], list[Case]]:
+    """Make the questions: (training, held out). A scene is on one side alone; a dialogue is about histories of one.
+    `asked`: cases that somebody else wrote, which go to their scenes' sides."""
     train, held = list[Trace](), list[Trace]()
     for source in found:
-        scenes = sorted({trace.task.scene or trace.task.id for trace in source.histories})
-        kept = set(random.Random(seed).sample(scenes, round(HELD_OUT * len(scenes))))
+        kept = _held_scenes(source.histories, seed)
         for trace in source.histories:
-            (held if (trace.task.scene or trace.task.id) in kept else train).append(trace)
+            (held if _scene(trace) in kept else train).append(trace)
     sides = []
     for side, n in ((train, DIALOGUES), (held, round(HELD_OUT * DIALOGUES))):
         homes, draw = [trace for trace in side if trace.task.kind == "history"], random.Random(seed)
@@ -91,7 +94,21 @@ def cases_of(found: Sequence[Source], seed: int = 0) -> tuple[list[Case], list[C
         name, most = "train" if side is train else "held", PER_CATEGORY["dialogues"]
         told = [dialogue_case(f"{name}-{i}", (a, b), SESSIONS, most, seed) for i, (a, b) in enumerate(pairs)]
         sides.append([*(step_case(trace, PER_CATEGORY["steps"], seed) for trace in side), *told])
+    kept = {_scene(trace) for trace in held}
+    new = [case.histories[0] for case in asked if _scene(case.histories[0]) not in kept | set(map(_scene, train))]
+    kept |= _held_scenes(new, seed)
+    for case in asked:
+        sides[_scene(case.histories[0]) in kept].append(case)
     return sides[0], sides[1]
+
+
+def _scene(trace: Trace) -> str:
+    return trace.task.scene or trace.task.id
+
+
+def _held_scenes(histories: Iterable[Trace], seed: int) -> set[str]:
+    scenes = sorted(set(map(_scene, histories)))
+    return set(random.Random(seed).sample(scenes, round(HELD_OUT * len(scenes))))
 
 
 def labelled(case: Case, settings: S3MemSettings) -> list[tuple[Question, Labels]]:
@@ -121,13 +138,15 @@ def held_out_recall(router: Router, examples: Iterable[tuple[Question, Labels]],
 
 def train_router(
     out: Path, environments: Sequence[str], features: Features = "numeric", seed: int = 0,
-    settings: S3MemSettings | None = None,
+    settings: S3MemSettings | None = None, questions: Path | None = None,
 ) -> Router:  # fmt: skip
-    """Train, choose C on the held-out scenes, and write router and manifest."""
+    """Train, choose C on the held-out scenes, and write router and manifest. `questions`: a file of cases with more of
+    them. Raises: ValueError, where that is none."""
     settings = settings or S3MemSettings(fill=True)
     started = time.monotonic()
+    more = load_cases(questions) if questions else []
     found = sources(environments, seed)
-    train, held = cases_of(found, seed)
+    train, held = cases_of(found, seed, more)
     examples = [label for case in train for _, label in labelled(case, settings)]
     tests = [pair for case in held for pair in labelled(case, settings)]
     console.print(f"  router: {len(examples)} questions to learn from, {len(tests)} held out")
@@ -145,6 +164,9 @@ def train_router(
         "held_out_recall": {f"{c:g}": round(score, 4) for c, (score, _) in scores.items()},
         "benchmarks": [], "settings": settings.model_dump(mode="json"),
     }  # fmt: skip
+    if questions:
+        sha = hashlib.sha256(questions.read_bytes()).hexdigest()[:16]
+        manifest["asked"] = {"questions": sum(len(case.questions) for case in more), "sha256": sha}
     router = replace(chosen, manifest=manifest)
     router.save(out / "router.safetensors")
     console.print(f"  {out / 'router.safetensors'}: sha256 {router.sha256[:16]}, {time.monotonic() - started:.0f} s")

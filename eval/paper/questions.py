@@ -73,7 +73,7 @@ def _measured(run: Path, number: int) -> Row:
 
 
 def _method(results: Mapping[str, Any], number: int) -> str:
-    settings = dict(results["settings"])
+    settings = {**results["settings"], **results.get("models", {})}
     name = "S3Mem" if results["memory"] == NAME else results["memory"]
     if number == 4 and results["memory"] == NAME:
         return REPRESENTATIONS.get(settings.get("representation", "full"), "full unit")

@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from configs.collect import MemoryModels
 from data_gen.cases import Case, Question
 from eval.intervals import bootstrap_mean
 from eval.qa.evidence import asking
 from eval.qa.metrics import abstains, bleu_1, locomo_score, set_f1
-from eval.qa.readers import ABSTAIN, Reader, prompt_of
+from eval.qa.readers import ABSTAIN, Reader, prompt_of, shown_of
 from eval.table import markdown_table
 from runtime.progress import progress
 from runtime.store import JsonLines, to_json, write_atomically
@@ -38,13 +39,21 @@ class Asked:
     facts: bool
     reader: str
     limit: int | None = None
+    models: Mapping[str, str] = field(default_factory=dict)  # those that the memory uses, by what for
+    picture: int = 0  # tokens of a picture, where the reader is shown those of the records
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as the run's files say it; of models and pictures only where there are any."""
+        return {name: value for name, value in asdict(self).items() if name not in ("models", "picture") or value}
 
 
-def run_answers(asked: Asked, cases: Sequence[Case], reader: Reader, out: Path) -> dict[str, Any]:
-    """Answer what is not answered yet; return and write the results. Raises: ValueError, where OUT holds answers that
-    follow from something else."""
+def run_answers(
+    asked: Asked, cases: Sequence[Case], reader: Reader, out: Path, models: MemoryModels | None = None
+) -> dict[str, Any]:
+    """Answer what is not answered yet; return and write the results. `models`: that the memory may use. Raises:
+    ValueError, where OUT holds answers that follow from something else."""
     out.mkdir(parents=True, exist_ok=True)
-    mark, told = out / ASKED, to_json(asdict(asked))
+    mark, told = out / ASKED, to_json(asked.to_json())
     if mark.exists() and mark.read_text(encoding="utf-8") != told:
         raise ValueError(f"{out} holds answers of {mark.read_text(encoding='utf-8')}: name another folder for {told}")
     write_atomically(mark, told)
@@ -56,13 +65,14 @@ def run_answers(asked: Asked, cases: Sequence[Case], reader: Reader, out: Path) 
             left = [q for q in chosen[case.id] if q.id not in known]
             if not left:
                 continue
-            ask = asking(asked.memory, case, asked.settings, out / "memory" / _name(n, case), asked.facts)
+            folder = out / "memory" / _name(n, case)
+            ask = asking(asked.memory, case, asked.settings, folder, asked.facts, models, asked.picture)
             for start in range(0, len(left), BATCH):
                 batch = left[start : start + BATCH]
                 lines.append(*_answered(batch, ask, reader, asked.tokens))
                 for question in batch:
                     advance(question)
-    results = {**asdict(asked), **summary(list(lines))}
+    results = {**asked.to_json(), **summary(list(lines))}
     write_atomically(out / RESULTS, to_json(results, indent=1))
     return results
 
@@ -92,22 +102,22 @@ def chosen_questions(cases: Sequence[Case], limit: int | None) -> dict[str, list
 def _answered(batch: Sequence[Question], ask: Any, reader: Reader, tokens: int) -> Iterable[dict[str, Any]]:
     """Pack evidence, have it read, and score the answers. The reader sees pack, question and options alone."""
     packs = [ask(question, tokens) for question in batch]
-    prompts = [prompt_of(p.texts, q.text, q.options) for p, q in zip(packs, batch, strict=True)]
+    prompts = [prompt_of(p.texts, q.text, q.options, p.pictures) for p, q in zip(packs, batch, strict=True)]
     started = time.perf_counter()
     answers = reader.answer(prompts)
     seconds = (time.perf_counter() - started) / len(batch)
     liked = reader.liked(prompts, [_right(question) for question in batch])
     for question, pack, answer, logprob in zip(batch, packs, answers, liked, strict=True):
-        text = answer.text if answer else ""
+        text, shown = answer.text if answer else "", shown_of(pack.texts, pack.pictures)
         yield {
             "id": question.id, "category": question.category, "answer": text, "gold": question.answer,
             "failed": answer is None, "abstained": abstains(text), "absent": question.absent,
             "recall": pack.recall(question.evidence) if question.evidence else None,
-            "tokens": reader.count("\n".join(pack.texts)) if pack.texts else 0, "word_tokens": pack.tokens,
+            "tokens": reader.count(shown) if shown else 0, "word_tokens": pack.tokens,
             "reader_in": answer.tokens_in if answer else 0, "reader_out": answer.tokens_out if answer else 0,
             "seconds": seconds, "f1": set_f1(text, question.answer), "bleu_1": bleu_1(text, question.answer),
             "locomo": locomo_score(text, question.answer, "adversarial" if question.absent else question.category),
-            "logprob": logprob,
+            "logprob": logprob, "pictures": sum(map(len, pack.pictures)),
         }  # fmt: skip
 
 
@@ -135,6 +145,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "logprob_without_absent": interval(liked) if liked else None,
         "abstention": {"right": mean(absent, "abstained"), "wrong": mean(present, "abstained"), "n": len(absent)},
         "tokens_per_question": mean(rows, "tokens"), "word_tokens_per_question": mean(rows, "word_tokens"),
+        "pictures_per_question": sum(row.get("pictures", 0) for row in rows) / len(rows) if rows else None,
         "recall": mean([row for row in rows if row["recall"] is not None], "recall"),
         "usage": {"reader": {**used, "seconds": total("seconds")}},
     }  # fmt: skip

@@ -8,25 +8,33 @@ from typing import Any
 
 import typer
 
+from configs.collect import MemoryModels
 from configs.models import EndpointConfig
 from eval.qa.answers import Asked, run_answers, to_markdown
 from eval.qa.files import read_cases
-from eval.qa.readers import EndpointReader, HfReader, Reader, VllmReader
+from eval.qa.readers import EndpointReader, HfReader, Reader, SeeingReader, VllmReader
+from memory.registry import RESPONSES
 
 
 def run_qa(
     data: Path, memory: str, settings: Mapping[str, Any], tokens: int, facts: bool,
-    reader: tuple[str, str, str, str | None], limit: int | None, out: Path,
+    reader: tuple[str, str, str, str | None], limit: int | None, out: Path, models: MemoryModels,
+    picture: int = 0,
 ) -> None:  # fmt: skip
     cases = read_cases(data)
     out.mkdir(parents=True, exist_ok=True)
-    read = load_reader(*reader, out)
-    asked = Asked(data.name, memory, settings, tokens, facts, f"{reader[0]}:{reader[1]}", limit)
-    typer.echo(to_markdown(run_answers(asked, cases, read, out)))
+    read = load_reader(*reader, out, picture > 0)
+    asked = Asked(data.name, memory, settings, tokens, facts, f"{reader[0]}:{reader[1]}", limit, models.told(), picture)
+    typer.echo(to_markdown(run_answers(asked, cases, read, out, models.cached_in(out / RESPONSES))))
 
 
-def load_reader(engine: str, model: str, base_url: str, key_env: str | None, out: Path) -> Reader:
+def load_reader(engine: str, model: str, base_url: str, key_env: str | None, out: Path, sees: bool = False) -> Reader:
+    """Load what answers; `sees`: it is shown pictures. Raises: ValueError, where it cannot be."""
     if engine == "endpoint":
         config = EndpointConfig(base_url=base_url, model=model, key_env=key_env)
-        return EndpointReader.load(config, out / "responses.sqlite")
-    return VllmReader.load(model) if engine == "vllm" else HfReader.load(model)
+        return EndpointReader.load(config, out / RESPONSES)
+    if engine == "vllm":
+        if sees:
+            raise ValueError("readers on vLLM are shown no pictures here: --engine hf or endpoint")
+        return VllmReader.load(model)
+    return SeeingReader.load(model) if sees else HfReader.load(model)

@@ -11,32 +11,40 @@ from typing import Any
 
 import numpy as np
 
-from configs.collect import MemoryConfig
+from configs.collect import MemoryConfig, MemoryModels
 from data_gen.cases import Case, Question
-from data_gen.memories import make_memory, open_memory
+from data_gen.memories import embedder, make_memory, open_memory
 from memory.bm25 import BM25, Scores
 from memory.protocol import MemorySystem, Query, Trace
-from memory.registry import names
-from memory.s3mem.lexical import dense, ranks, windows
+from memory.registry import RESPONSES, names
+from memory.retrieval import Embed
+from memory.s3mem.lexical import dense, embedded, ranks, windows
 from memory.s3mem.pool import RRF
 from memory.s3mem.text import stems, words
 from memory.s3mem.units import Unit, word_tokens
 from memory.s3mem.writing import record_ids, written
 
+EMBED = "embed"  # the baseline that ranks by vectors of a model that settings name
 MOST = 256  # entries of a memory system that knows no budget
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a reader is shown: texts in reading order, ids of the records behind them, their tokens (words x 1.3)."""
+    """What a reader is shown: texts in reading order, ids of the records behind them, their tokens (words x 1.3, and
+    those of pictures); for each text, its pictures (PNG), where the reader sees any."""
 
     texts: tuple[str, ...]
     pointers: frozenset[str]
     tokens: float
+    pictures: tuple[tuple[bytes, ...], ...] = ()
 
     @classmethod
-    def of(cls, texts: Sequence[str], pointers: Iterable[str]) -> Evidence:
-        return cls(tuple(texts), frozenset(pointers), sum(map(word_tokens, texts)))
+    def of(
+        cls, texts: Sequence[str], pointers: Iterable[str], pictures: Sequence[tuple[bytes, ...]] = (), picture: int = 0
+    ) -> Evidence:
+        """Count the tokens; `picture`: of each picture."""
+        tokens = sum(map(word_tokens, texts)) + picture * sum(map(len, pictures))
+        return cls(tuple(texts), frozenset(pointers), tokens, tuple(pictures) if any(pictures) else ())
 
     def recall(self, wanted: Sequence[str]) -> float:
         """Return the share of the wanted records that it holds."""
@@ -47,38 +55,46 @@ Asking = Callable[[Question, int], Evidence]
 Ranking = Callable[[Question], Scores]
 
 
-def asking(name: str, case: Case, settings: Mapping[str, Any], folder: Path, facts: bool = False) -> Asking:
+def asking(
+    name: str, case: Case, settings: Mapping[str, Any], folder: Path, facts: bool = False,
+    models: MemoryModels | None = None, picture: int = 0,
+) -> Asking:  # fmt: skip
     """Open what is asked about a case: a baseline or a memory system by name; a system's memory lies in `folder`.
-    `facts`: what was noted of the records is read in their place. Raises: ValueError for an unknown name."""
-    histories = case.facts if facts else case.histories
+    `facts`: what was noted of the records is read in their place; `models`: those that a system, or the baseline
+    `embed`, may use; `picture`: tokens of a picture to a reader that is shown those of the records, 0 for one that sees
+    none. Raises: ValueError for an unknown name."""
+    histories, models = case.facts if facts else case.histories, models or MemoryModels()
+    if name == EMBED:
+        return _ranked(_embedded(embedder(models, folder / RESPONSES)), histories, picture)
     if name in BASELINES:
-        return _ranked(BASELINES[name], histories)
+        return _ranked(BASELINES[name], histories, picture)
     if name not in names():
-        raise ValueError(f"no memory {name!r}: baselines are {', '.join(BASELINES)}; systems are {', '.join(names())}")
-    return _remembered(name, histories, settings, folder)
+        baselines = ", ".join([*BASELINES, EMBED])
+        raise ValueError(f"no memory {name!r}: baselines are {baselines}; systems are {', '.join(names())}")
+    return _remembered(MemoryConfig(system=name, settings=dict(settings), **dict(models)), histories, folder, picture)
 
 
 # memory systems ------------------------------------------------------------------------------------------------------
 
 
-def _remembered(name: str, histories: Sequence[Trace], settings: Mapping[str, Any], folder: Path) -> Asking:
+def _remembered(config: MemoryConfig, histories: Sequence[Trace], folder: Path, picture: int) -> Asking:
     """Commit whole histories to a system that points to records; to any other one, each record as a history of its own,
     whose task's id is the pointer."""
-    memory = _filled(name, histories, settings, folder / "whole")
+    memory = _filled(config, histories, folder / "whole")
     if not any(memory.recall([Query.question(_any_text(histories), MOST)])[0].pointers):
-        memory = _filled(name, [part for trace in histories for part in _apart(trace)], settings, folder / "records")
+        memory = _filled(config, [part for trace in histories for part in _apart(trace)], folder / "records")
         return lambda question, tokens: _fitting(memory, question, tokens)
 
     def ask(question: Question, tokens: int) -> Evidence:
-        [recalled] = memory.recall([Query.question(question.text, tokens, question.id)])
-        texts = [entry.text for entry in recalled.entries]
-        return Evidence.of(texts, (p for ids in recalled.pointers for id in ids for p in id.split()))
+        [recalled] = memory.recall([Query.question(question.text, tokens, question.id, picture=picture)])
+        texts, shown = [e.text for e in recalled.entries], [e.images if picture else () for e in recalled.entries]
+        return Evidence.of(texts, (p for ids in recalled.pointers for id in ids for p in id.split()), shown, picture)
 
     return ask
 
 
-def _filled(name: str, histories: Sequence[Trace], settings: Mapping[str, Any], folder: Path) -> MemorySystem:
-    memory = open_memory(MemoryConfig(system=name, settings=dict(settings)), folder)
+def _filled(config: MemoryConfig, histories: Sequence[Trace], folder: Path) -> MemorySystem:
+    memory = open_memory(config, folder)
     make_memory(memory)
     memory.commit([[trace] for trace in histories])
     return memory
@@ -115,21 +131,22 @@ def _fitting(memory: MemorySystem, question: Question, tokens: int) -> Evidence:
 # baselines -----------------------------------------------------------------------------------------------------------
 
 
-def _ranked(make: Callable[[Sequence[Unit]], Ranking], histories: Sequence[Trace]) -> Asking:
+def _ranked(make: Callable[[Sequence[Unit]], Ranking], histories: Sequence[Trace], picture: int) -> Asking:
     """Take records in the order of their rank until the first that does not fit."""
     units = [unit for trace in histories for unit in written(trace)]
-    texts = [unit.rendered("chunk") for unit in units]
+    costs = [unit.cost("chunk", picture) for unit in units]
     score = make(units)
 
     def ask(question: Question, tokens: int) -> Evidence:
         chosen, left = list[int](), float(tokens)
         for i in np.argsort(-score(question), kind="stable"):
-            if (cost := word_tokens(texts[i])) > left:
+            if costs[i] > left:
                 break
-            left -= cost
+            left -= costs[i]
             chosen.append(int(i))
         ids = (id for i in chosen for pointer in units[i].pointers for id in pointer.split())
-        return Evidence.of([texts[i] for i in sorted(chosen)], ids)
+        entries = [units[i].entry("chunk", picture > 0) for i in sorted(chosen)]
+        return Evidence.of([entry.text for entry in entries], ids, [entry.images for entry in entries], picture)
 
     return ask
 
@@ -152,6 +169,14 @@ def _dense(units: Sequence[Unit]) -> Ranking:
 def _characters(units: Sequence[Unit]) -> Ranking:
     score = dense("hash", [words(unit.searched("chunk")) for unit in units])
     return lambda question: score(words(question.text))
+
+
+def _embedded(embed: Embed | None) -> Callable[[Sequence[Unit]], Ranking]:
+    def make(units: Sequence[Unit]) -> Ranking:
+        score = embedded(embed, [unit.searched("chunk") for unit in units])
+        return lambda question: score(question.text)
+
+    return make
 
 
 def _hybrid(units: Sequence[Unit]) -> Ranking:

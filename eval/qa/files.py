@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data_gen.cases import Case, Question
 from envs.base import Task
-from eval.qa.locomo import locomo_case
+from eval.qa.locomo import PICTURES, locomo_case, picture_of
 from memory.protocol import Record, Trace
 
 QA, CONTEXT = "qa.jsonl", "qa_context.json"  # EMemBench's two files of an episode
@@ -27,9 +28,9 @@ def read_cases(path: Path) -> list[Case]:
         rows = json.loads(text) if whole else [json.loads(line) for line in text.splitlines() if line.strip()]
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             if all("conversation" in row for row in rows):
-                return list(map(locomo_case, rows))
+                return [placed(locomo_case(row), path.parent) for row in rows]
             if all("trajectory" in row for row in rows):
-                return list(map(ama_case, rows))
+                return [placed(ama_case(row), path.parent) for row in rows]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no file of questions that is known: {type(error).__name__}: {error}") from error
     raise ValueError(
@@ -42,7 +43,13 @@ def ama_case(row: Mapping[str, Any]) -> Case:
     """Make a case of an AMA-Bench episode. It names no evidence."""
     name = str(row["episode_id"])
     records = tuple(
-        Record(int(turn.get("turn_idx", t)), "", str(turn.get("action", "")), str(turn.get("observation", "")))
+        Record(
+            int(turn.get("turn_idx", t)),
+            "",
+            str(turn.get("action", "")),
+            str(turn.get("observation", "")),
+            picture=picture_of(turn),
+        )
         for t, turn in enumerate(row["trajectory"])
     )
     questions = tuple(
@@ -65,8 +72,9 @@ def emembench_case(name: str, folder: Path) -> Case:
     told = json.loads((folder / CONTEXT).read_text(encoding="utf-8"))
     steps: Sequence[Mapping[str, Any]] = told["steps"] if isinstance(told, dict) else told
     records = tuple(
-        Record(int(step.get("t", t)), "", str(step.get("action", "")), _observed(step)) for t, step in enumerate(steps)
-    )
+        Record(int(step.get("t", t)), "", str(step.get("action", "")), _observed(step), picture=picture_of(step))
+        for t, step in enumerate(steps)
+    )  # fmt: skip
     rows = (json.loads(line) for line in (folder / QA).read_text(encoding="utf-8").splitlines() if line.strip())
     questions = tuple(
         Question(
@@ -75,10 +83,28 @@ def emembench_case(name: str, folder: Path) -> Case:
         )
         for i, row in enumerate(rows)
     )  # fmt: skip
-    return Case(name, (Trace(Task(name, "", "", "", "log"), records, True),), questions)
+    return placed(Case(name, (Trace(Task(name, "", "", "", "log"), records, True),), questions), folder)
+
+
+def placed(case: Case, folder: Path) -> Case:
+    """Let records point to their pictures by whole paths. Addresses on the net stay as they are: nothing is fetched.
+    Raises: ValueError, for a path out of the folder, which is no part of the data."""
+
+    def own(record: Record) -> Record:
+        if not record.picture or "://" in record.picture:
+            return record
+        whole = (folder / record.picture).resolve()
+        if not whole.is_relative_to(folder.resolve()):
+            raise ValueError(f"{case.id} has a picture outside of {folder}: {record.picture}")
+        return replace(record, picture=str(whole))
+
+    histories = tuple(replace(trace, records=tuple(map(own, trace.records))) for trace in case.histories)
+    return replace(case, histories=histories)
 
 
 def _observed(step: Mapping[str, Any]) -> str:
     """Write all that a step tells but its number, its action and the agent's reason for it."""
     plain = lambda value: ", ".join(map(str, value)) if isinstance(value, list) else " ".join(str(value).split())
-    return "; ".join(f"{key}: {plain(v)}" for key, v in step.items() if key not in ("t", "action", "reason") and v)
+    return "; ".join(
+        f"{key}: {plain(v)}" for key, v in step.items() if key not in (*PICTURES, "t", "action", "reason") and v
+    )

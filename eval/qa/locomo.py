@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from data_gen.cases import Case, Question
 from envs.base import Task
 from memory.protocol import Record, Trace
 
+PICTURES = ("picture", "image", "img_url")  # keys of a turn or step that tell where its picture lies
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
 
 
@@ -25,7 +27,7 @@ def locomo_case(sample: Mapping[str, Any]) -> Case:
 
 
 def _history(name: str, records: list[Record]) -> Trace:
-    numbered = (Record(t, "", r.action, "", id=r.id, actor=r.actor, when=r.when) for t, r in enumerate(records))
+    numbered = (replace(record, t=t) for t, record in enumerate(records))
     return Trace(Task(name, "", "", "", "dialogue"), tuple(numbered), True)
 
 
@@ -38,7 +40,15 @@ def _sessions(conversation: Mapping[str, Any]) -> Iterator[tuple[int, str, list[
 
 def _turn(turn: Mapping[str, Any], when: str) -> Record:
     photo = f" [photo: {turn['blip_caption']}]" if turn.get("blip_caption") else ""
-    return Record(0, "", f"{turn['text']}{photo}", "", id=turn["dia_id"], actor=turn["speaker"], when=when)
+    return Record(0, "", f"{turn['text']}{photo}", "", id=turn["dia_id"], actor=turn["speaker"], when=when,
+                  picture=picture_of(turn))  # fmt: skip
+
+
+def picture_of(told: Mapping[str, Any]) -> str:
+    """Return where the picture of a turn or step lies, as its file says it: the first one, "" for none."""
+    named = next((told[key] for key in PICTURES if told.get(key)), "")
+    first = named[0] if isinstance(named, list) else named
+    return first if isinstance(first, str) else ""
 
 
 def _facts(sample: Mapping[str, Any], known: set[str]) -> Iterator[Record]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import io
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 from configs.models import EndpointConfig, VllmEngine
 from lm.ledger import Answer, EndpointStop
 
+Prompt = tuple[str | bytes, ...]
+"""Texts and pictures (PNG) in the order in which they are read."""
 MAX_TOKENS = 48  # of an answer
 ROLE = "reader"
 ABSTAIN = "Not mentioned"
@@ -24,28 +28,52 @@ INSTRUCTION = (
 class Reader(Protocol):
     """Answers prompts, in their order; None where there is no usable answer. `liked`: the mean log-probability of the
     tokens of an answer that is given after each prompt, None where an engine does not tell; it is asked after the
-    answers are there, which cannot depend on it. `count`: tokens of a text as it reads."""
+    answers are there, which cannot depend on it. `count`: tokens of what is shown, as it reads."""
 
     name: str
 
-    def answer(self, prompts: Sequence[str]) -> list[Answer | None]: ...
+    def answer(self, prompts: Sequence[Prompt]) -> list[Answer | None]: ...
 
-    def liked(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float | None]: ...
+    def liked(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]: ...
 
-    def count(self, text: str) -> int: ...
+    def count(self, shown: Prompt) -> int: ...
 
 
-def prompt_of(texts: Sequence[str], question: str, options: Sequence[str] = ()) -> str:
-    """Render a pack and its question. Nothing else is read: no second retrieval, no gold."""
+def prompt_of(
+    texts: Sequence[str], question: str, options: Sequence[str] = (), pictures: Sequence[Sequence[bytes]] = ()
+) -> Prompt:
+    """Render a pack, with the pictures of each text if there are any, and its question. Nothing else is read: no second
+    retrieval, no gold."""
     choices = f"\nChoose one of: {'; '.join(options)}" if options else ""
-    memory = "\n".join(texts) or "(nothing)"
-    return f"{INSTRUCTION}\n\nMemory:\n{memory}\n\nQuestion: {question}{choices}\nShort answer:"
+    memory = shown_of(texts, pictures) or ("(nothing)",)
+    asked = f"\n\nQuestion: {question}{choices}\nShort answer:"
+    return _joined((f"{INSTRUCTION}\n\nMemory:\n", *memory, asked))
+
+
+def shown_of(texts: Sequence[str], pictures: Sequence[Sequence[bytes]] = ()) -> Prompt:
+    """Render a pack: a line a text, behind it its pictures."""
+    by_text = pictures or [()] * len(texts)
+    lines = [part for text, own in zip(texts, by_text, strict=True) for part in ("\n", text, *own)]
+    return _joined(lines[1:])
+
+
+def _joined(parts: Iterable[str | bytes]) -> Prompt:
+    """Join neighbouring texts."""
+    runs = groupby(parts, key=lambda part: isinstance(part, str))
+    return tuple(part for text, run in runs for part in (["".join(map(str, run))] if text else run))
+
+
+def text_of(prompt: Prompt) -> str:
+    """Return a prompt for who reads text alone. Raises: ValueError, where there are pictures in it."""
+    if not all(isinstance(part, str) for part in prompt):
+        raise ValueError("this reader sees no pictures: take one that does, or no --picture-tokens")
+    return "".join(map(str, prompt))
 
 
 @dataclass(slots=True)
 class HfReader:
-    """A Hugging Face model on this machine, one prompt at a time, greedily. What it has read of a prompt is kept until
-    the next ones are answered."""
+    """A Hugging Face model on this machine that reads text, one prompt at a time, greedily. What it has read of a
+    prompt is kept until the next ones are answered."""
 
     name: str
     model: Any
@@ -62,12 +90,12 @@ class HfReader:
         model = AutoModelForCausalLM.from_pretrained(path).eval()
         return cls(Path(name).name, model, AutoTokenizer.from_pretrained(path))
 
-    def answer(self, prompts: Sequence[str]) -> list[Answer | None]:
+    def answer(self, prompts: Sequence[Prompt]) -> list[Answer | None]:
         self._read.clear()
-        return [self._one(prompt) for prompt in prompts]
+        return [self._one(text_of(prompt)) for prompt in prompts]
 
-    def liked(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float | None]:
-        return [self._mean_logprob(*each) for each in zip(prompts, answers, strict=True)]
+    def liked(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]:
+        return [self._mean_logprob(text_of(prompt), answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
     def _prefill(self, prompt: str) -> tuple[Any, Any]:
         """Read a prompt once; a copy of the cache is for whoever goes on from it."""
@@ -108,13 +136,89 @@ class HfReader:
         found = logits.float().log_softmax(-1).gather(-1, wanted[..., None])
         return float(found.mean())
 
-    def count(self, text: str) -> int:
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def count(self, shown: Prompt) -> int:
+        return len(self.tokenizer(text_of(shown), add_special_tokens=False)["input_ids"])
+
+
+@dataclass(slots=True)
+class SeeingReader:
+    """A vision-language model of Hugging Face on this machine, one prompt at a time, greedily. A prompt that it cannot
+    read (a text that spells the token of a picture) has no answer."""
+
+    name: str
+    backbone: Any  # lm.backbone.Backbone
+
+    @classmethod
+    def load(cls, name: str) -> SeeingReader:
+        """Load it. Raises: ValueError, for a model that sees nothing."""
+        import torch
+
+        from lm.backbone import load_backbone, model_path
+
+        backbone = load_backbone(model_path(name), torch.float32, "cpu")
+        if not backbone.is_vlm:
+            raise ValueError(f"{name} sees no pictures: take a model that does, or no --picture-tokens")
+        backbone.model.eval()
+        return cls(Path(name).name, backbone)
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[Answer | None]:
+        return [self._one(prompt) for prompt in prompts]
+
+    def liked(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]:
+        return [self._mean_logprob(*each) for each in zip(prompts, answers, strict=True)]
+
+    def count(self, shown: Prompt) -> int:
+        """Count the tokens of texts and pictures, as the model's processor makes them."""
+        images = [_opened(part) for part in shown if isinstance(part, bytes)]
+        seen = len(self.backbone.pictures(images).ids) if images else 0
+        return seen + sum(len(self.backbone.ids(part)) for part in shown if isinstance(part, str))
+
+    def _encoded(self, prompt: Prompt) -> Any:
+        """Return it as the model reads it; None where it cannot."""
+        from lm.prompt import Part
+
+        parts = [Part(text=part) if isinstance(part, str) else Part(image=_opened(part)) for part in prompt]
+        try:
+            return self.backbone.encode(parts)
+        except ValueError:
+            return None
+
+    def _one(self, prompt: Prompt) -> Answer | None:
+        import torch
+
+        if (read := self._encoded(prompt)) is None:
+            return None
+        batch, given = self.backbone.pad([read], "left"), len(read.ids)
+        positions = {"position_ids": batch.positions} if batch.positions.dim() == 3 else {}
+        with torch.no_grad():
+            out = self.backbone.model.generate(
+                batch.tokens, attention_mask=batch.mask, max_new_tokens=MAX_TOKENS, do_sample=False,
+                pad_token_id=self.backbone.pad_id, **positions, **batch.vision,
+            )  # fmt: skip
+        told = self.backbone.tokenizer.decode(out[0, given:], skip_special_tokens=True)
+        return Answer(_first_line(told), given, out.shape[1] - given)
+
+    def _mean_logprob(self, prompt: Prompt, answer: str) -> float | None:
+        import torch
+
+        read, wanted = self._encoded(prompt), self.backbone.ids(answer)
+        if read is None or not wanted:
+            return None
+        with torch.no_grad():
+            hidden = self.backbone.hidden(self.backbone.pad([read.extended(wanted)], "right"))
+            scores = self.backbone.logits(hidden[0, len(read.ids) - 1 : -1]).float().log_softmax(-1)
+        return float(scores.gather(-1, torch.tensor(wanted, device=scores.device)[:, None]).mean())
+
+
+def _opened(png: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(png)).convert("RGB")
 
 
 @dataclass(slots=True)
 class VllmReader:
-    """The same on a vLLM engine, all prompts at once."""
+    """A model on a vLLM engine that reads text, all prompts at once."""
 
     name: str
     engine: Any
@@ -126,28 +230,30 @@ class VllmReader:
 
         return cls(Path(name).name, load_engine(model_path(name), "auto", {}, VllmEngine()))
 
-    def answer(self, prompts: Sequence[str]) -> list[Answer | None]:
+    def answer(self, prompts: Sequence[Prompt]) -> list[Answer | None]:
         from vllm import SamplingParams
 
         tokenizer = self.engine.get_tokenizer()
         outputs = self.engine.generate(
-            [_chat(tokenizer, prompt) for prompt in prompts], SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+            [_chat(tokenizer, text_of(prompt)) for prompt in prompts],
+            SamplingParams(temperature=0, max_tokens=MAX_TOKENS),
         )
         return [
             Answer(_first_line(o.outputs[0].text), len(o.prompt_token_ids or ()), len(o.outputs[0].token_ids))
             for o in outputs
         ]
 
-    def liked(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float | None]:
+    def liked(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]:
         return [None] * len(prompts)
 
-    def count(self, text: str) -> int:
-        return len(self.engine.get_tokenizer()(text, add_special_tokens=False)["input_ids"])
+    def count(self, shown: Prompt) -> int:
+        return len(self.engine.get_tokenizer()(text_of(shown), add_special_tokens=False)["input_ids"])
 
 
 @dataclass(slots=True)
 class EndpointReader:
-    """A model behind an endpoint; tokens are estimated, four characters each."""
+    """A model behind an endpoint, which is shown pictures where there are any; tokens are estimated, four characters
+    each, a thousand for a picture."""
 
     name: str
     endpoint: Any
@@ -158,20 +264,24 @@ class EndpointReader:
 
         return cls(config.model, Endpoint(config, cache))
 
-    def answer(self, prompts: Sequence[str]) -> list[Answer | None]:
+    def answer(self, prompts: Sequence[Prompt]) -> list[Answer | None]:
         """Ask for all of them. Raises: EndpointStop, where nothing more is asked."""
-        asked = [self.endpoint.ask([{"role": "user", "content": prompt}], ROLE, MAX_TOKENS) for prompt in prompts]
+        from lm.endpoint import user_message
+
+        asked = [self.endpoint.ask([user_message(*prompt)], ROLE, MAX_TOKENS) for prompt in prompts]
         answers = self.endpoint.run(asked)
         for answer in answers:
             if isinstance(answer, EndpointStop):
                 raise answer
         return [answer if isinstance(answer, Answer) else None for answer in answers]
 
-    def liked(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float | None]:
+    def liked(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]:
         return [None] * len(prompts)
 
-    def count(self, text: str) -> int:
-        return len(text) // 4 + 1
+    def count(self, shown: Prompt) -> int:
+        from lm.endpoint import estimate, user_message
+
+        return estimate([user_message(*shown)])
 
 
 def _chat(tokenizer: Any, prompt: str) -> str:

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import typer
 
+from configs.collect import MemoryModels
 from data_gen.cases import Case
 from eval.intervals import bootstrap_mean
 from eval.qa.evidence import asking
 from eval.qa.files import read_cases
 from eval.table import markdown_table
+from memory.registry import RESPONSES
 from runtime.store import to_json, write_atomically
 
 ALL = "all"
@@ -23,11 +25,13 @@ Shares = dict[tuple[str, int], list[float]]  # by category and budget
 
 
 def run_recall(
-    data: Path, memory: str, budgets: Sequence[int], settings: Mapping[str, Any], facts: bool, out: Path | None
+    data: Path, memory: str, budgets: Sequence[int], settings: Mapping[str, Any], facts: bool, out: Path | None,
+    models: MemoryModels,
 ) -> None:  # fmt: skip
     """Measure and print; the last line is the recall at 1000 tokens, or at the budget nearest to it. Raises:
     ValueError, where no question says where its answer stands."""
-    shares, times = measured(read_cases(data), memory, budgets, settings, facts)
+    cached = models.cached_in(out / RESPONSES) if out is not None else models
+    shares, times = measured(read_cases(data), memory, budgets, settings, facts, cached)
     if not shares:
         raise ValueError(f"no question of {data} names the records that answer it: recall cannot be told")
     categories = [*dict.fromkeys(category for category, _ in shares if category != ALL), ALL]
@@ -43,6 +47,7 @@ def run_recall(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         about = {"data": data.name, "memory": memory, "settings": dict(settings), "facts": facts, **times}
+        about |= {"models": models.told()} if models.told() else {}
         write_atomically(out / "recall.json", to_json({**about, "recall": means, "n": len(shares[ALL, budgets[0]])}, 1))
     shown = min(budgets, key=lambda budget: (abs(budget - 1000), budget))
     typer.echo(f"recall@{shown}: {100 * means[f'{ALL}@{shown}']:.1f}")
@@ -50,7 +55,7 @@ def run_recall(
 
 def measured(
     cases: Sequence[Case], memory: str, budgets: Sequence[int], settings: Mapping[str, Any] | None = None,
-    facts: bool = False,
+    facts: bool = False, models: MemoryModels | None = None,
 ) -> tuple[Shares, dict[str, float]]:  # fmt: skip
     """Ask every question that has evidence at every budget; also give the processor time of writing and of a recall,
     which does not depend on what else the machine does."""
@@ -59,7 +64,7 @@ def measured(
     for n, case in enumerate(cases):
         with tempfile.TemporaryDirectory() as folder:
             started = time.process_time()
-            ask = asking(memory, case, settings or {}, Path(folder) / str(n), facts)
+            ask = asking(memory, case, settings or {}, Path(folder) / str(n), facts, models)
             writing += time.process_time() - started
             for question in case.questions:
                 for budget in budgets if question.evidence else ():

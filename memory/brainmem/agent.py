@@ -10,7 +10,6 @@ kind. Texts of episodes are quoted to the model as data.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from memory.brainmem.episodic import Topic
 from memory.brainmem.semantic import Experience
 from memory.protocol import Trace
 from memory.registry import Ask
+from runtime.told import json_object
 
 REFLECTION, EXPERIENCE, GUIDELINE = "reflection", "experience", "guideline"  # roles, in the endpoint's accounts
 REFLECTION_TOKENS, EXPERIENCE_TOKENS, GUIDELINE_TOKENS = 128, 2048, 128
@@ -80,12 +80,8 @@ def analysed(attempts: Sequence[Trace], topic: Topic, ask: Ask) -> Answers:
 
 def read_experience(answer: str) -> dict[str, list[str]] | None:
     """Read the lists of an experience from a chat model's answer, fenced or not; None where it is no such object."""
-    found = re.search(r"\{.*\}", answer, re.DOTALL)
-    try:
-        parsed = json.loads(found[0]) if found else None
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(parsed, dict) or not any(name in parsed for name in LISTS):
+    parsed = json_object(answer)
+    if parsed is None or not any(name in parsed for name in LISTS):
         return None
     return {name: _texts(parsed.get(name)) for name in LISTS}
 

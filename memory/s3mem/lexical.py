@@ -56,7 +56,7 @@ def embedded(embed: Embed | None, texts: Sequence[str]) -> Callable[[str], Score
     """Embed texts by a model; return what gives the cosine of each with a question's. Raises: ValueError, where there
     is no model."""
     if embed is None:
-        raise ValueError("dense=embed needs a model that embeds: set memory.embed")
+        raise ValueError("dense=embed needs a model that embeds: set memory.embed or memory.embed_api")
     known = unit_rows(embed, list(texts)) if texts else np.zeros((0, 1), dtype=np.float32)
     return lambda question: (known @ unit_rows(embed, [question])[0] if len(known) else np.zeros(0)).astype(np.float64)
 

@@ -3,8 +3,6 @@ raw records alone and must name the records of each unit, so that pointers stay 
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +15,7 @@ from memory.s3mem.anchors import MULTI_HOP, Anchor
 from memory.s3mem.units import Change, Unit, unit_id
 from memory.s3mem.writing import is_dialogue, record_ids, related, sessions
 from memory.trajectory import one_line
+from runtime.told import json_object, texts
 
 WRITER, ANCHORS = "memory_writer", "memory_anchors"  # roles in the accounts
 STEPS, MOST = 20, 3000  # steps of one call, where there are no sessions; tokens of an answer
@@ -36,8 +35,8 @@ def answers(attempts: Sequence[Trace], ask: Ask) -> dict[str, Any]:
     for n, trace in enumerate(attempts):
         ids = record_ids(trace)
         units[str(n)] = []
-        for part in _parts(trace):
-            shown = "\n".join(f"[{ids[i]}] {one_line(_shown(trace, i))}" for i in part)
+        for part in parts(trace, STEPS):
+            shown = "\n".join(f"[{ids[i]}] {shown_record(trace, i)}" for i in part)
             told = _asked(ask, f"{_WRITE}\n\nRecords:\n{shown}", WRITER)
             listed = told.get("units") if told else None
             if not isinstance(listed, list):
@@ -50,19 +49,20 @@ def answers(attempts: Sequence[Trace], ask: Ask) -> dict[str, Any]:
     return {"units": units, "failures": dict(failures)}
 
 
-def _parts(trace: Trace) -> list[list[int]]:
+def parts(trace: Trace, steps: int) -> list[list[int]]:
     """Cut a history into what one call is shown: a session, or so many steps."""
     rows = range(len(trace.records))
     if is_dialogue(trace):
         numbers = sessions(trace.records)
         return [list(part) for _, part in groupby(rows, key=numbers.__getitem__)]
-    return [list(rows[i : i + STEPS]) for i in range(0, len(rows), STEPS)]
+    return [list(rows[i : i + steps]) for i in range(0, len(rows), steps)]
 
 
-def _shown(trace: Trace, i: int) -> str:
+def shown_record(trace: Trace, i: int) -> str:
+    """Write a raw record in one line, as a language model is shown it."""
     record = trace.records[i]
-    when = f"({record.when or f'step {record.t}'}) "
-    return f"{when}{record.actor}: {record.action}" if record.actor else f"{when}{record.action} -> {record.feedback}"
+    said = f"{record.actor}: {record.action}" if record.actor else f"{record.action} -> {record.feedback}"
+    return one_line(f"({record.when or f'step {record.t}'}) {said}")
 
 
 def _asked(ask: Ask, text: str, role: str) -> dict[str, Any] | None:
@@ -70,12 +70,7 @@ def _asked(ask: Ask, text: str, role: str) -> dict[str, Any] | None:
     for attempt in range(2):
         again = "" if not attempt else "\n\nThe last answer was no JSON object."
         told = ask([{"role": "user", "content": text + again}], role, MOST)
-        found = re.search(r"\{.*\}", told or "", re.DOTALL)
-        try:
-            value = json.loads(found[0]) if found else None
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
+        if (value := json_object(told)) is not None:
             return value
     return None
 
@@ -85,7 +80,7 @@ def _cleaned(unit: Any, known: set[str], failures: Counter[str]) -> dict[str, An
     if not isinstance(unit, dict) or not isinstance(unit.get("event"), str) or not unit["event"].strip():
         failures["no_event"] += 1
         return None
-    cited = _texts(unit.get("record_ids"))
+    cited = texts(unit.get("record_ids"))
     failures["unknown_record"] += sum(id not in known for id in cited)
     ids = [id for id in cited if id in known]
     if not ids:
@@ -94,15 +89,11 @@ def _cleaned(unit: Any, known: set[str], failures: Counter[str]) -> dict[str, An
     listed = unit.get("changes") if isinstance(unit.get("changes"), list) else []
     changes = [list(map(str, each)) for each in listed or [] if isinstance(each, list) and len(each) == 3]
     text = lambda name: unit[name].strip() if isinstance(unit.get(name), str) else ""
-    objects = [thing.lower() for thing in _texts(unit.get("objects"))]
+    objects = [thing.lower() for thing in texts(unit.get("objects"))]
     return {
         "event": unit["event"].strip(), "action": text("action"), "objects": objects, "place": text("place"),
         "changes": changes, "record_ids": list(dict.fromkeys(ids)),
     }  # fmt: skip
-
-
-def _texts(value: Any) -> list[str]:
-    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
 
 
 def merged(rules: Sequence[Unit], told: Sequence[Mapping[str, Any]]) -> list[Unit]:
@@ -120,6 +111,7 @@ def merged(rules: Sequence[Unit], told: Sequence[Mapping[str, Any]]) -> list[Uni
             place=each["place"] or first.place, changes=tuple(Change(*change) for change in each["changes"]),
             relations=(), pointers=ids, raw=" ".join(by_pointer[id].raw for id in ids),
             id=unit_id(first.origin.history, ids, n, each["event"]),
+            pictures=tuple(dict.fromkeys(picture for id in ids for picture in by_pointer[id].pictures)),
         ))  # fmt: skip
     bare = [replace(unit, relations=()) for unit in units]
     return related(sorted(bare, key=lambda unit: (unit.order, unit.id)))
@@ -130,8 +122,8 @@ def anchor(question: str, by_rule: Anchor, ask: Ask) -> Anchor:
     told = _asked(ask, f"{_ANCHOR}\n\nQuestion: {question}", ANCHORS)
     if told is None:
         return by_rule
-    named = lambda name: tuple(text.lower() for text in _texts(told.get(name))) or getattr(by_rule, name)
-    ops = frozenset(_texts(told.get("ops"))) or by_rule.ops
+    named = lambda name: tuple(text.lower() for text in texts(told.get(name))) or getattr(by_rule, name)
+    ops = frozenset(texts(told.get("ops"))) or by_rule.ops
     kind = told["kind"] if told.get("kind") in ("event", "state", "source") else by_rule.kind
     return replace(
         by_rule, kind=kind, ops=ops, events=named("events"), objects=named("objects"), places=named("places"),

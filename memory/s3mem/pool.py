@@ -64,11 +64,12 @@ class Index:
         following[self.before[known]] = np.flatnonzero(known)
         return following
 
-    def ask(self, question: str, anchor: Anchor | None = None) -> Asked:
-        """Score all units for a question. `anchor`: what it is after, where that is known already."""
+    def ask(self, question: str, anchor: Anchor | None = None, picture: int = 0) -> Asked:
+        """Score all units for a question. `anchor`: what it is after, where that is known already; `picture`: tokens of
+        a picture to who reads."""
         if anchor is None:
             anchor = anchor_of(question, self.known) if self.settings.anchors else Anchor(question)
-        return Asked(self, anchor)
+        return Asked(self, anchor, picture)
 
 
 def event_of(unit: Unit) -> str:
@@ -79,8 +80,8 @@ def event_of(unit: Unit) -> str:
 class Asked:
     """A question to an index: the scores of all its units."""
 
-    def __init__(self, index: Index, anchor: Anchor) -> None:
-        self.index, self.anchor = index, anchor
+    def __init__(self, index: Index, anchor: Anchor, picture: int = 0) -> None:
+        self.index, self.anchor, self.picture = index, anchor, picture
         self.terms = terms(anchor.text)
         self.own, self.window = index.own(self.terms), index.window(self.terms)
         self.dense = np.maximum(index.vectors(anchor.text), 0.0) if "dense" in index.settings.channels else 0 * self.own

@@ -18,7 +18,6 @@ from scipy.sparse import csr_matrix, vstack
 from memory.s3mem.features import EDGE, NODE, edge_features, hashed, node_features, token_features
 from memory.s3mem.pool import Asked, Candidate
 from memory.s3mem.settings import Features, S3MemSettings
-from memory.s3mem.units import word_tokens
 from runtime.store import to_json, write_atomically
 
 SHIPPED = Path(__file__).with_name("router.safetensors")
@@ -133,7 +132,7 @@ def candidates(
     how = asked.index.settings.representation
     units = asked.index.units
     return [
-        Candidate(units[i], word_tokens(units[i].rendered(how)), round(float(s), 9), round(float(a), 9), int(i))
+        Candidate(units[i], units[i].cost(how, asked.picture), round(float(s), 9), round(float(a), 9), int(i))
         for i, s, a in zip(rows, support, anchor, strict=True)
     ]
 

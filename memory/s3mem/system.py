@@ -80,19 +80,20 @@ class S3Mem:
 
     def _recalled(self, query: Query) -> Recall:
         index = self._index(query.task)
-        budget = float(query.tokens or self.settings.tokens)
-        pack = self.pack(index, query.text, budget) if query.text else self._of_goal(index, query.task, budget)
-        picks = pack.picks if query.text else pack.picks[: query.k]
-        how = self.settings.representation
-        return Recall(
-            tuple(pick.unit.entry(how) for pick in picks), pointers=tuple(pick.unit.pointers for pick in picks)
-        )  # fmt: skip
+        budget, how = float(query.tokens or self.settings.tokens), self.settings.representation
+        if query.text:
+            picks = self.pack(index, query.text, budget, query.picture).picks
+        else:
+            picks = self._of_goal(index, query.task, budget).picks[: query.k]
+        entries = tuple(pick.unit.entry(how, pictures=query.picture > 0) for pick in picks)
+        return Recall(entries, pointers=tuple(pick.unit.pointers for pick in picks))
 
-    def pack(self, index: Index, question: str, budget: float) -> Pack:
-        """Pack the evidence for one question."""
-        settings, asked = self.settings, index.ask(question)
+    def pack(self, index: Index, question: str, budget: float, picture: int = 0) -> Pack:
+        """Pack the evidence for one question; `picture`: tokens of a picture to who reads."""
+        settings, asked = self.settings, index.ask(question, picture=picture)
         if settings.anchors and self._ask is not None and settings.writer == "llm":
-            asked = index.ask(question, llm.anchor(question, asked.anchor, self._ask))
+            anchor = llm.anchor(question, asked.anchor, self._ask)
+            asked = index.ask(question, anchor, picture)
         return packed(asked.anchor, *scored(asked, settings), budget, settings)
 
     def _of_goal(self, index: Index, task: Task, budget: float) -> Pack:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memory.entry import MemoryEntry, Provenance
+from memory.pictures import at_hand, read_picture
 from memory.retrieval import encodable
 from memory.trajectory import one_line
 
@@ -58,6 +59,7 @@ class Unit:
     relations: tuple[tuple[str, str], ...] = ()  # kind, id of the other unit
     raw: str = ""
     id: str = ""
+    pictures: tuple[str, ...] = ()  # paths of its records' pictures
 
     @property
     def command(self) -> str:
@@ -90,11 +92,18 @@ class Unit:
         what = self.raw if how == "chunk" or self.origin.kind == "turn" else _what(self)
         return f"{self.origin.actor}: {what}" if self.origin.actor else f"{self.place} {what}"
 
-    def entry(self, how: Representation = "full") -> MemoryEntry:
+    def cost(self, how: Representation = "full", picture: int = 0) -> float:
+        """Estimate its tokens as it is rendered; with `picture`, so many more for each of its pictures."""
+        shown = picture * len(at_hand(self.pictures)) if picture else 0
+        return word_tokens(self.rendered(how)) + shown
+
+    def entry(self, how: Representation = "full", pictures: bool = False) -> MemoryEntry:
+        """Return it as a memory's entry, on request with its pictures. Raises: ValueError, where one cannot be read."""
         of = self.origin
         done = (self.command,) if of.kind == "step" and not self.event.endswith(REFUSED) else ()
         provenance = Provenance(of.task_id, of.scene, of.goal, of.split, of.success, done, NAME)
-        return MemoryEntry(self.id, self.rendered(how), provenance)
+        images = tuple(map(read_picture, at_hand(self.pictures))) if pictures else ()
+        return MemoryEntry(self.id, self.rendered(how), provenance, images)
 
 
 def unit_id(history: str, pointers: Sequence[str], ordinal: int, event: str) -> str:

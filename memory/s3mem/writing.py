@@ -48,6 +48,10 @@ def record_ids(trace: Trace) -> list[str]:
     return [record.id or f"{history}#{record.t}" for record in trace.records]
 
 
+def pictures(record: Record) -> tuple[str, ...]:
+    return (record.picture,) if record.picture else ()
+
+
 def is_dialogue(trace: Trace) -> bool:
     return any(record.actor for record in trace.records)
 
@@ -77,7 +81,7 @@ def _turns(trace: Trace) -> Iterator[Unit]:
         objects = dict.fromkeys([*names(record.action), *rare[:RARE_WORDS]])
         yield Unit(
             order, record.when, record.action, origin_of(trace, record.actor), (ids[order],), "say",
-            tuple(objects), f"session {session}", raw=record.action,
+            tuple(objects), f"session {session}", raw=record.action, pictures=pictures(record),
         )  # fmt: skip
 
 
@@ -138,7 +142,7 @@ def _steps(trace: Trace) -> Iterator[Unit]:
         yield Unit(
             order, f"step {record.t}", f"{record.action}{result}", origin_of(trace), (ids[order],), verb,
             tuple(dict.fromkeys(things)), world.body.at or world.room, changes,
-            raw=f"{record.action} -> {record.feedback}",
+            raw=f"{record.action} -> {record.feedback}", pictures=pictures(record),
         )  # fmt: skip
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from benchmarks.router_transfer import BM25_ORDER, TOLD, Shares, difference, of, said, shares
-from data_gen.cases import Case
+from data_gen.cases import Case, Question, save_cases
 from data_gen.questions import step_case
 from data_gen.retold import dialogue_case
-from memory.protocol import Trace
+from envs.base import Task
+from memory.protocol import Record, Trace
 from memory.s3mem.router import Router, fit, load_router, material
 from memory.s3mem.settings import S3MemSettings
 from memory.s3mem.units import Representation
@@ -167,3 +169,38 @@ def test_a_router_is_written_with_what_it_was_trained_on(tmp_path: Path, monkeyp
     load_router.cache_clear()
     with pytest.raises(ValueError, match="train it again"):
         load_router(tmp_path / "router.safetensors")
+
+
+def asked_case(name: str, scene: str) -> Case:
+    records = tuple(Record(t, "", f"open drawer {t}", "You open it.", id=f"{name}#{t}") for t in range(4))
+    question = Question(f"{name}/0", "What came after you opened drawer 1?", "drawer 2", "after", (f"{name}#2",))
+    question = replace(question, anchors=(f"{name}#1",), links=((f"{name}#1", f"{name}#2"),))
+    return Case(name, (Trace(Task(name, "", scene, "train", "history"), records, True),), (question,))
+
+
+@pytest.mark.slow
+def test_questions_that_a_model_wrote_are_learned_from_on_their_scenes_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The manifest names their file, and the weights are others."""
+    for name, value in {"WORLDS": 4, "DIALOGUES": 2, "SESSIONS": 4, "CS": (1.0,)}.items():
+        monkeypatch.setattr(training, name, value)
+    [source] = training.sources(["household"])
+    train, held = training.cases_of([source])
+    scenes = [{case.histories[0].task.scene for case in steps(side)} for side in (train, held)]
+    known = [asked_case(f"known-{i}", sorted(side)[0]) for i, side in enumerate(scenes)]
+    new = [asked_case(f"new-{i}", f"elsewhere {i}") for i in range(4)]
+    with_train, with_held = training.cases_of([source], asked=[*known, *new])
+    assert (with_train[: len(train)], with_held[: len(held)]) == (train, held)
+    assert known[0] in with_train and known[1] in with_held
+    assert [sum(case in side for case in new) for side in (with_train, with_held)] == [3, 1]
+
+    monkeypatch.setattr(training, "sources", lambda names, seed=0: [source])
+    save_cases([*known, *new], path := tmp_path / "questions.jsonl")
+    plain = training.train_router(tmp_path / "plain", ["household"])
+    taught = training.train_router(tmp_path / "taught", ["household"], questions=path)
+    assert "asked" not in plain.manifest and taught.manifest["asked"]["questions"] == 6
+    assert taught.manifest["questions"] == plain.manifest["questions"] + 4 and taught.sha256 != plain.sha256
+    path.write_text("nothing of use\n")
+    with pytest.raises(ValueError, match="is no case of questions"):
+        training.train_router(tmp_path / "none", ["household"], questions=path)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +15,18 @@ import torch
 
 from benchmarks.answers_compared import compared
 from benchmarks.answers_compared import table as compared_table
+from configs.collect import MemoryModels
 from data_gen.cases import Case, Question
 from envs.base import Task
 from eval.paper.questions import question_table
 from eval.paper.tables import MEASURED
 from eval.qa.answers import Asked, chosen_questions, run_answers, to_markdown
 from eval.qa.evidence import BASELINES, asking
-from eval.qa.readers import ABSTAIN, HfReader, prompt_of
+from eval.qa.readers import ABSTAIN, HfReader, Prompt, prompt_of, text_of
 from lm.ledger import Answer
 from memory.protocol import Record, Trace
+from tests.commands.running import memcompiler
+from tests.faulty_server import MODEL, FaultyServer
 from tests.tiny_models import lm_backbone
 
 KINDS = ("single-hop", "temporal")
@@ -34,11 +39,11 @@ class Echo:
     name = "echo"
 
     def __init__(self) -> None:
-        self.prompts = list[str]()
+        self.prompts = list[Prompt]()
 
-    def answer(self, prompts: Sequence[str]) -> list[Answer | None]:
+    def answer(self, prompts: Sequence[Prompt]) -> list[Answer | None]:
         self.prompts += prompts
-        return [self._one(prompt) for prompt in prompts]
+        return [self._one(text_of(prompt)) for prompt in prompts]
 
     def _one(self, prompt: str) -> Answer | None:
         memory, _, question = prompt.partition("\n\nQuestion: ")
@@ -46,13 +51,13 @@ class Echo:
         found = next((line.split()[-1].strip(".") for line in memory.splitlines() if f"the {thing}" in line), "")
         return Answer(found or "Not mentioned", len(prompt.split()), 1) if thing != "kettle" else None
 
-    def liked(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float | None]:
+    def liked(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]:
         """Like right answers that stand in the memory."""
-        told = zip(prompts, answers, strict=True)
+        told = zip(map(text_of, prompts), answers, strict=True)
         return [None if a == ABSTAIN else -0.1 if a in p.partition("\n\nQuestion")[0] else -3.0 for p, a in told]
 
-    def count(self, text: str) -> int:
-        return len(text.split())
+    def count(self, shown: Prompt) -> int:
+        return len(text_of(shown).split())
 
 
 def cases() -> list[Case]:
@@ -129,7 +134,7 @@ def test_a_hugging_face_reader_says_the_first_line_and_how_likely_an_answer_is()
     prompts = [prompt_of(["Ann: the mug was in cabinet 2"], "Where is the mug?"), prompt_of([], "Where is the pen?")]
     told, liked = reader.answer(prompts), reader.liked(prompts, ["cabinet 2", "Not mentioned"])
     for prompt, answer, wanted, found in zip(prompts, told, ["cabinet 2", "Not mentioned"], liked, strict=True):
-        turn = [{"role": "user", "content": prompt}]
+        turn = [{"role": "user", "content": text_of(prompt)}]
         text = reader.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         ids = reader.tokenizer(text, return_tensors="pt")["input_ids"]
         plain = reader.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
@@ -145,8 +150,8 @@ def test_a_hugging_face_reader_says_the_first_line_and_how_likely_an_answer_is()
 
 
 def test_the_reader_sees_pack_and_question_alone() -> None:
-    prompt = prompt_of(["(8 May) Ann: hi"], "What?", ("a", "b"))
-    assert prompt.endswith("Memory:\n(8 May) Ann: hi\n\nQuestion: What?\nChoose one of: a; b\nShort answer:")
+    [prompt] = prompt_of(["(8 May) Ann: hi"], "What?", ("a", "b"))
+    assert str(prompt).endswith("Memory:\n(8 May) Ann: hi\n\nQuestion: What?\nChoose one of: a; b\nShort answer:")
 
 
 def test_some_questions_are_chosen_of_every_category_the_same_each_time() -> None:
@@ -187,15 +192,74 @@ def test_a_run_stands_in_the_papers_tables_as_an_analogue(tmp_path: Path) -> Non
         question_table(6, [])
 
 
-def test_recall_ends_with_its_line(tmp_path: Path, repository: Path) -> None:
+def meaning(text: str) -> list[float]:
+    """Tell cats and bicycles from all else, by other words than those that are said."""
+    words = {"cat": 0, "pet": 0, "bicycle": 1, "bike": 1}
+    return [0.1, *(float(any(w in text.lower() for w, at in words.items() if at == i)) for i in range(2))]
+
+
+def test_embeddings_by_endpoint_find_what_shares_no_word(tmp_path: Path) -> None:
+    """As a baseline, and as S3Mem's dense channel; answers say which model it was, and texts are sent once."""
+    [case, _] = cases()
+    pets = replace(case, questions=(Question("a/p", "What of our pet?", "room2", "single-hop", ("D1:2",)),))
+    dense = {"dense": "embed", "channels": ["dense"], "router": "retrieval_rank", "n_single": 1}
+    with FaultyServer(["429", "hang"], vector=meaning) as server:
+        models = MemoryModels(embed_api=server.config(timeout_s=3.0)).cached_in(tmp_path / "responses.sqlite")
+        for memory, settings in (("embed", {}), ("s3mem", dense)):
+            ask = asking(memory, pets, settings, tmp_path / memory, models=models)
+            assert ask(pets.questions[0], 15).pointers == {"D1:2"}
+        asked_of = Asked("data.json", "s3mem", dense, 15, False, "echo", None, models.told())
+        results = run_answers(asked_of, [pets], CatReader(), tmp_path / "run", models)
+        sent = [text for body in server.bodies for text in body["input"]]
+    assert results["models"] == {"embed": MODEL} and results["recall"] == 1.0
+    assert json.loads((tmp_path / "run" / "asked.json").read_text())["models"] == {"embed": MODEL}
+    assert "models" not in asked().to_json()
+    assert max(Counter(sent).values()) == 3 and sent.count("What of our pet?") == 1  # texts: at the third attempt
+    assert server.requests == 5  # these, and once whether the memory points to records
+    with pytest.raises(ValueError, match=r"set memory\.embed or memory\.embed_api"):
+        asking("embed", pets, {}, tmp_path / "none")
+
+
+class CatReader(Echo):
+    def _one(self, prompt: str) -> Answer | None:
+        return Answer("room2" if "cat" in prompt else "Not mentioned", 1, 1)
+
+
+@pytest.mark.slow
+def test_the_commands_take_the_memory_s_models(tmp_path: Path, repository: Path) -> None:
+    """Cached in OUT: the second run asks for nothing. A server that refuses ends in one line."""
+    data = locomo_file(tmp_path)
+    with FaultyServer(vector=meaning) as server:
+        named = {"base_url": server.url, "model": "m", "key_env": "null"}
+        of = [part for name, value in named.items() for part in ("--with", f"embed_api.{name}={value}")]
+        recall = ["bench", "recall", "--data", str(data), "--tokens", "20", *of, "--out", str(tmp_path / "r")]
+        for memory in (["--memory", "embed"], ["--memory", "s3mem", "dense=embed"]):
+            done = memcompiler(*recall, *memory)
+            assert done.returncode == 0 and "recall@20:" in done.stdout, done.stderr
+        texts = [text for body in server.bodies for text in body["input"]]
+        assert len(texts) == len(set(texts)) == 2 * len(THINGS) + 1  # said, asked, and once whether it points
+        assert json.loads((tmp_path / "r" / "recall.json").read_text())["models"] == {"embed": "m"}
+        reader = ["--engine", "endpoint", "--base-url", server.url, "--model", "reader"]
+        done = memcompiler("qa", "--data", str(data), *reader, *of, "--out", str(tmp_path / "q"), "dense=embed")
+        assert done.returncode == 0 and "| single-hop | 8 |" in done.stdout, done.stderr
+        refused = memcompiler(*recall, "--memory", "embed", "--with", "embed_api.tempo=3")
+        assert refused.returncode == 1 and "tempo" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def locomo_file(folder: Path) -> Path:
     turn = lambda t, thing: {"speaker": "Ann", "dia_id": f"D1:{t}", "text": f"I put the {thing} in the room{t}."}
     talk = {"session_1_date_time": "8 May", "session_1": [turn(t, thing) for t, thing in enumerate(THINGS)]}
     asked = [
         {"question": f"Where is the {thing}?", "answer": "", "evidence": [f"D1:{t}"], "category": 4}
         for t, thing in enumerate(THINGS)
     ]
-    data = tmp_path / "locomo.json"
+    data = folder / "locomo.json"
     data.write_text(json.dumps([{"sample_id": "c", "conversation": talk, "qa": asked}]))
+    return data
+
+
+def test_recall_ends_with_its_line(tmp_path: Path, repository: Path) -> None:
+    data = locomo_file(tmp_path)
     command = [sys.executable, "-m", "memcompiler", "bench", "recall", "--data", str(data), "--tokens", "20,1000"]
     told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repository, timeout=300)
     assert told.stdout.strip().splitlines()[-1] == "recall@1000: 100.0"
