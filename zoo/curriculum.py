@@ -31,6 +31,7 @@ ANSWER = f"{END_OF_TURN}\n<|im_start|>assistant\n"  # where one begins
 ROOM = "You are in the middle of a room. Looking quickly around you, you see"
 MOST_ROOMS, MOST_ACTIONS, MOST_GONE, MOST_BEEN = 12, 4, 6, 3
 """Of a first view, of an entry, of `did:`, and of the places that memory tells of one thing, for `ways`."""
+PROPOSED = 0.85  # of ways, those to a place that is told, where one is told
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
 Fact = tuple[tuple[str, str], str]  # scene and object, the place
 Kind = Literal["copy", "recall", "facts", "documents", "goals"]
@@ -170,48 +171,57 @@ def _action(vocabulary: Vocabulary, rng: random.Random, thing: str) -> str:
     return rng.choice([f"go to {place}", f"open {place}", f"take {thing} 1 from {place}", f"move {thing} 1 to {place}"])
 
 
+REFUSED = " ;"  # what comes behind a command that does not serve: by which deeds go on
 ENTRIES = (2, 3, 4, 4, 5, 6)  # of a document
 DOCUMENTS = {"facts": fact_list, "documents": memory_document, "goals": goal_document}
 
 
 def ways(vocabulary: Vocabulary, tokenizer: Any, rng: random.Random, batch: int) -> dict[str, Tensor]:
-    """Make a batch of prompts that end with the goal, each answered by a way: in half of them to the place that memory
-    tells of the goal's thing in its scene and where one has not been, in half of them to the one that the first view
-    names after the place where one is."""
+    """Make a batch of prompts that end with the goal, each answered by a way. It is proposed by memory and the first
+    view alone: `PROPOSED` of the time to one of the places that memory tells of the goal's thing in its scene, where it
+    tells any, else to the one that the first view names after the place where one is. At its end the way is refused,
+    if one has been there. Each prompt comes a second time, with a way of which nothing but that is to be predicted."""
     tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    end, (refused,) = tokenizer.eos_token_id, tokenize(REFUSED)
     rows, labels = [], []
     for _ in range(batch):
-        text, place = (_told_way if rng.random() < 0.5 else _next_way)(vocabulary, rng)
-        ids, answer = tokenize(f"<|im_start|>user\n{text}{ANSWER}go to"), tokenize(f" {place}")
-        rows.append(ids + answer)
-        labels.append([IGNORE] * len(ids) + answer)
+        text, told, following, been = (_told_way if rng.random() < 0.5 else _next_way)(vocabulary, rng)
+        ids = tokenize(f"<|im_start|>user\n{text}{ANSWER}go to")
+        first = rng.choice(told) if told and rng.random() < PROPOSED else following
+        for place, proposed in ((first, True), (rng.choice(been or [following]), False)):
+            way, last = tokenize(f" {place}"), refused if place in been else end
+            rows.append([*ids, *way, last])
+            labels.append([IGNORE] * len(ids) + (way if proposed else [IGNORE] * len(way)) + [last])
     return {"input_ids": pad(rows, tokenizer.pad_token_id), "labels": pad(labels, IGNORE)}
 
 
-def _told_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, str]:
+def _told_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, list[str], str, list[str]]:
+    """Make a prompt; list the places that memory tells, name the next one of the first view, list those gone to."""
     keys = _twins(vocabulary, rng, rng.choice(ENTRIES))
     places = rng.sample(vocabulary.places, len(keys) + MOST_BEEN)
-    pair, place = rng.choice(keys), places[-1]
-    been = places[len(keys) : len(keys) + rng.randint(0, MOST_BEEN - 1)]  # where it was, too, but is no more
-    facts = [(key, place if key == pair else other) for key, other in zip(keys, places, strict=False)]
-    facts += [(pair, other) for other in been]
+    pair = rng.choice(keys)
+    told = places[len(keys) : len(keys) + rng.randint(1, MOST_BEEN)]
+    facts = [(key, other) for key, other in zip(keys, places, strict=False) if key != pair]
+    facts += [(pair, place) for place in told]
     memory = _memory(vocabulary, rng, rng.sample(facts, len(facts)), rng.randint(0, MOST_ACTIONS))
     others = rng.sample(vocabulary.places, rng.randint(1, MOST_ROOMS))
-    gone = [*been, *(other for other in others[: rng.randint(0, 2)] if other != place)]
-    rng.shuffle(gone)
-    did = f"did: {' ; '.join(f'go to {each}' for each in gone)}\n" if gone else ""
-    rooms = list(dict.fromkeys([*others, *been, place]))
-    here = gone[-1] if gone else rng.choice(vocabulary.places)
-    return _view(vocabulary, rng, rng.sample(rooms, len(rooms)), f"{memory}\n{did}", here, pair), place
+    been = list(dict.fromkeys([*told[: rng.randint(0, len(told))], *others[: rng.randint(0, 2)]]))
+    rng.shuffle(been)
+    did = f"did: {' ; '.join(f'go to {each}' for each in been)}\n" if been else ""
+    rooms = list(dict.fromkeys([*others, *told]))
+    rng.shuffle(rooms)
+    here = been[-1] if been else rng.choice(vocabulary.places)
+    following = rooms[(rooms.index(here) + 1) % len(rooms)] if here in rooms else rooms[0]
+    return _view(vocabulary, rng, rooms, f"{memory}\n{did}", here, pair), told, following, been
 
 
-def _next_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, str]:
+def _next_way(vocabulary: Vocabulary, rng: random.Random) -> tuple[str, list[str], str, list[str]]:
     rooms = rng.sample(vocabulary.places, rng.randint(2, MOST_ROOMS))
     at = rng.randrange(len(rooms) - 1)
-    gone = rooms[max(0, at - rng.randint(0, MOST_GONE)) : at + 1]
-    did = f"did: {' ; '.join(f'go to {place}' for place in gone)}\n"
+    been = rooms[max(0, at - rng.randint(0, MOST_GONE)) : at + 1]
+    did = f"did: {' ; '.join(f'go to {place}' for place in been)}\n"
     pair = rng.choice(vocabulary.scenes), rng.choice(vocabulary.objects)
-    return _view(vocabulary, rng, rooms, did, rooms[at], pair), rooms[at + 1]
+    return _view(vocabulary, rng, rooms, did, rooms[at], pair), [], rooms[at + 1], been
 
 
 def _view(

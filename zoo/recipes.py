@@ -69,7 +69,7 @@ def finish(
     save(out, model, processor)
     logs = {name: stages.log_of(work / name) for name in names}
     record = {
-        "command": f"memcompiler zoo {recipe} --seed {settings['seed']}",
+        "command": f"memcompiler zoo {recipe} --seed {settings['seed']} --threads {torch.get_num_threads()}",
         "settings": settings, "parameters": sum(p.numel() for p in model.parameters()),
         "versions": {m.__name__: m.__version__ for m in (torch, transformers, trl, accelerate)},
         "threads": torch.get_num_threads(), "steps": {name: log[-1]["step"] for name, log in logs.items()},

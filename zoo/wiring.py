@@ -15,12 +15,13 @@ Where the goal ends the prompt (`executor.goal_last`), what it asks for is not w
 compiler does. A model that gathers has these heads instead:
 
     layer 0   heads that look one, two and four tokens back; that find the last scene and thing (the goal's), the last
-              places (where one is), the kind of place that the goal names, and in which section of the prompt a token
-              stands, each in a block of its own
+              places (where one is), the kind of place that the goal names, and `did:`, unless something was taken
+              since, each in a block of its own
     layer 1   a head that finds what stands two behind the goal's thing and four behind its scene ("in FloorPlan3 the
               mug was in" ...); one that finds what stands two behind the place where one is (the next of a list); one
-              for the goal's thing in view (its number); one for places of the goal's kind; and one that takes away the
-              place where one is. The first three attend to the prompt's first token, which holds nothing, where they
+              for the goal's thing in view (its number); one for places of the goal's kind; one that takes away the
+              place where one is; and one that finds a command's own last word among the deeds behind `did:`, and what
+              followed on it. Those that look up attend to the prompt's first token, which holds nothing, where they
               find nothing: what is copied from anywhere else by chance drowns what is right.
 
 Its embeddings begin as far apart as they can be, for of hundreds of random ones some are so alike that things are found
@@ -47,25 +48,32 @@ from zoo.models import Lexicon
 
 HIDDEN, HEADS, HEAD_DIM = 160, 5, 64
 EMBEDDED, BACK, BLOCKS = 64, 24, 4  # dimensions of an embedding, of a token looked back at, and how many of those
-SCENE, THING, PLACE, SECTION = 5, 6, 7, 8  # blocks behind those of the tokens looked back at: what is gathered
+SCENE, THING, PLACE, SECTION = 5, 6, 7, 8  # blocks of what is gathered
 GATHERING, FORWARD = (288, 8), 2  # dimensions and heads of a model that gathers; its feed-forward layers, in widths
 THETA = 1e8  # rotary base: half of a head's dimensions hardly turn within a prompt
 FAST, SLOW = 0.02, 1e-3  # radians a token: what tells neighbours apart, and what content is compared in
 SHARP, ALIKE, EVEN = 8.0, 2.1, 1.2  # how much more a head attends where it should, by kind
 SPANS = (12, 40)  # tokens that free heads of the first layers look at
-PACE = 0.2  # of the rate, at which set heads learn
-SMALL, WRITTEN, COPIED = 0.05, 0.13, 0.5  # what is left of random weights in a head that is set; what heads write
+PACE, EMBEDDING_PACE = 0.2, 0.02  # of the rate, at which set heads learn, and embeddings that they read
+SMALL, WRITTEN, COPIED, AIMED = 0.05, 0.13, 0.5, 1.3  # what is left of random weights in a head that is set; what heads
+# write
 KINDS = {"sinks": -6, "sections": -5, "goals": -4, "scenes": -3, "things": -2, "places": -1}
 """The dimension of an embedding that tells its kind."""
 KIND, NORM = 0.5, 1.2  # what stands there; the norm of an embedding whose kind is to be told
 CODE = 12  # dimensions of what a kind of places and its places have in common, and of where it is gathered
 SHARED, TARGET = slice(-6 - CODE, -6), slice(-6 - 2 * CODE, -6 - CODE)
-WORDS = {"sinks": ("<|im_start|>",), "sections": ("\ndid:", "did", "\nsee:", "see")}  # of kinds that no lexicon lists
+DEEDS, TAKEN = ("\ndid:", "did"), ("take",)  # what deeds begin with, and begin anew with
+WORDS = {"sinks": ("<|im_start|>",), "sections": (*DEEDS, *TAKEN)}  # of kinds that no lexicon lists
 SAME = ("did", "\ndid:"), ("see", "\nsee:")  # behind the blank line that ends pasted memory, they are other tokens
 ARTICLES = " a", ", a", ", and a"  # before what a view lists
 CHOSEN, NEAR = 8.0, 12.0  # how much more a gathering head attends to a kind, and how much less where its span ends
-GAIN, FOLLOWED = 1.5, 12.0  # of what was gathered; of an article
-SUNK, AWAY = 16.0, 0.12  # what tells the first token, behind a norm; what is taken away
+REACH, FALLING, LASTING = 200, 0.3, 70.0  # tokens back to which a last one is found, how much less each token further
+# back is attended to, and how much more one of the kind
+GAIN, FOLLOWED = 1.5, 6.0  # of what was gathered; of an article
+RESTING = 40.0  # how much more or less a head attends to the first token that rests, or does not
+HELD, SHOWN = 5.4, 2.5  # behind the norm: what stands in a block of what was gathered, and what tells a kind
+SUNK, SINKING, AWAY = 16.0, 4.0, 0.2  # what tells the first token, behind a norm, and in
+# its embedding, which has to be large, for a norm would enlarge what is beside it; what is taken away
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +89,11 @@ class Match:
     here (0: the token itself, with all that was gathered at it), and copies what stands there."""
 
     pairs: tuple[tuple[int, int], ...]  # (here, there)
-    behind: int = 0  # that many places before there, an article stands, too
-    strength: float = COPIED
+    also: tuple[int, Sequence[str], float] | None = None  # block, words, how much: there it holds one of these, too
+    strength: float = COPIED  # of the copy
+    sharp: float = 1.0  # how much more, here and there, is made of the comparison
     sink: float = 0.0  # how alike something has to be, as an attention logit; without one, anything may be attended to
+    here: float = 0.0  # how much more alike, where it is no place or does not hold one of the words itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +102,9 @@ class Gather:
     back does, into block number `block`."""
 
     kind: str
-    span: int
+    span: int | None  # None: the last one, however far back
     block: int
+    silent: Sequence[str] = ()  # words that are attended to and leave the block empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +127,14 @@ def layout(layers: int, gathers: bool = False) -> Layout:
     """List the heads of each layer."""
     if gathers:
         first: list[Head] = [Look(1), Look(2), Look(4), Gather("scenes", 24, SCENE), Gather("things", 20, THING)]
-        first += [Gather("places", 60, PLACE), Gather("sections", 60, SECTION), Aim(False)]
+        first += [Gather("places", 60, PLACE), Gather("sections", None, SECTION, TAKEN), Aim(False)]
         second: list[Head] = [
-            Match(((THING, 2), (SCENE, 4)), strength=1.0, sink=36),
-            Match(((PLACE, 2),), behind=1, sink=17),
-            Match(((THING, 1),), behind=2, sink=32),
+            Match(((THING, 2), (SCENE, 4)), strength=2.0, sink=36),
+            Match(((PLACE, 2),), also=(1, ARTICLES, 1.0), strength=1.0, sink=15),
+            Match(((THING, 1),), also=(2, ARTICLES, 1.0), sink=32),
             Aim(True),
             Leave(),
+            Match(((0, 1),), also=(SECTION, DEEDS, 1.8), strength=2.0, sharp=2.0, sink=80, here=55),
         ]
         third: list[Head] = []
     else:
@@ -169,27 +181,38 @@ def wired(
         shared, spans = _orthonormal(BACK, EMBEDDED), 0
         if gathers:
             embeddings[:, :EMBEDDED] = _apart(embeddings[:, :EMBEDDED], shared)
+            seen = embeddings[:, :EMBEDDED] @ shared.T @ shared
+            unseen = torch.nn.functional.normalize(embeddings[:, :EMBEDDED] - seen, dim=1)
+            others = seen.square().sum(1) + embeddings[:, EMBEDDED:].square().sum(1)
+            embeddings[:, :EMBEDDED] = seen + unseen * (NORM**2 - others).clamp(min=0.01).sqrt()[:, None]  # all as long
             embeddings[_tokens(tokenizer, WORDS["sinks"])[:1], :EMBEDDED] = 0
+            embeddings[_tokens(tokenizer, WORDS["sinks"])[:1], KINDS["sinks"]] = SINKING
             for one, other in SAME:
                 embeddings[_tokens(tokenizer, (one,))] = embeddings[_tokens(tokenizer, (other,))[0]].clone()
         decoder: Sequence[Any] = list(model.model.layers)
         for number, (layer, row) in enumerate(zip(decoder, layout(layers, bool(gathers)), strict=True)):
             layer.mlp.down_proj.weight.zero_()
             for i, head in enumerate(row):
-                at = _Head(layer.self_attn, slice(i * HEAD_DIM, (i + 1) * HEAD_DIM))
+                at = _Head(layer.self_attn, slice(i * HEAD_DIM, (i + 1) * HEAD_DIM), 0.0 if gathers else SMALL)
                 match head:
                     case Look(back):
                         at.look(back, shared)
                     case Match():
-                        at.match(head.pairs, shared, head.strength / number)
-                        if head.behind:
-                            at.follow(head.behind, shared, embeddings[_tokens(tokenizer, ARTICLES), :EMBEDDED].mean(0))
+                        at.match(head, shared, number)
                         if head.sink:
                             at.sink(head.sink)
+                        if head.also:
+                            block, words, much = head.also
+                            word = _direction(shared, embeddings[_tokens(tokenizer, words)])
+                            at.follow(block, shared, word, much)
+                            if head.here:
+                                at.ask(block, shared, word, head.here)
                     case Gather():
-                        at.gather(head, shared)
+                        at.gather(head, shared, embeddings[_tokens(tokenizer, head.silent), :EMBEDDED])
                     case Aim(finds):
                         at.aim(finds)
+                        if finds:
+                            at.rest(SECTION, shared, _direction(shared, embeddings[_tokens(tokenizer, DEEDS)]))
                     case Leave():
                         at.leave(shared)
                     case None:
@@ -200,18 +223,23 @@ def wired(
 
 def paces(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return by what part of the rate weights of layers with set heads are to learn, by parameter name: those of the
-    heads themselves are about right, and Adam's first steps, which are as long for each weight, would undo them. So are
-    the embeddings of a model that gathers."""
+    heads themselves are about right, and Adam's first steps, which are as long for each weight, would undo them. In a
+    model that gathers, what its second layer compares stays as it is: the first layer with its feed-forward part (which
+    wrote into what is compared until logits stood at 115 instead of 40), queries, keys and the norm before them."""
     config, parts = model.config, dict[str, Tensor]()
     gathers = config.num_attention_heads == GATHERING[1]
     if gathers:
-        parts["model.embed_tokens.weight"] = torch.tensor(PACE)  # which all of them read
+        parts["model.embed_tokens.weight"] = torch.tensor(EMBEDDING_PACE)
     for number, row in enumerate(layout(config.num_hidden_layers, gathers)[:3]):
-        free = torch.tensor([1.0 if head is None else PACE for head in row]).repeat_interleave(HEAD_DIM)
+        free, layer = torch.tensor([head is None for head in row]).repeat_interleave(HEAD_DIM), f"model.layers.{number}"
         for name in ("q_proj", "k_proj", "v_proj"):
-            parts[f"model.layers.{number}.self_attn.{name}.weight"] = free[:, None]
-            parts[f"model.layers.{number}.self_attn.{name}.bias"] = free
-        parts[f"model.layers.{number}.self_attn.o_proj.weight"] = free
+            pace = torch.where(free, 1.0, 0.0 if gathers and name != "v_proj" else PACE)
+            parts[f"{layer}.self_attn.{name}.weight"] = pace[:, None]
+            parts[f"{layer}.self_attn.{name}.bias"] = pace
+        parts[f"{layer}.self_attn.o_proj.weight"] = torch.where(free, 1.0, PACE)
+    if gathers:
+        still = [name for name, _ in model.named_parameters() if name.startswith("model.layers.0.")]
+        parts |= dict.fromkeys([*still, "model.layers.1.input_layernorm.weight"], torch.tensor(0.0))
     return parts
 
 
@@ -232,16 +260,22 @@ def _apart(vectors: Tensor, shared: Tensor, steps: int = 100, power: int = 8) ->
     return seen * float(size * math.sqrt(BACK / EMBEDDED))
 
 
+def _direction(shared: Tensor, words: Tensor) -> Tensor:
+    """Return the direction (BACK,) that words (n, hidden) have in a block, together."""
+    return torch.nn.functional.normalize(shared @ words[:, :EMBEDDED].mean(0), dim=0)
+
+
 def _tokens(tokenizer: PreTrainedTokenizerFast, words: Sequence[str]) -> list[int]:
     """List the tokens of words, each with and without a space before it (a joint has one of its own)."""
     forms = [form for word in words for form in (word, f" {word}") if form[:2].strip() or form == word]
-    return [ids[0] for ids in tokenizer(forms, add_special_tokens=False)["input_ids"]]
+    return [ids[0] for ids in tokenizer(forms, add_special_tokens=False)["input_ids"]] if forms else []
 
 
 class _Head:
     """The weights of one attention head."""
 
-    def __init__(self, attention: Any, rows: slice) -> None:
+    def __init__(self, attention: Any, rows: slice, left: float) -> None:
+        self.left = left  # what is left of random weights, where the head is set
         parts = ("q_proj", "k_proj", "v_proj")
         self.q, self.k, self.v = (getattr(attention, name).weight[rows] for name in parts)
         self.q_bias, self.k_bias = (getattr(attention, name).bias[rows] for name in parts[:2])
@@ -257,16 +291,21 @@ class _Head:
     def leave(self, shared: Tensor) -> None:
         """Attend to the token itself, and write the opposite of the place that was gathered there."""
         self._look(0)
-        self.v.zero_()
         start = EMBEDDED + (PLACE - 1) * BACK
+        self.v.zero_()
         self.v[:, start : start + BACK] = EMBEDDED / BACK * shared.T
         self.o.zero_()
-        self.o[:EMBEDDED] -= AWAY * torch.eye(EMBEDDED, HEAD_DIM)
+        self._into_embedding(-AWAY)
 
-    def gather(self, head: Gather, shared: Tensor) -> None:
-        """Attend to the last tokens of a kind, and write what is there, seen through `shared`."""
-        self._prefer(head.kind, head.span)
-        self.v[:BACK, :EMBEDDED] += shared
+    def gather(self, head: Gather, shared: Tensor, silent: Tensor) -> None:
+        """Attend to the last tokens of a kind, and write what is there, seen through `shared`, but for what silent
+        words (n, EMBEDDED) have."""
+        if head.span is None:
+            self._last(head.kind)
+        else:
+            self._prefer(head.kind, head.span)
+        said = torch.linalg.qr(silent.T)[0] if len(silent) else silent.T
+        self.v[:BACK, :EMBEDDED] += shared @ (torch.eye(EMBEDDED) - said @ said.T)
         self._write(head.block)
 
     def aim(self, finds: bool) -> None:
@@ -281,7 +320,16 @@ class _Head:
         some = (self.turns < SLOW).nonzero()[1 : CODE + 1, 0]
         self.q[some, TARGET] += GAIN * ALIKE * torch.eye(CODE)
         self.k[some, SHARED] += GAIN * ALIKE * torch.eye(CODE)
-        self._copy(COPIED)
+        self.v += torch.eye(*self.v.shape)
+        self._into_embedding(AIMED)
+
+    def rest(self, block: int, shared: Tensor, word: Tensor) -> None:
+        """Attend to the first token, where a word of this direction (BACK,) stands here in a block."""
+        at = HEAD_DIM // 2 + int((self.turns < SLOW).nonzero()[0, 0])  # beside what tells the kind
+        self.q[at], self.k[at] = 0, 0
+        self.k[at, KINDS["sinks"]] = math.sqrt(HEAD_DIM) / SUNK
+        self.q_bias[at] = -RESTING
+        self.q[at] = 2 * RESTING / HELD * word @ _reader(block, shared, self.q.shape[1])
 
     def _prefer(self, kind: str, span: int | None) -> None:
         """Attend to tokens of a kind, the nearer the more within a span."""
@@ -296,15 +344,26 @@ class _Head:
         self.q_bias[told] = sharp = math.sqrt(CHOSEN * math.sqrt(HEAD_DIM))
         self.k[told, KINDS[kind]] += sharp / (KIND * 10)
 
-    def follow(self, behind: int, shared: Tensor, article: Tensor) -> None:
-        """Attend to what stands so many places behind an article, too, whose embedding is (EMBEDDED,)."""
-        slow = (self.turns < SLOW).nonzero()[:, 0]
-        some = torch.cat([slow, slow + HEAD_DIM // 2])[-BACK // 2 :]
-        self.q[some], self.k[some] = 0, 0
-        mixing = _orthonormal(len(some), BACK)
-        self.k[some] += _amplified(behind) * mixing @ _reader(behind, shared, self.k.shape[1])
-        seen = shared @ article
-        self.q_bias[some] = FOLLOWED * GAIN * mixing @ seen / seen.norm()
+    def _last(self, kind: str) -> None:
+        """Attend to the last token of a kind: each token further back it is worth less by as much."""
+        self._calm()
+        self.q.zero_()
+        self.k.zero_()
+        (at,) = ((self.turns * REACH < 1.3) & (self.turns * REACH > 0.7)).nonzero()[:1, 0].tolist()
+        amplitude = math.sqrt(FALLING * math.sqrt(HEAD_DIM) / float(self.turns[at]))
+        # The product is -sin(distance * turn), which falls evenly while that is small.
+        self.k_bias[at] = amplitude
+        self.q_bias[at + HEAD_DIM // 2] = amplitude
+        told = int((self.turns < SLOW).nonzero()[0, 0])
+        self.q_bias[told] = sharp = math.sqrt(LASTING * math.sqrt(HEAD_DIM))
+        self.k[told, KINDS[kind]] += sharp / (KIND * 10)
+
+    def follow(self, block: int, shared: Tensor, word: Tensor, much: float) -> None:
+        """Attend to what has in a block a word, too, of this direction (BACK,)."""
+        at = HEAD_DIM - 1  # which hardly turns; one dimension, for the others compare something else
+        self.q[at] = 0
+        self.k[at] = _amplified(block) * word @ _reader(block, shared, self.k.shape[1])
+        self.q_bias[at] = much * FOLLOWED * GAIN
 
     def sink(self, level: float) -> None:
         """Attend to the first token of a prompt, where nothing is found that is more alike than `level`."""
@@ -313,17 +372,26 @@ class _Head:
         self.k[where, KINDS["sinks"]] = math.sqrt(HEAD_DIM) / SUNK
         self.q_bias[where] = level
 
-    def match(self, pairs: Sequence[tuple[int, int]], shared: Tensor, strength: float) -> None:
+    def ask(self, block: int, shared: Tensor, word: Tensor, much: float) -> None:
+        """Attend so `much` more to the first token, where no place stands here, and where no word of this direction
+        (BACK,) stands in its block."""
+        where = int((self.turns < SLOW).nonzero()[0, 0])
+        self.q_bias[where] += 2 * much
+        self.q[where] = -much / HELD * word @ _reader(block, shared, self.q.shape[1])
+        self.q[where, KINDS["places"]] = -much / SHOWN
+
+    def match(self, head: Match, shared: Tensor, number: int) -> None:
         """Compare each pair in dimensions of its own, and copy what stands where they agree."""
         self._calm()
         slow = (self.turns < SLOW).nonzero()[:, 0]
         dims = torch.cat([slow, slow + HEAD_DIM // 2])
-        size = len(dims) // len(pairs)
-        for n, (here, there) in enumerate(pairs):
+        size = len(dims) // len(head.pairs)
+        for n, (here, there) in enumerate(head.pairs):
             some, mixing = dims[n * size : (n + 1) * size], _orthonormal(size, BACK)
-            self.q[some] += _amplified(here) * mixing @ _reader(here, shared, self.q.shape[1])
-            self.k[some] += _amplified(there) * mixing @ _reader(there, shared, self.k.shape[1])
-        self._copy(strength)
+            for side, back in ((self.q, here), (self.k, there)):
+                side[some] += head.sharp * _amplified(back) * mixing @ _reader(back, shared, side.shape[1])
+        self.v += torch.eye(*self.v.shape)
+        self._into_embedding(head.strength / number)
 
     def free(self, span: int | None) -> None:
         """Add nothing at first; with a span, look at about so many last tokens evenly."""
@@ -338,8 +406,7 @@ class _Head:
         apart = (1 - self.turns[fast].cos()).sum()  # how much less a neighbour gets, for an amplitude of 1
         self._towards(back, fast, math.sqrt(SHARP * math.sqrt(HEAD_DIM) / float(apart)))
 
-    def _copy(self, strength: float) -> None:
-        self.v += torch.eye(*self.v.shape)
+    def _into_embedding(self, strength: float) -> None:
         self.o[:EMBEDDED] += strength * torch.eye(EMBEDDED, HEAD_DIM)
 
     def _write(self, block: int) -> None:
@@ -348,7 +415,7 @@ class _Head:
 
     def _calm(self) -> None:
         for weight in (self.q, self.k, self.v, self.o):
-            weight *= SMALL
+            weight *= self.left
 
     def _towards(self, back: int, dims: Tensor, amplitude: float) -> None:
         """Bias queries and keys so that their product, once rotary embedding has turned them, is largest `back` tokens

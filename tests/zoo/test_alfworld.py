@@ -26,7 +26,7 @@ from memory.entry import MemoryEntry, Provenance
 from zoo.alfworld import gate, lessons, play, recipes
 from zoo.alfworld.play import Why
 from zoo.alfworld.words import LEXICON, SCENES
-from zoo.curriculum import ANSWER, IGNORE, ROOM, Vocabulary, ways
+from zoo.curriculum import ANSWER, IGNORE, REFUSED, ROOM, Vocabulary, ways
 from zoo.gates import Share
 from zoo.models import make_tokenizer
 
@@ -60,21 +60,28 @@ def test_a_step_of_a_search_takes_few_tokens():
     assert len(ids(view)) == 12
 
 
-def test_ways_lead_where_memory_tells_or_to_the_next_place_of_the_first_view():
+def test_ways_are_proposed_by_memory_or_the_first_view_and_refused_where_one_has_been():
     vocabulary = Vocabulary.of(TOKENIZER, LEXICON)
-    batch, told = ways(vocabulary, TOKENIZER, random.Random(2), 32), 0
-    for row, own in zip(batch["input_ids"], batch["labels"], strict=True):
-        prompt, answer = TOKENIZER.decode(row).replace("<|endoftext|>", "").split(ANSWER)
-        assert answer == f"go to {TOKENIZER.decode(own[own != IGNORE]).strip()}" and int((own != IGNORE).sum()) == 1
+    batch = ways(vocabulary, TOKENIZER, random.Random(2), 64)
+    proposed, refused = {"told": 0, "next": 0}, [0, 0]
+    for i, (row, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
+        text = TOKENIZER.decode(row).replace("<|endoftext|>", "")
+        prompt, answer = text.split(ANSWER)
         view, _, rest = prompt.removeprefix("<|im_start|>user\nfirst: ").partition("\n")
-        scene, thing = re.search(r"\ngoal: in (\w+): .*? (?:a|some)(?: hot| cool| clean)? (\w+) ", rest).groups()
-        if rest.startswith("memory:"):
-            told += 1
-            assert f"because in {scene} the {thing} was in {answer.removeprefix('go to ')}\n" in rest
-        else:
-            places, last = room(view), re.findall(r"go to (\w+ \d+)", rest)[-1]
-            assert answer == f"go to {places[places.index(last) + 1]}"
-    assert 8 < told < 24
+        been, memory = re.findall(r"(?<=go to )\w+ \d+(?= ;|\n)", rest.rpartition("did:")[2]), rest.partition("did:")[0]
+        place = answer.removeprefix("go to ").removesuffix(REFUSED).removesuffix("<|im_end|>")
+        assert answer.endswith(REFUSED if "did:" in rest and place in been else "<|im_end|>")
+        refused[i % 2] += answer.endswith(REFUSED)
+        asked = TOKENIZER.decode(labels[labels != IGNORE])
+        assert f"go to{asked}" == answer if i % 2 == 0 else answer.endswith(asked) and place not in asked
+        if i % 2 == 0:
+            scene, thing = re.search(r"\ngoal: in (\w+): .*? (?:a|some)(?: hot| cool| clean)? (\w+) ", rest).groups()
+            told = f"because in {scene} the {thing} was in {place}\n" in memory
+            places, here = room(view), re.search(r"You arrive at (\w+ \d+)", rest)[1]
+            following = places[(places.index(here) + 1) % len(places)] if here in places else places[0]
+            assert told or place == following
+            proposed["told" if told else "next"] += 1
+    assert 16 < proposed["told"] < 40 and 2 < refused[0] < 30 and refused[1] > 40
 
 
 def test_batches_are_drawn_from_several_parts_in_their_shares():
@@ -105,40 +112,51 @@ def entry(scene: str, place: str) -> MemoryEntry:
     return MemoryEntry(f"{scene} {place}", text, Provenance("t", scene, "put a mug in shelf", "train", True, actions))
 
 
+def does(script: play.Script, asked: ExecutorRequest) -> tuple[tuple[str, ...], Why]:
+    choice = script.choices(asked)
+    return choice.commands, choice.why
+
+
 def test_the_script_goes_on_to_the_next_place_of_the_first_view_and_knows_no_more_than_its_prompt():
     script, view = play.Script({}), f"{ROOM} a {', a '.join(PLACES[:-1])}, and a {PLACES[-1]}."
-    assert script.choices(request(view)) == ((f"go to {PLACES[0]}",), Why.SEARCH)
-    at = lambda place, **more: script.choices(request(history=(f"go to {place}",), first=view, **more))
+    assert does(script, request(view)) == ((f"go to {PLACES[0]}",), Why.SEARCH)
+    at = lambda place, **more: does(script, request(history=(f"go to {place}",), first=view, **more))
     for place, following in zip(PLACES, (*PLACES[1:], PLACES[0]), strict=True):
         assert at(place) == ((f"go to {following}",), Why.SEARCH)
+    back = (f"go to {PLACES[2]}", f"go to {PLACES[1]}")  # on to where it has not been
+    assert does(script, request(history=back, first=view)) == ((f"go to {PLACES[3]}",), Why.SEARCH)
+    taken = (*back[:1], f"take mug 1 from {PLACES[2]}", *back[1:])  # since it took something, it has not been there
+    assert does(script, request(history=taken, first=view)) == ((f"go to {PLACES[2]}",), Why.SEARCH)
     assert at(PLACES[0], opens=True) == ((f"open {PLACES[0]}",), Why.SEARCH)
     long_ago = (f"go to {PLACES[1]}", *["look"] * HISTORY)
-    assert script.choices(request(history=long_ago, first=view)) == ((f"go to {PLACES[0]}",), Why.SEARCH)
+    assert does(script, request(history=long_ago, first=view)) == ((f"go to {PLACES[0]}",), Why.SEARCH)
 
 
 def test_the_script_follows_guidance_but_not_to_where_it_has_been():
     script, told = play.Script({}), {"guidance": "go to shelf 1", "reason": "in FloorPlan1 the mug was in shelf 1"}
-    assert script.choices(request(**told)) == (("go to shelf 1",), Why.TOLD)
-    assert script.choices(request(history=("go to shelf 1",), **told))[1] is Why.SEARCH
+    assert does(script, request(**told)) == (("go to shelf 1",), Why.TOLD)
+    assert does(script, request(history=("go to shelf 1",), **told))[1] is Why.SEARCH
     back = ("go to shelf 1", "take mug 1 from shelf 1", "go to cabinet 1")  # it may hold another one
-    assert script.choices(request(history=back, **told)) == (("go to shelf 1",), Why.TOLD)
+    assert does(script, request(history=back, **told)) == (("go to shelf 1",), Why.TOLD)
 
 
 def test_the_script_reads_pasted_memory_as_guidance():
     entries = [entry("FloorPlan2", "shelf 1"), entry("FloorPlan1", "cabinet 2"), entry("FloorPlan1", "fridge 1")]
     script = play.Script({each.text: each for each in entries})
     memory = "\n\n".join(each.text for each in entries)
-    assert script.choices(request(memory=memory)) == (("go to cabinet 2", "go to fridge 1"), Why.TOLD)
-    history = ("go to cabinet 2",)
-    assert script.choices(request("On the cabinet 2, you see nothing.", history, memory=memory)) == (
-        ("go to fridge 1",),
-        Why.TOLD,
-    )
+    assert does(script, request(memory=memory)) == (("go to cabinet 2", "go to fridge 1"), Why.TOLD)
+    history = ("go to cabinet 2", "go to cabinet 1")
+    choice = script.choices(request("On the cabinet 1, you see nothing.", history, memory=memory))
+    assert choice.commands == ("go to fridge 1",) and choice.why is Why.TOLD
+    assert choice.told == ("go to cabinet 2", "go to fridge 1") and choice.been == history
+    history = ("go to cabinet 2", "go to fridge 1", "go to cabinet 1")
+    choice = script.choices(request("On the cabinet 1, you see nothing.", history, memory=memory))
+    assert choice.why is Why.SEARCH and choice.told == history[:2] and choice.been == history
 
 
 def test_the_script_acts_on_what_it_has_found():
     plan = ("take mug 1 from fridge 1", "go to shelf 1", "move mug 1 to shelf 1")
-    assert play.Script({}).choices(request(plan=plan, guidance="go to cabinet 1")) == (plan[:1], Why.PLAN)
+    assert does(play.Script({}), request(plan=plan, guidance="go to cabinet 1")) == (plan[:1], Why.PLAN)
 
 
 @pytest.mark.parametrize("plan, history, commands, wanted", [
@@ -167,13 +185,14 @@ def test_the_script_acts_on_what_it_has_found():
 ])  # fmt: skip
 def test_commands_that_serve_equally_well(plan, history, commands, wanted) -> None:
     asked = ExecutorRequest("put a mug in shelf", MemoryBlock(), history, "x", commands, lambda: list(plan))
-    assert play.Script({}).choices(asked) == (wanted, Why.PLAN)
+    assert does(play.Script({}), asked) == (wanted, Why.PLAN)
 
 
 def test_the_second_of_two_things_goes_where_the_first_one_lies() -> None:
     commands = ("take mug 1 from shelf 1", "go to shelf 1", "go to shelf 2")
-    asked = lambda plan: play.Script({}).choices(
-        ExecutorRequest("put two mug in shelf", MemoryBlock(), ("go to bed 1",), "x", commands, lambda: list(plan))
+    asked = lambda plan: does(
+        play.Script({}),
+        ExecutorRequest("put two mug in shelf", MemoryBlock(), ("go to bed 1",), "x", commands, lambda: list(plan)),
     )
     assert asked(("go to shelf 1", "move mug 2 to shelf 1")) == (("go to shelf 1",), Why.PLAN)
     lying = ("take mug 1 from shelf 1", "go to shelf 2", "move mug 1 to shelf 2")
@@ -189,27 +208,65 @@ def test_a_lamp_is_searched_as_things_are() -> None:
 
 
 def script_of(view: str, plan: tuple[str, ...]) -> tuple[tuple[str, ...], Why]:
-    return play.Script({}).choices(request(view, plan=plan))
+    return does(play.Script({}), request(view, plan=plan))
 
 
 # -- lessons ----------------------------------------------------------------------------------------------------------
 
 
 def test_equally_good_commands_share_what_is_to_be_predicted():
-    example = play.Example("goal: in FloorPlan1: x\nsee: y", ("go to shelf 1", "go to bed 1"), Why.PLAN, "go to bed 1")
+    choice = play.Choice(("go to shelf 1", "go to bed 1"), Why.PLAN)
+    example = play.Example("goal: in FloorPlan1: x\nsee: y", choice, "go to bed 1")
     labels, deed = lessons.SceneLabels(TOKENIZER), lessons.deed(TOKENIZER, example)
-    batch = lessons.deed_batch(labels, [[deed]], random.Random(0), 0)
+    batch = lessons.deed_batch(labels, [[deed]], random.Random(0), 0, 7)
     go, end = ids("go to")[0], TOKENIZER.eos_token_id
     equals = [sorted({token for token in row if token != IGNORE}) for row in batch["equals"].tolist()]
     assert equals == [[go], sorted(ids(" shelf 1") + ids(" bed 1")), [end]]
     assert int((batch["labels"] != IGNORE).sum()) == len(equals)
 
 
+def drawn_from(choice: play.Choice, times: int = 200) -> set[tuple[str, str, str]]:
+    """Draw batches; list what is drawn with its end, what is asked, and all that would be right."""
+    deed = lessons.deed(TOKENIZER, play.Example("goal: x\nsee: y", choice, ""))
+    labels, rng, refused = lessons.SceneLabels(TOKENIZER), random.Random(0), ids(REFUSED)[0]
+    found = set[tuple[str, str, str]]()
+    for _ in range(times):
+        batch = lessons.deed_batch(labels, [[deed]], rng, 0, refused)
+        (row,), (asked,) = batch["input_ids"].tolist(), batch["labels"].tolist()
+        right = [TOKENIZER.decode([i for i in row if i != IGNORE]) for row in batch["equals"].tolist()]
+        said = TOKENIZER.decode([token for token in asked if token != IGNORE])
+        found.add((TOKENIZER.decode(row[len(deed.prompt) :]), said, "|".join(right)))
+    return found
+
+
+def test_ways_where_one_has_been_are_refused_at_their_end_and_nothing_else_is_learned_of_them() -> None:
+    choice = play.Choice(("go to bed 1",), Why.PLAN, been=("go to shelf 1", "go to desk 1"))
+    assert drawn_from(choice) == {
+        ("go to bed 1<|im_end|>", "go to bed 1<|im_end|>", "go to| bed 1|<|im_end|>"),
+        ("go to shelf 1 ;", " ;", " ;"), ("go to desk 1 ;", " ;", " ;"),
+    }  # fmt: skip
+
+
+def test_a_way_is_proposed_whether_one_has_been_there_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    been = ("go to shelf 1",)
+    choice = play.Choice(("go to bed 1",), Why.TOLD, ("go to bed 1", "go to shelf 1"), "go to desk 1", been)
+    everything = {
+        ("go to bed 1<|im_end|>", "go to bed 1<|im_end|>", "go to| bed 1|<|im_end|>"),
+        ("go to shelf 1 ;", "go to shelf 1 ;", "go to| shelf 1| ;"),
+        ("go to desk 1<|im_end|>", "go to desk 1<|im_end|>", "go to| desk 1|<|im_end|>"),
+        ("go to shelf 1 ;", " ;", " ;"),
+    }
+    assert drawn_from(choice) == everything
+    monkeypatch.setattr(lessons, "REFUSALS", 0.0)
+    monkeypatch.setattr(lessons, "PROPOSED", 1.0)
+    assert {command for command, *_ in drawn_from(choice)} == {"go to bed 1<|im_end|>", "go to shelf 1 ;"}
+
+
 def kinds_drawn(short: bool) -> dict[str, int]:
     """Count what is asked in 100 batches of two rows, of which deeds to go are nine in ten; each has a beginning of its
     own."""
     deed = lambda i, verb, given="": play.Example(
-        f"first: a cabinet {i}{given}\nsee: y\ngoal: x", (f"{verb} z",), Why.SEARCH, "look"
+        f"first: a cabinet {i}{given}\nsee: y\ngoal: x", play.Choice((f"{verb} z",), Why.SEARCH), "look"
     )
     examples = [*(deed(i, "go to") for i in range(18)), deed(18, "open"), deed(19, "take", "\nmemory:\nm")]
     draws, rng = lessons.DeedDraws(TOKENIZER, examples, 2, short), random.Random(0)
@@ -228,7 +285,8 @@ def test_short_prompts_hold_no_memory_and_all_kinds_alike() -> None:
 
 
 def test_a_way_with_something_in_hand_is_a_kind_of_its_own() -> None:
-    kind = lambda command, why, given="": lessons.kind_of(play.Example(f"x{given}\nsee: y", (command,), why, ""))
+    choice = lambda command, why: play.Choice((command,), why)
+    kind = lambda command, why, given="": lessons.kind_of(play.Example(f"x{given}\nsee: y", choice(command, why), ""))
     assert kind("go to bed 1", Why.PLAN) == ("", lessons.CARRIED) and kind("go to bed 1", Why.SEARCH) == ("", "go")
     assert kind("go to bed 1", Why.TOLD, "\nguide: z") == (lessons.GUIDE, Why.TOLD)
     assert kind("go to bed 1", Why.TOLD, "\nguide: z\ndid: look") == (lessons.GUIDE, lessons.AGAIN)
@@ -242,17 +300,18 @@ def test_deeds_of_one_beginning_are_read_as_each_alone() -> None:
     model = wired(TOKENIZER, 3, gathers=LEXICON)
     given = "first: a cabinet 1, and a bed 2.\nmemory:\nin FloorPlan1: put a mug in bed\n"
     deeds = [
-        lessons.deed(TOKENIZER, play.Example(f"{given}{rest}\ngoal: in FloorPlan3: put a mug in bed", ways, why, ""))
-        for rest, ways, why in [
-            ("\nsee: You arrive at bed 2.", ("go to cabinet 1",), Why.SEARCH),
-            ("\ndid: go to bed 2\nsee: y", ("open bed 2",), Why.PLAN),
+        lessons.deed(TOKENIZER, play.Example(f"{given}{rest}\ngoal: in FloorPlan3: put a mug in bed", choice, ""))
+        for rest, choice in [
+            ("\nsee: You arrive at bed 2.", play.Choice(("go to cabinet 1",), Why.SEARCH)),
+            ("\ndid: go to bed 2\nsee: y", play.Choice(("open bed 2",), Why.PLAN)),
         ]
     ]
     assert deeds[0].given == deeds[1].given == tuple(ids(f"<|im_start|>user\n{given}\n"))
     as_they_are = lessons.SceneLabels(TOKENIZER)
     as_they_are.exchange = lambda rng: np.arange(len(TOKENIZER))  # type: ignore[method-assign]
-    other = lessons.deed(TOKENIZER, play.Example("first: a bed 1.\nsee: x\ngoal: y", ("open bed 1",), Why.PLAN, ""))
-    batch = lessons.deed_batch(as_they_are, [deeds, [other, other]], random.Random(1), 0)
+    opened = play.Choice(("open bed 1",), Why.PLAN)
+    other = lessons.deed(TOKENIZER, play.Example("first: a bed 1.\nsee: x\ngoal: y", opened, ""))
+    batch = lessons.deed_batch(as_they_are, [deeds, [other, other]], random.Random(1), 0, 7)
     with torch.no_grad():
         together = float(AnswerLoss().compute_loss(model, batch))
         alone = list[float]()
@@ -406,9 +465,9 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_both_recipes_leave_a_model_that_the_gates_can_read(games, tmp_path, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(games))
     work = tmp_path / "work"
-    recipes.train_executor(tmp_path / "executor", work, steps=(2, 2), batch=4)
+    recipes.train_executor(tmp_path / "executor", work, steps=(2, 2, 2), batch=4)
     recipes.train_compiler(tmp_path / "compiler", work, steps=(2, 2, 2), batch=4)
-    executor, compiler = ["short", "cloning"], list(recipes.COMPILER_STAGES)
+    executor, compiler = list(recipes.EXECUTOR_STAGES), list(recipes.COMPILER_STAGES)
     for name, made in (("executor", executor), ("compiler", compiler)):
         record = json.loads((tmp_path / name / "RECORD.json").read_text())
         assert list(record["log"]) == made and record["command"].startswith(f"memcompiler zoo {name} --world alfworld")

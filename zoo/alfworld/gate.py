@@ -48,7 +48,7 @@ def executor_gates(model: str, work: Path, split: str, limit: int | None, seed: 
             solved = (episode.success and len(episode.steps) <= steps for episode in episodes)
             shares.append(Share.of(f"{delivery.name}, solved within {steps} steps", solved, asked_for))
         if delivery.name != "none":
-            told = (example.done in example.wanted for example in pupil.examples if example.why is play.Why.TOLD)
+            told = (e.done in e.choice.commands for e in pupil.examples if e.choice.why is play.Why.TOLD)
             shares.append(Share.of(f"{delivery.name}, goes where it is told", told, THRESHOLD))
     return shares
 

@@ -28,7 +28,7 @@ from lm.backbone import Backbone
 from memory.entry import MemoryEntry
 from zoo.alfworld.play import GO, READER, Example, Situation, Why
 from zoo.alfworld.words import SCENES, THINGS
-from zoo.curriculum import IGNORE, NOTHING, pad
+from zoo.curriculum import IGNORE, NOTHING, PROPOSED, REFUSED, pad
 from zoo.lessons import Lesson, Talk, collate, questions
 from zoo.stages import Batch
 
@@ -44,7 +44,9 @@ AGAIN = "again"  # of what is told once something has been done: where one has b
 CARRIED = "carried"  # the kind of the ways with something in hand, or to something known
 SIDE_BY_SIDE, DRAWN = 8, 6  # deeds of a row; of so many drawn, one is taken
 BEGINS = ("\nguide:", "\ndid:", "\nsee:", "guide", "did", "see")  # what an episode's prompts have in common ends there
+REFUSALS = 0.25  # of deeds after which one has been somewhere: ways there
 MEMORY, GUIDE = "memory:", "guide:"  # as an executor's prompt says them
+IDS = tuple(range(2**16))  # as many deeds hold the same ids, the same objects stand for them: a quarter of the RAM
 T = TypeVar("T")
 Ask = Callable[[Situation, random.Random], tuple[CompileRequest, Talk]]
 
@@ -82,40 +84,58 @@ class ByLength(Generic[T]):
 # -- the executor -----------------------------------------------------------------------------------------------------
 
 
+Tokens = tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Deed:
     """An example as token ids: what all prompts of its episode begin with (the first view, M), the rest of the prompt,
-    and the commands that serve equally well, each with its end of turn."""
+    the commands that serve equally well, and, without their ends of turn, the ways that are told, the way to the next
+    place, and the ways to where one has been."""
 
-    given: tuple[int, ...]
-    prompt: tuple[int, ...]
-    wanted: tuple[tuple[int, ...], ...]
+    given: Tokens
+    prompt: Tokens
+    wanted: tuple[Tokens, ...]
+    told: tuple[Tokens, ...] = ()
+    following: tuple[Tokens, ...] = ()  # one, or none where nothing is looked for
+    been: tuple[Tokens, ...] = ()
 
 
 def deed(tokenizer: PreTrainedTokenizerFast, example: Example) -> Deed:
     """Encode an example as `executor.base.TokenExecutor` does."""
-    ids: Callable[[Any], list[int]] = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids: Callable[[Any], list[int]] = lambda text: _shared(tokenizer(text, add_special_tokens=False)["input_ids"])
     chat = [{"role": "user", "content": example.prompt}]
     prompt = ids(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
     begins = {ids(joint)[0] for joint in BEGINS}
     at = next((i for i, token in enumerate(prompt) if token in begins), 1)
     end: Any = tokenizer.eos_token_id
-    return Deed(tuple(prompt[:at]), tuple(prompt[at:]), tuple((*ids(command), end) for command in example.wanted))
+    all_of: Callable[[Iterable[str]], tuple[Tokens, ...]] = lambda texts: tuple(tuple(ids(text)) for text in texts)
+    choice = example.choice
+    return Deed(
+        tuple(prompt[:at]), tuple(prompt[at:]), tuple((*command, end) for command in all_of(choice.commands)),
+        all_of(choice.told), all_of(filter(None, [choice.following])), all_of(choice.been),
+    )  # fmt: skip
 
 
-def deed_batch(labels: SceneLabels, rows: Sequence[Sequence[Deed]], rng: random.Random, pad_id: int) -> Batch:
+def _shared(ids: Iterable[int]) -> list[int]:
+    return [IDS[i] for i in ids]
+
+
+def deed_batch(
+    labels: SceneLabels, rows: Sequence[Sequence[Deed]], rng: random.Random, pad_id: int, refused: int
+) -> Batch:
     """Make a batch of rows of deeds, as many in each, that have one beginning: it is read once, as `given`, padded on
-    the left; behind it each deed with one of its commands. What is to be predicted at each token of a command is any
-    token by which an equally good command goes on."""
+    the left; behind it each deed with one of its commands (`_drawn`)."""
     begun, ids, targets, equals = [], [], [], []
     for deeds in rows:
         exchanged = labels.exchange(rng)
         begun.append(exchanged[list(deeds[0].given)].tolist())
         for each in deeds:
-            command = rng.choice(each.wanted)
+            command, serving = _drawn(each, rng, refused)
             ids.append(exchanged[[*each.prompt, *command]].tolist())
-            targets.append([IGNORE] * len(each.prompt) + list(command))
-            equals += [sorted({c[i] for c in each.wanted if c[:i] == command[:i]}) for i in range(len(command))]
+            goals = [token if allowed else IGNORE for token, allowed in zip(command, serving, strict=True)]
+            targets.append([IGNORE] * len(each.prompt) + goals)
+            equals += [sorted(allowed) for allowed in serving if allowed]
     given = pad([row[::-1] for row in begun], pad_id).flip(1)
     seen = pad([[1] * len(row) for row in begun], 0).flip(1)
     return {
@@ -124,13 +144,38 @@ def deed_batch(labels: SceneLabels, rows: Sequence[Sequence[Deed]], rng: random.
     }  # fmt: skip
 
 
+def _drawn(deed: Deed, rng: random.Random, refused: int) -> tuple[Tokens, list[set[int]]]:
+    """Draw a command with its end, and list the tokens that are right at each of its places, none where nothing is to
+    be predicted.
+
+    What serves is learned in two parts. Where one looks for something, goal, memory and view *propose* a way, whether
+    one has been there or not: `PROPOSED` of the time one that is told, where any is, else the one to the next place.
+    And at its end a way *is refused*, if one has been there, which ends no turn; there the place stands in the command
+    itself, to be looked up among the deeds. `REFUSALS` of the deeds are ways to where one has been, for that alone."""
+    end = deed.wanted[0][-1]
+    if deed.been and rng.random() < REFUSALS:
+        command = (*rng.choice(deed.been), refused)
+        return command, [*([set[int]()] * (len(command) - 1)), {refused}]
+    if not (deed.told and deed.following):
+        command = rng.choice(deed.wanted)
+        return command, _equals(command, deed.wanted)
+    way = rng.choice(deed.told if rng.random() < PROPOSED else deed.following)  # each of them, not any: no set
+    command = (*way, refused if way in deed.been else end)
+    return command, [{token} for token in command]
+
+
+def _equals(command: Tokens, commands: Sequence[Tokens]) -> list[set[int]]:
+    """List the tokens by which commands go on that begin as this one does."""
+    return [{c[i] for c in commands if c[:i] == command[:i]} for i in range(len(command))]
+
+
 def kind_of(example: Example) -> tuple[str, str]:
     """Say what decides a deed: what the prompt has beside goal and view, and what it comes to."""
     given = next((name for name in (MEMORY, GUIDE) if f"\n{name}" in f"\n{example.prompt}"), "")
-    verb = example.wanted[0].partition(" ")[0]
-    if example.why is Why.TOLD:
+    verb, why = example.choice.commands[0].partition(" ")[0], example.choice.why
+    if why is Why.TOLD:
         return given, AGAIN if "\ndid: " in example.prompt else Why.TOLD
-    return given, CARRIED if verb == "go" and example.why is Why.PLAN else verb
+    return given, CARRIED if verb == "go" and why is Why.PLAN else verb
 
 
 class DeedDraws:
@@ -142,11 +187,13 @@ class DeedDraws:
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], rows: int, short: bool = False
     ) -> None:
-        kinds = dict[tuple[str, str], list[Deed]]()
+        kinds, begun = dict[tuple[str, str], list[Deed]](), dict[tuple[int, ...], tuple[int, ...]]()
         for example in examples:
             kind = kind_of(example)
             if not (short and kind[0] == MEMORY):
-                kinds.setdefault(kind, []).append(deed(tokenizer, example))
+                made = deed(tokenizer, example)
+                made = replace(made, given=begun.setdefault(made.given, made.given))  # an episode's deeds share it
+                kinds.setdefault(kind, []).append(made)
         if short:
             kinds = {kind: sorted(deeds, key=_tokens)[: -(-len(deeds) // 3)] for kind, deeds in kinds.items()}
         self._shares = {
@@ -160,6 +207,7 @@ class DeedDraws:
                 self._alike.setdefault((kind[0] == MEMORY, each.given), {}).setdefault(kind, []).append(each)
         self._labels, self._rows = SceneLabels(tokenizer), rows
         self._pad_id: int = tokenizer.pad_token_id  # type: ignore[assignment]
+        self._refused: int = tokenizer(REFUSED, add_special_tokens=False)["input_ids"][0]
 
     def draw(self, rng: random.Random) -> Batch:
         """Draw a batch."""
@@ -169,7 +217,7 @@ class DeedDraws:
         length = len(self._pools[firsts[0]].near(given, rng).prompt)
         first = lambda kind: _like(length, lambda: self._pools[kind].near(given, rng))
         rows = [self._row(first(kind), memory, length, rng) for kind in firsts]
-        return deed_batch(self._labels, rows, rng, self._pad_id)
+        return deed_batch(self._labels, rows, rng, self._pad_id, self._refused)
 
     def _row(self, first: Deed, memory: bool, length: int, rng: random.Random) -> list[Deed]:
         """Put others of the same beginning beside a deed."""

@@ -38,7 +38,7 @@ K, STEPS, SIDE_BY_SIDE = 4, 50, 64
 READS = Reads(first_view=True, goal_last=True)
 """What the executor reads: guidance with its reason, no Brief State, as in the paper; the first view, which alone tells
 which places there are; and the goal at the end, where a small model has it at hand."""
-GO, _TAKEN_FROM = "go to ", re.compile(r"take .+ from (.+)")
+GO = "go to "
 
 Make = Callable[[], Environment]
 
@@ -67,13 +67,25 @@ class Why(StrEnum):
     PLAN = "plan"  # it is known where it is, or in hand
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the script would do, and from what that follows."""
+
+    commands: tuple[str, ...]  # that serve equally well
+    why: Why
+    told: tuple[str, ...] = ()  # ways to all places that guidance or memory tells, where one is looking for something
+    following: str = ""  # the way to the next place where one has not been, where one is looking for something
+    been: tuple[str, ...] = ()  # ways to where one has been, which do not serve
+
+
 @dataclass
 class Script:
     """Does what a competent executor does with what it is given.
 
     It knows every command and recipe, but not where things are: it goes where guidance or pasted memory says, and where
-    nothing says anything, or the place is a disappointment, it goes on to the place that the first view names after the
-    one that it went to last, which finds everything in one round and asks for no list of places that one has been to.
+    nothing says anything, or the place is a disappointment, it goes on to the next place of the first view, after the
+    one that it went to last, where it has not been. Places to which it went before it last took something count
+    as new: that it does not go twice to one place holds for all ways then.
     It never knows more than its prompt: of its actions, those that are shown. What pasted memory says, it reads as the
     teacher does, without a Brief State; of several places that it tells any will do.
     """
@@ -84,24 +96,27 @@ class Script:
     def of(cls, specs: Sequence[EpisodeSpec]) -> Script:
         return cls({entry.text: entry for spec in specs for entry in spec.memory})
 
-    def choices(self, request: ExecutorRequest) -> tuple[tuple[str, ...], Why]:
-        """List the commands that serve equally well, none where there is no way to the goal; and say what they follow
+    def choices(self, request: ExecutorRequest) -> Choice:
+        """List the commands that serve equally well, none where there is no way to the goal; and what they follow
         from."""
         plan, commands = (request.expert() if request.expert else None) or [], request.admissible or ()
         need = READER.need(plan)
         request = replace(request, history=request.history[-request.shown :] if request.shown else ())
         last = next((a for a in reversed(request.history) if a.startswith(GO)), "").removeprefix(GO)
+        been = tuple(way for place in _been(request.history) if (way := f"{GO}{place}") in commands)
         at_hand = _alike(plan, request.goal, last, commands)
         if at_hand or need is None or not need.need.startswith("find "):
-            return at_hand or tuple(plan[:1]), Why.PLAN
-        been = _been(request.history)
-        told = (f"{GO}{place}" for place in self._told(request) if place not in been)
-        if ways := tuple(way for way in told if way in commands):
-            return ways, Why.TOLD
+            serve = at_hand or tuple(plan[:1])
+            return Choice(serve, Why.PLAN, been=tuple(way for way in been if way not in serve))
         if last and (inside := f"open {last}") in commands:
-            return (inside,), Why.SEARCH
-        way = f"{GO}{_after(last, room(request.first or request.observation))}"
-        return ((way,) if way in commands else tuple(plan[:1])), Why.SEARCH
+            return Choice((inside,), Why.SEARCH, been=been)
+        told = tuple(way for place in self._told(request) if (way := f"{GO}{place}") in commands)
+        new = [command for command in commands if command.startswith(GO) and command not in been]
+        ways = (f"{GO}{place}" for place in _from(last, room(request.first or request.observation)))
+        following = next((way for way in ways if way in new), "")
+        serve = tuple(way for way in told if way in new)
+        why = Why.TOLD if serve else Why.SEARCH
+        return Choice(serve or ((following,) if following else tuple(plan[:1])), why, told, following, been)
 
     def _told(self, request: ExecutorRequest) -> tuple[str, ...]:
         """List the place that guidance names for what is looked for, or all that pasted memory does."""
@@ -137,31 +152,25 @@ def _alike(plan: Sequence[str], goal: str, last: str, commands: Sequence[str]) -
     return tuple(c for c in commands if re.fullmatch(rf"{GO}{kind}", c)) or tuple(plan[:1])
 
 
-def _after(place: str, places: Sequence[str]) -> str:
-    """Return what comes after a place, the first after the last; the first where it is none of them."""
+def _from(place: str, places: Sequence[str]) -> Sequence[str]:
+    """Return places in the order that begins behind one of them, or as they are."""
     at = places.index(place) + 1 if place in places else 0
-    return places[at % len(places)] if places else ""
+    return [*places[at:], *places[:at]]
 
 
-def _been(history: Sequence[str]) -> set[str]:
-    """List the places that were gone to, but for those that something was last taken from: they may hold more."""
-    been = set[str]()
-    for command in history:
-        if command.startswith(GO):
-            been.add(command.removeprefix(GO))
-        elif found := _TAKEN_FROM.fullmatch(command):
-            been.discard(found[1])
-    return been
+def _been(history: Sequence[str]) -> Sequence[str]:
+    """List the places that were gone to since something was last taken."""
+    taken = max((i for i, command in enumerate(history) if TAKE.fullmatch(command)), default=-1)
+    return list(dict.fromkeys(c.removeprefix(GO) for c in history[taken + 1 :] if c.startswith(GO)))
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What an executor met, and what the script would do there."""
+    """What an executor met, what was done, and what the script would do there."""
 
     prompt: str  # the user turn
-    wanted: tuple[str, ...]  # commands that serve equally well
-    why: Why
-    done: str  # what was done
+    choice: Choice
+    done: str
 
 
 @dataclass
@@ -183,17 +192,16 @@ class Pupil:
         if self.actor is not None:
             made = self.actor.act(requests)
         else:
-            made = [self._drawn(request, *choices) for request, choices in zip(requests, wanted, strict=True)]
-        for request, (commands, why), action in zip(requests, wanted, made, strict=True):
-            if commands:
-                text = executor_text(request, MEMORY_TOKEN)
-                self.examples.append(Example(text, commands, why, action.action))
+            made = [self._drawn(request, choice) for request, choice in zip(requests, wanted, strict=True)]
+        for request, choice, action in zip(requests, wanted, made, strict=True):
+            if choice.commands:
+                self.examples.append(Example(executor_text(request, MEMORY_TOKEN), choice, action.action))
         return made
 
-    def _drawn(self, request: ExecutorRequest, commands: tuple[str, ...], why: Why) -> Action:
+    def _drawn(self, request: ExecutorRequest, choice: Choice) -> Action:
         """Draw one of the commands; chance depends on seed, goal and history alone."""
-        chance = random.Random(f"{self.seed} {request.goal} {request.history}")
-        if why is Why.TOLD and chance.random() < self.strays:
+        chance, commands = random.Random(f"{self.seed} {request.goal} {request.history}"), choice.commands
+        if choice.why is Why.TOLD and chance.random() < self.strays:
             commands = tuple(c for c in request.admissible or () if c.startswith(GO))
         text = chance.choice(commands or ("look",))
         return Action(text, Grounding.CHOICE, text, (), 0, 0)
@@ -212,10 +220,11 @@ def deliveries(seed: int) -> tuple[Delivery, ...]:
 def examples_of(
     make_env: Make, specs: Sequence[EpisodeSpec], pupil: Pupil, seed: int, steps: int = STEPS
 ) -> list[Example]:
-    """Play `specs`, an equal share of them under each delivery, and return what the script says of it all."""
+    """Play `specs`, an equal share of them under each delivery, but all with all of M pasted, of which most is to be
+    learned; and return what the script says of it all."""
     ways = deliveries(seed)
     for i, delivery in enumerate(ways):
-        played(make_env, specs[i :: len(ways)], delivery, pupil, steps)
+        played(make_env, specs if delivery.name == "static" else specs[i :: len(ways)], delivery, pupil, steps)
     return pupil.examples
 
 

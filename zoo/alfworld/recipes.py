@@ -1,13 +1,13 @@
-"""The recipes of the small models of real ALFWorld: from nothing and the train games, on CPU, with one thread.
+"""The recipes of the small models of real ALFWorld: from nothing and the train games, on CPU.
 
     memcompiler zoo executor --world alfworld --out OUT
     memcompiler zoo compiler --world alfworld --out OUT
 
 Both begin with a model that looks things up untrained (`zoo/wiring.py`), and go from what is short to what is long, in
 bfloat16 where matrices are multiplied; what is written is float16. The executor learns what to do where a prompt is
-short, then it clones a script (`play.py`) under all text deliveries in equal shares. The compiler base is asked about
-view and Brief State behind prompts without M, then about M too, mostly for the emission first; at last it writes the
-emission unasked, so that SFT has little left to change.
+short, then it clones a script (`play.py`) under all text deliveries. The
+compiler base is asked about view and Brief State behind prompts without M, then about M too, mostly for the emission
+first; at last it writes the emission unasked, so that SFT has little left to change.
 
 Nothing of a valid game is in any of it: games and memory are those of the train split, and every 25th game is kept for
 the exams in the log.
@@ -45,32 +45,33 @@ from zoo.wiring import paces, wired
 EXAM_OF = 25
 EXECUTOR_LAYERS, COMPILER_LAYERS = 5, 6
 RATE = 1e-3
+STRAYS = 0.15  # of what the script is told, what it does not do: what comes then is to be learned, too
 DOCUMENTS = (Level("documents", 8, 1), Level("goals", 12, 1))
 """What goes on beside real prompts, so that look-up stays."""
 
 ASKED, UNASKED = (0.07, 0.13, 0.3, 0.5), (0.05, 0.05, 0.15, 0.75)  # shares of lessons: see `_emissions`
+EXECUTOR_STAGES = ("short", "cloning")
 COMPILER_STAGES = ("states", "emissions", "writing")
 
 Draw = Callable[[random.Random], stages.Batch]
 
 
 def train_executor(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (100, 1800),
-    batch: int = 6,
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (100, 1000), batch: int = 6
 ) -> None:  # fmt: skip
-    """Make the executor: short prompts, cloning.
+    """Make the executor: short prompts, then cloning.
 
     Args:
         games: the first so many train games (default: all).
-        steps: on short prompts and of cloning.
+        steps: on short prompts, and of cloning.
         batch: rows, of up to eight deeds that have one beginning.
     """
     made = _Recipe(work, seed, games, batch, 2 * batch)
     model: PreTrainedModel = wired(made.tokenizer, EXECUTOR_LAYERS, seed, gathers=LEXICON)
-    model = made.stage(model, "short", steps[0], lambda: _deeds(made, short=True), warmup=25, paced=True)
-    model = made.stage(model, "cloning", steps[1], lambda: _deeds(made), paced=True)
+    model = made.stage(model, "short", steps[0], lambda: _deeds(made, short=True), 50, RATE / 2, paced=True)
+    model = made.stage(model, "cloning", steps[1], lambda: _deeds(made), rate=RATE / 2, paced=True)
     settings = {"seed": seed, "games": games, "steps": list(steps), "batch": batch}
-    recipes.finish("executor --world alfworld", out, model.half(), made.tokenizer, work, ("short", "cloning"), settings)
+    recipes.finish("executor --world alfworld", out, model.half(), made.tokenizer, work, EXECUTOR_STAGES, settings)
 
 
 def train_compiler(
@@ -146,7 +147,8 @@ class _Recipe:
         make_env, *parts = self.material
         script = play.Script.of([spec for specs in parts for spec in specs])
         learned, kept = (
-            play.examples_of(make_env, specs, play.Pupil(script, seed=self.seed), self.seed) for specs in parts
+            play.examples_of(make_env, specs, play.Pupil(script, strays=STRAYS, seed=self.seed), self.seed)
+            for specs in parts
         )
         return learned, kept
 
@@ -173,7 +175,7 @@ def _emissions(made: _Recipe, model: PreTrainedModel, ask: Ask, shares: Sequence
 
 def _deeds(made: _Recipe, short: bool = False) -> tuple[Draw, Draw]:
     learned, kept = (DeedDraws(made.tokenizer, examples, made.batch, short) for examples in made.examples)
-    return mixed((0.15, made.ways), (0.85, learned.draw)), kept.draw
+    return mixed((0.2, made.ways), (0.8, learned.draw)), kept.draw
 
 
 def mixed(*parts: tuple[float, Draw]) -> Draw:
