@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +38,19 @@ def load_any(config: str, overrides: Sequence[str], stage: str | None = None) ->
         except ConfigError as error:
             problems.append(f"as {name}: {error}")
     raise ConfigError("no stage takes this configuration; say which it is for with --stage\n" + "\n".join(problems))
+
+
+def dry_run(settings: Any) -> None:
+    """Print what a run of these settings needs, on the GPUs of this machine, or where it has none on some of 80 GiB. Of
+    a torchrun's processes the first one prints."""
+    import torch
+
+    if os.environ.get("RANK", "0") != "0":
+        return
+    here = torch.cuda.is_available()
+    gpu = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f}" if here else "80"
+    gpus = int(os.environ.get("WORLD_SIZE", "0")) or (torch.cuda.device_count() if here else None)
+    run_plan(settings, gpu, gpus, "", None)
 
 
 def run_plan(settings: Any, gpu: str, gpus: int | None, lengths: str, json: Path | None) -> None:

@@ -61,23 +61,36 @@ class _NoTokenizer:
         return ""
 
 
-class ShapedBackbone(Backbone):
-    """A backbone on shapes. Its text is `i:n`: n tokens, which are other ones for another i."""
+class WordlessBackbone(Backbone):
+    """A backbone without a tokenizer. Its text is `i:n`: n tokens, which are other ones for another i."""
 
-    def __init__(self, name: str, dtype: torch.dtype, ledger: Ledger, kind: str) -> None:
-        config = model_config(name)
-        auto: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        with torch.device("meta"):
-            model = auto.from_config(config, dtype=dtype)
-        ledger.adopt(model.eval(), kind)
-        ledger.vocabulary.add(config.get_text_config().vocab_size)
+    def __init__(self, model: Any) -> None:
         self.model, self.tokenizer, self.suppressed = model, _NoTokenizer(), [MEMORY]
-        self.is_vlm = auto is AutoModelForImageTextToText
+        self.is_vlm = hasattr(model.config, "vision_config")
         self.pad_id, self.memory_id, self.end_id, self.image_id = PAD, MEMORY, END, -1
 
     def ids(self, text: str) -> tuple[int, ...]:
         which, _, n = text.partition(":")
         return (WORD + int(which),) * int(n)
+
+
+class ShapedBackbone(WordlessBackbone):
+    """Such a backbone on shapes."""
+
+    def __init__(self, name: str, dtype: torch.dtype, ledger: Ledger, kind: str) -> None:
+        with torch.device("meta"):
+            model = untrained(name, dtype)
+        ledger.adopt(model, kind)
+        ledger.vocabulary.add(model.config.get_text_config().vocab_size)
+        super().__init__(model)
+
+
+def untrained(name: str, dtype: torch.dtype) -> Any:
+    """Make a model of this architecture, in evaluation mode, on torch's default device: its weights are random, or on
+    "meta" shapes alone. Raises: ConfigError, where nobody knows the name."""
+    config = model_config(name)
+    auto: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    return auto.from_config(config, dtype=dtype).eval()
 
 
 class ShapedCompiler(MemoryCompiler):

@@ -18,6 +18,7 @@ from configs.models import CompilerConfig, ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
 from lm.backbone import Backbone, dtype_of
 from lm.prompt import Prompt
+from lm.vision import vision_parts
 from memory.entry import MemoryEntry, Provenance
 from plan.budget import Lengths
 from plan.models import (
@@ -106,7 +107,7 @@ def replay_update(config: GrpoConfig, lengths: Lengths, rows: int, gpu: bool = T
     """Run GRPO's update on a micro-batch of `rows` samples; with a pathwise gradient, the executor is there, too."""
     ledger, pathwise = Ledger(gpu), config.loss.latent_gradient == "pathwise"
     alone: GrpoConfig = config.model_copy(update={"backend": "replicated", "overlap": False})
-    stub: Any = shaped_executor(config.executor, ledger) if pathwise else _NoExecutor()
+    stub: Any = shaped_executor(config.executor, ledger) if pathwise else NoExecutor()
     width = stub.backbone.hidden_size if pathwise else hidden_size(config.executor)
     compiler = shaped_compiler(config.compiler, width, ledger, Decoding())
     nobody: Any = None  # plays nothing here
@@ -220,7 +221,9 @@ def cache_per_token(text: Any, dtype: str) -> int:
     return 2 * sum(kind != "linear_attention" for kind in kinds) * heads * width * dtype_of(dtype).itemsize
 
 
-class _NoExecutor:
+class NoExecutor:
+    """Stands where an update asks for an executor and never runs it."""
+
     accepts_soft = True
 
     def hash(self) -> str:
@@ -252,7 +255,7 @@ def _replayed(
     models = [part.backbone for part in (compiler, executor) if part is not None]
     size: Callable[[nn.Module], int] = lambda m: sum(p.nbytes for p in m.parameters())
     blocks = [_blocks(backbone) for backbone in models]
-    towers = [size(backbone.body.visual) for backbone in models if hasattr(backbone.body, "visual")]
+    towers = [size(part) for backbone in models for part in vision_parts(backbone.model).values()]
     inside = sum(size(block) for found in blocks for block in found) + sum(towers)
     trained = sum(p.numel() for p in compiler.parameters() if p.requires_grad) if compiler is not None else 0
     whole = sum(size(backbone.model) for backbone in models)
@@ -261,5 +264,4 @@ def _replayed(
 
 
 def _blocks(backbone: Backbone) -> list[nn.Module]:
-    text = getattr(backbone.body, "language_model", backbone.body)
-    return list(getattr(text, "layers", ()))
+    return list(getattr(backbone.model.get_decoder(), "layers", ()))

@@ -63,8 +63,10 @@ def plan_sft(config: SftConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     mine = math.ceil(config.batch_size / gpus)
     replay = replay_sft(config, lengths, min(config.micro_batch_size, mine))
     models = _sizes(config.compiler, config.executor)
-    host = HOST + max(models.values()) + (PIXELS if _sees(config.compiler.model) else 0)
-    budget = _trainer("trainer", replay, config.backend, gpus, host)
+    # Where slices are given out, one process holds both models at first; on average each has its part of them.
+    read = replay.weights / gpus if config.backend in ("fsdp", "zero3") else max(models.values())
+    host = HOST + read + (PIXELS if _sees(config.compiler.model) else 0)
+    budget = replace(_trainer("trainer", replay, config.backend, gpus, host), loading=0.0)
     n = config.compiler.soft.n_tokens if config.soft else 0
     return Plan(
         "sft", f"SFT, {_who(config)}, micro-batches of {min(config.micro_batch_size, mine)}, backend {config.backend}",
@@ -222,7 +224,7 @@ def _trainer(process: str, replay: Replay, backend: str, n: int, host: float) ->
     overhead = CONTEXT + SLACK * passing
     if backend == "zero2":
         gradients, moments = trained + trained / n, 3 * trained / n  # with fp32 masters
-    elif backend in ("fsdp", "zero3"):  # both models are loaded whole before they are cut
+    elif backend in ("fsdp", "zero3"):  # GRPO's models are loaded whole before they are cut
         loading = weights + CONTEXT
         cut = weights - replay.towers
         gathered = replay.root + 2 * replay.layer if backend == "fsdp" else min(cut, ZERO3_LIVE)

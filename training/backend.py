@@ -7,8 +7,8 @@
 
 A loss is a share of the global one (weighted by global counts), so gradients are SUMS over processes, never means.
 What a checkpoint holds is whole and named by parameter: it loads in any backend, with any number of processes. A vision
-tower is frozen, and idle for rows without a picture: it stays whole, for slices of it would have to be gathered by all
-processes or by none.
+tower with its projector is frozen, and idle for rows without a picture: it stays whole, for slices of it would have to
+be gathered by all processes or by none.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from compiler.checkpoint import PROJECTOR, trained_parameters
 from compiler.hf import MemoryCompiler
 from configs.training import Optimizer
+from lm.vision import vision_parts
 from training import distributed
 from training.checkpoint import Tensors
 
@@ -48,7 +49,8 @@ class Joint(nn.Module):
 class Replicated:
     """The default, and what the others override."""
 
-    is_sharded: ClassVar[bool] = False  # weights are in slices: nothing can be generated from them
+    is_sharded: ClassVar[bool] = False  # weights are in slices: nothing can be generated from them. Only rank 0 need
+    # have them then: the others get theirs from there, and may have meta tensors.
     in_lockstep: ClassVar[bool] = False  # all processes have to run equally many forward and backward passes
 
     def __init__(
@@ -183,15 +185,20 @@ class Fsdp(Replicated):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self.compiler.backbone.device.type, (distributed.world_size(),))
-        towers = [body.visual for body in _seeing(joint)]
-        for model in (self.compiler.backbone.model, joint.executor):
-            for layer in _layers(model, towers) if model is not None else ():
+        device = self.compiler.backbone.device
+        mesh = init_device_mesh(device.type, (distributed.world_size(),))
+        # Rank 0 keeps what it has until all have their slices of it.
+        whole = dict(joint.state_dict()) if distributed.rank() == 0 else {}
+        towers = [part for model in _models(joint) for part in vision_parts(model).values()]
+        for model in _models(joint):
+            for layer in _layers(model, towers):
                 fully_shard(layer, mesh=mesh)
         # The root too gives its weights back after forward (embeddings, heads, projector): whoever reads or writes
         # parameters between steps finds slices everywhere.
         ignored = {parameter for tower in towers for parameter in tower.parameters()}
         fully_shard(joint, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
+        if any(distributed.gather(any(parameter.is_meta for parameter in joint.parameters()))):
+            _take_from_first(joint, whole, towers, device)
         return super()._wrap(joint)  # after slicing, which makes parameters anew
 
     def backward(self, loss: Tensor) -> None:
@@ -210,6 +217,18 @@ class Fsdp(Replicated):
         assert isinstance(parameter, DTensor)
         value = value.to(parameter.device, parameter.dtype)
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _take_from_first(joint: Joint, whole: dict[str, Any], towers: Sequence[nn.Module], device: torch.device) -> None:
+    """Give every process its slices, and what stays whole, of the tensors that rank 0 has, one after another."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    if distributed.rank() == 0:
+        for tower in towers:  # as they stay whole, nobody has moved them
+            tower.to(device)
+    set_model_state_dict(joint, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for model in _models(joint):  # a parameter that was meta has been replaced, and each of two that are tied by itself
+        model.tie_weights()
 
 
 class Zero2(Replicated):
@@ -234,11 +253,15 @@ class Zero2(Replicated):
             },
             "zero_allow_untested_optimizer": True,
         }  # fmt: skip
+        self._share_out(joint, settings)
         optimizer = super()._wrap(joint)
         with self._prepared(joint):
             self.engine: Any = deepspeed.initialize(model=joint, optimizer=optimizer, config=settings)[0]
         self.joint = self.engine
         return optimizer
+
+    def _share_out(self, joint: Joint, settings: dict[str, Any]) -> None:
+        """Give processes the weights that only rank 0 has, where that may be."""
 
     def _prepared(self, joint: Joint) -> AbstractContextManager[None]:
         """Hide what DeepSpeed shall not see of the module."""
@@ -313,11 +336,36 @@ class Zero3(Zero2):
     is_sharded = True
     stage = 3
 
+    def _share_out(self, joint: Joint, settings: dict[str, Any]) -> None:
+        """Cut what rank 0 has into everybody's slices, one module after another. A vision tower stays whole."""
+        from deepspeed import zero
+
+        if not any(distributed.gather(any(parameter.is_meta for parameter in joint.parameters()))):
+            return
+        device, made = self.compiler.backbone.device, dict[nn.Parameter, nn.Parameter]()
+        parts = [part for model in _models(joint) for part in vision_parts(model).values()]
+        towers = {module for part in parts for module in part.modules()}
+        for module in joint.modules():
+            fresh = nn.ParameterList()
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in made:  # tied ones stay tied
+                    real = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.to(device)
+                    made[parameter] = nn.Parameter(real.detach(), requires_grad=parameter.requires_grad)
+                    fresh.append(made[parameter])
+                module._parameters[name] = made[parameter]
+            whole = [*fresh] if module in towers else []
+            for tensor in (*whole, *module.buffers(recurse=False)):
+                dist.broadcast(tensor.data, 0)
+            if not whole:
+                zero.Init(module=fresh, config_dict_or_path=settings)  # broadcasts it, and keeps a slice
+
     @contextmanager
     def _prepared(self, joint: Joint) -> Iterator[None]:
         compiler = self.compiler
-        for body in _seeing(joint):  # for good: DeepSpeed slices, and later walks, all that is registered
-            body.__dict__["visual"] = body._modules.pop("visual")
+        for model in _models(joint):  # for good: DeepSpeed slices, and later walks, all that is registered
+            body: Any = getattr(model, model.base_model_prefix)
+            for name in vision_parts(model):
+                body.__dict__[name] = body._modules.pop(name)
         # DeepSpeed's hooks cannot read what the projector returns; its linear map is all that has parameters.
         joint.linear = compiler.projector.linear
         compiler.__dict__["projector"] = compiler._modules.pop("projector")
@@ -371,12 +419,9 @@ def _finite(norm: float) -> float:
     return norm
 
 
-def _seeing(joint: Joint) -> list[Any]:
-    """Find those models (without their heads) of compiler and executor that have a vision tower, `visual`."""
-    executor: Any = joint.executor
-    bodies = [joint.compiler.backbone.body]
-    bodies += [] if executor is None else [getattr(executor, executor.base_model_prefix)]
-    return [body for body in bodies if hasattr(body, "visual")]
+def _models(joint: Joint) -> list[Any]:
+    """List the Hugging Face models of compiler and executor."""
+    return [joint.compiler.backbone.model, *([] if joint.executor is None else [joint.executor])]
 
 
 def _layers(model: nn.Module, towers: Sequence[nn.Module]) -> list[nn.Module]:

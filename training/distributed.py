@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,12 +23,16 @@ SETTLE = 0.3  # seconds in which threads of the group let go of what they hold: 
 
 @contextmanager
 def group() -> Iterator[None]:
-    """Join the process group that torchrun describes, and leave it at the end; nothing to do for a single process.
+    """Join the process group that torchrun or `accelerate launch` describes, and leave it at the end; nothing to do for
+    a single process. Raises: ValueError, for accelerate's own ways to share models: `backend` says which.
 
     A process that ends at once may abort on its way out, and torchrun takes a finished run for a failed one: a thread
     of gloo's lets go of a collective's tensors a moment after everybody has the result (pytorch#179291), and destroying
     the group waits for no thread while FSDP or DeepSpeed hold on to it. After an error torchrun ends the others.
     """
+    for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{plugin}", "").lower() in ("true", "1"):  # transformers would load by it
+            raise ValueError(f"accelerate's {plugin} is not used here: accelerate launch --multi_gpu, and set backend")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
         return
@@ -71,6 +75,21 @@ def gather(value: T) -> list[T]:
     shares: list[Any] = [None] * world_size()
     dist.all_gather_object(shares, value)
     return shares
+
+
+def from_first(compute: Callable[[], T]) -> T:
+    """Give what rank 0 computes. Every rank has to call it."""
+    return gather(compute() if rank() == 0 else None)[0]  # pyright: ignore[reportReturnType]  (rank 0 has it)
+
+
+def once_per_node(compute: Callable[[], T]) -> T:
+    """Give what one process of each node computes, for what all of a node would find alike. Every rank has to call it.
+    Raises: RuntimeError, where nodes do not agree."""
+    found = gather((compute(),) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else ())
+    first, *others = [value for share in found for value in share]
+    if any(other != first for other in others):
+        raise RuntimeError(f"the nodes of this run do not hold the same: {first} and {others}")
+    return first
 
 
 def total(values: Mapping[str, float]) -> dict[str, float]:

@@ -45,8 +45,9 @@ from lm.prompt import Prompt
 from soft_mem.projector import Gaussian
 from training import distributed
 from training.backend import BACKENDS
+from training.evaluation import HeldOutTasks
 from training.losses import PolicyTokens, policy_loss
-from training.metrics import Scores, rollout_means, token_means, token_sums
+from training.metrics import Scores, Totals, rollout_means, token_means, token_totals
 from training.rollout import Draw, Group, RolloutEngine, Sample, gather_groups, samples_of
 from training.trainer import Trainer, permuted
 
@@ -77,6 +78,7 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
     def __init__(
         self, config: GrpoConfig, compiler: MemoryCompiler, executor: ModelExecutor, engine: RolloutEngine,
         specs: Sequence[EpisodeSpec], out: Path, facts: dict[str, Any] | None = None,
+        played: HeldOutTasks | None = None,
     ) -> None:  # fmt: skip
         if not specs:
             raise ValueError("there are no tasks to train on: check split, limit and the environment's data")
@@ -86,7 +88,8 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
                 f"only {episodes} episodes, some none: set tasks or group_size higher, or start fewer processes"
             )
         self.config, self.executor, self.engine, self.specs = config, executor, engine, list(specs)
-        super().__init__(config, compiler, executor.hash(), len(specs), config.updates, out, facts)
+        hash = distributed.once_per_node(executor.hash)
+        super().__init__(config, compiler, hash, len(specs), config.updates, out, facts, played)
         self.frozen = self.executor_hash
         compiler.decoding = sampling(config)
         self.pathwise = config.loss.latent_gradient == "pathwise"
@@ -106,7 +109,7 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         self._ahead: Future[Rollout] | None = None  # of the next update, sampled by the weights before this one
 
     def executor_fingerprint(self) -> str:
-        return self.executor.hash()
+        return distributed.once_per_node(self.executor.hash)
 
     def specs_of(self, update: int) -> list[EpisodeSpec]:
         """Choose the tasks of an update: a fresh permutation each time all have been seen."""
@@ -117,21 +120,25 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
     def take_step(self) -> tuple[dict[str, float], list[Group]]:
         started, update = time.perf_counter(), self.step
         rollout = self._ahead.result() if self._ahead else self._rollout(update)()
-        saves = self.is_due(update + 1)
-        # Nothing is under way when a checkpoint is written, so that a run that resumes there sees what this one sees.
-        self._ahead = None if saves or not self.config.overlap else self._background.submit(self._rollout(update + 1))
+        # Nothing is under way when a checkpoint is written, so that a run that resumes there sees what this one sees,
+        # nor while held-out tasks are played: they may find the best one.
+        pauses = self.is_due(update + 1) or self.is_evaluated(update + 1)
+        self._ahead = None if pauses or not self.config.overlap else self._background.submit(self._rollout(update + 1))
         rolled = time.perf_counter()
-        groups = gather_groups(rollout.places, rollout.episodes)
+        groups = gather_groups(rollout.places, rollout.episodes, self.config.token_cost)
         metrics = self.learn(samples_of(groups, self.compiler, self.pathwise), update)
         seconds = {
             "seconds_rollout": rollout.seconds, "seconds_waited": rolled - started,
             "seconds_update": time.perf_counter() - rolled,
         }  # fmt: skip
         self.step += 1
-        if saves:
-            self.save()
         metrics = {"update": float(self.step), **rollout_means(groups), **metrics, **seconds}
         metrics["staleness"] = float(update - rollout.weight_version)
+        if self.played is not None and self.is_evaluated(self.step):
+            self._bring_up_to_date()
+            metrics |= self.played.play(self.sampler)
+        if self.best.hear(metrics, self.step) or self.is_over or self.is_due(self.step):
+            self.save()
         return metrics | {"seconds": time.perf_counter() - started}, groups
 
     def _rollout(self, update: int) -> Callable[[], Rollout]:
@@ -139,9 +146,7 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         another thread while they change."""
         chosen = self.specs_of(update)
         places = [e // self.config.group_size for e in distributed.share(len(chosen) * self.config.group_size)]
-        if self.sampler is not self.compiler:
-            checkpoint.put(self.sampler, self.backend.weights())
-        self.sampler.weight_version = self.step
+        self._bring_up_to_date()
         seed = (self.config.seed * 1_000_003 + update) * 1024 + distributed.rank()
         self.sampler.generator.manual_seed(seed)
         if isinstance(self.engine.executor, TokenExecutor):
@@ -153,6 +158,12 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
             return Rollout(places, episodes, self.sampler.weight_version, time.perf_counter() - started)
 
         return play
+
+    def _bring_up_to_date(self) -> None:
+        """Give what rolls out the weights as they are now."""
+        if self.sampler is not self.compiler:
+            checkpoint.put(self.sampler, self.backend.weights())
+        self.sampler.weight_version = self.step
 
     # -- the update ---------------------------------------------------------------------------------------------------
 
@@ -168,7 +179,7 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         old = self._score_all(samples) if self._looks_back() else [None] * len(samples)
         reference = self._reference_scores(samples) if config.loss.kl else [None] * len(samples)
         rows = list(zip(samples, weights, old, reference, strict=True))
-        totals: Counter[str] = Counter()
+        totals = Totals()
         norms = []
         for iteration in range(config.iterations):
             for chosen in _minibatches(total, config.minibatches, config.seed, update * config.iterations + iteration):
@@ -180,13 +191,13 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         """Say whether the policy moves between sampling and a gradient: then old log-probabilities are scored first."""
         return self.config.minibatches * self.config.iterations > 1
 
-    def _step(self, rows: Sequence[Row], totals: Counter[str]) -> float:
+    def _step(self, rows: Sequence[Row], totals: Totals) -> float:
         """Take one optimiser step on rows of this rank; returns the gradient norm before clipping."""
         for part in self.backend.micro_batches(rows, self.config.micro_batch_size):
             loss, stats = self.backend.forward(partial(self._loss, part or [self._idle()]))
             self.backend.backward(loss * self.config.minibatches)
             if part:
-                totals.update(stats)
+                totals.add(stats)
         return self.backend.step()
 
     def _idle(self) -> Row:
@@ -200,8 +211,8 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         sample = Sample(Prompt((end,)), (end,), z, zeros, 1, 0.0, 0, self.step, draw)
         return sample, zeros, zeros if self._looks_back() else None, zeros if self.config.loss.kl else None
 
-    def _loss(self, rows: Sequence[Row]) -> tuple[Tensor, Counter[str]]:
-        """Compute the loss of some samples, and sums for the record."""
+    def _loss(self, rows: Sequence[Row]) -> tuple[Tensor, Totals]:
+        """Compute the loss of some samples, and what the record says of them."""
         samples, weights, old, reference = zip(*rows, strict=True)
         scores = self.score(samples)
         like, n, sampled = scores.logprobs, self.latents, [s.sampled for s in samples]
@@ -213,7 +224,7 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
             torch.tensor([s.advantage for s in samples], device=like.device), weight, scores.mask,
         )  # fmt: skip
         loss, surrogate = policy_loss(tokens, self.config.loss)
-        return loss, token_sums(scores, tokens, surrogate, n)
+        return loss, token_totals(scores, tokens, surrogate, n)
 
     def score(self, samples: Sequence[Sample]) -> Scores:
         """Score what was sampled under the weights as they are, at the sampling temperatures."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,34 +27,50 @@ class Scores:
     mu: Tensor  # (B,), mean |mu|
 
 
-def token_sums(scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, n: int) -> Counter[str]:
-    """Sum over the tokens of some samples what `token_means` divides when all micro-batches and ranks are through.
+@dataclass(slots=True)
+class Totals:
+    """What `token_means` divides when all micro-batches are through: sums over tokens, and the largest of some."""
 
-    `n` tokens of every sample follow the text.
-    """
+    sums: Counter[str] = field(default_factory=Counter)
+    peaks: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: Totals) -> None:
+        self.sums.update(other.sums)
+        self.peaks |= {name: max(value, self.peaks.get(name, 0.0)) for name, value in other.peaks.items()}
+
+
+def token_totals(scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, n: int) -> Totals:
+    """Sum over the tokens of some samples; `n` tokens of every sample follow the text."""
     text, latent = scores.mask[:, :-n], scores.mask[:, -n:]
-    gap = kl_estimate(tokens.rollout, tokens.old)
+    kl = kl_estimate(tokens.rollout, tokens.old)
+    # What the weights, before they moved, make of a token's log p, against the engine that sampled it.
+    apart = (tokens.old - tokens.rollout).abs()
     sums: dict[str, Tensor | float] = {
         "text_tokens": text.sum(), "latent_tokens": latent.sum(), "rows": float(len(scores.mask)),
         "loss": (surrogate.loss.detach() * tokens.weights * scores.mask).sum(),
         "entropy_text": scores.text_entropy.sum(), "entropy_latent": scores.latent_entropy.sum(),
         "sigma": scores.sigma.sum(), "mu_abs": scores.mu.sum(),
     }  # fmt: skip
+    peaks: dict[str, float] = {}
     for name, mask, columns in (("text", text, slice(None, -n)), ("latent", latent, slice(-n, None))):
+        distances = apart[:, columns].masked_fill(~mask, 0.0)
+        sums[f"apart_{name}"] = distances.sum()
+        peaks[f"apart_{name}_max"] = float(distances.max()) if distances.numel() else 0.0
         sums[f"clip_low_{name}"] = (surrogate.clipped_low[:, columns] & mask).sum()
         sums[f"clip_high_{name}"] = (surrogate.clipped_high[:, columns] & mask).sum()
         sums[f"ratio_{name}"] = (surrogate.ratio[:, columns] * mask).sum()
-        sums[f"mismatch_kl_{name}"] = (gap[:, columns] * mask).sum()
-    return Counter({name: float(value) for name, value in sums.items()})
+        sums[f"mismatch_kl_{name}"] = (kl[:, columns] * mask).sum()
+    return Totals(Counter({name: float(value) for name, value in sums.items()}), peaks)
 
 
-def token_means(local: Counter[str]) -> dict[str, float]:
-    """Divide the sums of all ranks by their counts; every rank has to call it."""
-    total = distributed.total(local)
+def token_means(local: Totals) -> dict[str, float]:
+    """Divide the sums of all ranks by their counts, and find the largest of all; every rank has to call it."""
+    total, peaks = distributed.total(local.sums), distributed.gather(local.peaks)
     text, latent, rows = (max(1.0, total[name]) for name in ("text_tokens", "latent_tokens", "rows"))
     means = {name: total[name] / rows for name in ("entropy_latent", "sigma", "mu_abs")}
     means |= {"loss": total["loss"], "entropy_text": total["entropy_text"] / text, "text_tokens": text / rows}
-    for what in ("clip_low", "clip_high", "ratio", "mismatch_kl"):
+    means |= {name: max(share.get(name, 0.0) for share in peaks) for name in ("apart_text_max", "apart_latent_max")}
+    for what in ("clip_low", "clip_high", "ratio", "mismatch_kl", "apart"):
         means[f"{what}_text"] = total[f"{what}_text"] / text
         means[f"{what}_latent"] = total[f"{what}_latent"] / latent
         means[what] = (total[f"{what}_text"] + total[f"{what}_latent"]) / (text + latent)
@@ -74,7 +90,8 @@ def rollout_means(groups: Sequence[Group]) -> dict[str, float]:
     spread = [torch.tensor(g.all_rewards).var(correction=0).item() if g.all_rewards else 0.0 for g in led]
     local = {
         "episodes": len(episodes), "counted": len(counted), "groups": len(led), "steps": len(steps),
-        "reward": sum(e.success for e in counted), "group_variance": sum(spread),
+        "reward": sum(sum(group.rewards) for group in groups), "success": sum(e.success for e in counted),
+        "emission_tokens": sum(len(step.emission_ids) for step in steps), "group_variance": sum(spread),
         "zero_variance_fraction": sum(not group.informative for group in led),
         "failures": sum(is_failure(e.stop_reason) for e in episodes),
         "parse_error_rate": sum(step.parse_error is not None for step in steps),
@@ -84,7 +101,7 @@ def rollout_means(groups: Sequence[Group]) -> dict[str, float]:
            for short, name in (("env", "environment"), ("compiler", "compiler"), ("executor", "executor"))},
     }  # fmt: skip
     total = distributed.total({name: float(value) for name, value in local.items()})
-    per = {"reward": "counted", "group_variance": "groups", "zero_variance_fraction": "groups"}
+    per = {"reward": "counted", "success": "counted", "group_variance": "groups", "zero_variance_fraction": "groups"}
     per |= {name: "steps" for name in total if name.endswith("_rate") or name.startswith("emission_")}
     means = {name: value / max(1.0, total[per[name]]) if name in per else value for name, value in total.items()}
     means["episode_steps"] = total["steps"] / max(1.0, total["counted"])

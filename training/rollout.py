@@ -70,6 +70,7 @@ class Group:
     episodes: tuple[Episode, ...]
     elsewhere: tuple[float, ...] = ()  # rewards of the group's episodes that other ranks played
     leads: bool = True  # whether this rank played the group's first: it speaks for the group where groups are counted
+    token_cost: float = 0.0  # see `configs.training.GrpoConfig`
 
     @property
     def counted(self) -> list[Episode]:
@@ -77,8 +78,9 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Give the rewards of this rank's: binary, at the end of the episode (paper: sparse, environment-driven)."""
-        return [float(episode.success) for episode in self.counted]
+        """Give the rewards of this rank's, at the end of the episode: success (paper: sparse, environment-driven), less
+        what its emissions cost."""
+        return [reward(episode, self.token_cost) for episode in self.counted]
 
     @property
     def all_rewards(self) -> list[float]:
@@ -95,13 +97,21 @@ class Group:
         return len(set(self.all_rewards)) > 1
 
 
-def gather_groups(places: Sequence[int], episodes: Sequence[Episode]) -> list[Group]:
+def reward(episode: Episode, token_cost: float = 0.0) -> float:
+    """Give an episode's reward: 0 where it failed, else 1 less `token_cost` for each token that its emissions have at a
+    step on average, at least 0. Failures are not charged: where all fail, to fall silent would be what is learnt."""
+    written = [len(step.emission_ids) for step in episode.steps if step.emission_kind]
+    charge = token_cost * sum(written) / max(1, len(written))
+    return max(0.0, 1.0 - charge) if episode.success else 0.0
+
+
+def gather_groups(places: Sequence[int], episodes: Sequence[Episode], token_cost: float = 0.0) -> list[Group]:
     """Put this rank's episodes, each in its place among the update's groups, into groups that know all their rewards.
     Every rank has to call it. Raises: RuntimeError, where every episode of every rank failed."""
     mine: dict[int, list[Episode]] = {}
     for place, episode in zip(places, episodes, strict=True):
         mine.setdefault(place, []).append(episode)
-    groups = {place: Group(tuple(played)) for place, played in mine.items()}
+    groups = {place: Group(tuple(played), token_cost=token_cost) for place, played in mine.items()}
     rewards = distributed.gather({place: group.rewards for place, group in groups.items()})
     errors = distributed.gather([episode.error for episode in episodes if is_failure(episode.stop_reason)])
     if not any(values for share in rewards for values in share.values()):
@@ -140,9 +150,9 @@ class RolloutEngine:
     served: RolloutPolicy | None = None
     scratch: Path | None = None  # where weights for `served` are put: a folder that it sees, too
 
-    def run(self, compiler: MemoryCompiler, specs: Sequence[EpisodeSpec]) -> list[Episode]:
-        """Play an episode of each spec, in their order."""
-        delivery = find(COMPILED).make(self._up_to_date(compiler), self.limits.seed)
+    def run(self, compiler: MemoryCompiler, specs: Sequence[EpisodeSpec], name: str = COMPILED) -> list[Episode]:
+        """Play an episode of each spec, in their order, under a delivery."""
+        delivery = find(name).make(self._up_to_date(compiler), self.limits.seed)
         return run_episodes(self.make_env, specs, delivery, self.executor, self.limits, self.concurrency)
 
     def _up_to_date(self, compiler: MemoryCompiler) -> Compiler:
@@ -171,21 +181,23 @@ def samples_of(groups: Sequence[Group], compiler: MemoryCompiler, pathwise: bool
 
 
 def _sample(step: StepRecord, compiler: MemoryCompiler, advantage: float, episode: int, pathwise: bool) -> Sample:
-    compiled = step.compilation
-    if compiled is None or compiled.request is None or compiled.z is None or compiled.text_logprobs is None:
-        raise ValueError("this compilation cannot be trained on: it holds no request, soft tokens or log-probabilities")
+    compiled, shape = step.compilation, (compiler.n_tokens, compiler.projector.config.d_executor)
+    if compiled is None or compiled.request is None or compiled.text_logprobs is None:
+        raise ValueError("this compilation cannot be trained on: it holds no request or log-probabilities")
+    if step.soft_read and (compiled.z is None or compiled.latent_logprobs is None):
+        raise ValueError("this compilation cannot be trained on: the executor read soft tokens that it does not hold")
     prompt = compiled.prompt or compiler.encode(compiled.request)  # a service sends ids, no pixels
     if prompt.ids != compiled.prompt_ids:  # token-in/token-out: train on the very tokens that were sampled from
         raise ValueError("the prompt was tokenised differently when it was sampled from")
-    assert compiled.latent_logprobs is not None
     draw, logprobs = None, [compiled.text_logprobs.float()]
     if step.soft_read and pathwise:
         draw = _draw(step, compiled)
         logprobs.append(torch.tensor([draw.logprob]))
-    elif step.soft_read:
+    elif step.soft_read and compiled.latent_logprobs is not None:
         logprobs.append(compiled.latent_logprobs.float())
+    z = torch.zeros(shape) if compiled.z is None else compiled.z  # nobody read them: they have no part in the policy
     return Sample(
-        prompt, compiled.emission_ids, compiled.z, torch.cat(logprobs), len(compiled.text_logprobs), advantage,
+        prompt, compiled.emission_ids, z, torch.cat(logprobs), len(compiled.text_logprobs), advantage,
         episode, compiled.weight_version, draw,
     )  # fmt: skip
 

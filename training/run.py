@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
+from torch.utils.data import ConcatDataset, Subset
 
 from agent.episode import EpisodeSpec, Limits
 from compiler import checkpoint
-from compiler.build import load_compiler, load_remote_compiler, load_served_compiler, report_reading
+from compiler.build import (
+    load_compiler,
+    load_remote_compiler,
+    load_served_compiler,
+    measured_std,
+    report_reading,
+)
 from compiler.hf import MemoryCompiler
 from configs.load import ConfigError
 from configs.models import ExecutorConfig
@@ -23,25 +32,32 @@ from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
 from data_gen.experience import bank_facts, filled_bank
 from data_gen.leakage import MANIFEST, guard_rows, record_rows, rows_environment
 from data_gen.memories import open_memory
-from data_gen.rows import hold_out, load_rows, row_folders, without_brief_state
-from data_gen.tasks import guarded_tasks, specs_for
+from data_gen.rows import SftRow, StoredRows, held_out, row_folders, without_brief_state
+from data_gen.tasks import guarded_tasks, held_out_of_rows, rows_world, specs_for, without_held_out
 from envs.manifest import Manifest
 from envs.registry import Environments, compiler_told, executor_told
+from envs.spec import EnvSpec
 from executor.build import load_executor, load_frozen
+from executor.hf import FrozenExecutor
 from executor.records import Executor
 from runtime.progress import progress
 from training import distributed
+from training.backend import BACKENDS
+from training.evaluation import HeldOutTasks, greedy
 from training.grpo import GrpoTrainer
 from training.launch import scratch_of
 from training.rollout import Group, RolloutEngine
 from training.sft import SftTrainer
 from training.trackers import open_trackers, require
 from training.trainer import Trainer
+from training.validation import METRICS
 
 console = Console(width=120)
 ROLLOUTS = "rollouts.jsonl"
-HELD_OUT = "held_out.json"  # the tasks whose rows validate
-MISMATCH_ALARM = 0.02  # nats per token between rollout engine and trainer, beyond which GRPO warns
+HELD_OUT = "held_out.json"  # the tasks whose rows validate, and those that are played
+APART_ALARM = (
+    0.05  # mean |difference| of log p between rollout engine and trainer beyond which GRPO warns: ratios 5 % off
+)
 
 Made = TypeVar("Made")
 Metrics = dict[str, float]
@@ -53,27 +69,36 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
     if config.executor.engine != "hf":
         raise ConfigError("SFT's gradient passes through the executor: it needs executor.engine=hf")
     require(config.trackers)
-    with distributed.group():
-        parts = {folder: load_rows(folder) for folder in row_folders(config.rows)}
+    with distributed.group(), ExitStack() as opened:
+        edits = {} if config.brief_state else {"edit": without_brief_state}
+        parts = {folder: StoredRows(folder, **edits) for folder in row_folders(config.rows)}
         problems: list[str] = []
         for folder, part in parts.items():
-            problems += guard_rows(folder, (row.task_id for row in part), config.allow_leakage)
-        every = [row for part in parts.values() for row in part]
-        if not config.brief_state:
-            every = [without_brief_state(row) for row in every]
-        rows, held_out = hold_out(every, config.validation.share, config.seed)
+            problems += guard_rows(folder, part.tasks, config.allow_leakage)
+        every, tasks = ConcatDataset[SftRow](parts.values()), [task for part in parts.values() for task in part.tasks]
+        training, validating = held_out(tasks, config.validation.share, config.seed)
+        names = {tasks[i] for i in validating}
+        make_env, specs = None, list[EpisodeSpec]()
+        if n := config.evaluation.tasks:
+            envs = opened.enter_context(Environments(rows_world(list(parts))))
+            apart = {folder: names.intersection(part.tasks) for folder, part in parts.items()}
+            make_env, specs = envs.lease, held_out_of_rows(apart, n, config.seed, envs)
         run = _run_folder(config, out, on_exists)
         if run is not None:
             record_rows(run, list(parts), problems)
-            if held_out:
-                run.write_json(HELD_OUT, {"rows": len(held_out), "tasks": sorted({row.task_id for row in held_out})})
+            if validating:
+                run.write_json(HELD_OUT, {"rows": len(validating), "tasks": sorted(names), **_played(specs)})
         spec = rows_environment(list(parts))
-        if config.executor.first_view and not any(row.first for row in rows):
+        if config.executor.first_view and not any(part.has_first_views for part in parts.values()):
             raise ConfigError("the executor reads the first view, which rows of an older version lack: collect anew")
-        executor = load_frozen(config.executor, spec.told)
-        compiler = load_compiler(config.compiler, executor, config.seed, spec.compiling)
+        compiler, executor = load_models(config, spec)
         facts = {"environment": spec.name, **_bank_facts(list(parts)), **_left_out(config)}
-        trainer = SftTrainer(config, compiler, executor, rows, out, facts, held_out)
+        rows, others = Subset(every, training), Subset(every, validating)
+        played = None
+        if make_env:
+            engine = RolloutEngine(make_env, executor, Limits(config.evaluation.max_steps, config.seed))
+            played = HeldOutTasks(config.evaluation, engine, specs, greedy(config.compiler))
+        trainer = SftTrainer(config, compiler, executor, rows, out, facts, others, played)
         train(trainer, run, config, lambda metrics: (metrics, _sft_line(metrics)))
     return compiler
 
@@ -85,6 +110,11 @@ def train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> Memo
         run = _run_folder(config, out, on_exists)
         with Environments(config.env) as envs:
             specs, facts = training_specs(config, envs, run, out)
+            held: list[EpisodeSpec] = []
+            if config.evaluation.tasks:
+                specs, held = without_held_out(specs, config.evaluation.tasks, config.seed)
+                if run is not None:
+                    run.write_json(HELD_OUT, _played(held))
             executor = load_executor(_executor_of(config), executor_told(config.env))
             compiler = load_compiler(config.compiler, executor, config.seed, compiler_told(config.env))
             if config.compiler.checkpoint and run is not None:
@@ -92,12 +122,22 @@ def train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> Memo
                 report_reading(checkpoint.executor_reading(found), config.executor, str(found))
             engine = rollout_engine(config, envs, executor, out)
             facts |= {"environment": config.env.name}
-            trainer = GrpoTrainer(config, compiler, executor, engine, specs, out, facts)
+            played = None
+            if held:
+                player = replace(engine, limits=Limits(config.evaluation.max_steps, config.seed))
+                played = HeldOutTasks(config.evaluation, player, held, greedy(config.compiler))
+            trainer = GrpoTrainer(config, compiler, executor, engine, specs, out, facts, played)
+
+            compared = False
 
             def record(update: tuple[Metrics, list[Group]]) -> tuple[Metrics, str]:
+                nonlocal compared
                 metrics, groups = update
                 assert run is not None  # only rank 0 records
                 run.lines(ROLLOUTS).append(*_rollout_rows(int(metrics["update"]), groups))
+                for line in engine_lines(metrics, first=not compared):
+                    console.print(line)
+                compared = compared or "apart" in metrics
                 return metrics, _grpo_line(metrics)
 
             train(trainer, run, config, record)
@@ -131,9 +171,22 @@ def train(
         trainer.run(on_step)
     if trainer.step < trainer.total:
         console.print(
-            f"  stopped after {trainer.step} of {trainer.total} steps: the validation loss was lowest, "
-            f"{trainer.best.loss}, after {trainer.best.step}"
+            f"  stopped after {trainer.step} of {trainer.total} {trainer.unit}s: {METRICS[trainer.best.by]} was best, "
+            f"{trainer.best.value}, after {trainer.best.step}"
         )
+
+
+def load_models(config: SftConfig, spec: EnvSpec) -> tuple[MemoryCompiler, FrozenExecutor]:
+    """Load both models. Where a backend is going to cut them into slices, rank 0 reads them into the host's memory and
+    the others hold none of their weights, which the backend gives out."""
+    sharded = BACKENDS[config.backend].is_sharded and distributed.world_size() > 1
+    weights = "device" if not sharded else "host" if distributed.rank() == 0 else "nowhere"
+    executor = load_frozen(config.executor, spec.told, weights if config.soft else "device")  # else it is not cut
+    settings = config.compiler
+    if sharded and settings.soft.emb_std == "auto" and settings.checkpoint is None:
+        emb_std = distributed.from_first(lambda: measured_std(executor.embedding_table))
+        settings = settings.model_copy(update={"soft": settings.soft.model_copy(update={"emb_std": emb_std})})
+    return load_compiler(settings, executor, config.seed, spec.compiling, weights), executor
 
 
 def _run_folder(config: SftConfig | GrpoConfig, out: Path, on_exists: str) -> RunFolder | None:
@@ -162,10 +215,19 @@ def _left_out(config: SftConfig) -> dict[str, Any]:
     return {name: False for name in ("soft", "brief_state") if not getattr(config, name)}
 
 
+def _played(specs: Sequence[EpisodeSpec]) -> dict[str, list[str]]:
+    """Name the tasks that are played now and then; nothing where none are."""
+    return {"played": sorted(spec.task.id for spec in specs)} if specs else {}
+
+
 def _sft_line(metrics: Metrics) -> str:
     terms = " ".join(f"{k[5:]} {v:.2f}" for k, v in metrics.items() if k.startswith("loss_"))
     held_out = f"  held out {metrics['val_loss']:.3f}" if "val_loss" in metrics else ""
-    return f"loss {metrics['loss']:.2f}  {terms}{held_out}"
+    return f"loss {metrics['loss']:.2f}  {terms}{held_out}{_success(metrics)}"
+
+
+def _success(metrics: Metrics) -> str:
+    return f"  held-out success {metrics['eval_success']:.2f}" if "eval_success" in metrics else ""
 
 
 # -- GRPO -------------------------------------------------------------------------------------------------------------
@@ -196,7 +258,7 @@ def rollout_engine(config: GrpoConfig, envs: Environments, executor: Executor, o
     elif config.compiler.engine == "vllm":
         served = load_served_compiler(config.compiler, config.seed, compiler_told(config.env))
     scratch = scratch_of(out) if config.rollout_urls else None
-    limits = Limits(config.max_steps, config.seed)
+    limits = Limits(config.max_steps, config.seed, config.pipelined)
     return RolloutEngine(envs.lease, executor, limits, config.concurrency, served, scratch)
 
 
@@ -220,15 +282,26 @@ def _rollout_rows(update: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _grpo_line(metrics: Metrics) -> str:
-    if metrics.get("mismatch_kl", 0.0) > MISMATCH_ALARM:
-        console.print(
-            f"  warning: rollouts and trainer disagree by {metrics['mismatch_kl']:.3f} nats per token (alarm at "
-            f"{MISMATCH_ALARM}): are precision, truncation and weights of the two the same?"
+def engine_lines(metrics: Metrics, first: bool) -> list[str]:
+    """Say how far apart rollout engine and trainer put log p of what was sampled, before the update's first step: in
+    the `first` update that learns, and whenever it is too much."""
+    if "apart" not in metrics:  # nothing was learnt, nothing scored
+        return []
+    tokens = {name: metrics[f"apart_{name}"] for name in ("text", "latent")}
+    apart = ", ".join(f"{n} {v:.2g} (at most {metrics[f'apart_{n}_max']:.2g})" for n, v in tokens.items())
+    lines = [f"  engine and trainer: log p of a sampled token differs by {apart} on average"] if first else []
+    if not all(value <= APART_ALARM for value in tokens.values()):  # what is not a number is too much, too
+        lines.append(
+            f"  warning: update {metrics['update']:.0f}: rollout engine and trainer are {apart} nats of log p apart, "
+            f"more than {APART_ALARM}: are precision, truncation and weights of the two the same?"
         )
+    return lines
+
+
+def _grpo_line(metrics: Metrics) -> str:
     clipped = metrics.get("clip_low", 0.0) + metrics.get("clip_high", 0.0)
     return (
         f"reward {metrics['reward']:.2f}  flat groups {metrics['zero_variance_fraction']:.2f}  clipped {clipped:.3f}  "
         f"entropy {metrics.get('entropy_text', 0.0):.2f}  sigma {metrics.get('sigma', 0.0):.3f}  "
-        f"{metrics['seconds_rollout']:.1f} + {metrics['seconds_update']:.1f} s"
+        f"{metrics['seconds_rollout']:.1f} + {metrics['seconds_update']:.1f} s{_success(metrics)}"
     )

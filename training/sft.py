@@ -16,13 +16,14 @@ import functools
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from agent.records import compile_request, executor_request
 from compiler.hf import MemoryCompiler
@@ -36,10 +37,12 @@ from soft_mem.projector import Gaussian
 from training import distributed
 from training.backend import BACKENDS
 from training.batches import bucketed, length
+from training.evaluation import HeldOutTasks
 from training.losses import token_nll
 from training.trainer import Trainer, permuted
 
-MOST_PIXELS = 2**28  # values of pictures that a trainer keeps (1 GiB in fp32); further rows are encoded when needed
+MOST_KEPT = 2**28  # values of encoded rows that a trainer keeps (1 GiB in fp32); others are encoded when needed
+PATIENCE = 600  # seconds for workers to encode a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,32 @@ class Example:
     memory_seen: Prompt | None = None  # the memory's pictures, as an executor that sees reads them
 
     @property
-    def pixels(self) -> int:
-        """Count the values that vision towers read of it."""
-        read = (self.prompt, self.executor_prompt, self.memory_seen)
-        return sum(prompt.pixels.numel() for prompt in read if prompt is not None and prompt.pixels is not None)
+    def size(self) -> int:
+        """Count its values: pixels that vision towers read, and tokens, of which Python takes eight times as much."""
+        read = [prompt for prompt in (self.prompt, self.executor_prompt, self.memory_seen) if prompt is not None]
+        tokens = sum(len(ids) for ids in (self.emission, self.action, self.memory_ids, *(p.ids for p in read)))
+        return 8 * tokens + sum(picture.values for prompt in read for picture in prompt.pictures)
+
+
+class Rows(Protocol):
+    """Rows by number, such as a list or what stays on disk."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> SftRow: ...
+
+
+class Steps(Dataset[list[Example]]):
+    """By step, what this rank learns from there."""
+
+    def __init__(self, total: int, examples: Callable[[int], list[Example]]) -> None:
+        self._total, self._examples = total, examples
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __getitem__(self, step: int) -> list[Example]:
+        return self._examples(step)
 
 
 class SftTrainer(Trainer[dict[str, float]]):
@@ -67,28 +92,35 @@ class SftTrainer(Trainer[dict[str, float]]):
     stage, unit, counts = "sft", "step", "rows"
 
     def __init__(
-        self, config: SftConfig, compiler: MemoryCompiler, executor: FrozenExecutor, rows: Sequence[SftRow], out: Path,
-        facts: dict[str, Any] | None = None, held_out: Sequence[SftRow] = (),
+        self, config: SftConfig, compiler: MemoryCompiler, executor: FrozenExecutor, rows: Rows, out: Path,
+        facts: dict[str, Any] | None = None, held_out: Rows = (), played: HeldOutTasks | None = None,
     ) -> None:  # fmt: skip
-        if not rows:
+        if not len(rows):
             raise ValueError("no SFT rows: run `memcompiler collect` first")
         self.config, self.executor, self.rows, self.held_out = config, executor, rows, held_out
         self.per_epoch = math.ceil(len(rows) / config.batch_size)
         total = config.max_steps or math.ceil(config.epochs * self.per_epoch)
-        super().__init__(config, compiler, executor.hash(), len(rows), total, out, facts)
+        # Where models are about to be cut into slices, rank 0 alone may have them.
+        sharded = BACKENDS[config.backend].is_sharded
+        hash = distributed.from_first(executor.hash) if sharded else distributed.once_per_node(executor.hash)
+        super().__init__(config, compiler, hash, len(rows), total, out, facts, played)
         model = executor.model if config.soft else None  # cut into slices, as the compiler is, where the backend does
         self.backend = BACKENDS[config.backend](compiler, model, config.optimizer, config.soft)
-        self.frozen = self.executor_fingerprint()
-        self.patience = config.validation.patience or math.inf
+        self.frozen = self.executor_fingerprint() if sharded else hash
+        if self.best.by == "loss":
+            self.patience = config.validation.patience or math.inf
         if config.gradient_checkpointing:
             compiler.backbone.recompute_layers()
             executor.backbone.recompute_layers()
         self._bucketed: tuple[int, list[list[int]]] = (-1, [])  # an epoch's batches of like length
         self._examples: dict[int, Example] = {}
-        self._kept = 0  # values of pixels in them
+        self._kept = 0  # values in them
+        self._ahead: tuple[int, Iterator[list[Example]]] = (-1, iter(()))  # what comes next, and of which step
 
     def executor_fingerprint(self) -> str:
-        return self.backend.fingerprint(self.executor.model)
+        if self.backend.is_sharded:
+            return self.backend.fingerprint(self.executor.model)
+        return distributed.once_per_node(self.executor.hash)
 
     def steps(self) -> Iterator[dict[str, float]]:
         self.compiler.train()
@@ -99,11 +131,11 @@ class SftTrainer(Trainer[dict[str, float]]):
         metrics = self._learn(self.step)
         self.step += 1
         metrics |= {"step": self.step, "seconds": time.perf_counter() - started}
-        found_best = False
-        if self.held_out and (self.step % self.config.validation.every == 0 or self.step == self.total):
+        if len(self.held_out) and (self.step % self.config.validation.every == 0 or self.step == self.total):
             metrics |= {f"val_{name}": value for name, value in self.validate().items()}
-            found_best = self.best.hear(metrics["val_loss"], self.step)
-        if found_best or self.is_over or self.is_due(self.step):
+        if self.played is not None and self.is_evaluated(self.step):
+            metrics |= self.played.play(self.compiler)
+        if self.best.hear(metrics, self.step) or self.is_over or self.is_due(self.step):
             self.save()
         return metrics
 
@@ -143,28 +175,44 @@ class SftTrainer(Trainer[dict[str, float]]):
         return [length(row) for row in self.rows]
 
     def _learn(self, step: int) -> dict[str, float]:
-        config = self.config
-        examples = [self.example(i) for i in self.batch_indices(step)]
-        counts = _counts(examples)
+        config, mine = self.config, self._next_examples()
+        counts = distributed.total({**_counts(mine), "read": self._size(mine)})
         rate = self.schedule(config.optimizer, step)
         totals: dict[str, Tensor] = {}
         torch.manual_seed((config.seed * 1_000_003 + step) * 64 + distributed.rank())
-        mine = examples[distributed.rank() :: distributed.world_size()]
         for micro in self.backend.micro_batches(mine, config.micro_batch_size):
             weight = 1.0 if micro else 0.0  # a rank that has run out of rows keeps step with one that counts nothing
-            shares = self._backward(micro or examples[:1], counts, weight)
+            shares = self._backward(micro or [self.example(self.batch_indices(step)[0])], counts, weight)
             for name, value in shares.items():
                 totals[name] = totals.get(name, torch.zeros(())) + value.detach().cpu()
         norm = self.backend.step()
         losses = distributed.total({name: value.item() for name, value in totals.items()})
-        return {**self._weighted(losses), "lr": rate, "grad_norm": norm, "tokens": self._size(examples)}
+        return {**self._weighted(losses), "lr": rate, "grad_norm": norm, "tokens": int(counts["read"])}
+
+    def _next_examples(self) -> list[Example]:
+        """Return this rank's rows of the coming step; workers, where there are any, are ahead with further steps."""
+        step, batches = self._ahead
+        if step != self.step:  # the first one, or a run that was resumed
+            workers = self.config.loader_workers
+            self.batch_indices(self.step)  # what rows' lengths are, workers need not find out each for itself
+            loader = DataLoader(
+                Steps(self.total, self._mine), batch_size=None, sampler=range(self.step, self.total), collate_fn=list,
+                num_workers=workers, timeout=PATIENCE if workers else 0, generator=torch.Generator(),
+                multiprocessing_context="fork" if workers else None,  # they take tokenizers and rows over as they are
+            )  # fmt: skip
+            batches = iter(loader)
+        self._ahead = self.step + 1, batches
+        return next(batches)
+
+    def _mine(self, step: int) -> list[Example]:
+        return [self.example(i) for i in self.batch_indices(step)[distributed.rank() :: distributed.world_size()]]
 
     def _weighted(self, losses: Mapping[str, float]) -> dict[str, float]:
         """Give the loss (Eq. 9) and its terms as metrics name them."""
         terms = {f"loss_{name}": value for name, value in losses.items()}
         return {"loss": sum(getattr(self.config.weights, name) * value for name, value in losses.items()), **terms}
 
-    def _backward(self, micro: Sequence[Example], counts: dict[str, int], weight: float) -> dict[str, Tensor]:
+    def _backward(self, micro: Sequence[Example], counts: Mapping[str, float], weight: float) -> dict[str, Tensor]:
         """Add the gradients of a micro-batch; returns its share of each loss."""
 
         def shares_and_loss() -> tuple[dict[str, Tensor], Tensor]:
@@ -177,14 +225,14 @@ class SftTrainer(Trainer[dict[str, float]]):
         return shares
 
     def example(self, index: int) -> Example:
-        """Encode row `index`, behind the last of which come those that are held out: once, unless its pictures are more
-        than there is room for."""
+        """Encode row `index`, behind the last of which come those that are held out: once, unless it is more than there
+        is room for."""
         if index in self._examples:
             return self._examples[index]
         row = self.rows[index] if index < len(self.rows) else self.held_out[index - len(self.rows)]
         example = encode_row(row, self.compiler, self.executor, self.config.soft)
-        if self._kept + example.pixels <= MOST_PIXELS:
-            self._examples[index], self._kept = example, self._kept + example.pixels
+        if self._kept + example.size <= MOST_KEPT:
+            self._examples[index], self._kept = example, self._kept + example.size
         return example
 
     def _size(self, examples: Sequence[Example]) -> int:

@@ -16,8 +16,9 @@ from configs.training import GrpoConfig, Optimizer, SftConfig
 from training import distributed
 from training.backend import Replicated
 from training.checkpoint import mark_best, read_checkpoint, save_checkpoint
+from training.evaluation import HeldOutTasks
 from training.losses import cosine_with_warmup
-from training.validation import Best
+from training.validation import Best, By
 
 Made = TypeVar("Made")  # what a step tells of itself
 
@@ -28,7 +29,9 @@ class Trainer(ABC, Generic[Made]):
     Attributes:
         items: How many rows or tasks it goes through; a run resumes on as many only.
         facts: What a checkpoint records besides, such as the bank's version.
-        best: By validation, where there is one; `patience` ends the run after so many without a better one.
+        played: Tasks that are held out and played, if any are.
+        best: By validation or by these, where there is either; `patience` ends the run after so many without a better
+            one.
     """
 
     stage: ClassVar[str]
@@ -40,12 +43,14 @@ class Trainer(ABC, Generic[Made]):
 
     def __init__(
         self, config: SftConfig | GrpoConfig, compiler: MemoryCompiler, executor_hash: str, items: int, total: int,
-        out: Path, facts: dict[str, Any] | None,
+        out: Path, facts: dict[str, Any] | None, played: HeldOutTasks | None,
     ) -> None:  # fmt: skip
         self.compiler, self.executor_hash, self.reading = compiler, executor_hash, config.executor.reading
         self.items, self.total, self.seed, self.step = items, total, config.seed, 0
         self.folder, self.save_every, self.keep = out / "checkpoints", config.save_every, config.keep
-        self.facts, self.best, self.patience = facts or {}, Best(), math.inf
+        self.facts, self.played = facts or {}, played
+        judged: By = "success" if played is not None and config.evaluation.decides else "loss"
+        self.best, self.patience = Best(by=judged), config.evaluation.patience or math.inf
 
     @abstractmethod
     def take_step(self) -> Made:
@@ -73,6 +78,10 @@ class Trainer(ABC, Generic[Made]):
         """Say whether all steps are done, or validation has not found a better checkpoint for too long."""
         return self.step >= self.total or self.best.since >= self.patience
 
+    def is_evaluated(self, step: int) -> bool:
+        """Say whether held-out tasks are played after `step` steps."""
+        return self.played is not None and self.played.due(step, self.total)
+
     def is_due(self, step: int) -> bool:
         """Say whether there is a checkpoint after `step` steps."""
         return step % self.save_every == 0 or step == self.total
@@ -93,7 +102,7 @@ class Trainer(ABC, Generic[Made]):
             was = f"{state[self.counts]} {self.counts} with seed {state['seed']}"
             raise checkpoint.CheckpointError(f"{found} was made from {was}")
         self.backend.load(tensors)
-        self.step, self.best = state["step"], Best.of(state)
+        self.step, self.best = state["step"], Best.of(state, self.best.by)
         if self.best.step and distributed.rank() == 0:  # a kill may have come before it was marked
             mark_best(self.folder, self.best.step)
         return True

@@ -22,7 +22,7 @@ from plan.command import load_any
 from plan.models import ShapedBackbone, model_config
 from plan.replay import Replay, cache_per_token, replay_sft
 from plan.shapes import Ledger, Shape
-from plan.stages import _trainer, plan, plans, remedy
+from plan.stages import HOST, _trainer, plan, plans, remedy
 from zoo.household.words import LEXICON
 from zoo.models import make_compiler, make_processor, make_tokenizer, save
 
@@ -111,6 +111,15 @@ def test_backends_share_out_what_they_say_they_do():
     assert (whole.weights, whole.gradients, whole.moments, whole.loading) == (1600, 40, 80, 0)
     assert cut.weights == (1600 - 100) / 4 + 100 + 200 + 2 * 50  # slices, the tower, what is gathered
     assert (cut.gradients, cut.moments) == (10, 20) and cut.loading == 1600 + GIB  # loaded whole
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
+def test_sft_in_slices_is_never_whole_on_a_gpu_and_once_in_the_hosts_memory(backend):
+    changes = [f"compiler.model={SMOL}", f"executor.model={SMOL}", f"backend={backend}", "gradient_checkpointing=false"]
+    config = load_config(SftConfig, "sft/paper", changes)
+    (budget,) = plan(config, SHORT, H100, 8).budgets
+    whole = 2 * 2 * 134_515_008
+    assert budget.loading == 0 and budget.host == pytest.approx(HOST + whole / 8, rel=0.01)
 
 
 def test_unequal_rows_cost_more_than_their_number_says():
@@ -246,6 +255,16 @@ def test_the_command_prints_a_table_and_ends_with_whether_it_fits(tmp_path: Path
     record = json.loads(out.read_text())["plans"][0]
     assert record["fits"] is True and record["budgets"][0]["process"] == "trainer"
     assert record["budgets"][0]["activations"] > 0
+
+
+@pytest.mark.parametrize("command", [["train", "sft", "-c", "sft/paper"], ["train", "grpo", "-c", "grpo/quickstart"]])
+def test_a_dry_run_prints_the_plan_once_and_starts_nothing(command: list[str], tmp_path: Path, monkeypatch):
+    out = ["--dry-run", "--out", str(tmp_path / "run")]
+    ran = CliRunner().invoke(app, [*command, *out])
+    assert ran.exit_code == 0 and ran.output.rstrip().splitlines()[-1].startswith("fits: ")
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("RANK", "1")
+    assert CliRunner().invoke(app, [*command, *out]).output == ""
 
 
 def test_an_executor_behind_an_endpoint_takes_nothing_here():

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from configs.training import SftConfig
+from envs.base import EnvironmentFailure, Observation, Task
+from envs.registry import find
 from tests.training import grpo_trainers, sft_trainers
+from training import backend as backends
 from training import distributed
 from training.grpo import GrpoTrainer
 from training.losses import group_advantages
 from training.rollout import samples_of
+from training.run import load_models
 from training.sft import SftTrainer
 
 ROWS = [*sft_trainers.ROWS, sft_trainers.row(5)]  # batches of 5 and 1: ranks have 3 and 2 rows, then 1 and none
@@ -136,12 +145,100 @@ def shared(out: Path, backend: str) -> None:
     assert metrics["group_variance"] == pytest.approx(0.4 * 0.6)
 
 
-CASES = {case.__name__: case for case in (shared, sft, mixed, recomputed, resumed, grpo, pathwise, killed)}
+class Held(TorchDispatchMode):
+    """What this process holds of tensors at once, at most: bytes of all storages that are made meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.most, self._known = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            tensor = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self._add(tensor.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if (key := storage._cdata) not in self._known:
+            self._known.add(key)
+            self.live += (size := storage.nbytes())
+            self.most = max(self.most, self.live)
+            weakref.finalize(storage, self._drop, key, size).atexit = False
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def sliced(out: Path, backend: str) -> None:
+    """Load the shipped models as `train sft` does, and take steps. Where weights are in slices, the last of two
+    ranks, which gets them from the first, never holds more than its half and a tensor on its way."""
+    settings = {
+        "compiler": {"model": "zoo/household/compiler", "soft": {"n_tokens": 4, "emb_std": "auto"}},
+        "executor": {"model": "zoo/household/executor", "soft_on": "always"},
+    }  # fmt: skip
+    for role in settings.values():
+        role |= {"dtype": "float32", "instructions": "none"}
+    config = SftConfig(
+        **settings, batch_size=5, micro_batch_size=3, max_steps=2, save_every=2, backend=backend,
+        optimizer={"lr": 1e-3},
+    )  # fmt: skip
+    with Held() as held, pytest.MonkeyPatch.context() as patch:
+        compiler, executor = load_models(config, find("household"))
+        read = held.live
+        sizes = [p.numel() * p.element_size() for model in (compiler, executor.model) for p in model.parameters()]
+        wrap, most = backends.Replicated._wrap, list[int]()  # called when slices are given out
+        patch.setattr(backends.Replicated, "_wrap", lambda *args: (most.append(held.most), wrap(*args))[1])
+        t = SftTrainer(config, compiler, executor, ROWS, out / "sliced")
+    if distributed.rank() > 0 and backends.BACKENDS[backend].is_sharded:
+        print({"models": sum(sizes), "largest": max(sizes), "read": read, "most": most})
+        assert read < 0.02 * sum(sizes)  # of the projector, which is made where it is used, and buffers
+        assert most[0] < 0.75 * sum(sizes)  # its half, the vision tower, and one layer or table on its way
+    t.compiler.eval()
+    t.compiler.train = lambda mode=True: t.compiler
+    t.compiler.projector.draw = lambda gaussian, *_: gaussian.mu
+    seen: list[dict[str, float]] = []
+    t.run(seen.append)
+    if distributed.rank() == 0:
+        (out / "sliced.json").write_text(json.dumps([[m["loss"] for m in seen], t.executor_hash]))
+
+
+class FatedEnv(grpo_trainers.LuckyEnv):
+    """Whether an episode succeeds, or its environment breaks, is the task's kind."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def reset(self, task: Task) -> Observation:
+        if task.kind == "broken":
+            raise EnvironmentFailure("the simulator is gone")
+        self.number = 0 if task.kind == "easy" else 1
+        return super().reset(task)
+
+
+FATES = [grpo_trainers.spec(i, kind) for i, kind in enumerate(("easy", "hard", "easy", "broken", "easy"), 10)]
+
+
+def evaluated(out: Path, backend: str) -> None:
+    """Five held-out tasks for one rank or two: of the four that do not break three succeed, in two steps each."""
+    t = grpo_trainers.trainer(
+        out / "evaluated", make_env=FatedEnv, held_out=FATES, backend=backend, updates=1,
+        evaluation={"tasks": 5, "every": 1},
+    )  # fmt: skip
+    metrics, _ = t.take_step()
+    found = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+    assert found == {"eval_success": 0.75, "eval_episode_steps": 2.0, "eval_failures": 1.0}, found
+    assert t.best.by == "success" and (t.best.value, t.best.step) == (0.75, 1)
+
+
+CASES = {
+    case.__name__: case for case in (shared, evaluated, sliced, sft, mixed, recomputed, resumed, grpo, pathwise, killed)
+}
 
 
 def main(out: Path, kinds: str, names: str) -> None:
-    from training import backend as backends
-
     backends.Zero2.persistent = 0  # or ZeRO-3 would leave models as small as these whole
     with distributed.group():
         assert distributed.world_size() == 2

@@ -16,6 +16,7 @@ from executor.hf import FrozenExecutor
 from executor.records import EVERYTHING
 from tests import tiny_models
 from tests.tiny_models import entry
+from training.evaluation import HeldOutTasks, greedy
 from training.grpo import GrpoTrainer
 from training.rollout import Group, RolloutEngine, Sample, samples_of
 
@@ -97,15 +98,16 @@ def merged(*settings: dict[str, Any]) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(*settings)))
 
 
-def trainer(tmp_path, specs=None, make_env=None, projector="gaussian", **settings) -> GrpoTrainer:
+def trainer(tmp_path, specs=None, make_env=None, projector="gaussian", held_out=(), **settings) -> GrpoTrainer:
     defaults = {
         "compiler": {"max_new_tokens": 8}, "updates": 4, "tasks": 2, "group_size": 4, "optimizer": {"lr": 1e-3},
         "save_every": 2, "micro_batch_size": 3,
     }  # fmt: skip
     config = GrpoConfig(**merged(defaults, settings))
-    played, specs = engine(make_env, temperature=config.executor.temperature), specs or [spec(i) for i in range(3)]
+    player, specs = engine(make_env, temperature=config.executor.temperature), specs or [spec(i) for i in range(3)]
     compiler = tiny_models.memory_compiler(False, projector={"kind": projector})
-    return GrpoTrainer(config, compiler, played.executor, played, specs, tmp_path)
+    held = HeldOutTasks(config.evaluation, player, held_out, greedy(config.compiler)) if held_out else None
+    return GrpoTrainer(config, compiler, player.executor, player, specs, tmp_path, None, held)
 
 
 def trainable(t: GrpoTrainer) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from data_gen.rows import StoredRows, save_rows, without_brief_state
 from tests.training.sft_trainers import ROWS, row, trainable, trainer
 from training.batches import PICTURE, bucketed, length
 from training.trainer import permuted
@@ -69,3 +70,38 @@ def test_a_run_that_is_cut_short_goes_on_with_the_same_batches(tmp_path):
     again.run(lambda m: None)
     for name, value in trainable(whole).items():
         assert torch.equal(value, trainable(again)[name]), name
+
+
+@pytest.mark.slow
+def test_rows_that_workers_read_from_disk_teach_the_same_also_after_a_kill(tmp_path):
+    rows = [*ROWS, *(replace(row(i), task_id=f"u{i}") for i in range(4))]
+    save_rows(rows, tmp_path / "rows")
+    settings = {"batch_size": 2, "max_steps": 6}
+    whole = trainer(tmp_path / "whole", rows, **settings)
+    losses = [metrics["loss"] for metrics in whole.steps()]
+    part = trainer(tmp_path / "part", StoredRows(tmp_path / "rows"), loader_workers=2, **settings)
+    steps = part.steps()
+    read = [next(steps)["loss"] for _ in range(5)]
+    again = trainer(tmp_path / "part", StoredRows(tmp_path / "rows"), loader_workers=1, **settings)
+    assert again.resume() and again.step == 4
+    read[4:] = [metrics["loss"] for metrics in again.steps()]
+    assert read == losses
+    assert not part._examples  # it encoded none of its rows itself
+    for name, value in trainable(whole).items():
+        assert torch.equal(value, trainable(again)[name]), name
+
+
+def test_what_a_worker_raises_is_raised_and_not_waited_for(tmp_path):
+    broken = trainer(tmp_path, [replace(row, emission="not an emission", state="?") for row in ROWS], loader_workers=1)
+    with pytest.raises(Exception, match="worker process"):
+        next(broken.steps())
+
+
+def test_stored_rows_are_those_that_were_saved_one_by_one_and_edited(tmp_path):
+    save_rows(ROWS, tmp_path / "rows")
+    stored = StoredRows(tmp_path / "rows")
+    assert len(stored) == len(ROWS) and stored.tasks == [row.task_id for row in ROWS]
+    assert [stored[i] for i in range(len(stored))] == list(stored) == ROWS
+    assert StoredRows(tmp_path / "rows", without_brief_state)[1] == without_brief_state(ROWS[1])
+    with pytest.raises(IndexError):
+        stored[len(ROWS)]

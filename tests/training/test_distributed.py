@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,25 @@ from training.launch import torchrun_command
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(out: Path, backends: str, names: str) -> subprocess.CompletedProcess[str]:
+TORCHRUN = torchrun_command(2)
+ACCELERATE = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_processes=2",
+    "--main_process_port=0",
+]
+ACCELERATE += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", f"--log_dir={os.devnull}"]
+
+
+def torchrun(out: Path, backends: str, names: str, launcher=TORCHRUN) -> subprocess.CompletedProcess[str]:
     """As `memcompiler launch` starts actors: nothing of it stays in the temporary directory."""
     temporary = out / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*torchrun_command(2), "-m", "tests.training.backend_cases", str(out), backends, names],
+        [*launcher, "-m", "tests.training.backend_cases", str(out), backends, names],
         env=env | {"TMPDIR": str(temporary)}, cwd=ROOT, timeout=400, capture_output=True, text=True,
     )  # fmt: skip
     assert not list(temporary.iterdir())
@@ -66,6 +79,7 @@ def alone(tmp_path_factory) -> Path:
     cases.sft(out, "replicated")
     cases.mixed(out, "replicated")
     cases.recomputed(out, "replicated")
+    cases.sliced(out, "replicated")
     cases.grpo(out, "replicated")
     cases.pathwise(out, "replicated")
     moved = [(a - b).abs().max() for a, b in zip(steps(out, 2).values(), steps(out, 3).values(), strict=True)]
@@ -79,13 +93,15 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
         shutil.copytree(
             alone / "sft" / "checkpoints" / "step-000002", out / backend / "resumed" / "checkpoints" / "step-000002"
         )
-    done = torchrun(out, ",".join(backends), "sft,mixed,recomputed,resumed,grpo,pathwise")
+    done = torchrun(out, ",".join(backends), "sliced,sft,mixed,recomputed,resumed,grpo,pathwise")
     assert done.returncode == 0, done.stderr[-4000:]
     for backend in backends:
         for step in (2, 3):
             assert_same(steps(alone, step), steps(out / backend, step))
         found, told = (json.loads((folder / "validation.json").read_text()) for folder in (out / backend, alone))
         assert found.keys() == told.keys() == {"2", "3"} and found == pytest.approx(told, abs=1e-4)
+        (losses, hash), (theirs, same) = (json.loads((f / "sliced.json").read_text()) for f in (alone, out / backend))
+        assert losses == pytest.approx(theirs, rel=1e-5) and hash == same
         assert_same(steps(alone, 3), steps(out / backend, 3, "resumed"))
         if backend != "zero3":  # which is refused
             assert_same(steps(alone, 2, "recomputed"), steps(out / backend, 2, "recomputed"))
@@ -107,9 +123,24 @@ def test_two_replicated_or_sharded_ranks_equal_one(alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_share_out_the_episodes_of_a_task_and_its_group_is_whole(tmp_path):
-    done = torchrun(tmp_path, "replicated", "shared")
+def test_ranks_share_out_the_episodes_of_a_task_and_its_group_is_whole_and_those_of_held_out_tasks(tmp_path):
+    done = torchrun(tmp_path, "replicated", "shared,evaluated")
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_accelerate_launch_is_torchrun(alone, tmp_path):
+    done = torchrun(tmp_path, "replicated", "sft,shared", ACCELERATE)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_same(steps(alone, 3), steps(tmp_path / "replicated", 3))
+
+
+@pytest.mark.parametrize("plugin", ["FSDP", "DEEPSPEED"])
+def test_accelerates_own_sharding_is_refused(monkeypatch, plugin):
+    """transformers would load empty weights on all ranks but one, in silence."""
+    monkeypatch.setenv(f"ACCELERATE_USE_{plugin}", "true")
+    with pytest.raises(ValueError, match=f"accelerate's {plugin} is not used here.*set backend"), distributed.group():
+        pass
 
 
 @pytest.mark.parametrize(("ranks", "episodes"), [(1, 16), (3, 16), (8, 16), (16, 16)])

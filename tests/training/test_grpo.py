@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from agent.episode import Limits
+from agent.records import Episode, StepRecord
 from compiler import checkpoint
 from compiler.records import Decoding
 from configs.training import GrpoConfig, PolicyLoss
@@ -27,7 +28,9 @@ from tests.training.grpo_trainers import (
 )
 from training.grpo import token_weights
 from training.losses import clipped_surrogate, group_advantages, kl_estimate
-from training.rollout import Group, RolloutEngine, Sample, samples_of
+from training.metrics import rollout_means
+from training.rollout import Group, RolloutEngine, Sample, reward, samples_of
+from training.run import engine_lines
 
 # -- the arithmetic ---------------------------------------------------------------------------------------------------
 
@@ -47,6 +50,40 @@ def test_advantages_by_hand():
     assert group_advantages([1, 1]) == [0, 0] and group_advantages([1]) == [0]
     # KL estimate: d = log(0.5 / 0.25) = log 2: 2 - 1 - log 2
     assert kl_estimate(torch.tensor(0.25).log(), torch.tensor(0.5).log()).item() == pytest.approx(1 - math.log(2))
+
+
+def ended(success: bool, *written: int) -> Episode:
+    """An episode whose emissions have so many tokens; 0: a step without one."""
+    kinds = ["NOACTION" if n else "" for n in written]
+    steps = [
+        StepRecord(t, "see", None, None, "goal: x", emission_kind=kind, emission_ids=(1,) * n)
+        for t, (n, kind) in enumerate(zip(written, kinds, strict=True))
+    ]
+    return Episode(
+        "t", "x", "", "train", "", "", "compiled", 0, steps=steps, success=success, stop_reason=StopReason.DONE
+    )
+
+
+def test_tokens_cost_by_hand():
+    # solved with 2 and 12 tokens a step, and a failure, which is not charged: rewards 1 - 0.02 * (2, 12), 0
+    short, long, lost = ended(True, 2, 2), ended(True, 20, 4), ended(False, 2)
+    assert [reward(e, 0.02) for e in (short, long, lost)] == pytest.approx([0.96, 0.76, 0.0])
+    assert reward(ended(True, 2, 0), 0.02) == pytest.approx(0.96)  # a mean of the steps with an emission
+    assert reward(long, 0.1) == 0.0 and reward(ended(True), 0.1) == 1.0  # 1 - 1.2: no less than a failure
+    group = Group((short, long, lost), token_cost=0.02)
+    # mean 0.57333, squared distances 0.14951, 0.03484, 0.32871: sample std sqrt(0.51307 / 2) = 0.50649
+    assert group.advantages == pytest.approx([0.7634, 0.3686, -1.1320], abs=1e-3)
+    # all solved: mean 0.86, sample std 0.1 * sqrt 2; without the charge nothing is learnt from such a group
+    assert Group((short, long), token_cost=0.02).advantages == pytest.approx([0.7071, -0.7071], abs=1e-3)
+    assert not Group((short, long)).informative and Group((short, long), token_cost=0.02).informative
+    assert Group((short, long, lost)).rewards == [1.0, 1.0, 0.0]
+    assert not Group((lost, ended(False, 40)), token_cost=0.02).informative  # silence earns nothing where all fail
+
+
+def test_metrics_tell_reward_success_and_tokens_apart():
+    means = rollout_means([Group((ended(True, 2, 2), ended(True, 20, 4), ended(False, 2)), token_cost=0.02)])
+    assert means["reward"] == pytest.approx((0.96 + 0.76) / 3) and means["success"] == pytest.approx(2 / 3)
+    assert means["emission_tokens"] == pytest.approx((2 + 2 + 20 + 4 + 2) / 5) and means["emission_noaction"] == 1.0
 
 
 def sample(sampled: int, episode: int, advantage: float = 1.0, n: int = 4) -> Sample:
@@ -94,7 +131,7 @@ def test_text_loss_and_gradients_are_trls(tmp_path, ours, theirs, off_policy):
     loss, stats = t._loss(list(zip(samples, weights, old, [None] * len(samples), strict=True)))
     mine = gradients(loss)
     if off_policy:
-        assert stats["clip_low_text"] > 0 and stats["clip_high_text"] > 0
+        assert stats.sums["clip_low_text"] > 0 and stats.sums["clip_high_text"] > 0
 
     arguments = TrlConfig(
         str(tmp_path), use_cpu=True, bf16=False, report_to=[], per_device_train_batch_size=4, num_generations=4,
@@ -347,7 +384,7 @@ def test_when_everything_fails_the_run_stops(tmp_path):
 def test_rewards_are_binary_and_at_the_end():
     class Done:
         def __init__(self, success):
-            self.success, self.stop_reason = success, StopReason.DONE
+            self.success, self.stop_reason, self.steps = success, StopReason.DONE, ()
 
     group = Group(tuple(Done(s) for s in (True, False, False, False)))  # type: ignore[arg-type]
     assert group.rewards == [1, 0, 0, 0] and group.informative
@@ -412,6 +449,42 @@ def test_importance_weights_by_hand(tmp_path, gap, weight):
         nothing = [None] * len(samples)
         losses.append(float(t._loss(list(zip(samples, weights, nothing, nothing, strict=True)))[0].detach()))
     assert losses[0] < -0.1 and losses[1] == pytest.approx(losses[0] * weight, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"micro_batch_size": 2}, {"minibatches": 2}], ids=["scored on the way", "scored before"]
+)
+def test_how_far_engine_and_trainer_are_apart_by_hand(tmp_path, settings):
+    """An engine that says 0.25 more of every text token, 0.5 less of one, and 0.01 more of soft tokens."""
+    t = trainer(tmp_path, **settings)
+    gaps = []
+    for i, sample in enumerate(samples := fresh_samples(t)):
+        gap = torch.full_like(sample.rollout_logprobs, 0.01)
+        gap[: sample.sampled] = 0.25
+        if i == 1:
+            gap[0] = -0.5
+        gaps.append(gap)
+    metrics = t.learn([_moved(s, gap) for s, gap in zip(samples, gaps, strict=True)])
+    text = torch.cat([gap[: s.sampled] for s, gap in zip(samples, gaps, strict=True)]).abs()
+    assert metrics["apart_text"] == pytest.approx(text.mean().item(), abs=1e-4) != pytest.approx(0.25, abs=1e-4)
+    assert metrics["apart_text_max"] == pytest.approx(0.5, abs=1e-4)
+    assert (
+        metrics["apart_latent"] == pytest.approx(0.01, abs=1e-4) == pytest.approx(metrics["apart_latent_max"], abs=1e-4)
+    )
+    first, warning = engine_lines(metrics | {"update": 1.0}, first=True)
+    assert "text 0.25 (at most 0.5), latent 0.01 (at most 0.01) on average" in first
+    assert "warning: update 1" in warning and "more than 0.05" in warning
+    assert engine_lines(metrics | {"update": 2.0}, first=False) == [warning.replace("update 1", "update 2")]
+
+
+def test_a_run_says_once_how_far_engine_and_trainer_are_apart(tmp_path):
+    t = trainer(tmp_path)
+    metrics = t.learn(fresh_samples(t)) | {"update": 1.0}
+    assert 0 < metrics["apart_text_max"] < 1e-3 and metrics["apart_text"] <= metrics["apart_text_max"]
+    assert len(engine_lines(metrics, first=True)) == 1 and engine_lines(metrics, first=False) == []
+    assert engine_lines({"update": 1.0, "skipped": 1.0}, first=True) == []  # nothing was scored
+    (warning,) = engine_lines(metrics | {"apart_latent": math.nan}, first=False)
+    assert "latent nan" in warning
 
 
 def test_overlap_wants_a_correction():

@@ -56,13 +56,16 @@ def test_training_lowers_the_loss_and_leaves_the_executor_alone(tmp_path):
         assert key in history[0]
 
 
-def test_examples_are_kept_while_there_is_room_for_their_pictures(tmp_path, monkeypatch):
+def test_examples_are_kept_while_there_is_room_for_their_tokens_and_pictures(tmp_path, monkeypatch):
     t = trainer(tmp_path)
     one = t.example(0)
-    assert one.pixels == one.prompt.pixels.numel() == 64 * 3 * 2 * 8 * 8 and t.example(0) is one
-    monkeypatch.setattr("training.sft.MOST_PIXELS", one.pixels)
+    read = (one.prompt.ids, one.executor_prompt.ids, one.memory_ids, one.emission, one.action)
+    pixels = 64 * 3 * 2 * 8 * 8
+    assert one.prompt.pictures[0].values == pixels and one.size == pixels + 8 * sum(map(len, read))
+    assert t.example(0) is one
+    monkeypatch.setattr("training.sft.MOST_KEPT", one.size + 8 * 1000)
     assert t.example(2) is not t.example(2) and t.example(0) is one
-    assert t.example(1).pixels == 0 and t.example(1) is t.example(1)  # it has no picture
+    assert t.example(1) is t.example(1)  # it has no picture
 
 
 def test_micro_batches_do_not_change_the_step(tmp_path):

@@ -107,7 +107,7 @@ def test_training_stops_after_so_many_validations_without_a_lower_loss(tmp_path)
 
 def test_a_better_checkpoint_is_saved_when_it_is_found_and_the_count_begins_anew():
     best = Best()
-    assert [best.hear(loss, step) for step, loss in enumerate([2.0, 2.0, 1.5, math.inf, 1.6], 1)] == [
+    assert [best.hear({"val_loss": loss}, step) for step, loss in enumerate([2.0, 2.0, 1.5, math.inf, 1.6], 1)] == [
         True, False, True, False, False,
     ]  # fmt: skip
     assert best == Best(1.5, 3, 2) == Best.of({"best": json.loads(json.dumps(best.facts()["best"]))})
