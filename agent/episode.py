@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from agent.deliveries import Delivery, pasted
-from agent.records import Episode, StepInput, StepRecord, compile_request, executor_request
+from agent.records import Episode, StepInput, StepRecord, compile_request, executor_request, soft_read_on
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from envs.base import Environment, Task, living
 from executor.records import Executor
@@ -29,8 +29,11 @@ Batch = Callable[[Sequence[Any]], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
+    """How episodes are played: `pipelined` has half of them in the compiler while the other half is in the executor."""
+
     max_steps: int = 15
     seed: int = 0
+    pipelined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,13 @@ def _begin(spec: EpisodeSpec, delivery: Delivery, limits: Limits) -> Episode:
     )  # fmt: skip
 
 
+def lost_episode(task: Task, delivery: str, seed: int, why: str, bank_version: int | None = None) -> Episode:
+    """Make the record of an episode that nobody could play to its end, since who played it was lost."""
+    episode = _begin(EpisodeSpec(task, bank_version=bank_version), Delivery(delivery, "none"), Limits(seed=seed))
+    episode.stop_reason, episode.error = StopReason.WORKER_FAILURE, why
+    return episode
+
+
 @dataclass(frozen=True, slots=True)
 class _Roles:
     """Compiler and executor as one episode asks them: in a batch with those of the others, or at once where the backend
@@ -155,7 +165,8 @@ class _Roles:
         """Compile (M, b_t, o_t) into emission and soft tokens of the step; nothing where nobody compiles."""
         if self.delivery.compiler is None:
             return step
-        request = compile_request(step)
+        soft_on = soft_read_on(self.executor) if self.delivery.soft else "never"
+        request = replace(compile_request(step), soft_on=soft_on)
         answer = self._answer(self.delivery.compiler, self.delivery.compiler.compile, request)
         made, record.seconds["compiler"] = await self._guarded(answer, CompilerFailure)
         record.note_compilation(made)
@@ -212,7 +223,8 @@ def run_sequences(
     episode that waits for a worker would wait for those that wait for it in the batch.
     """
     concurrency = min(concurrency, getattr(getattr(make_env, "__self__", make_env), "capacity", concurrency))
-    batcher = StepBatcher()
+    batched = delivery.compiler is not None and getattr(delivery.compiler, "batched", True)
+    batcher = StepBatcher(halves=2 if limits.pipelined and batched else 1)  # one backend alone has nothing beside it
     note = on_episode or (lambda _: None)
 
     def life_of(specs: Sequence[EpisodeSpec]) -> Callable[[int], Awaitable[list[Episode]]]:
@@ -278,21 +290,44 @@ async def _close(env: Environment) -> str:
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A request that an episode, by its index, waits for."""
+
+    index: int
+    backend: Batch
+    request: Any
+    future: asyncio.Future
+
+
 class StepBatcher:
     """Runs episodes side by side on one event loop. When every live one waits for a backend, the waiting requests of
     each backend (a callable from a list of requests to a list of results) are handed over as one batch, in episode
-    order: which requests share a batch depends on the episodes only, never on timing."""
+    order: which requests share a batch depends on the episodes only, never on timing.
 
-    def __init__(self) -> None:
-        self._live = 0
-        self._waiting: list[tuple[int, Batch, Any, asyncio.Future]] = []
+    With two halves (episodes of even and of odd index), what they wait for is answered at the same time, each backend
+    in a thread. Where both wait for the same one, the half that has waited longer goes first and the other stays
+    behind: from then on one compiles while the other acts. Whose turn it is depends on the episodes only, too.
+    """
+
+    def __init__(self, halves: int = 1) -> None:
+        self._live, self._halves = 0, halves
+        self._waiting: list[_Waiting] = []
+        self._turns = [0] * halves  # when each half was answered last
+        self._round = 0
+        self._serving: asyncio.Task | None = None
 
     async def run(self, episodes: Sequence[Callable[[int], Awaitable[T]]], concurrency: int) -> list[T]:
         """Run all coroutines `episodes[i](i)`, at most `concurrency` at once; results in order."""
         results: dict[int, T] = {}
-        queue = iter(enumerate(episodes))
-        self._live = min(concurrency, len(episodes))
-        await asyncio.gather(*(self._worker(queue, results) for _ in range(self._live)))
+        halves = self._halves = min(self._halves, concurrency)
+        numbered, workers = list(enumerate(episodes)), []
+        for half in range(halves):  # each has its own queue: whoever is faster takes nothing from the other
+            own, most = numbered[half::halves], len(range(half, concurrency, halves))
+            queue = iter(own)
+            workers += [self._worker(queue, results) for _ in range(min(len(own), most))]
+        self._live = len(workers)
+        await asyncio.gather(*workers)
         return [results[i] for i in range(len(episodes))]
 
     async def call(self, index: int, backend: Batch, request: Any) -> tuple[Any, float]:
@@ -302,7 +337,7 @@ class StepBatcher:
         an exception that a backend returns in the place of a result, strikes one episode only.
         """
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append((index, backend, request, future))
+        self._waiting.append(_Waiting(index, backend, request, future))
         self._flush_if_all_wait()
         return await future
 
@@ -321,28 +356,57 @@ class StepBatcher:
 
     def _forget_the_cancelled(self) -> None:
         """After Ctrl-C nobody waits for these any more."""
-        self._waiting = [waiting for waiting in self._waiting if not waiting[3].done()]
+        self._waiting = [waiting for waiting in self._waiting if not waiting.future.done()]
 
     def _flush(self) -> None:
         self._forget_the_cancelled()
-        if len(self._waiting) != self._live:
+        if not self._waiting or len(self._waiting) != self._live:
             return
-        waiting, self._waiting = sorted(self._waiting, key=lambda w: w[0]), []
-        for backend in dict.fromkeys(w[1] for w in waiting):
-            mine = [w for w in waiting if w[1] == backend]
-            started = time.perf_counter()
-            try:
-                results = _answers(backend, [request for _, _, request, _ in mine])
-            except Exception as error:  # the episodes decide what a failed backend means to them
-                for _, _, _, future in mine:
-                    future.set_exception(error)
-                continue
-            seconds = (time.perf_counter() - started) / len(mine)
-            for (_, _, _, future), result in zip(mine, results, strict=True):
-                if isinstance(result, Exception):
-                    future.set_exception(result)
-                else:
-                    future.set_result((result, seconds))
+        chosen = self._take_turns()
+        batches = [[w for w in chosen if w.backend == of] for of in dict.fromkeys(w.backend for w in chosen)]
+        if self._halves > 1 and len(batches) > 1:
+            self._serving = asyncio.create_task(self._serve_at_once(batches))
+            return
+        for batch in batches:
+            _hand_out(batch, *_timed(batch))
+
+    def _take_turns(self) -> list[_Waiting]:
+        """Take what is answered now, in episode order: all that waits, but for a half that waits for a backend which
+        another half has, whose turn it is."""
+        self._round += 1
+        waiting = sorted(self._waiting, key=lambda w: w.index)
+        taken: list[_Waiting] = []
+        for half in sorted(range(self._halves), key=lambda half: self._turns[half]):
+            own = [w for w in waiting if w.index % self._halves == half]
+            if own and not any(w.backend == other.backend for w in own for other in taken):
+                taken, self._turns[half] = [*taken, *own], self._round
+        self._waiting = [w for w in waiting if w not in taken]
+        return sorted(taken, key=lambda w: w.index)
+
+    async def _serve_at_once(self, batches: Sequence[Sequence[_Waiting]]) -> None:
+        answered = await asyncio.gather(*(asyncio.to_thread(_timed, batch) for batch in batches))
+        for batch, answers in zip(batches, answered, strict=True):
+            _hand_out(batch, *answers)
+
+
+def _timed(batch: Sequence[_Waiting]) -> tuple[list[Any], float]:
+    """Have a batch answered: a result or an exception for each, and the seconds of each."""
+    started = time.perf_counter()
+    try:
+        results = _answers(batch[0].backend, [waiting.request for waiting in batch])
+    except Exception as error:  # the episodes decide what a failed backend means to them
+        results = [error] * len(batch)
+    return results, (time.perf_counter() - started) / len(batch)
+
+
+def _hand_out(batch: Sequence[_Waiting], results: Sequence[Any], seconds: float) -> None:
+    for waiting, result in zip(batch, results, strict=True):
+        if waiting.future.done():  # given up meanwhile
+            continue
+        if isinstance(result, Exception):
+            waiting.future.set_exception(result)
+        else:
+            waiting.future.set_result((result, seconds))
 
 
 def _answers(backend: Batch, requests: Sequence[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ from PIL import UnidentifiedImageError
 
 from compiler.brief_state import BriefState, render_brief_state
 from compiler.language import Emission
-from compiler.records import Compilation, CompileRequest
+from compiler.records import Compilation, CompileRequest, SoftOn, soft_is_read
 from envs.registry import loaded
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text, memory_text
 from memory.entry import MemoryEntry, entry_from_json
@@ -81,9 +81,13 @@ def delivered(step: StepInput, executor: Executor) -> MemoryBlock:
     reads, emission, lines = executor.reads, step.emission, []
     if reads.state and step.state is not None:
         lines = render_brief_state(step.state).split("\n")[1:]  # the goal stands above it
-    hears = executor.accepts_soft and (reads.soft_on == "always" or bool(emission.guidance))
-    soft = step.soft if hears else None
+    soft = step.soft if soft_is_read(soft_read_on(executor), emission) else None
     return MemoryBlock(state="\n".join(lines), guidance=emission.guidance, reason=emission.reason, soft=soft)
+
+
+def soft_read_on(executor: Executor) -> SoftOn:
+    """Say beside which emissions this executor reads soft tokens."""
+    return executor.reads.soft_on if executor.accepts_soft else "never"
 
 
 def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:

@@ -5,9 +5,10 @@
 The requests are those of recorded teacher episodes (rows of `memcompiler collect`), step by step with all episodes side
 by side. With `--checkpoint`, a trained compiler writes its own emissions. Otherwise the model is made to write the
 teacher's: its logits are computed as ever, and then the teacher's token counts as the likeliest, so that lengths, and
-what can be guessed, are those of real emissions. Emissions must be the same under every lever, or the run fails. The
-first step, which finds nothing in a cache, is told apart from the others. Without a GPU, seconds are those of the
-processor: another process beside this one does not count. Ends with `ratio: R`, all levers over none, later steps.
+what can be guessed, are those of real emissions. Soft tokens are read beside guidance, as by default. Emissions must be
+the same under every lever, or the run fails. The first step, which finds nothing in a cache, is told apart from the
+others. Without a GPU, seconds are those of the processor: another process beside this one does not count. Ends with
+`ratio: R`, all levers over none, later steps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from agent.records import compile_request
+from benchmarks.scripted import ScriptedDecoder, using
 from compiler.build import load_compiler
 from compiler.decoding import Decoder
 from compiler.hf import MemoryCompiler
@@ -39,13 +42,14 @@ from lm.backbone import quiet
 from runtime.settings import Settings
 
 console = Console(width=150)
-NONE = Speed(drafts=0, shrink=False, prefix_mib=0)
+NONE = Speed(drafts=0, shrink=False, prefix_mib=0, second_pass="always")
 ROOM = 4096.0  # MiB for what is kept: enough for all episodes
 LEVERS = {
     "none": NONE,
     "drafts": NONE.model_copy(update={"drafts": Speed().drafts}),
     "shrink": NONE.model_copy(update={"shrink": True}),
     "prefixes": NONE.model_copy(update={"prefix_mib": ROOM}),
+    "second pass": NONE.model_copy(update={"second_pass": "read"}),
     "all": Speed(prefix_mib=ROOM),
 }
 Step = tuple[list[CompileRequest], list[tuple[int, ...]]]  # of all episodes: what is asked, what a teacher wrote
@@ -58,19 +62,6 @@ class SpeedBench(Settings):
     rows: str
     episodes: int
     steps: int
-
-
-class Scripted(Decoder):
-    """A decoder whose likeliest token is always the one that a teacher wrote."""
-
-    script: Sequence[tuple[int, ...]] = ()
-
-    def _sample(self, logprobs: Tensor, batch: Sequence[Any], guesses: Sequence[str]) -> Tensor:
-        tokens = super()._sample(logprobs, batch, guesses)
-        for place, (row, guess) in enumerate(zip(batch, guesses, strict=True)):
-            said = self.script[row.index][row.length : row.length + 1 + len(guess)] if row.going else ()
-            tokens[place, : len(said)] = torch.tensor(said, dtype=torch.long)
-        return tokens
 
 
 def main() -> None:
@@ -103,8 +94,8 @@ def measure(config: SpeedBench) -> dict[str, dict[str, list[float]]]:
     compiler = load_compiler(config.compiler, anyone).eval()
     steps = steps_of(config, compiler)
     found, first = {}, None
-    Scripted.script = steps[0][1]
-    with using(Scripted if config.compiler.checkpoint is None else Decoder):
+    ScriptedDecoder.script = steps[0][1]
+    with using(ScriptedDecoder if config.compiler.checkpoint is None else Decoder):
         compiler.compile(steps[0][0])  # warms up
         for name, speed in LEVERS.items():
             compiler.speed, compiler._prefixes = speed, Prefixes(speed.prefix_mib)
@@ -121,10 +112,11 @@ def steps_of(config: SpeedBench, compiler: MemoryCompiler) -> list[Step]:
     if len(episodes) < config.episodes:
         raise ValueError(f"{config.rows} has {len(episodes)} episodes of {config.steps} steps: ask for fewer")
     columns = zip(*(of[: config.steps] for of in episodes[: config.episodes]), strict=True)
-    return [
-        ([compile_request(row.step_input()) for row in rows], [compiler.emission_ids(row.emission) for row in rows])
-        for rows in columns
-    ]
+    return [([_asked(row) for row in rows], [compiler.emission_ids(row.emission) for row in rows]) for rows in columns]
+
+
+def _asked(row: SftRow) -> CompileRequest:
+    return replace(compile_request(row.step_input()), soft_on="guidance")
 
 
 def later(of: dict[str, list[float]], what: str = "seconds") -> float:
@@ -144,13 +136,6 @@ def table_of(config: SpeedBench, made: dict[str, dict[str, list[float]]]) -> Tab
     return table
 
 
-def using(decoder: type[Decoder]) -> Any:
-    """Have the compiler decode by this class."""
-    from unittest.mock import patch
-
-    return patch("compiler.hf.Decoder", decoder)
-
-
 def _played(compiler: MemoryCompiler, steps: Sequence[Step]) -> tuple[dict[str, list[float]], list[Any]]:
     gpu = torch.cuda.is_available()
     clock: Callable[[], float] = time.perf_counter if gpu else time.process_time
@@ -161,7 +146,7 @@ def _played(compiler: MemoryCompiler, steps: Sequence[Step]) -> tuple[dict[str, 
     found: dict[str, list[float]] = {"seconds": [], "passes": [], "columns": []}
     emissions = []
     for asked, script in steps:
-        Scripted.script = script
+        ScriptedDecoder.script = script
         passes.clear()
         wait()
         started = clock()

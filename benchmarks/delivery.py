@@ -1,8 +1,12 @@
-"""`memcompiler bench delivery`: what a step costs where memory is pasted (static) and where it is compiled.
+"""`memcompiler bench delivery`: what a step costs without memory, where memory is pasted (static), and compiled.
 
-One model plays all parts: executor of both deliveries and, with a fresh LoRA and projector, compiler. Episodes are
-scripted, for cost is all that is measured. An untrained compiler's words mean nothing, hence emissions and actions have
-a fixed length, and the executor reads a scripted guidance; the soft tokens that it reads are the compiler's own.
+    memcompiler bench delivery                                           # small shapes, random weights, PyTorch
+    memcompiler bench delivery --shapes paper --engine vllm              # the paper's: a GPU, 45 GB of disk
+    memcompiler bench delivery --compiler DIR --executor DIR --lengths out/eval
+
+Whole episodes are played, and the first step, which finds nothing in a cache, is told apart from the steady state of
+those after it. Cost is all that is measured: episodes are scripted (`benchmarks.scripted`), what is written has the
+words of a recorded run, or their number, and the executor reads as the paper's does: soft tokens beside guidance alone.
 
 Where time goes, as one episode sees it that moves in step with the others of its batch:
 emission       the compiler reads M, b_t and o_t, and writes
@@ -19,6 +23,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +31,25 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig
+from transformers import AutoConfig, LogitsProcessorList
 
-from benchmarks.scripted import ACTION_TOKENS, EMISSION_TOKENS, Script, ScriptedCompiler, ScriptedExecutor, play
+from agent.records import Episode
+from benchmarks.scripted import (
+    MEASURED,
+    Forced,
+    Script,
+    ScriptedCompiler,
+    ScriptedDecoder,
+    ScriptedExecutor,
+    play,
+    said_in,
+    using,
+    write_exactly,
+)
+from benchmarks.shapes import Shapes, made_pair
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
+from compiler.records import soft_is_read
 from configs.models import CompilerConfig, Dtype, ExecutorConfig, Soft, Speed, VllmEngine
 from configs.run_folder import RunFolder
 from envs.household.environment import INSTRUCTIONS
@@ -40,69 +59,97 @@ from lm.backbone import model_path, quiet
 from runtime.progress import progress
 from runtime.settings import Settings
 
-console = Console(width=150)
-DELIVERIES = ("static", "compiled")
+console = Console(width=160)
+DELIVERIES = ("none", "static", "compiled")
 ENGINES: dict[str, tuple[Literal["hf", "vllm"], ...]] = {"hf": ("hf",), "vllm": ("vllm",), "both": ("hf", "vllm")}
 
 
 class DeliveryBench(Settings):
     """What was asked, for the run folder."""
 
-    model: str
+    compiler: str  # names or folders; "" for shapes
+    executor: str
+    shapes: Shapes | None
+    lengths: str
     memory_tokens: int
     steps: int
     concurrency: tuple[int, ...]
     engines: tuple[Literal["hf", "vllm"], ...]
     dtype: Dtype
     n_soft: int
+    prefix_mib: float
     seed: int = 0
-    emission_tokens: int = EMISSION_TOKENS
-    action_tokens: int = ACTION_TOKENS
 
 
 def run_bench_delivery(
-    model: str, memory_tokens: int, steps: int, concurrency: str, engine: str, dtype: str, n_soft: int, out: Path | None
-) -> None:
-    """Print one table; write results.json into `out`, if it is given; end with `ratio: R`, compiled over static latency
-    of a step.
+    compiler: str | None, executor: str | None, shapes: Shapes, memory_tokens: int, steps: int, concurrency: str,
+    engine: str, dtype: str, n_soft: int, prefix_mib: float, lengths: Path | None, out: Path | None,
+) -> None:  # fmt: skip
+    """Print one table; write results.json into `out`, if it is given; end with `ratio: R`, compiled over static seconds
+    of a step in steady state, of the last engine at the first of `concurrency`.
+
+    Args:
+        compiler, executor: a pair of models, or one that plays both; without either, `shapes` with random weights.
+        lengths: where what is written is taken from (`benchmarks.scripted.said_in`).
 
     Raises:
-        ValueError: numbers that are none or not positive, an unknown engine or dtype, or a model whose window is
-            smaller than the prompts.
+        ValueError: numbers that are none or not positive, an unknown engine or dtype, a record without steps, or a
+            model whose window is smaller than the prompts.
     """
     quiet()
     if engine not in ENGINES:
         raise ValueError(f"--engine is hf, vllm or both; received {engine!r}")
     auto = "bfloat16" if torch.cuda.is_available() else "float32"
+    named = compiler or executor
     config = DeliveryBench(
-        model=model, memory_tokens=memory_tokens, steps=steps, concurrency=_numbers(concurrency), n_soft=n_soft,
-        engines=ENGINES[engine], dtype=auto if dtype == "auto" else dtype,  # type: ignore[arg-type]
+        compiler=compiler or executor or "", executor=executor or compiler or "", shapes=None if named else shapes,
+        lengths=str(lengths or MEASURED.name), memory_tokens=memory_tokens, steps=steps, n_soft=n_soft,
+        concurrency=_numbers(concurrency), engines=ENGINES[engine], prefix_mib=prefix_mib,
+        dtype=auto if dtype == "auto" else dtype,  # type: ignore[arg-type]
     )  # fmt: skip
+    said = said_in(lengths or MEASURED)
     run = RunFolder.create(out, config, on_exists="overwrite") if out else None
-    script = Script(model_path(model), memory_tokens, n_soft, config.seed)
-    rows: list[dict[str, Any]] = []
-    for name in config.engines:
-        with _players(name, config, script) as players, progress(name, 2 * len(config.concurrency)) as advance:
-            for episodes in config.concurrency:
-                for delivery in DELIVERIES:
-                    rows.append(row := _measure(players, delivery, episodes, script, steps))
-                    advance(f"{delivery} x{episodes}: {row['seconds']['total']['median']:.2f} s a step")
+    with _pair(config) as pair:
+        script = Script(*pair, memory_tokens, n_soft, said, config.seed)
+        rows = _measured(config, pair, script)
     ratios = _ratios(rows)
     console.print(_table(config, rows))
     notes = [
-        f"emissions are {EMISSION_TOKENS} tokens and actions {ACTION_TOKENS}, forced: the compiler is untrained; "
-        f"the executor reads a scripted guidance and {config.n_soft} soft tokens of the compiler's",
+        f"written is what {config.lengths} says, word by word in hf, token for token in vllm: emissions of "
+        f"{_spread([len(script.compiler.ids(s.emission)) + 1 for of in said for s in of])} tokens, actions of "
+        f"{_spread([len(script.executor.action_ids(s.action)) for of in said for s in of])} (mean, least to most)",
         "each episode has a memory of its own; before each row its size of batch is warmed up with other episodes; "
-        "ms: median (p95) of steps; in, cached: prompt tokens, and those out of the prefix cache, mean of steps",
+        "in, cached, out: tokens of a step, those out of a cache in brackets, and ms (95th percentile in brackets): "
+        "means of the steps after the first",
     ]
     compared = [f"compiled / static, {name}, {n} at a time: {ratio:.2f}" for (name, n), ratio in ratios.items()]
     for line in (*notes, *compared):
         console.print(f"  {line}", highlight=False)
     if run is not None:
         named = {f"{name} {episodes}": ratio for (name, episodes), ratio in ratios.items()}
-        made = {"settings": config.model_dump(), "notes": notes, "ratio": named, "rows": rows}
-        run.write_json("results.json", made)
+        run.write_json("results.json", {"settings": config.model_dump(), "notes": notes, "ratio": named, "rows": rows})
     console.print(f"ratio: {ratios[config.engines[-1], config.concurrency[0]]:.2f}", highlight=False)
+
+
+@contextlib.contextmanager
+def _pair(config: DeliveryBench) -> Iterator[tuple[str, str]]:
+    """Give the folders or names of compiler and executor; shapes are made, and go at the end."""
+    if config.shapes is None:
+        yield model_path(config.compiler), model_path(config.executor)
+        return
+    with tempfile.TemporaryDirectory(prefix="memcompiler-shapes-") as folder:
+        yield made_pair(config.shapes, Path(folder), config.dtype)
+
+
+def _measured(config: DeliveryBench, pair: tuple[str, str], script: Script) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name in config.engines:
+        turns = [(episodes, delivery) for episodes in config.concurrency for delivery in DELIVERIES]
+        with _players(name, config, pair, script) as players, progress(name, len(turns)) as advance:
+            for episodes, delivery in turns:
+                rows.append(row := _measure(players, delivery, episodes, script, config.steps))
+                advance(f"{delivery} x{episodes}: {row['seconds']['total']['mean']:.2f} s a step")
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,74 +163,84 @@ class Players:
 
 
 @contextlib.contextmanager
-def _players(engine: Literal["hf", "vllm"], config: DeliveryBench, script: Script) -> Iterator[Players]:
-    """Load both models, clocked, with forced lengths; give them up again at the end."""
+def _players(
+    engine: Literal["hf", "vllm"], config: DeliveryBench, pair: tuple[str, str], script: Script
+) -> Iterator[Players]:
+    """Load both models, clocked, with what they write forced; give them up again at the end."""
     needed = script.longest(DELIVERIES, config.steps)
-    window = AutoConfig.from_pretrained(model_path(config.model)).get_text_config().max_position_embeddings
-    if needed > window:
-        raise ValueError(f"prompts of {needed} tokens, but {config.model} reads {window}: lower --memory-tokens")
+    windows = [AutoConfig.from_pretrained(name).get_text_config().max_position_embeddings for name in pair]
+    if needed > min(windows):
+        raise ValueError(f"prompts of {needed} tokens, but a model reads {min(windows)}: lower --memory-tokens")
     eager = not torch.cuda.is_available()  # compiling for a CPU takes minutes and gains little
     vllm = VllmEngine(max_model_len=needed, max_num_seqs=max(config.concurrency), enforce_eager=eager)
-    common: dict[str, Any] = {"model": config.model, "dtype": config.dtype, "vllm": vllm}
-    executor = ExecutorConfig(**common, engine=engine, mode="generate", max_new_tokens=ACTION_TOKENS)
+    emission, action = script.longest_said()
+    common: dict[str, Any] = {"dtype": config.dtype, "vllm": vllm, "batch_size": max(config.concurrency)}
+    executor = ExecutorConfig(**common, model=pair[1], engine=engine, mode="generate", max_new_tokens=action)
+    speed = Speed(prefix_mib=config.prefix_mib)
     soft = Soft(n_tokens=config.n_soft, emb_std="auto")
-    own = Speed(drafts=0)  # an untrained compiler repeats itself, which is guessed too well
-    compiler = CompilerConfig(**common, max_new_tokens=EMISSION_TOKENS, soft=soft, speed=own)
-    players = (_hf_players if engine == "hf" else _vllm_players)(executor, compiler, config, needed)
-    encoder = players.compiler.model.encoder  # type: ignore[attr-defined]
-    encoder.suppressed = sorted({*encoder.suppressed, encoder.end_id})  # emissions run into their limit
-    yield players
-    del players
+    compiler = CompilerConfig(**common, model=pair[0], max_new_tokens=emission, soft=soft, speed=speed)
+    if not torch.cuda.is_available():  # vLLM reads it when it is imported
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cache_gib(config, pair, needed)))
+    acting: Any = load_executor(executor, Told(INSTRUCTIONS))
+    if engine == "hf":
+        with _hf_players(acting, compiler, config, script) as players:
+            yield players
+    else:
+        yield _vllm_players(acting, compiler, config, script)
+    del acting
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _hf_players(executor: ExecutorConfig, compiler: CompilerConfig, config: DeliveryBench, needed: int) -> Players:
-    acting: Any = load_executor(executor, Told(INSTRUCTIONS))
-    acting.model.generation_config.min_new_tokens = ACTION_TOKENS
-    model = load_compiler(compiler, acting, config.seed)
-    compiling = ScriptedCompiler(model)
-    columns = model.n_tokens + 2  # the last token, the end of turn, the memory tokens
-    model.backbone.hidden = compiling.clocked(  # type: ignore[method-assign]
-        model.backbone.hidden, lambda batch, cache=None: cache is not None and batch.tokens.shape[1] == columns
-    )
-    return Players("hf", compiling, ScriptedExecutor(acting))
+@contextlib.contextmanager
+def _hf_players(acting: Any, compiler: CompilerConfig, config: DeliveryBench, script: Script) -> Iterator[Players]:
+    forced = Forced(acting.end_id)
+    acting.model.generate = partial(acting.model.generate, logits_processor=LogitsProcessorList([forced]))
+
+    def says(ids: list[tuple[int, ...]]) -> None:
+        Timed.script = ids
+
+    compiling = ScriptedCompiler(load_compiler(compiler, acting, config.seed), script, says)
+
+    class Timed(ScriptedDecoder):
+        _read_memory = compiling.clocked(ScriptedDecoder._read_memory)
+
+    with using(Timed):
+        yield Players("hf", compiling, ScriptedExecutor(acting, script, lambda ids: setattr(forced, "rows", ids)))
 
 
-def _vllm_players(executor: ExecutorConfig, compiler: CompilerConfig, config: DeliveryBench, needed: int) -> Players:
+def _vllm_players(acting: Any, compiler: CompilerConfig, config: DeliveryBench, script: Script) -> Players:
     """Have the compiler's fresh LoRA and projector made by the Hugging Face model, which then goes."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_cache_gib(config, needed)))
-    acting: Any = load_executor(executor, Told(INSTRUCTIONS))
     with tempfile.TemporaryDirectory(prefix="memcompiler-bench-") as folder:
-        on_cpu = compiler.model_copy(update={"device": "cpu"})
+        on_cpu = compiler.model_copy(update={"device": "cpu", "engine": "hf"})
         checkpoint.save_weights(Path(folder), load_compiler(on_cpu, acting, config.seed))
-        served = load_served_compiler(compiler.model_copy(update={"checkpoint": folder}), config.seed)
-    compiling = ScriptedCompiler(served)
-    served._hidden = compiling.clocked(served._hidden)  # type: ignore[method-assign]
-    _write_at_least(acting.llm, ACTION_TOKENS)
+        asked = compiler.model_copy(update={"checkpoint": folder, "engine": "vllm"})
+        served: Any = load_served_compiler(asked, config.seed)
+    lengths: dict[str, list[int]] = {"compiler": [], "executor": []}
+
+    def force(role: str) -> Callable[[list[tuple[int, ...]]], None]:
+        return lambda ids: lengths[role].__setitem__(slice(None), map(len, ids))
+
+    compiling = ScriptedCompiler(served, script, force("compiler"))
+    served._hidden = compiling.clocked(served._hidden)
+    served.makes_soft = lambda request, *_: soft_is_read(request.soft_on, script.emission(request))
+    write_exactly(served.llm, lengths["compiler"])
+    write_exactly(acting.llm, lengths["executor"])
     block = served.llm.llm_engine.vllm_config.cache_config.block_size
-    return Players("vllm", compiling, ScriptedExecutor(acting), block)
+    return Players("vllm", compiling, ScriptedExecutor(acting, script, force("executor")), block)
 
 
-def _write_at_least(llm: Any, tokens: int) -> None:
-    enqueue = llm.enqueue
-
-    def longer(prompts: Any, params: Sequence[Any], **named: Any) -> Any:
-        for one in params:
-            one.min_tokens = tokens
-        return enqueue(prompts, params, **named)
-
-    llm.enqueue = longer
-
-
-def _cache_gib(config: DeliveryBench, needed: int) -> int:
+def _cache_gib(config: DeliveryBench, pair: tuple[str, str], needed: int) -> int:
     """Take room for keys and values of all episodes, GiB: a small cache would throw out what it should keep."""
-    text = AutoConfig.from_pretrained(model_path(config.model)).get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    values = 2 * text.num_hidden_layers * text.num_key_value_heads * head * needed * (2 * max(config.concurrency) + 1)
-    return max(1, -(-values * (4 if config.dtype == "float32" else 2) // 2**30))
+
+    def bytes_of(name: str) -> int:
+        text = AutoConfig.from_pretrained(name).get_text_config()
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        values = 2 * text.num_hidden_layers * text.num_key_value_heads * head * needed
+        return values * (2 * max(config.concurrency) + 1) * (4 if config.dtype == "float32" else 2)
+
+    return max(1, -(-max(map(bytes_of, pair)) // 2**30))
 
 
 def _measure(players: Players, delivery: str, episodes: int, script: Script, steps: int) -> dict[str, Any]:
@@ -191,17 +248,14 @@ def _measure(players: Players, delivery: str, episodes: int, script: Script, ste
 
     Returns:
         A row of results.json. Its lists have a value for each step of the batch: seconds, or tokens as a mean over its
-        episodes.
+        episodes; `first` is the first of them, `mean` (and `p95`) of all others.
     """
     first = 1000 * episodes
     other, specs = ([script.spec(start + i) for i in range(episodes)] for start in (first + 500, first))
     play(players.compiler, players.executor, delivery, other, 1)
     players.compiler.second_pass.clear()
     played = play(players.compiler, players.executor, delivery, specs, steps)
-
-    def of_step(kind: Literal["seconds", "tokens"], name: str, over: Callable[[list[float]], float]) -> list[float]:
-        return [over([getattr(e.steps[t], kind).get(name, 0.0) for e in played]) for t in range(steps)]
-
+    of_step = partial(_of_step, played, steps)
     second = players.compiler.second_pass or [0.0] * steps
     executor = of_step("seconds", "executor", sum)  # each episode has its share of the batch's time
     emission = [whole - part for whole, part in zip(of_step("seconds", "compiler", sum), second, strict=True)]
@@ -209,6 +263,7 @@ def _measure(players: Players, delivery: str, episodes: int, script: Script, ste
     seconds = {"total": total, "emission": emission, "second_pass": list(second), "executor": executor}
     names = [f"{role}_{what}" for role in ("compiler", "executor") for what in ("in", "cached", "out")]
     tokens = {name: of_step("tokens", name, statistics.fmean) for name in names}
+    later = [step for episode in played for step in episode.steps[1:]]
     return {
         "engine": players.engine,
         "delivery": delivery,
@@ -216,48 +271,69 @@ def _measure(players: Players, delivery: str, episodes: int, script: Script, ste
         "n": steps,
         "memory_tokens": statistics.fmean(script.count(episode.memory_text) for episode in played),
         "cache_block": players.cache_block,
-        "steps_per_second": episodes * steps / sum(total),
-        "second_pass_share": sum(second) / sum(total),
+        "noaction": statistics.fmean(step.emission_kind == "NOACTION" for step in later),
+        "soft_read": statistics.fmean(step.soft_read for step in later),
+        "steps_per_second": episodes * (steps - 1) / sum(total[1:]),
+        "second_pass_share": sum(second[1:]) / sum(total[1:]),
         "seconds": {
-            name: {"median": statistics.median(of), "p95": float(np.percentile(of, 95)), "n": steps, "values": of}
+            name: {
+                "first": of[0], "mean": statistics.fmean(of[1:]), "p95": float(np.percentile(of[1:], 95)), "values": of,
+            }
             for name, of in seconds.items()
         },
-        "tokens": {name: {"mean": statistics.fmean(of), "values": of} for name, of in tokens.items()},
-    }
+        "tokens": {
+            name: {"first": of[0], "mean": statistics.fmean(of[1:]), "values": of} for name, of in tokens.items()
+        },
+    }  # fmt: skip
+
+
+def _of_step(
+    played: Sequence[Episode], steps: int, kind: Literal["seconds", "tokens"], name: str,
+    over: Callable[[list[float]], float],
+) -> list[float]:  # fmt: skip
+    return [over([getattr(e.steps[t], kind).get(name, 0.0) for e in played]) for t in range(steps)]
 
 
 def _ratios(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], float]:
-    """Divide median latencies of a step, compiled by static, by engine and episodes at a time."""
-    medians = {(row["engine"], row["episodes"], row["delivery"]): row["seconds"]["total"]["median"] for row in rows}
+    """Divide seconds of a step in steady state, compiled by static, by engine and episodes at a time."""
+    means = {(row["engine"], row["episodes"], row["delivery"]): row["seconds"]["total"]["mean"] for row in rows}
     places = dict.fromkeys((row["engine"], row["episodes"]) for row in rows)
-    return {place: medians[*place, "compiled"] / medians[*place, "static"] for place in places}
+    return {place: means[*place, "compiled"] / means[*place, "static"] for place in places}
 
 
 def _table(config: DeliveryBench, rows: Sequence[dict[str, Any]]) -> Table:
-    held = statistics.fmean(row["memory_tokens"] for row in rows)
-    table = Table(title=f"{config.model}, {config.dtype}; memory {held:.0f} tokens; n = {config.steps} steps a row")
+    held = statistics.fmean(row["memory_tokens"] for row in rows if row["delivery"] != "none")
+    models = (config.shapes and f"{config.shapes} shapes") or f"{config.compiler} for {config.executor}"
+    table = Table(title=f"{models}, {config.dtype}; memory {held:.0f} tokens; episodes of {config.steps} steps")
     names = (
-        "engine", "episodes", "delivery", "compiler in (cached)", "executor in (cached)", "emission, ms",
-        "second pass, ms", "executor, ms", "step, ms", "share of second pass", "steps/s",
+        "engine", "episodes", "delivery", "compiler in (cached)", "out", "executor in (cached)", "out",
+        "first step, ms", "emission, ms", "second pass, ms", "executor, ms", "step, ms", "share of second pass",
+        "NOACTION", "steps/s",
     )  # fmt: skip
     for name in names:
         table.add_column(name, justify="right")
     for row in rows:
         mean = {name: f"{of['mean']:.0f}" for name, of in row["tokens"].items()}
         reads = [f"{mean[f'{role}_in']} ({mean[f'{role}_cached']})" for role in ("compiler", "executor")]
+        writes = [f"{row['tokens'][f'{role}_out']['mean']:.1f}" for role in ("compiler", "executor")]
         parts = [_milliseconds(row["seconds"][name]) for name in ("emission", "second_pass", "executor", "total")]
-        share = f"{100 * row['second_pass_share']:.1f} %"
-        if row["delivery"] == "static":
-            reads[0], parts[:2], share = "-", ["-", "-"], "-"
-        where = (row["engine"], str(row["episodes"]), row["delivery"])
-        table.add_row(*where, *reads, *parts, share, f"{row['steps_per_second']:.2f}")
+        shares = [f"{100 * row[name]:.1f} %" for name in ("second_pass_share", "noaction")]
+        if row["delivery"] != "compiled":
+            reads[0], writes[0], parts[:2], shares = "-", "-", ["-", "-"], ["-", "-"]
+        first = f"{1e3 * row['seconds']['total']['first']:.0f}"
+        where = (row["engine"], str(row["episodes"]), row["delivery"], reads[0], writes[0], reads[1], writes[1])
+        table.add_row(*where, first, *parts, *shares, f"{row['steps_per_second']:.2f}")
     return table
 
 
 def _milliseconds(of: dict[str, Any]) -> str:
-    median, p95 = 1e3 * of["median"], 1e3 * of["p95"]
-    digits = 0 if median >= 100 else 1
-    return f"{median:.{digits}f} ({p95:.{digits}f})"
+    mean, p95 = 1e3 * of["mean"], 1e3 * of["p95"]
+    digits = 0 if mean >= 100 else 1
+    return f"{mean:.{digits}f} ({p95:.{digits}f})"
+
+
+def _spread(values: Sequence[int]) -> str:
+    return f"{statistics.fmean(values):.1f} ({min(values)} to {max(values)})"
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ beyond weights and moments; these are added on both sides for the total.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -144,15 +144,23 @@ def peak(run: Callable[[], object]) -> int:
     return most
 
 
+def staying(
+    models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer | None = None,
+    local: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> int:  # fmt: skip
+    """Count the bytes that stay from step to step: weights, and AdamW's moments. `local` gives what this process holds
+    of a tensor in slices."""
+    moments = [tensor for state in (optimizer.state.values() if optimizer else ()) for tensor in state.values()]
+    return sum(local(t).nbytes for t in [*(p for model in models for p in model.parameters()), *moments])
+
+
 def _check(
     stage: str, case: Case, predicted: Replay, passing: int, compiler: MemoryCompiler | None,
     executor: FrozenExecutor | None, optimizer: torch.optim.Optimizer | None = None,
 ) -> Check:  # fmt: skip
     """Put both sides together: what stays is counted on the real models."""
     models = [model for model in (compiler, executor and executor.model) if model is not None]
-    stays = sum(p.nbytes for model in models for p in model.parameters())
-    moments = [tensor for state in (optimizer.state.values() if optimizer else ()) for tensor in state.values()]
-    stays += sum(tensor.nbytes for tensor in moments)
+    stays = staying(models, optimizer)
     said = sum(predicted.held[kind] for kind in PASSING)
     return Check(stage, case, (predicted.total, stays + passing), (said, passing))
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from compiler.language import Emission, ParseError, ParseResult, parse
 from compiler.prompt import compiler_parts
-from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
+from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always, soft_is_read
+from configs.models import Speed
 from lm.prompt import Prompt, PromptEncoder, check_context
 from soft_mem.projector import Gaussian, Projector
 
@@ -33,6 +34,7 @@ class TokenCompiler:
     encoder: PromptEncoder
     projector: Projector
     decoding: Decoding
+    speed: Speed
     instructions: str
     generator: torch.Generator  # on the projector's device
     weight_version: int  # of the weights, changed by whoever changes them; every compilation bears it
@@ -79,8 +81,19 @@ class TokenCompiler:
     def _draft(
         self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted
     ) -> tuple[list[Draft], Gaussian]:
-        """Sample the emissions and read the Gaussian of their soft tokens (B, N, d)."""
+        """Sample the emissions and read the Gaussian of their soft tokens (B, N, d), of no use where `makes_soft` says
+        that there are none."""
         raise NotImplementedError
+
+    def parsed(self, ids: Sequence[int], truncated: bool) -> tuple[str, ParseResult]:
+        """Give the text of an emission that ends with an end of turn, forced where truncated; and what it says."""
+        text = self.encoder.tokenizer.decode(ids[:-1])
+        return text, ParseResult(Emission(), ParseError.TRUNCATED) if truncated else parse(text)
+
+    def makes_soft(self, request: CompileRequest, ids: Sequence[int], truncated: bool) -> bool:
+        """Say whether soft tokens are made beside an emission, given as for `parsed`."""
+        whole = self.speed.second_pass == "always" or request.soft_on == "always"
+        return whole or soft_is_read(request.soft_on, self.parsed(ids, truncated)[1].emission)
 
     def _compilations(
         self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], drafts: Sequence[Draft],
@@ -93,17 +106,19 @@ class TokenCompiler:
         latent, soft = gaussian.log_prob(z, temperature or 1.0), self.projector.to_embeddings(z)
         made = []
         for i, (request, prompt, draft) in enumerate(zip(requests, prompts, drafts, strict=True)):
-            text = self.encoder.tokenizer.decode(draft.ids[:-1])
-            parsed = ParseResult(Emission(), ParseError.TRUNCATED) if draft.truncated else parse(text)
+            text, parsed = self.parsed(draft.ids, draft.truncated)
             compilation = Compilation(
                 text=text, emission=parsed.emission, parse_error=parsed.error, prompt_ids=prompt.ids,
                 prompt=prompt if self.decoding.draws else None, emission_ids=draft.ids, text_logprobs=draft.logprobs,
-                z=z[i].float().cpu(), noise=noise[i].float().cpu() if temperature else None,
-                mu=gaussian.mu[i].float().cpu(), log_sigma=gaussian.log_sigma[i].float().cpu(),
-                soft=soft[i].float().cpu(), latent_logprobs=latent[i].cpu(), request=request,
-                tokens_in=len(prompt.ids), tokens_out=len(draft.ids) + z.shape[1], tokens_cached=draft.cached,
+                request=request, tokens_in=len(prompt.ids), tokens_out=len(draft.ids), tokens_cached=draft.cached,
                 weight_version=self.weight_version,
             )  # fmt: skip
+            if self.makes_soft(request, draft.ids, draft.truncated):
+                here = lambda tensor, i=i: tensor[i].float().cpu()
+                compilation.z, compilation.noise = here(z), here(noise) if temperature else None
+                compilation.mu, compilation.log_sigma = here(gaussian.mu), here(gaussian.log_sigma)
+                compilation.soft, compilation.latent_logprobs = here(soft), latent[i].cpu()
+                compilation.tokens_out += z.shape[1]
             made.append(compilation)
         return made
 

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from compiler.client import RemoteCompiler
     from compiler.hf import MemoryCompiler
     from compiler.vllm import VllmCompiler
+    from lm.backbone import Weights
 
 log = logging.getLogger("memcompiler.compiler")
 
 
-def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told: str = "") -> MemoryCompiler:
+def load_compiler(
+    config: CompilerConfig, executor: object, seed: int = 0, told: str = "", weights: Weights = "device"
+) -> MemoryCompiler:  # fmt: skip
     """Make base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones (of a merged one
     model and projector, with a fresh LoRA, which changes nothing). Always the Hugging Face model, which training needs;
     `load_served_compiler` makes the engine that is fast.
@@ -31,6 +34,7 @@ def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told:
     Args:
         executor: whose soft tokens a new projector makes, known by its `embedding_table`; a checkpoint asks for none.
         told: about the environment (`EnvSpec.compiling`), shown unless the settings say `none`.
+        weights: where the base's are to be; LoRA's go with them.
 
     Raises:
         ConfigError: a new compiler for an executor whose embeddings nobody knows.
@@ -46,7 +50,7 @@ def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told:
     found = checkpoint.find(Path(config.checkpoint)) if config.checkpoint else None
     merged = found is not None and checkpoint.is_merged(found)
     torch.manual_seed(seed)  # the initialisation of LoRA and projector
-    backbone = backbone_of(config, found if merged else None)
+    backbone = backbone_of(config, found if merged else None, weights)
     if found:  # for a closed executor, too: its projector was trained against another one
         lora = config.lora if merged else _adapter(config, found)
         projector = checkpoint.load_projector(found)
@@ -55,7 +59,7 @@ def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told:
         if table is None:
             raise ConfigError("a new compiler is made for an executor whose embeddings are known: engine hf or vllm")
         lora = config.lora
-        emb_std = float(table.float().std()) if config.soft.emb_std == "auto" else config.soft.emb_std
+        emb_std = measured_std(table) if config.soft.emb_std == "auto" else config.soft.emb_std
         shape = (backbone.hidden_size, table.shape[1], config.soft.n_tokens)
         soft = config.soft
         projector = Projector(ProjectorConfig(*shape, soft.projector, emb_std, soft.init_log_sigma, soft.normalise))
@@ -63,6 +67,11 @@ def load_compiler(config: CompilerConfig, executor: object, seed: int = 0, told:
     if found and not merged:
         checkpoint.load(found, compiler)
     return compiler
+
+
+def measured_std(table: Tensor) -> float:
+    """Measure the standard deviation of embeddings (V, d): the scale of soft tokens."""
+    return float(table.float().std())
 
 
 def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") -> VllmCompiler:
@@ -83,7 +92,8 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") 
     llm = load_engine(name, config.dtype, engine_settings(rank, config.speed.ngram) | pinned(revision), config.vllm)
     encoder = load_encoder(name, config.memory_token, revision, config.chat_template)
     device = device_of(config.device)
-    served = VllmCompiler(llm, encoder, projector, *_how(config, told), seed, config.constrained, device)
+    how = *_how(config, told), seed, config.constrained, device, config.speed
+    served = VllmCompiler(llm, encoder, projector, *how)
     if not merged:
         served.load_adapter(found, 0, projector)
     return served

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compiler.brief_state import parse_brief_state, render_brief_state
 from compiler.language import Emission, Kind, ParseError, ParseResult, parse
-from compiler.records import Compilation, CompileRequest, Decoding
+from compiler.records import Compilation, CompileRequest, Decoding, SoftOn
 from configs.models import COMPILER_KEY
 from memory.entry import MemoryEntry, Provenance
 from memory.trajectory import png_bytes
@@ -120,6 +120,7 @@ class CompileBody(Body):
     image: Picture | None = None
     history: tuple[str, ...] = ()
     sampling: SamplingBody = SamplingBody()
+    soft_on: SoftOn = "always"  # beside which emissions soft tokens are read; beside others there may be none
     tensors: tuple[TensorName, ...] = ("mu", "log_sigma")  # which ones to send back
 
     @classmethod
@@ -134,7 +135,8 @@ class CompileBody(Body):
             "state": None if request.state is None else render_brief_state(request.state),
             "observation": request.observation,
             "image": None if request.image is None else _base64(png_bytes(request.image)),
-            "history": list(request.history), "sampling": sampling.model_dump(), "tensors": list(tensors),
+            "history": list(request.history), "soft_on": request.soft_on, "sampling": sampling.model_dump(),
+            "tensors": list(tensors),
         }  # fmt: skip
 
     def request(self) -> CompileRequest:
@@ -144,7 +146,9 @@ class CompileBody(Body):
         )
         state = None if self.state is None else parse_brief_state(self.state)
         image = None if self.image is None else _image(base64.b64decode(self.image))
-        return CompileRequest(self.goal, memory, state, self.observation, image, self.history)
+        return CompileRequest(
+            self.goal, memory, state, self.observation, image, self.history, soft_on=self.soft_on
+        )  # fmt: skip
 
 
 class Seconds(Body):

@@ -7,13 +7,14 @@ drafts    the next tokens are guessed, as those that followed the last ones wher
           once for every token, in their order. A guess that is wrong is hidden by mask and position, or cropped.
 shrink    rows that have ended leave the batch, their memory tokens read, once they are half of it.
 prefixes  what prompts begin with is kept from step to step (`compiler.prefixes`).
+second_pass  memory tokens are read where somebody reads the soft tokens that are made of them.
 
 Rows that draw from one generator in common do without: what they draw depends on who draws beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,13 +53,16 @@ class Decoder:
     """Batched sampling with a cache, then the memory tokens over the same cache: the prompt is read once.
 
     A row that has ended goes on as padding that nothing attends to and that takes up no position. `memories` says which
-    task memory each prompt begins with.
+    task memory each prompt begins with; `makes_soft(i, ids, truncated)`, whether row i needs soft tokens, its emission
+    being what it is (`TokenCompiler.makes_soft`).
     """
 
     def __init__(
-        self, compiler: Writer, prompts: Sequence[Prompt], memories: Sequence[Hashable], by: Generators
-    ) -> None:
+        self, compiler: Writer, prompts: Sequence[Prompt], memories: Sequence[Hashable], by: Generators,
+        makes_soft: Callable[[int, Sequence[int], bool], bool],
+    ) -> None:  # fmt: skip
         self.compiler, self.backbone, self.prompts, self.by = compiler, compiler.backbone, prompts, by
+        self.makes_soft = makes_soft
         alike = compiler.decoding.temperature == 0 or not isinstance(by, torch.Generator)
         able = alike and self.backbone.attends_fully
         self.drafted, self.shrinks = compiler.speed.drafts * able, compiler.speed.shrink and able
@@ -86,10 +90,15 @@ class Decoder:
             guesses = [self._guess(row) for row in batch]
             hidden = self._read(batch, guesses)
         drafts = self._drafts(rows)
-        if not self.backbone.attends_fully:  # rows that ended went on in its states: all is read once more
-            return drafts, self.compiler.score(self.prompts, [draft.ids for draft in drafts]).gaussian
-        soft |= self._read_memory(batch)
-        return drafts, self.compiler.projector(torch.stack([soft[i] for i in range(len(rows))]))
+        places = [place for place, row in enumerate(batch) if self._needs_soft(row)]
+        if places and not self.backbone.attends_fully:  # rows that ended went on in its states: all is read once more
+            again = [(self.prompts[i], drafts[i].ids) for i in places]
+            soft = dict(zip(places, self.compiler.score(*zip(*again, strict=True)).h_soft, strict=True))
+        elif places:
+            few = self.shrinks and SMALLEST <= len(batch) >= 2 * len(places)
+            soft |= self._read_memory_of(batch, places) if few else self._read_memory(batch)
+        nothing = hidden.new_zeros(self.compiler.n_tokens, hidden.shape[-1])
+        return drafts, self.compiler.projector(torch.stack([soft.get(i, nothing) for i in range(len(rows))]))
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -173,10 +182,22 @@ class Decoder:
         """Read the memory tokens of rows that have ended, and go on without them."""
         going, ended = ([i for i, row in enumerate(batch) if row.going is on] for on in (True, False))
         rest = self._selected(going)
-        self.cache, self.mask, self.position = self._selected(ended)
-        soft |= self._read_memory([batch[i] for i in ended])
+        soft |= self._read_memory_of(batch, [i for i in ended if self._needs_soft(batch[i])])
         self.cache, self.mask, self.position = rest
         return [batch[i] for i in going]
+
+    def _needs_soft(self, row: _Row) -> bool:
+        """Say whether somebody reads the soft tokens of a row that has ended."""
+        ids, end = [ord(c) for c in row.written], self.backbone.end_id
+        cut = ids[-1] != end
+        return self.makes_soft(row.index, [*ids, end] if cut else ids, cut)
+
+    def _read_memory_of(self, batch: Sequence[_Row], places: Sequence[int]) -> dict[int, Tensor]:
+        """Read the memory tokens of some rows of the batch, of which no more is read then."""
+        if not places:
+            return {}
+        self.cache, self.mask, self.position = self._selected(places)
+        return self._read_memory([batch[i] for i in places])
 
     def _selected(self, places: Sequence[int]) -> tuple[DynamicCache, Tensor, Tensor]:
         """Copy cache, mask and positions of some rows."""

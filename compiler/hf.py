@@ -18,6 +18,7 @@ from compiler.records import Compilation, CompileRequest, Decoding, Wanted, alwa
 from configs.models import Lora, Speed
 from lm.backbone import Backbone
 from lm.prompt import Prompt
+from lm.vision import vision_parts
 from soft_mem.projector import Gaussian, Projector
 
 
@@ -118,7 +119,8 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         was_training = self.training
         self.eval()  # dropout off: the sampled distribution is the one that is re-scored
         memories = [tuple(entry.id for entry in request.memory) for request in requests]
-        drafts, gaussian = Decoder(self, prompts, memories, by).run(wanted)
+        makes_soft = lambda i, ids, truncated: self.makes_soft(requests[i], ids, truncated)
+        drafts, gaussian = Decoder(self, prompts, memories, by, makes_soft).run(wanted)
         self.train(was_training)
         return drafts, gaussian
 
@@ -153,10 +155,11 @@ def _with_lora(backbone: Backbone, lora: Lora | LoraConfig) -> PeftModel:
     v_proj), never on the vision tower's."""
     if isinstance(lora, LoraConfig):
         return get_peft_model(backbone.model, lora)
+    seeing = {module for part in vision_parts(backbone.model).values() for module in part.modules()}
     names = [
         name
         for name, module in backbone.model.named_modules()
-        if isinstance(module, nn.Linear) and name.split(".")[-1] in lora.targets and "visual" not in name
+        if isinstance(module, nn.Linear) and name.split(".")[-1] in lora.targets and module not in seeing
     ]
     if not names:
         raise ValueError(f"no layers named {lora.targets} in {type(backbone.model).__name__}")

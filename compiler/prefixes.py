@@ -32,7 +32,7 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        pixels = 0 if self.prompt.pixels is None else self.prompt.pixels.nbytes
+        pixels = sum(picture.nbytes for picture in self.prompt.pictures)
         return pixels + sum(states.nbytes for layer in self.layers for states in layer)
 
     @classmethod

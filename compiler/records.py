@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from compiler.brief_state import BriefState
 from compiler.language import Emission, ParseError
@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lm.prompt import Prompt
+
+
+# Beside which emissions soft tokens are read: those with guidance (EXPERIENCE, HYBRID), all, or none.
+SoftOn = Literal["guidance", "always", "never"]
+
+
+def soft_is_read(on: SoftOn, emission: Emission) -> bool:
+    """Say whether soft tokens beside this emission reach the executor."""
+    return on == "always" or (on == "guidance" and bool(emission.guidance))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,7 @@ class CompileRequest:
     image: Image | None = None
     history: tuple[str, ...] = ()
     expert: Callable[[], list[str] | None] | None = None
+    soft_on: SoftOn = "always"  # where the executor reads soft tokens: the others need not be made
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,8 @@ class Decoding:
 
 @dataclass(slots=True)
 class Compilation:
-    """One compiled step. Tensors are fp32 on the CPU; None where the backend has no soft channel.
+    """One compiled step. Tensors are fp32 on the CPU; None where the backend has no soft channel, and those of soft
+    tokens where nobody reads them (`CompileRequest.soft_on`).
 
     Shapes: z, mu, log_sigma (N, d_executor) in normalised units, z being mu + T sigma noise; soft (N, d_executor) at
     the executor's scale; text_logprobs (T,) over `emission_ids` and latent_logprobs (N,), both at the sampling

@@ -25,6 +25,7 @@ from torch import Tensor
 from compiler.base import Draft, Generators, TokenCompiler
 from compiler.language import grammar
 from compiler.records import CompileRequest, Decoding, Wanted
+from configs.models import Speed
 from lm.prompt import Prompt, PromptEncoder
 from lm.vllm import EXTENSION, SETTINGS, check_read, engine_trouble, request_of, run, tail_of, take_tails, watched
 from soft_mem.projector import Gaussian, Projector
@@ -49,10 +50,12 @@ class VllmCompiler(TokenCompiler):
     def __init__(
         self, llm: LLM, encoder: PromptEncoder, projector: Projector, decoding: Decoding | None = None,
         instructions: str = "", seed: int = 0, constrained: bool = False, device: str = "cpu",
+        speed: Speed | None = None,
     ) -> None:  # fmt: skip
         self.llm, self.encoder, self.device = llm, encoder, torch.device(device)
         self.context = llm.model_config.max_model_len
         self.decoding, self.instructions, self.constrained = decoding or Decoding(), instructions, constrained
+        self.speed = speed or Speed()
         self.projector = self._frozen(projector)
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self.speculates = llm.llm_engine.vllm_config.speculative_config is not None
@@ -110,7 +113,12 @@ class VllmCompiler(TokenCompiler):
         self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], by: Generators, wanted: Wanted
     ) -> tuple[list[Draft], Gaussian]:
         drafts = self._sample(prompts, by, wanted)
-        return drafts, self.projector(self._hidden(prompts, drafts, wanted).to(self.device))
+        rows = [i for i, d in enumerate(drafts) if self.makes_soft(requests[i], d.ids, d.truncated)]
+        hidden = torch.zeros(len(drafts), self.n_tokens, self.projector.config.d_compiler)
+        if rows:
+            chosen = [prompts[i] for i in rows], [drafts[i] for i in rows]
+            hidden[rows] = self._hidden(*chosen, lambda k: wanted(rows[k]))
+        return drafts, self.projector(hidden.to(self.device))
 
     def _sample(self, prompts: Sequence[Prompt], by: Generators, wanted: Wanted) -> list[Draft]:
         """Make the first pass; each request's seed comes from a generator of its own, where there are such."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from executor.program import ProgramExecutor
     from executor.scripted import ScriptedPlanner
     from executor.vllm import VllmExecutor
+    from lm.backbone import Weights
 
 AnyExecutor: TypeAlias = (
     "FrozenExecutor | VllmExecutor | RemoteExecutor | ApiExecutor | ScriptedPlanner | ProgramExecutor"
@@ -73,15 +74,16 @@ def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None)
     return RemoteExecutor(str(config.url), name, dtype_of(config.dtype), **common)
 
 
-def load_frozen(config: ExecutorConfig, told: Told) -> FrozenExecutor:
-    """Make the executor in this process, whatever `engine` says: a gradient can pass through it."""
+def load_frozen(config: ExecutorConfig, told: Told, weights: Weights = "device") -> FrozenExecutor:
+    """Make the executor in this process, whatever `engine` says: a gradient can pass through it. `weights`: where they
+    are to be."""
     from executor.hf import FrozenExecutor
     from lm.backbone import backbone_of, quiet
 
     quiet()
     return FrozenExecutor(
-        backbone_of(config), "choice" if config.mode == "choice" else "generate", batch_size=config.batch_size,
-        temperature=config.temperature, **_common(config, told),
+        backbone_of(config, weights=weights), "choice" if config.mode == "choice" else "generate",
+        batch_size=config.batch_size, temperature=config.temperature, **_common(config, told),
     )  # fmt: skip
 
 

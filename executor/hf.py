@@ -16,17 +16,21 @@ from executor.prompt import ExecutorRequest
 from executor.records import PAPER, Action, Reads
 from lm.backbone import Backbone
 from lm.prompt import Prompt
+from lm.vision import asked
 from soft_mem.projector import inject
 
 
 class FrozenExecutor(TokenExecutor):
-    """Any causal LM or Qwen2.5-VL-like model."""
+    """Any causal LM or vision-language model (`lm.vision`). Raises: ValueError, for a model that is to generate and
+    that transformers generates with from tokens alone, which soft tokens are not."""
 
     def __init__(
         self, backbone: Backbone, mode: Literal["choice", "generate"] = "choice", instructions: str = "",
         max_new_tokens: int = 64, batch_size: int = 64, images: bool = True, temperature: float = 0.0,
         reads: Reads = PAPER,
     ) -> None:  # fmt: skip
+        if mode == "generate" and "inputs_embeds" not in asked(backbone.model.prepare_inputs_for_generation):
+            raise ValueError(f"{type(backbone.model).__name__} cannot generate from soft tokens: executor.mode=choice")
         super().__init__(backbone, instructions, max_new_tokens, images, temperature, reads)
         self.backbone, self.mode, self.context = backbone, mode, backbone.context
         self.model = backbone.model.eval().requires_grad_(False)
@@ -44,7 +48,7 @@ class FrozenExecutor(TokenExecutor):
         weights = get_state_dict_offloaded_model(self.model) if spread else self.model.state_dict()
         for name, parameter in sorted(weights.items()):
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     @torch.no_grad()
@@ -65,7 +69,7 @@ class FrozenExecutor(TokenExecutor):
             do_sample=False,
             eos_token_id=self.end_id,
             pad_token_id=self.end_id,
-            **({"position_ids": batch.positions} if self.backbone.is_vlm else {}),
+            **({"position_ids": batch.positions} if batch.positions.dim() == 3 else {}),  # others it finds alike
             **batch.vision,
         )
         return [(ids, None) for ids in out.tolist()]

@@ -28,6 +28,7 @@ from lm.endpoint import Endpoint, EndpointFailure
 from lm.ledger import EndpointStop
 from memory.karma.graph import SceneGraph, read_graph
 from memory.karma.units import HAND, Unit, read_unit
+from runtime.told import json_object, texts
 
 _GO, STUCK = "go to ", "look"
 _VAGUE = re.compile(r"put the (hot|cool|clean|moved) ([a-z ]+) in ([a-z]+)")
@@ -175,17 +176,9 @@ def plan_prompt(now: Situation) -> list[dict[str, Any]]:
 
 def read_plan(answer: str) -> Plan | None:
     """Read a plan from a model's answer, fenced or not; None where it holds no program."""
-    found = re.search(r"\{.*\}", answer, re.DOTALL)
-    try:
-        parsed = json.loads(found[0]) if found else None
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(parsed, dict) or not isinstance(calls := parsed.get("program"), list):
-        return None
-    program = read_program([call for call in calls if isinstance(call, str)])
-    areas = parsed.get("areas")
-    named = tuple(a for a in areas if isinstance(a, str)) if isinstance(areas, list) else ()
-    return Plan(program, named) if program else None
+    parsed = json_object(answer) or {}
+    program = read_program(texts(parsed.get("program")))
+    return Plan(program, tuple(texts(parsed.get("areas")))) if program else None
 
 
 # carried out ----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from compiler.records import SoftOn
 from executor.prompt import HISTORY, ExecutorRequest
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Reads:
 
     state: bool = False  # the Brief State, too, which is the compiler's own otherwise
     # Soft tokens with EXPERIENCE and HYBRID only, so that it acts without memory on BRIEF and NOACTION; or always.
-    soft_on: Literal["guidance", "always"] = "guidance"
+    soft_on: SoftOn = "guidance"
     history: int = HISTORY  # of its last actions, at most
     first_view: bool = False  # the episode's first one, too, at every step: it may tell which places there are
     goal_last: bool = False  # the goal ends the prompt, behind all that is to be read for its sake

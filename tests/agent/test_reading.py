@@ -115,6 +115,31 @@ def test_an_executor_that_cannot_read_soft_tokens_never_gets_any() -> None:
     assert not any(request.delivered.n_soft for request in closed.seen) and not episode.steps[0].soft_read
 
 
+class Asked(Reader):
+    """Notes where soft tokens are said to be read."""
+
+    def compile(self, requests):
+        self.soft_on = {request.soft_on for request in requests}
+        return super().compile(requests)
+
+
+@pytest.mark.parametrize(
+    ("delivery", "reads", "accepts", "said"),
+    [
+        ("compiled", PAPER, True, "guidance"),
+        ("compiled", EVERYTHING, True, "always"),
+        ("compiled", EVERYTHING, False, "never"),
+        ("compiled_text", EVERYTHING, True, "never"),
+        ("compiled_shuffled_soft", PAPER, True, "always"),  # others read them
+    ],
+)
+def test_the_compiler_is_told_which_soft_tokens_are_read(delivery, reads, accepts, said) -> None:
+    asked = Asked(reads)
+    asked.accepts_soft = accepts
+    run_episodes(CountingEnv, [spec(2)], find(delivery).make(asked, 0), asked, Limits(5))
+    assert asked.soft_on == {said}
+
+
 def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path, caplog) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"executor_reads": ExecutorConfig().reading}))
     trained = checkpoint.executor_reading(tmp_path)

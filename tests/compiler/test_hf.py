@@ -46,8 +46,7 @@ def test_greedy_equals_hugging_face_generate():
         theirs = backbone.model.generate(
             input_ids=batch.tokens,
             attention_mask=batch.mask,
-            pixel_values=batch.pixels,
-            image_grid_thw=batch.grid,
+            **batch.vision,
             mm_token_type_ids=(batch.tokens == backbone.image_id).int(),
             generation_config=GenerationConfig(
                 max_new_tokens=9,
@@ -120,8 +119,8 @@ def test_pictures_of_one_memory_are_read_once(monkeypatch):
     a, other = remembers(2, "red", "blue", "green"), remembers(2, "red", "blue", "white")
     requests = [a, replace(a, observation="You see nothing."), other, tiny_models.request(1), tiny_models.request(1)]
     beginnings, rest = read_together(compiler, requests, monkeypatch)
-    assert len(beginnings.grid) == 2 + 1  # red, blue, and the view of the last two
-    assert len(rest.grid) == 2 + 2 + 2  # the third picture and the view
+    assert len(beginnings.vision["image_grid_thw"]) == 2 + 1  # red, blue, and the view of the last two
+    assert len(rest.vision["image_grid_thw"]) == 2 + 2 + 2  # the third picture and the view
     assert compiler.backbone.common([compiler.encode(r) for r in requests[:3]])[1] == 2
 
 
@@ -170,7 +169,7 @@ def test_the_grammar_is_a_setting_of_the_served_compiler(constrained, monkeypatc
     asked = []
 
     class Recorder:
-        def __init__(self, llm, encoder, projector, decoding, instructions, seed, constrained, device):
+        def __init__(self, llm, encoder, projector, decoding, instructions, seed, constrained, device, speed):
             asked.append(constrained)
 
         def load_adapter(self, *arguments):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,14 +11,15 @@ import torch
 
 from compiler.brief_state import Create
 from compiler.hf import MemoryCompiler
+from compiler.language import Emission, ParseResult
 from compiler.prefixes import Prefix, Prefixes
 from compiler.records import Compilation, Decoding
 from configs.models import Speed
 from lm.prompt import Prompt
 from tests import tiny_models
 
-SLOW = Speed(drafts=0, shrink=False, prefix_mib=0)
-KEEPING = Speed(drafts=0, shrink=False, prefix_mib=64)
+SLOW = Speed(drafts=0, shrink=False, prefix_mib=0, second_pass="always")
+KEEPING = SLOW.model_copy(update={"prefix_mib": 64})
 LIMIT = 24
 
 
@@ -91,6 +93,76 @@ def test_rows_that_draw_from_one_generator_draw_what_they_drew() -> None:
     compiler.generator.manual_seed(3)
     for a, b in zip(compiler.compile(asked), before, strict=True):
         assert a.emission_ids == b.emission_ids and torch.equal(a.z, b.z)
+
+
+# -- soft tokens that nobody reads ------------------------------------------------------------------------------------
+
+WHERE_READ = SLOW.model_copy(update={"second_pass": "read"})
+
+
+def guiding(compiler: MemoryCompiler) -> MemoryCompiler:
+    """What a random model writes says nothing: take its emissions of an odd length for guidance."""
+    plain = compiler.parsed
+
+    def parsed(ids: Sequence[int], truncated: bool) -> tuple[str, ParseResult]:
+        guidance = Emission("go north" if len(ids) % 2 else "")
+        return plain(ids, truncated)[0], ParseResult(guidance)
+
+    compiler.parsed = parsed  # type: ignore[method-assign]
+    return compiler
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full attention", "linear attention"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_soft_tokens_are_made_where_they_are_read_and_are_the_same(temperature: float, full: bool) -> None:
+    compiler = guiding(writer(False, temperature))
+    compiler.backbone.__dict__["attends_fully"] = full
+    asked = [replace(request, soft_on="guidance") for request in requests(False)]
+    before, slow = compiled(compiler, SLOW, asked)
+    assert all(c.soft is not None for c in before)
+    heard = [bool(c.emission.guidance) for c in before]
+    assert 0 < sum(heard) < len(heard)
+    for speed in (WHERE_READ, Speed(drafts=0), Speed()):
+        made, _ = compiled(compiler, speed, asked)
+        assert [c.soft is not None for c in made] == heard
+        assert [(c.emission_ids, c.text) for c in made] == [(c.emission_ids, c.text) for c in before]
+        assert_same(*([c for c, read in zip(of, heard, strict=True) if read] for of in (made, before)))
+        for unread, whole in zip(made, before, strict=True):
+            if unread.soft is None:
+                assert unread.mu is unread.log_sigma is unread.z is unread.noise is unread.latent_logprobs is None
+                assert unread.tokens_out == whole.tokens_out - compiler.n_tokens == len(unread.emission_ids)
+    silent, fewer = compiled(compiler, WHERE_READ, [replace(request, soft_on="never") for request in asked])
+    assert all(c.soft is None for c in silent) and len(fewer) == len(slow) - 1  # the second pass
+    assert compiled(compiler, SLOW, [replace(r, soft_on="never") for r in asked])[0][0].soft is not None  # the switch
+
+
+def test_of_a_batch_in_which_few_are_read_the_others_are_left_out() -> None:
+    compiler = guiding(writer(False))
+    plain, asked = compiler.parsed, [replace(request, soft_on="guidance") for request in requests(False)]
+    one = compiled(compiler, SLOW, asked)[0][0].emission_ids
+
+    def only_one(ids: Sequence[int], truncated: bool) -> tuple[str, ParseResult]:
+        return plain(ids, truncated)[0], ParseResult(Emission("go north" if tuple(ids) == one else ""))
+
+    compiler.parsed = only_one  # type: ignore[method-assign]
+    before, _ = compiled(compiler, SLOW, asked)
+    made, passes = compiled(compiler, Speed(drafts=0), asked)
+    second = [rows for rows, columns in passes[2:] if columns == 2 + compiler.n_tokens]
+    assert sum(c.soft is not None for c in made) <= sum(second) < len(asked)
+    assert_same(made[:1], before[:1])
+
+
+def test_rows_in_common_draw_what_they_drew_beside_soft_tokens_that_are_not_made() -> None:
+    compiler = guiding(writer(False, 0.7))
+    asked, drawn = [replace(request, soft_on="guidance") for request in requests(False)], []
+    for speed in (SLOW, WHERE_READ):
+        compiler.speed = speed
+        compiler.generator.manual_seed(3)
+        drawn.append(compiler.compile(asked))
+    before, made = drawn
+    assert [c.emission_ids for c in made] == [c.emission_ids for c in before]
+    read = [(a, b) for a, b in zip(made, before, strict=True) if a.z is not None]
+    assert 0 < len(read) < len(made) and all(torch.equal(a.z, b.z) for a, b in read)
 
 
 def test_guesses_hold_no_reserved_token_and_follow_what_stood_before() -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from compiler.language import ParseError, grammar, parse
+from compiler.language import Emission, ParseError, ParseResult, grammar, parse
 from compiler.records import CompileRequest, Decoding, always
 from compiler.vllm import VllmCompiler
+from configs.models import Speed
 from lm.vllm import HiddenTails, request_of, tail_of, watched
 from memory.trajectory import png_bytes
 from soft_mem.projector import Projector, ProjectorConfig
@@ -67,6 +68,26 @@ def test_what_nobody_waits_for_is_aborted_and_the_engine_goes_on(tmp_path: Path)
         torch.testing.assert_close(made[i].mu, whole[i].mu, atol=1e-5, rtol=1e-5)
     ours.compile(asked, wanted=lambda i: False)
     assert [c.emission_ids for c in ours.compile(asked)] == [c.emission_ids for c in whole]
+
+
+@using_vllm
+def test_the_second_pass_is_made_where_soft_tokens_are_read(tmp_path: Path) -> None:
+    ours = vllm_engines.served(vllm_engines.trained(False), tmp_path / "a")
+    asked = [replace(tiny_models.request(i, image=False), soft_on="guidance") for i in range(4)]
+    ours.speed = Speed(second_pass="always")
+    before = ours.compile(asked)
+    silent, plain = before[0].emission_ids, ours.parsed  # random models give no guidance: take all but this for such
+    ours.parsed = lambda ids, cut: (plain(ids, cut)[0], ParseResult(Emission("go" if ids != silent else "")))  # type: ignore[method-assign]
+    ours.speed, seen = Speed(), recorded(ours)
+    made = ours.compile(asked)
+    heard = [bool(c.emission.guidance) for c in made]
+    assert 0 < sum(heard) < 4 and len(seen) == 4 + sum(heard) + ours.reissued
+    for a, b, read in zip(made, before, heard, strict=True):
+        assert a.emission_ids == b.emission_ids and (a.soft is not None) == read
+        if read:
+            torch.testing.assert_close(a.soft, b.soft, atol=1e-5, rtol=1e-5)
+    seen.clear()
+    assert all(c.soft is None for c in ours.compile([replace(r, soft_on="never") for r in asked])) and len(seen) == 4
 
 
 # -- parity -----------------------------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def test_the_real_server_sees_as_hugging_face_does(tmp_path: Path, monkeypatch: 
         ):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
         assert ours.act(asked) == theirs.act(asked)
-        other = [replace(prompts[0], images=prompts[1].images)]  # the picture is read
+        other = [replace(prompts[0], pictures=prompts[1].pictures)]  # the picture is read
         assert not torch.allclose(
             ours.candidate_logprobs(other, names[:1])[0], theirs.candidate_logprobs(prompts[:1], names[:1])[0]
         )
