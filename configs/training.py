@@ -21,7 +21,7 @@ TrackerName = Literal["trackio", "wandb", "tensorboard"]  # training/trackers.py
 # What a run may go on with otherwise: it says how and where a step is computed, not what.
 MAY_CHANGE_ON_RESUME = (
     "backend", "micro_batch_size", "placement.actors", "placement.rollouts", "placement.executors", "rollout_urls",
-    "executor_urls", "trackers", "gradient_checkpointing", "compiler.attention", "executor.attention",
+    "executor_urls", "trackers", "gradient_checkpointing", "loader_workers", "compiler.attention", "executor.attention",
 )  # fmt: skip
 
 
@@ -69,6 +69,24 @@ class Validation(Settings):
     patience: int | None = Field(default=None, ge=1)  # stop after so many in a row without a lower loss; null: never
 
 
+class Evaluation(Settings):
+    """Tasks that training goes without and that are played now and then, and what their success decides. Off by
+    default. SFT plays tasks whose rows `validation` holds out, GRPO such of its own split."""
+
+    tasks: int = Field(default=0, ge=0)  # 0: none, and no step is other than without the setting
+    every: int = Field(default=50, ge=1)  # steps or updates from one to the next; there is one at the end, too
+    delivery: Literal["compiled", "compiled_text", "compiled_no_brief"] = "compiled"
+    max_steps: int = Field(default=15, ge=1)  # of an episode
+    decides: bool = True  # success, instead of the validation loss, says which checkpoint is the best one
+    patience: int | None = Field(default=None, ge=1)  # stop after so many in a row without more success; null: never
+
+    @model_validator(mode="after")
+    def _decides_when_to_stop(self) -> Evaluation:
+        if self.patience and not (self.tasks and self.decides):
+            raise ValueError("evaluation.patience needs evaluation.tasks above 0 and evaluation.decides")
+        return self
+
+
 class SftConfig(Settings):
     """Stage 1 (paper C.3.1, Table 7)."""
 
@@ -87,6 +105,8 @@ class SftConfig(Settings):
     soft: bool = True  # False: text channel only (no projector, no action loss)
     brief_state: bool = True  # False: rows as a compiler without one reads and answers them (compiled_no_brief)
     validation: Validation = Validation()
+    evaluation: Evaluation = Evaluation()
+    loader_workers: int = Field(default=0, ge=0)  # processes of each rank that read and encode rows ahead of training
     length_buckets: int = Field(default=0, ge=0)  # sort rows by length within so many batches; 0: not
     gradient_checkpointing: bool = False  # of both models' layers: a third more time for a fraction of the memory
     backend: Backend = "replicated"
@@ -97,7 +117,22 @@ class SftConfig(Settings):
 
     @model_validator(mode="after")
     def _can_checkpoint(self) -> SftConfig:
-        _refuse_to_recompute_slices(self)
+        _refuse_for_slices(self)
+        return self
+
+    @model_validator(mode="after")
+    def _can_evaluate(self) -> SftConfig:
+        if not self.evaluation.tasks:
+            return self
+        if not self.validation.share:
+            raise ValueError("evaluation plays tasks whose rows are held out: set validation.share")
+        if self.backend in ("fsdp", "zero3"):
+            raise ValueError(f"evaluation plays with whole models, which backend {self.backend} has in slices")
+        if self.evaluation.decides and self.validation.patience:
+            raise ValueError("success decides (evaluation.decides): set evaluation.patience, not validation.patience")
+        fitting = None if self.soft and self.brief_state else "compiled_no_brief" if self.soft else "compiled_text"
+        if fitting and self.evaluation.delivery != fitting:
+            raise ValueError(f"what is trained without is evaluated without: evaluation.delivery={fitting}")
         return self
 
 
@@ -148,9 +183,13 @@ class GrpoConfig(Settings):
     tasks: int = Field(default=4, ge=1)  # per update, N of C.3.2
     group_size: int = Field(default=4, ge=2)  # episodes per task, K
     max_steps: int = Field(default=15, ge=1)
+    # Taken from the reward of a solved episode for every token that its emissions have at a step on average, down to 0
+    # at most; a failed one has nothing to lose. The paper's reward is 0: success alone.
+    token_cost: float = Field(default=0.0, ge=0)
     sampling: Sampling = Sampling()
     loss: PolicyLoss = PolicyLoss()
     optimizer: GrpoOptimizer = GrpoOptimizer()
+    evaluation: Evaluation = Evaluation()
     minibatches: int = Field(default=1, ge=1)  # optimiser steps per pass; 1 with one iteration leaves the clip inert
     iterations: int = Field(default=1, ge=1)  # passes over the samples of an update
     micro_batch_size: int = Field(default=16, ge=1)
@@ -160,6 +199,7 @@ class GrpoConfig(Settings):
     rollout_urls: tuple[str, ...] = ()  # compiler services that roll out, instead of this process (set by `launch`)
     executor_urls: tuple[str, ...] = ()  # executor services that act, shared out over the ranks (set by `launch`)
     concurrency: int = Field(default=64, ge=1)
+    pipelined: bool = False  # half of the episodes compile while the other half acts (docs/serving.md)
     # Play the next update's episodes while this one is learnt: they come from weights that are one step old, which
     # loss.importance_cap has to make up for. Checkpoints are synchronous points.
     overlap: bool = False
@@ -177,7 +217,7 @@ class GrpoConfig(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> GrpoConfig:
-        _refuse_to_recompute_slices(self)
+        _refuse_for_slices(self)
         if self.executor.engine == "api" and self.loss.latent_weight > 0:
             raise ValueError("a closed executor reads no soft tokens: train text alone (loss.latent_weight=0)")
         here = self.executor.engine == "hf" and not self.executor_urls
@@ -196,7 +236,11 @@ class GrpoConfig(Settings):
         return self
 
 
-def _refuse_to_recompute_slices(config: SftConfig | GrpoConfig) -> None:
+def _refuse_for_slices(config: SftConfig | GrpoConfig) -> None:
+    if config.executor.quantize and config.backend in ("fsdp", "zero3"):
+        raise ValueError(
+            f"executor.quantize: backend {config.backend} cannot cut quantised weights into slices: replicated or zero2"
+        )
     if config.gradient_checkpointing and config.backend == "zero3":
         raise ValueError(
             "gradient_checkpointing finds weights gone that ZeRO-3 gathers for one pass only: backend fsdp or zero2"

@@ -3,9 +3,16 @@ from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+from memory.journal import trace_from_json, trace_json
 from memory.protocol import Trace
+from memory.s3mem.writing import record_ids
+from runtime.store import to_json, write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +41,40 @@ class Case:
     histories: tuple[Trace, ...]
     questions: tuple[Question, ...]
     facts: tuple[Trace, ...] = ()
+
+
+def save_cases(cases: Iterable[Case], path: Path) -> None:
+    """Write cases with their histories, a JSON line each, for `load_cases`."""
+    lines = [
+        to_json({
+            "id": case.id, "histories": [trace_json(trace) for trace in case.histories],
+            "questions": [asdict(question) for question in case.questions],
+        })
+        for case in cases
+    ]  # fmt: skip
+    write_atomically(path, "".join(f"{line}\n" for line in lines))
+
+
+def load_cases(path: Path) -> list[Case]:
+    """Read the cases of a file. Raises: ValueError, where it is of another form, or a question points to a record that
+    is not there."""
+    found = []
+    for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            found.append(_case(json.loads(line)))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path}, line {n} is no case of questions: {type(error).__name__}: {error}") from error
+    return found
+
+
+def _case(row: dict[str, Any]) -> Case:
+    histories = tuple(map(trace_from_json, row["histories"]))
+    known = {id for trace in histories for id in record_ids(trace)}
+    questions = []
+    for told in row["questions"]:
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+        question = Question(**{**given, "links": tuple(map(tuple, told["links"]))})
+        if unknown := {*question.evidence, *question.anchors, *(id for link in question.links for id in link)} - known:
+            raise ValueError(f"question {question.id} points to {min(unknown)}, which is no record of its histories")
+        questions.append(question)
+    return Case(row["id"], histories, tuple(questions))

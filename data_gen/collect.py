@@ -5,7 +5,8 @@ expert    the environment's expert fills the bank first (`data_gen.experience`);
 endpoint  a model behind an endpoint plays while the bank grows
 
 Both play in rounds, each recorded when it is over, and rows come from the record. `prepare` says what is to be played,
-`play` plays what the record does not hold yet, `write_rows` makes the rows and what goes with them.
+`play` plays what the record does not hold yet (`data_gen.crew`: workers do), `write_rows` makes the rows and what goes
+with them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Collection:
 
     tasks: Sequence[Task]
     bank: MemorySystem
-    record: Path  # file of the episodes, in the order of `tasks`, whole rounds at a time
+    record: Path  # file of the episodes, in the order of `tasks`; where the bank grows, whole rounds at a time
     size: int  # tasks of a round, which are played side by side
     k: int  # entries retrieved for a task
     limits: Limits
@@ -92,47 +93,81 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
 
 
 def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, actor: Executor) -> None:
-    """Play what the record does not hold yet. A round is recorded when all of it is over, and then goes to a bank that
-    grows: a killed run plays at most one round again, in which every model call that was answered comes from the cache.
+    """Play what the record does not hold yet, here. A round is recorded when all of it is over, and then goes to a bank
+    that grows: a killed run plays at most one round again, in which every model call that was answered comes from the
+    cache.
 
     Raises:
         EndpointStop: a budget is spent, or an endpoint is gone. All whole rounds are kept.
         RecordError, BankError: record or bank are of another collection.
     """
-    if done := restore(of):
-        console.print(f"  resumed at task {done} of {len(of.tasks)}")
-    delivery = Delivery("teacher", "compiled", teacher, soft=False, brief_state=of.brief_state)
+    left, delivery = what_is_left(of), taught(teacher, of.brief_state)
     rounds = play_round if of.grows else run_episodes  # with further attempts where there is something that learns
-    with progress("teacher", len(of.tasks), done) as advance:
-        for start in range(done, len(of.tasks), of.size):
-            specs = specs_for(of.tasks[start : start + of.size], of.bank, of.k)
+    with progress("teacher", len(of.tasks), len(of.tasks) - len(left)) as advance:
+        for start in range(0, len(left), of.size):
+            specs = specs_for(left[start : start + of.size], of.bank, of.k)
             episodes = rounds(make_env, specs, delivery, actor, of.limits, of.size, advance)
             explain(episodes, teacher)
             JsonLines(of.record).append(*(episode.to_json(images=True) for episode in episodes))
             if of.grows:
                 of.bank.commit(traces_of(episodes, of.views))
+    arrange(of)
+
+
+def taught(teacher: Teacher, brief_state: bool) -> Delivery:
+    """Return the delivery under which a teacher plays."""
+    return Delivery("teacher", "compiled", teacher, soft=False, brief_state=brief_state)
+
+
+def what_is_left(of: Collection) -> list[Task]:
+    """Return the tasks that the record does not hold. Raises: RecordError, BankError: it is of another collection, or
+    the bank that grew with it."""
+    done = set([task.id for task in of.tasks[: restore(of)]] if of.grows else _recorded(of))
+    if done:
+        console.print(f"  resumed at task {len(done)} of {len(of.tasks)}")
+    return [task for task in of.tasks if task.id not in done]
+
+
+def arrange(of: Collection) -> None:
+    """Put a record that workers wrote in the order of the tasks."""
+    order = {task.id: number for number, task in enumerate(of.tasks)}
+    JsonLines(of.record).arrange(lambda row: order[row["task_id"]])
+
+
+def _recorded(of: Collection) -> set[str]:
+    """Return the ids of the tasks that are done, in whatever order."""
+    store, known, done = JsonLines(of.record, ("task_id", "steps")), {task.id for task in of.tasks}, set[str]()
+    store.drop_torn_line()
+    for number, row in enumerate(store):
+        if (id := row["task_id"]) not in known or id in done:
+            raise _of_another(of, number, id)
+        done.add(id)
+    return done
+
+
+def _of_another(of: Collection, number: int, id: str) -> RecordError:
+    return RecordError(
+        f"{of.record}, line {number + 1}: the episode of {id!r} is not the one that this collection would have played; "
+        "collect into another folder (--out)"
+    )
 
 
 def restore(of: Collection) -> int:
-    """Return how many tasks are done. Cut the record behind its last whole round and bring the bank to that state.
+    """Return how many tasks are done whose episodes a growing bank has learned from. Cut the record behind its last
+    whole round and bring the bank to that state.
 
     Raises:
         RecordError, BankError: they are of another collection.
     """
     store = JsonLines(of.record, ("task_id", "steps"))
-    left: list[list[list[Trace]]] = []  # what each episode told a bank that grows
+    left: list[list[list[Trace]]] = []  # what each episode told the bank
     for number, row in enumerate(store):
-        episode = episode_from_json(row, images=of.grows)
+        episode = episode_from_json(row)
         if number == len(of.tasks) or episode.task_id != of.tasks[number].id:
-            raise RecordError(
-                f"{of.record}, line {number + 1}: the episode of {episode.task_id!r} is not the one that this "
-                "collection would have played; collect into another folder (--out)"
-            )
+            raise _of_another(of, number, episode.task_id)
         left.append(traces_of([episode], of.views))
     done = len(left) if len(left) == len(of.tasks) else len(left) // of.size * of.size
     store.truncate(done)
-    if not of.grows:
-        return done
     traces = [attempts for told in left[:done] for attempts in told]
     of.bank.commit(traces)
     if (held := of.bank.origins().total()) > of.seeded + len(traces):

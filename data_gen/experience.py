@@ -154,7 +154,7 @@ def _facts(config: Config, experience: Sequence[Task]) -> dict[str, Any]:
         "expert_sha256": source_sha256(WRITERS),
         "tasks_sha256": Manifest.of(env.name, experience).sha256,
         "pictures": config.memory.pictures,
-        "embed": config.memory.embed,
+        "embed": config.memory.embeds,
         "memory": {"system": config.memory.system, "settings": config.memory.settings, **_asked(config)},
     }
 

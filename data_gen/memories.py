@@ -7,33 +7,39 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from configs.collect import MemoryConfig
+from configs.collect import MemoryConfig, MemoryModels
 from lm.backbone import model_path
+from lm.embedding import EndpointEmbedder
 from lm.endpoint import Endpoint, EndpointFailure, content_part
 from lm.ledger import EndpointStop
 from memory.bounded import Bounded
 from memory.protocol import BankError, MemorySystem
-from memory.registry import Ask, Tools, find
-from memory.retrieval import SentenceEmbedder
+from memory.registry import RESPONSES, Ask, Tools, find
+from memory.retrieval import Embed, SentenceEmbedder
 from runtime.store import to_json, write_atomically
 
 MARK = "memory.json"  # which system a folder is of
-RESPONSES = "responses.sqlite"  # a memory's file of its language model's answers
 
 
 def open_memory(config: MemoryConfig, default: Path) -> MemorySystem:
     """Open the bank that the settings name (at its version), or the one at `default`. Raises: BankError, where it is of
     another system."""
-    spec, embed = find(config.system), SentenceEmbedder(config.embed) if config.embed else None
-    path = Path(config.bank or default)
+    spec, path = find(config.system), Path(config.bank or default)
     if (system := system_of(path)) not in (None, config.system):
         raise BankError(f"{path} is of the memory system {system}: set memory.system={system}, or name another folder")
     ask = asking(Endpoint(config.api, path / RESPONSES)) if config.api else None
-    tools = Tools(embed, ask, content_part if config.api and config.api.images else None)
+    tools = Tools(embedder(config, path / RESPONSES), ask, content_part if config.api and config.api.images else None)
     memory = spec.open(path, spec.settings.model_validate(config.settings), tools)
     if config.tokens is not None:
         memory = cast(MemorySystem, Bounded(memory, config.tokens, _counting(str(config.tokenizer))))
     return memory.at(config.version) if config.version is not None else memory
+
+
+def embedder(models: MemoryModels, cache: Path) -> Embed | None:
+    """Return what embeds texts, if anything does. `cache`: for an endpoint's answers, where the settings name none."""
+    if models.embed_api is not None:
+        return EndpointEmbedder(Endpoint(models.embed_api, cache))
+    return SentenceEmbedder(models.embed) if models.embed else None
 
 
 def _counting(tokenizer: str) -> Callable[[str], int]:

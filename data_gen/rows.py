@@ -1,8 +1,8 @@
 """SFT rows: what a teacher's step teaches the compiler (-> emission) and what the executor should do (-> action).
 
-Rows are stored as a `datasets` dataset (Arrow, pictures as an `Image` feature that keeps the PNG bytes); a row knows
-how to become a `StepInput`, so training reads exactly what the loop reads. What is kept of
-a collection, counted and published: `data_gen.dataset`.
+Rows are stored as a `datasets` dataset (Arrow, pictures as an `Image` feature that keeps the PNG bytes), and training
+reads them from there one by one; a row knows how to become a `StepInput`, so training reads exactly what the loop
+reads. What is kept of a collection, counted and published: `data_gen.dataset`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import glob
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
+from torch.utils.data import Dataset as Stored
 
 from agent.records import Episode, StepInput
 from compiler.brief_state import parse_brief_state
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 TUPLES = ("memory_ids", "memory_texts", "history", "commands")
+SOME = 100  # rows that are read at a time
 Pictures = tuple[tuple[bytes, ...], ...]  # PNG, by entry
 
 
@@ -109,14 +111,24 @@ def without_brief_state(row: SftRow) -> SftRow:
 def hold_out(rows: Sequence[SftRow], share: float, seed: int) -> tuple[list[SftRow], list[SftRow]]:
     """Split rows into those that train and those that are held out: a share of the tasks, with all of their rows. Which
     ones follows from seed and names alone. Raises: ValueError, where no task would be left to train on."""
+    training, held = held_out([row.task_id for row in rows], share, seed)
+    return [rows[i] for i in training], [rows[i] for i in held]
+
+
+def shuffled(names: Iterable[str], seed: int) -> list[str]:
+    """Order names as if at random, each once: a function of seed and names, not of how they came."""
+    return sorted(set(names), key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
+
+
+def held_out(tasks: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Split rows as `hold_out` does, by their tasks: the indices of both parts."""
     if not share:
-        return list(rows), []
-    place = lambda task: hashlib.sha256(f"{seed}:{task}".encode()).digest()
-    tasks = sorted({row.task_id for row in rows}, key=place)
-    held = set(tasks[: max(1, round(share * len(tasks)))])
-    if len(held) == len(tasks):
-        raise ValueError(f"rows of {len(tasks)} tasks cannot be split by task: collect more, or validation.share=0")
-    return [row for row in rows if row.task_id not in held], [row for row in rows if row.task_id in held]
+        return list(range(len(tasks))), []
+    names = shuffled(tasks, seed)
+    held = set(names[: max(1, round(share * len(names)))])
+    if len(held) == len(names):
+        raise ValueError(f"rows of {len(names)} tasks cannot be split by task: collect more, or validation.share=0")
+    return [i for i, task in enumerate(tasks) if task not in held], [i for i, task in enumerate(tasks) if task in held]
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------
@@ -158,28 +170,60 @@ def row_folders(rows: str | Path | Sequence[str | Path]) -> list[Path]:
 
 def load_rows(rows: str | Path | Sequence[str | Path]) -> list[SftRow]:
     """Load all rows of the folders that `row_folders` finds, in their order. Raises: ValueError, for other datasets."""
-    return [row for folder in row_folders(rows) for row in _read(folder)]
+    once: dict[bytes, bytes] = {}  # an entry's pictures are in every row that it serves
+    share = lambda row: replace(
+        row, memory_images=tuple(tuple(once.setdefault(png, png) for png in entry) for entry in row.memory_images)
+    )
+    return [share(row) for folder in row_folders(rows) for row in StoredRows(folder)]
 
 
-def _read(folder: Path) -> list[SftRow]:
-    from datasets import Dataset, Image, List
+class StoredRows(Stored[SftRow]):
+    """The rows of a folder, which stay on disk: one is read when it is asked for. `edit` makes of it what is given.
+
+    Raises:
+        ValueError: the folder holds another dataset.
+    """
+
+    def __init__(self, folder: Path, edit: Callable[[SftRow], SftRow] = lambda row: row) -> None:
+        self._dataset: Any = _stored(folder)  # gives tables (pyright takes it for dicts)
+        self._edit = edit
+
+    @property
+    def tasks(self) -> list[str]:
+        """The task of every row, in their order."""
+        return self._dataset.data["task_id"].to_pylist()
+
+    @property
+    def has_first_views(self) -> bool:
+        """Whether any row holds the first observation of its episode (those of an older version do not)."""
+        return "first" in self._dataset.column_names and any(self._dataset.data["first"].to_pylist())
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[SftRow]:
+        return (self._edit(_row_of(stored)) for some in self._dataset.iter(SOME) for stored in some.to_pylist())
+
+    def __getitem__(self, index: int) -> SftRow:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._edit(_row_of(self._dataset[index : index + 1].to_pylist()[0]))
+
+
+def _stored(folder: Path) -> Dataset:
+    from datasets import Dataset
 
     dataset = Dataset.load_from_disk(str(folder))
     needed = {field.name for field in fields(SftRow) if field.default is MISSING}
     if missing := sorted(needed - set(dataset.column_names)):
         raise ValueError(f"{folder} holds a dataset, but not of SFT rows: it lacks {', '.join(missing)}")
     dataset = dataset.select_columns([field.name for field in fields(SftRow) if field.name in dataset.column_names])
-    if isinstance(dataset.features["image"], Image):  # rows of an older version hold plain bytes
-        dataset = dataset.cast_column("image", Image(decode=False))
-    if "memory_images" in dataset.column_names:
-        dataset = dataset.cast_column("memory_images", List(List(Image(decode=False))))
-    rows: list[SftRow] = []
-    once: dict[bytes, bytes] = {}  # an entry's pictures are in every row that it serves
-    for values in map(dict, dataset):
-        image = values.pop("image")
-        lists = {name: tuple(values.pop(name, ())) for name in TUPLES}
-        png = image["bytes"] if isinstance(image, dict) else image
-        entries = [[picture["bytes"] for picture in entry] for entry in values.pop("memory_images", ())]
-        pictures = tuple(tuple(once.setdefault(png, png) for png in entry) for entry in entries)
-        rows.append(SftRow(**{**values, **lists, "image": png, "memory_images": pictures}))
-    return rows
+    return dataset.with_format("arrow")  # as it is stored: pictures are not decoded
+
+
+def _row_of(values: dict[str, Any]) -> SftRow:
+    image = values.pop("image")
+    lists = {name: tuple(values.pop(name, ())) for name in TUPLES}
+    png = image["bytes"] if isinstance(image, dict) else image  # rows of an older version hold plain bytes
+    pictures = tuple(tuple(one["bytes"] for one in entry) for entry in values.pop("memory_images", ()))
+    return SftRow(**{**values, **lists, "image": png, "memory_images": pictures})

@@ -13,176 +13,43 @@ A run that was killed goes on with `--on-exists resume`, and plays no episode tw
 
 from __future__ import annotations
 
-import gc
 import json
-import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
-from agent.deliveries import Delivery, DeliverySpec, find
-from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.deliveries import find
+from agent.episode import EpisodeSpec, Limits
 from agent.records import Episode
 from compiler import checkpoint
-from compiler.build import load_compiler, load_remote_compiler, load_served_compiler, report_reading
-from compiler.records import Compiler
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import ENVIRONMENT, RunFolder, RunFolderError
 from data_gen.experience import bank_facts, filled_bank
 from data_gen.leakage import record_evaluation
-from data_gen.tasks import chosen_tasks, specs_for
-from envs.base import Environment, TaskSequence
-from envs.registry import Environments, compiler_told, environment_version, evaluation_split, executor_told, reader_of
-from envs.trajectories import TrajectoryReader
+from data_gen.tasks import chosen_tasks
+from envs.base import TaskSequence
+from envs.registry import environment_version, evaluation_split, reader_of
 from eval import stream
 from eval.errors import chance, lookup
 from eval.matrix import ORDER_AXIS, SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
 from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
-from eval.provenance import identity
+from eval.players import Evaluation, ModelCache, Part, models_of, needs_checkpoint, play_by, specs_of
+from eval.provenance import identity, identity_of_models
 from eval.report import write_run_report
 from eval.runs import RESULTS, EpisodeRecord, episodes_of
 from eval.sequences import REFERENCE, Worlds, living
 from eval.sequences import pooled as sequences_pooled
 from eval.table import print_results
-from executor.build import load_executor
-from executor.records import Executor
 from memory.protocol import MemorySystem
-from runtime.progress import progress
+from runtime.cluster import MAY_CHANGE_ON_RESUME, require_ray
 
-log = logging.getLogger("memcompiler.eval")
 console = Console(width=120)
 Episodes = Mapping[str, Sequence[Episode]]  # by delivery
-
-
-class ModelCache:
-    """What evaluations have in use: executor, compiler, environments. Made when one asks for it, kept while the next
-    ask for the same, and let go before another is made. Close it after use (it is a context manager)."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, tuple[object, Any]] = {}
-
-    @classmethod
-    def holding(cls, config: EvalConfig, executor: Any, compiler: Compiler | None) -> ModelCache:
-        loaded = cls()
-        loaded._held = {"executor": (_executor_key(config), executor), "compiler": (_compiler_key(config), compiler)}
-        return loaded
-
-    def __enter__(self) -> ModelCache:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if "environments" in self._held:
-            self._held.pop("environments")[1].close()
-
-    def executor(self, config: EvalConfig) -> Any:
-        told = executor_told(config.env)
-        return self._get("executor", _executor_key(config), lambda: load_executor(config.executor, told))
-
-    def compiler(self, config: EvalConfig) -> Compiler | None:
-        """Return the trained compiler, if any of the deliveries asks for it."""
-        if not _needs_checkpoint(config):
-            return None
-        return self._get("compiler", _compiler_key(config), lambda: self._load_compiler(config))
-
-    def environments(self, config: EvalConfig) -> Environments:
-        return self._get("environments", config.env, lambda: Environments(config.env))
-
-    def _load_compiler(self, config: EvalConfig) -> Compiler:
-        """Load it, and warn where the executor reads something else than it was trained for."""
-        if config.compiler.engine == "http":
-            remote = load_remote_compiler(config.compiler, config.seed)
-            trained = remote.about()
-            report_reading(trained.get("executor_reads"), config.executor, str(config.compiler.url))
-            if (theirs := trained.get("environment")) != config.env.name:
-                log.warning("the service at %s is told about %s, this run plays %s: serve with env=%s",
-                            config.compiler.url, theirs, config.env.name, config.env.name)  # fmt: skip
-            return remote
-        found, told = checkpoint.find(Path(str(config.compiler.checkpoint))), compiler_told(config.env)
-        report_reading(checkpoint.executor_reading(found), config.executor, str(found))
-        if config.compiler.engine == "hf":
-            return load_compiler(config.compiler, self.executor(config), config.seed, told)
-        return load_served_compiler(config.compiler, config.seed, told)
-
-    def _get(self, role: str, key: object, make: Callable[[], Any]) -> Any:
-        if role not in self._held or self._held[role][0] != key:
-            if role == "environments":
-                self.__exit__()
-            self._held.pop(role, None)
-            if role == "executor":
-                self._held.pop("compiler", None)  # its projector is made for one executor
-            gc.collect()
-            self._held[role] = (key, make())
-        return self._held[role][1]
-
-
-def _executor_key(config: EvalConfig) -> object:
-    return config.executor, executor_told(config.env)
-
-
-def _compiler_key(config: EvalConfig) -> object:
-    seed = config.seed if config.compiler.temperature else 0
-    return config.compiler, config.executor, seed, compiler_told(config.env)
-
-
-def _needs_checkpoint(config: EvalConfig) -> list[str]:
-    return [name for name in config.deliveries if find(name).needs_checkpoint]
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Everything that one comparison holds fixed.
-
-    Attributes:
-        specs: the tasks with what was retrieved for each.
-        top_specs: the same tasks with the best entry alone (empty where no delivery asks for it).
-        title: what the progress bar says beside the delivery.
-    """
-
-    make_env: Callable[[], Environment]
-    specs: Sequence[EpisodeSpec]
-    executor: Executor
-    compiler: Compiler | None
-    limits: Limits
-    concurrency: int = 64
-    top_specs: Sequence[EpisodeSpec] = ()
-    title: str = ""
-    reader: TrajectoryReader | None = None  # of the environment, which teachers need
-    worlds: Sequence[TaskSequence] = ()  # whose tasks the specs are, where they are lived in
-
-    def run(
-        self, delivery: str | Delivery, record: Callable[[Episode], None] = lambda _: None, played: Collection[str] = ()
-    ) -> list[Episode]:
-        """Play all specs under a delivery, or the one of that name, but for the tasks that were played already.
-
-        Raises:
-            ValueError: no tasks, no such delivery, or one without the compiler that it needs.
-        """
-        if not self.specs:
-            raise ValueError("there are no tasks to evaluate: check split, limit and the environment's data")
-        specs = self.specs
-        if isinstance(delivery, str):
-            wanted = find(delivery)
-            specs = self._specs_of(wanted)
-            delivery = wanted.make(self.compiler, self.limits.seed, self.reader)
-        left = [spec for spec in specs if spec.task.id not in played]
-        with progress(f"{self.title} {delivery.name}".strip(), len(specs), len(played)) as advance:
-
-            def on_episode(episode: Episode) -> None:
-                record(episode)
-                advance(episode)
-
-            return run_episodes(self.make_env, left, delivery, self.executor, self.limits, self.concurrency, on_episode)
-
-    def _specs_of(self, delivery: DeliverySpec) -> Sequence[EpisodeSpec]:
-        """Give the tasks with the M that a delivery starts from."""
-        if delivery.memory == "empty":
-            return [replace(spec, memory=()) for spec in self.specs]
-        return self.top_specs if delivery.memory == "top" else self.specs
 
 
 # one cell -------------------------------------------------------------------------------------------------------------
@@ -198,6 +65,8 @@ def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dic
     made = cells(config)
     check_baseline(config, made)
     _check_checkpoints(made)
+    if any(cell.config.cluster == "ray" for cell in made):
+        require_ray()
     with ModelCache() as loaded:
         if config.matrix:
             return _run_matrix(config, made, out, loaded, on_exists)
@@ -207,7 +76,7 @@ def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dic
 def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, beside: Path | None = None) -> dict[str, Any]:
     """Play what a cell has not played yet, then write results.json and report.html. Banks that are filled for
     it lie beside OUT, or beside the folder that is named."""
-    run = RunFolder.create(out, cell.config, on_exists=on_exists)
+    run = RunFolder.create(out, cell.config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)
     if (out / RESULTS).exists():
         made = json.loads((out / RESULTS).read_text(encoding="utf-8"))
         console.print(f"  {out} is complete already")
@@ -219,10 +88,26 @@ def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, beside: 
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What is evaluated: tasks with what was retrieved for each, and with the best entry alone (where a delivery asks
+    for it); the bank; and the worlds whose tasks they are, where these are lived in."""
+
+    specs: Sequence[EpisodeSpec]
+    top_specs: Sequence[EpisodeSpec]
+    bank: MemorySystem
+    worlds: Sequence[TaskSequence]
+
+
 def prepare(
     config: EvalConfig, loaded: ModelCache, out: Path, title: str = "", beside: Path | None = None
 ) -> tuple[Evaluation, MemorySystem]:
     """Choose the tasks, open the bank that the settings name or have it filled, and make the models ready."""
+    chosen = _choose(config, loaded, out, beside)
+    return _evaluation(config, loaded, chosen, title), chosen.bank
+
+
+def _choose(config: EvalConfig, loaded: ModelCache, out: Path, beside: Path | None) -> Chosen:
     envs = loaded.environments(config)
     filled = config.memory.protocol == "frozen" or config.memory.warm_start
     split = config.split or evaluation_split(config.env)
@@ -230,22 +115,31 @@ def prepare(
     tasks, experience = chosen_tasks(config, envs, split, filled)
     tasks = [task for world in worlds for task in world.tasks] or stream.ordered_stream(tasks, config)
     bank = filled_bank(config, envs, experience, out, beside)
-    specs = specs_for(tasks, bank, config.memory.k)
-    wants_top = any(find(name).memory == "top" for name in config.deliveries)
-    top = specs_for(tasks, bank, min(1, config.memory.k)) if wants_top else []
+    return Chosen(*specs_of(config, tasks, bank, config.deliveries), bank, worlds)
+
+
+def _evaluation(config: EvalConfig, loaded: ModelCache, chosen: Chosen, title: str) -> Evaluation:
     executor, compiler = loaded.executor(config), loaded.compiler(config)
-    limits, reader = Limits(config.max_steps, config.seed), reader_of(config.env)
+    limits = Limits(config.max_steps, config.seed, config.pipelined)
     return Evaluation(
-        envs.lease, specs, executor, compiler, limits, config.concurrency, top, title, reader, tuple(worlds)
-    ), bank
+        loaded.environments(config).lease, chosen.specs, executor, compiler, limits, config.concurrency,
+        chosen.top_specs, title, reader_of(config.env), tuple(chosen.worlds),
+    )  # fmt: skip
 
 
 def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -> dict[str, Any]:
     config, split = cell.config, cell.config.split or evaluation_split(cell.config.env)
     frozen = config.memory.protocol == "frozen"
-    evaluation, bank = prepare(config, loaded, run.path, cell.name, beside)
-    specs, read = evaluation.specs, bank_facts(config, bank)
-    depends_on = identity(config, specs, evaluation.executor, evaluation.compiler)
+    chosen = _choose(config, loaded, run.path, beside)
+    specs, bank, read = chosen.specs, chosen.bank, bank_facts(config, chosen.bank)
+    evaluation = part = None
+    if config.cluster == "ray":
+        part = Part(config, cell.levels, bank.path.resolve(), bank.snapshot())
+        models = models_of(loaded.crew(config), part)
+    else:
+        evaluation = _evaluation(config, loaded, chosen, cell.name)
+        models = identity_of_models(config, evaluation.executor, evaluation.compiler)
+    depends_on = identity(config, specs, models)
     changed = run.record(environment=config.env.model_dump(), split=split, tasks=len(specs), **read, **depends_on)
     if different := sorted(set(changed) & depends_on.keys()):
         raise RunFolderError(
@@ -255,19 +149,11 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
     record_evaluation(run, config, specs, bank)
     record = EpisodeRecord(run.path, cell.levels)
     _drop_unfinished(record, len(specs))
-    played = record.played()
     streams = dict[str, stream.Stream]()
-    for name in config.deliveries:
-        if config.memory.online and find(name).recalls:
-            streams[name] = stream_of(name, config, evaluation, run.path, bank, record)
-            streams[name].play(evaluation.make_env, evaluation.executor)
-        elif config.memory.living:
-            wanted = find(name)
-            delivery = wanted.make(evaluation.compiler, config.seed, evaluation.reader)
-            lived = Worlds(config, evaluation.worlds, wanted, delivery, run.path, bank, record)
-            lived.play(evaluation.make_env, evaluation.executor)
-        else:
-            evaluation.run(name, record.append, set(played.get(name, ())))
+    if part is not None:
+        play_by(loaded.crew(config), part, [spec.task for spec in specs], record)
+    elif evaluation is not None:
+        streams = _play_here(config, evaluation, run.path, bank, record)
     episodes = record.episodes(config.deliveries, [spec.task.id for spec in specs])
     facts = {
         "environment": config.env.name,
@@ -288,9 +174,29 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
             made["results"][name]["stream"]["leaked"] = stream.leaked(episodes[name], of.tasks, of.memory)
     if config.memory.living:
         memories = {name: bank for name in config.deliveries if find(name).recalls}
-        for name, of in living(evaluation.worlds, episodes, memories, config.max_steps).items():
+        for name, of in living(chosen.worlds, episodes, memories, config.max_steps).items():
             made["results"][name]["living"] = of
     return made
+
+
+def _play_here(
+    config: EvalConfig, evaluation: Evaluation, out: Path, bank: MemorySystem, record: EpisodeRecord
+) -> dict[str, stream.Stream]:
+    """Play what the record does not hold yet in this process, one delivery after another. Returns the streams of
+    those whose memory grew."""
+    played, streams = record.played(), dict[str, stream.Stream]()
+    for name in config.deliveries:
+        if config.memory.online and find(name).recalls:
+            streams[name] = stream_of(name, config, evaluation, out, bank, record)
+            streams[name].play(evaluation.make_env, evaluation.executor)
+        elif config.memory.living:
+            wanted = find(name)
+            delivery = wanted.make(evaluation.compiler, config.seed, evaluation.reader)
+            lived = Worlds(config, evaluation.worlds, wanted, delivery, out, bank, record)
+            lived.play(evaluation.make_env, evaluation.executor)
+        else:
+            evaluation.run(name, record.append, set(played.get(name, ())))
+    return streams
 
 
 def stream_of(
@@ -337,7 +243,7 @@ def _drop_unfinished(record: EpisodeRecord, tasks: int) -> None:
 def _check_checkpoints(made: Sequence[Cell]) -> None:
     """Raise ConfigError or CheckpointError, before anything is played, where a checkpoint is missing."""
     for cell in made:
-        if not (names := _needs_checkpoint(cell.config)) or cell.config.compiler.engine == "http":
+        if not (names := needs_checkpoint(cell.config)) or cell.config.compiler.engine == "http":
             continue
         if cell.config.compiler.checkpoint is None:
             where = f"cell {cell.name}: " if cell.name else ""
@@ -352,7 +258,7 @@ def _run_matrix(
     config: EvalConfig, made: Sequence[Cell], out: Path, loaded: ModelCache, on_exists: str
 ) -> dict[str, Any]:
     """Play every cell in turn, each resumed by itself; then put all of them in one table."""
-    run = RunFolder.create(out, config, on_exists=on_exists)
+    run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)
     done: dict[str, dict[str, Any]] = {}
     described: dict[str, dict[str, Any]] = {}  # what each finished cell's results say about it, and where it lies
     for number, cell in enumerate(made, start=1):

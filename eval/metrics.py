@@ -78,6 +78,7 @@ def summarise(episodes: Sequence[Episode], budgets: Sequence[int] = ()) -> dict[
         "cost_per_success": _cost_per_success(used, sum(map(succeeded, episodes))),
         "executor_tokens_per_step": _tokens_per_step(steps, "executor"),
         "compiler_tokens_per_step": _tokens_per_step(steps, "compiler"),
+        "emission_tokens_per_step": _mean([len(s.emission_ids) for s in emissions]) if emissions else None,
         "emission_mix": _shares((step.emission_kind for step in emissions), EMISSION_KINDS),
         "parse_error_rate": _mean([float(s.parse_error is not None) for s in emissions]) if emissions else None,
         # by operation: "create: key exists: mug" is a create

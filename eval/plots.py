@@ -25,6 +25,7 @@ LOSSES: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order 
     "loss_latent": "latent alignment",
     "loss_orth": "orthogonality",
     "val_loss": "total loss, held-out rows",
+    "eval_success": "success, held-out tasks",
 }
 UPDATES: Mapping[str, str] = {  # the same for the reinforcement learning stage
     "reward": "success of sampled episodes",
@@ -33,6 +34,7 @@ UPDATES: Mapping[str, str] = {  # the same for the reinforcement learning stage
     "sigma": "sigma of the soft tokens",
     "clip_high": "clipped above",
     "mismatch_kl": "engine against trainer, KL",
+    "eval_success": "success, held-out tasks",
 }
 INK, MUTED, GRID, ACCENT, CONTROL = "#1f2933", "#6b7785", "#e3e7eb", "#2f6f8f", "#9aa5b1"
 CURVES = ("#6b7785", "#b3362b", "#c08a1e", "#2f77b5", "#7a55b0", "#1b7a4b")  # told apart by their markers, too

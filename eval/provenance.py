@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,24 @@ _ACT = ExecutorRequest(
 )
 
 
-def identity(
-    config: EvalConfig, specs: Sequence[EpisodeSpec], executor: Any, compiler: Compiler | None
-) -> dict[str, Any]:
-    """State what must be the same in every session of a run: tasks, which entries serve them, weights, prompts."""
+def identity(config: EvalConfig, specs: Sequence[EpisodeSpec], models: Mapping[str, Any]) -> dict[str, Any]:
+    """State what must be the same in every session of a run: tasks, which entries serve them, weights, prompts (which
+    `identity_of_models` states)."""
+    return {
+        "tasks_sha256": Manifest.of(config.env.name, (spec.task for spec in specs)).sha256,
+        "memory_sha256": sha256([[spec.task.id, [_told(entry) for entry in spec.memory]] for spec in specs]),
+        **models,
+    }
+
+
+def identity_of_models(config: EvalConfig, executor: Any, compiler: Compiler | None) -> dict[str, Any]:
+    """State weights and prompts."""
     compiler_hash = None
     if isinstance(compiler, RemoteCompiler):
         compiler_hash = compiler.hash()
     elif compiler is not None:
         compiler_hash = checkpoint.sha256(checkpoint.find(Path(str(config.compiler.checkpoint))))
     return {
-        "tasks_sha256": Manifest.of(config.env.name, (spec.task for spec in specs)).sha256,
-        "memory_sha256": sha256([[spec.task.id, [_told(entry) for entry in spec.memory]] for spec in specs]),
         "executor_hash": executor.hash(),
         "compiler_hash": compiler_hash,
         "prompts": prompt_hashes(executor, compiler),

@@ -11,7 +11,7 @@ from typing import Any
 
 from agent.records import Episode, read_episodes
 from eval.metrics import grouped, joined
-from runtime.store import JsonLines, RecordError
+from runtime.store import JsonLines, RecordError, to_json
 
 EPISODES, RESULTS = "episodes.jsonl", "results.json"
 EpisodeSource = Callable[[bool], Iterable[Episode]]  # called with whether pictures are wanted: numbers need none
@@ -26,7 +26,7 @@ class EpisodeRecord:
 
     def append(self, episode: Episode) -> None:
         """Append an episode. It is on disk when this returns."""
-        self.lines.append({"cell": self.cell, **episode.to_json(images=True)})
+        self.lines.append_lines(line_of(episode, self.cell))
 
     def played(self) -> dict[str, list[str]]:
         """Return the ids of the tasks that were played, by delivery, in the order in which they ended."""
@@ -53,6 +53,11 @@ class EpisodeRecord:
                 f"{len(found.get((name, task), ()))} times. Go on with --on-exists resume, or start anew (overwrite)"
             )
         return {name: [found[name, task][0] for task in tasks] for name in deliveries}
+
+
+def line_of(episode: Episode, cell: Mapping[str, str]) -> str:
+    """Write an episode of a cell as the record holds it."""
+    return to_json({"cell": cell, **episode.to_json(images=True)}, ascii=True)
 
 
 def read_results(run: Path) -> dict[str, Any]:

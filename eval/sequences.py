@@ -75,7 +75,7 @@ class Worlds:
                     of_task[episode.task_id].end(trace)  # type: ignore[union-attr]
 
             specs = [[self._spec(task, lives[s.id]) for task in s.tasks] for _, s in left]
-            limits = Limits(self.config.max_steps, self.config.seed)
+            limits = Limits(self.config.max_steps, self.config.seed, self.config.pipelined)
             run_sequences(make_env, specs, self.delivery, executor, limits, self.config.concurrency, on_episode)
 
     def _life(self, number: int, sequence: TaskSequence) -> Life | None:

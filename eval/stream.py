@@ -58,7 +58,7 @@ class Stream:
         record: EpisodeRecord,
     ) -> None:  # fmt: skip
         self.tasks, self.k, self.delivery, self.record = tasks, k, delivery, record
-        self.limits, self.size = Limits(config.max_steps, config.seed), config.memory.round
+        self.limits, self.size = Limits(config.max_steps, config.seed, config.pipelined), config.memory.round
         self.views: Views = kept_views(config)
         self.memory, self._seeded = grown_from(config.memory, out / FOLDER / delivery.name, given)
 

@@ -1,7 +1,8 @@
 """One client for every OpenAI-compatible endpoint: closed executors and endpoint teachers alike.
 
 What can go wrong is counted by kind and tried again: `rate_limit` (429), `server_error` (5xx), `timeout`, `connection`,
-`not_json` (a body that is no JSON, or half of one), `no_choice` (JSON without an answer in it). What is not worth
+`not_json` (a body that is no JSON, or half of one), `no_choice` (JSON without an answer in it), `no_vectors` (without
+a vector for each text). What is not worth
 another attempt (`refused`: any other 4xx) fails the one request; a wrong key or model, a spent budget, or an endpoint
 that does not answer any more stop the client: no request is sent after that.
 
@@ -14,13 +15,15 @@ import asyncio
 import base64
 import hashlib
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from array import array
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
@@ -31,6 +34,7 @@ from runtime.http import MAX_WAIT_S, TransientError, as_asked, retry_after
 if TYPE_CHECKING:
     from openai import APIStatusError, AsyncOpenAI
 
+T = TypeVar("T")
 Message = dict[str, Any]  # {"role", "content"}, as the chat protocol has it
 
 SILENT = 5  # requests in a row that were given up before the endpoint counts as gone
@@ -105,16 +109,45 @@ class Endpoint:
         if self.config.temperature is not None:
             parameters["temperature"] = self.config.temperature
         body = {"model": self.config.model, "messages": list(messages), **parameters}
-        key = hashlib.sha256(json.dumps([body, repeat], sort_keys=True).encode()).hexdigest()  # whatever the address
+        key = _request_key([body, repeat])
+        expected = estimate(body["messages"]) + max_tokens
         self.check()
         try:
             if (known := self._ledger.answer(key)) is not None:
                 self.from_cache += 1
                 return known
             async with self._slots:
-                return await self._insist(body, key, role, max_tokens)
+                answer = await self._insist(lambda: self._chat(body), role, expected)
+            self._pace.correct(answer.tokens_in + answer.tokens_out - expected)
+            return self._ledger.keep(key, role, answer)
         except EndpointStop as stop:
             self.stopped = self.stopped or stop  # the first reason is the one that is told
+            raise
+
+    async def embed(self, texts: Sequence[str], role: str) -> list[bytes]:
+        """Get the vector of each text, as float32 in bytes: from the cache where the same text was embedded before, by
+        one request for all the others.
+
+        Raises:
+            EndpointFailure: no usable answer.
+            EndpointStop: nothing is asked any more.
+        """
+        keys = [_request_key([self.config.model, self.config.extra, text]) for text in texts]
+        self.check()
+        try:
+            known = self._ledger.vectors(keys)
+            self.from_cache += sum(key in known for key in keys)
+            unknown = {key: text for key, text in zip(keys, texts, strict=True) if key not in known}
+            if unknown:
+                asked = [text or " " for text in unknown.values()]  # servers refuse empty ones
+                estimate = sum(len(text) // 4 + 1 for text in asked)
+                async with self._slots:
+                    vectors, read = await self._insist(lambda: self._vectors(asked, estimate), role, estimate)
+                self._pace.correct(read - estimate)
+                known |= self._ledger.keep_vectors(dict(zip(unknown, vectors, strict=True)), role, read)
+            return [known[key] for key in keys]
+        except EndpointStop as stop:
+            self.stopped = self.stopped or stop
             raise
 
     def check(self) -> None:
@@ -126,16 +159,15 @@ class Endpoint:
         """Sum up what the ledger holds for this model; `from_cache` counts the answers of this process."""
         return self._ledger.account(self.config) | {"from_cache": self.from_cache}
 
-    async def _insist(self, body: dict[str, Any], key: str, role: str, max_tokens: int) -> Answer:
-        """Return the answer of the first attempt that has one, and keep it."""
-        estimate = _estimate(body["messages"]) + max_tokens
+    async def _insist(self, send: Callable[[], Awaitable[T]], role: str, estimate: int) -> T:
+        """Return what the first attempt that succeeds gives; `estimate`: the tokens of one."""
         backoff_s, tries = self.config.backoff_s, self.config.retries + 1
         attempts = AsyncRetrying(
             retry=retry_if_exception_type(_Fault), stop=stop_after_attempt(tries), reraise=True,
             wait=as_asked(wait_exponential(backoff_s, MAX_WAIT_S) + wait_random(0, backoff_s)),
         )  # fmt: skip
         try:
-            answer = await attempts(self._attempt, body, role, estimate)
+            answer = await attempts(self._attempt, send, role, estimate)
         except _Fault as last:
             self._silent += 1
             why = self._scrubbed(f"no usable answer in {tries} attempts, the last: {last}")
@@ -146,16 +178,15 @@ class Endpoint:
                 f"({why}). See that it answers, then run the same command again"
             ) from None
         self._silent = 0
-        self._pace.correct(answer.tokens_in + answer.tokens_out - estimate)
-        return self._ledger.keep(key, role, answer)
+        return answer
 
-    async def _attempt(self, body: dict[str, Any], role: str, estimate: int) -> Answer:
+    async def _attempt(self, send: Callable[[], Awaitable[T]], role: str, estimate: int) -> T:
         """Send one request, if the budget allows it and when the pace does; a fault is counted."""
         self.check()
         self._check_budget()
         await asyncio.sleep(self._pace.delay(estimate))
         try:
-            return await self._send(body)
+            return await send()
         except _Fault as fault:
             self._ledger.count(role, fault.kind, *fault.paid)
             self._pace.hold(fault.wait_s)
@@ -163,22 +194,35 @@ class Endpoint:
                 raise EndpointFailure(str(fault)) from None
             raise
 
-    async def _send(self, body: dict[str, Any]) -> Answer:
-        """One HTTP request. Raises: _Fault, EndpointStop."""
-        import openai
-
+    async def _chat(self, body: dict[str, Any]) -> Answer:
+        """One request for an answer. Raises: _Fault, EndpointStop."""
         create = self._client.chat.completions.with_raw_response.create  # at first this imports a great deal
         others = {name: value for name, value in body.items() if name not in ("model", "messages")}
+        told = await self._body(create(model=body["model"], messages=body["messages"], extra_body=others))
+        return read_answer(told, body["messages"])
+
+    async def _vectors(self, texts: list[str], estimate: int) -> tuple[list[bytes], int]:
+        """One request for vectors; also the tokens that were read. Raises: _Fault, EndpointStop."""
+        create = self._client.embeddings.with_raw_response.create
+        asked = create(
+            model=self.config.model, input=texts, encoding_format="float", extra_body=dict(self.config.extra)
+        )  # fmt: skip
+        return read_vectors(await self._body(asked), len(texts), estimate)
+
+    async def _body(self, request: Awaitable[Any]) -> str:
+        """Make one HTTP request; return its body. Raises: _Fault, EndpointStop."""
+        import openai
+
         try:
             async with asyncio.timeout(self.config.timeout_s):  # whole: a server may also drip bytes for ever
-                raw = await create(model=body["model"], messages=body["messages"], extra_body=others)
+                raw = await request
         except (TimeoutError, openai.APITimeoutError):
             raise _Fault("timeout", f"no answer in {self.config.timeout_s:g} s") from None
         except openai.APIStatusError as error:
             raise self._refusal(error) from None
         except openai.APIConnectionError as error:
             raise _Fault("connection", str(error.__cause__ or error)) from None
-        return read_answer(raw.text, body["messages"])
+        return raw.text
 
     def _refusal(self, error: APIStatusError) -> _Fault | EndpointStop:
         status, detail = error.status_code, self._scrubbed(f"{error.status_code} {error.message[:300]}")
@@ -233,12 +277,7 @@ def content_part(part: str | bytes) -> dict[str, Any]:
 def read_answer(text: str, messages: Sequence[Message] = ()) -> Answer:
     """Read the first choice of a response body. Servers that count no tokens get an estimate, four characters each.
     Raises: _Fault, where it is not JSON, or has no answer in it."""
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _Fault("not_json", f"{type(error).__name__}, the body begins {text[:80]!r}") from None
-    usage = body.get("usage") if isinstance(body, dict) else None
-    counts = usage if isinstance(usage, dict) else {}
+    body, counts = _read_json(text)
     read, written = _count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens"))
     try:
         choice = body["choices"][0]
@@ -248,9 +287,42 @@ def read_answer(text: str, messages: Sequence[Message] = ()) -> Answer:
     if not isinstance(content, str):
         raise _Fault("no_choice", f"the body begins {text[:80]!r}", paid=(read or 0, written or 0))
     content = content.encode("utf-8", "replace").decode()  # half a surrogate pair is legal JSON, but not text
-    read = _estimate(messages) if read is None else read
+    read = estimate(messages) if read is None else read
     written = len(content) // 4 + 1 if written is None else written
     return Answer(content, read, written, reason == "length")
+
+
+def read_vectors(text: str, n: int, estimate: int) -> tuple[list[bytes], int]:
+    """Read the n vectors of a response body as float32 in bytes, in the order of their texts, and the tokens that were
+    read (`estimate`, where the server counts none). Raises: _Fault, where there are not n of one length."""
+    body, counts = _read_json(text)
+    read = _count(counts.get("prompt_tokens"))
+    read = estimate if read is None else read
+    try:
+        rows = sorted(body["data"], key=lambda row: row["index"])
+        vectors = [array("f", row["embedding"]) for row in rows]
+        whole = [row["index"] for row in rows] == list(range(n)) and len({len(vector) for vector in vectors}) == 1
+        finite = all(math.isfinite(value) for vector in vectors for value in vector)
+    except (LookupError, TypeError, AttributeError, OverflowError):
+        vectors, whole, finite = [], False, False
+    if not (whole and finite and vectors[0]):
+        raise _Fault("no_vectors", f"not {n} vectors of one length, the body begins {text[:80]!r}", paid=(read, 0))
+    return [vector.tobytes() for vector in vectors], read
+
+
+def _read_json(text: str) -> tuple[Any, dict[str, Any]]:
+    """Read a response body, and its counts of tokens. Raises: _Fault, where it is not JSON."""
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _Fault("not_json", f"{type(error).__name__}, the body begins {text[:80]!r}") from None
+    usage = body.get("usage") if isinstance(body, dict) else None
+    return body, usage if isinstance(usage, dict) else {}
+
+
+def _request_key(told: Any) -> str:
+    """Name a request by all that is asked, whatever the address."""
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _key(name: str | None) -> str:
@@ -268,7 +340,7 @@ def _count(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**9 else None
 
 
-def _estimate(messages: Sequence[Message]) -> int:
+def estimate(messages: Sequence[Message]) -> int:
     """Count tokens, at four characters each; a picture counts as a thousand."""
     contents = [message["content"] for message in messages]
     parts = [part for parts in contents for part in ([{"text": parts}] if isinstance(parts, str) else parts)]

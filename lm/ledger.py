@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ CREATE TABLE IF NOT EXISTS answers (
     request TEXT PRIMARY KEY, text TEXT NOT NULL, tokens_in INTEGER NOT NULL, tokens_out INTEGER NOT NULL,
     truncated INTEGER NOT NULL
 );
+CREATE TABLE IF NOT EXISTS vectors (request TEXT PRIMARY KEY, vector BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS totals (
     model TEXT, role TEXT, outcome TEXT, n INTEGER NOT NULL, tokens_in INTEGER NOT NULL, tokens_out INTEGER NOT NULL,
     PRIMARY KEY (model, role, outcome)
@@ -81,6 +82,19 @@ class Ledger:
             self.count(role, ANSWER, answer.tokens_in, answer.tokens_out)
             self._rows("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?)", key, *astuple(answer))
         return self.answer(key) or answer
+
+    def vectors(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the vectors that are known, by key."""
+        marks = ", ".join("?" * len(keys))
+        return dict(self._rows(f"SELECT request, vector FROM vectors WHERE request IN ({marks})", *keys))
+
+    def keep_vectors(self, vectors: Mapping[str, bytes], role: str, tokens: int) -> dict[str, bytes]:
+        """Store what one request answered, and count it once. Returns what the file holds."""
+        with self._clear_errors(), self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            self.count(role, ANSWER, tokens)
+            self._db.executemany("INSERT OR IGNORE INTO vectors VALUES (?, ?)", vectors.items())
+        return self.vectors(list(vectors))
 
     def count(self, role: str, outcome: str, tokens_in: int = 0, tokens_out: int = 0) -> None:
         """Count a request by its outcome, and what was paid for it."""

@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -15,7 +15,9 @@ from memcompiler.data import bank_app, data_app, leakage
 from memcompiler.env import bench_env, env_app, parity
 from memcompiler.options import (
     Config,
+    DryRun,
     Host,
+    MemoryModelsOption,
     OneLineErrors,
     OnExists,
     Out,
@@ -55,6 +57,12 @@ for name, group in {
     "bench": bench_app, "zoo": zoo_app, "report": report_app,
 }.items():  # fmt: skip
     app.add_typer(group, name=name)
+
+
+def _plan(settings: Any) -> None:
+    from plan.command import dry_run
+
+    dry_run(settings)
 
 
 def _check_cells(settings: "EvalConfig | QuickstartConfig") -> None:
@@ -116,8 +124,12 @@ def collect(settings: "CollectConfig", out: Out = Path("out/collect"), on_exists
 
 @train_app.command("sft")
 @with_settings("configs.training:SftConfig")
-def train_sft(settings: "SftConfig", out: Out = Path("out/sft"), on_exists: OnExists = "resume") -> None:
+def train_sft(
+    settings: "SftConfig", out: Out = Path("out/sft"), on_exists: OnExists = "resume", dry_run: DryRun = False
+) -> None:
     """Stage 1: LoRA and projector on SFT rows, against the frozen executor. Resumes after a kill."""
+    if dry_run:
+        return _plan(settings)
     from training.run import train_sft as train
 
     train(settings, out, on_exists)
@@ -125,8 +137,12 @@ def train_sft(settings: "SftConfig", out: Out = Path("out/sft"), on_exists: OnEx
 
 @train_app.command("grpo")
 @with_settings("configs.training:GrpoConfig")
-def train_grpo(settings: "GrpoConfig", out: Out = Path("out/grpo"), on_exists: OnExists = "resume") -> None:
+def train_grpo(
+    settings: "GrpoConfig", out: Out = Path("out/grpo"), on_exists: OnExists = "resume", dry_run: DryRun = False
+) -> None:
     """Stage 2: continue an SFT checkpoint by GRPO on binary success, text and soft tokens together. Resumes."""
+    if dry_run:
+        return _plan(settings)
     from memcompiler.quickstart import run_train_grpo
 
     run_train_grpo(settings, out, on_exists)
@@ -140,11 +156,12 @@ def train_router(
     ),
     features: Annotated[Literal["numeric", "full"], typer.Option(help="full: words, too.")] = "numeric",
     seed: int = 0,
+    questions: Annotated[Path | None, typer.Option(help="More of them: a file of `data questions`.")] = None,
 ) -> None:
     """Train S3Mem's evidence router on template questions about our own episodes (docs/s3mem.md)."""
     from training.router import train_router
 
-    train_router(out, environments.split(","), features, seed)
+    train_router(out, environments.split(","), features, seed, questions=questions)
 
 
 @launch_app.command("grpo")
@@ -152,10 +169,12 @@ def train_router(
 def launch_grpo(
     settings: "GrpoConfig", out: Out = Path("out/grpo"),
     torchrun: Annotated[str, typer.Option(help="Further arguments of torchrun, where several nodes meet.")] = "",
-    on_exists: OnExists = "resume",
+    on_exists: OnExists = "resume", dry_run: DryRun = False,
 ) -> None:  # fmt: skip
     """Stage 2 with the GPUs of a node shared out: placement.actors train, placement.rollouts compile, and
     placement.executors act. Settings as for train grpo."""
+    if dry_run:
+        return _plan(settings)
     from training.launch import launch_grpo as launch
 
     launch(settings, out, torchrun, on_exists)
@@ -182,15 +201,20 @@ def answer_questions(
     key_env: Annotated[str, typer.Option(help="Of engine endpoint: variable with its key; empty: none.")] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="So many questions, of all categories.")] = None,
     facts: Annotated[bool, typer.Option("--facts", help="Read the file's notes of the records instead.")] = False,
+    picture_tokens: Annotated[int, typer.Option(
+        min=0, help="Show the reader the records' pictures, each of which counts so many tokens; 0: none are shown.",
+    )] = 0,
+    models: MemoryModelsOption = None,
     settings: Annotated[list[str] | None, typer.Argument(help="The memory's own settings, as a.b=c.")] = None,
     out: Out = Path("out/qa"),
-) -> None:
+) -> None:  # fmt: skip
     """Answer questions about long histories from what a memory packs. A killed run goes on where it was."""
+    from configs.collect import MemoryModels
     from eval.qa.command import run_qa
     from memcompiler.options import own_settings
 
-    reader = (engine, model, base_url, key_env or None)
-    run_qa(data, memory, own_settings(settings), tokens, facts, reader, limit, out)
+    reader, used = (engine, model, base_url, key_env or None), MemoryModels.model_validate(own_settings(models))
+    run_qa(data, memory, own_settings(settings), tokens, facts, reader, limit, out, used, picture_tokens)
 
 
 @app.command()
@@ -353,20 +377,30 @@ def bench_rollout(
 
 @bench_app.command("delivery")
 def bench_delivery(
-    model: Annotated[str, typer.Option(help="Hugging Face name or folder: executor, and base of the compiler.")],
+    compiler: Annotated[str | None, typer.Option(help="Name or folder (default: as the executor).")] = None,
+    executor: Annotated[str | None, typer.Option(help="Name or folder (default: as the compiler).")] = None,
+    shapes: Annotated[
+        Literal["small", "paper"], typer.Option(help="Where neither is named: random weights in these proportions.")
+    ] = "small",
     memory_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an episode's task memory.")] = 1500,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each episode.")] = 10,
+    steps: Annotated[int, typer.Option(min=10, help="Steps of each episode.")] = 12,
     concurrency: Annotated[str, typer.Option(help="Episodes side by side, such as 1,4,16.")] = "1,4,16",
-    engine: Annotated[str, typer.Option(help="hf, vllm or both.")] = "both",
+    engine: Annotated[str, typer.Option(help="hf, vllm or both.")] = "hf",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on a GPU.")] = "auto",
     n_soft: Annotated[int, typer.Option(min=1, help="Soft tokens.")] = 16,
+    prefix_mib: Annotated[float, typer.Option(min=0, help="compiler.speed.prefix_mib, of engine hf.")] = 0,
+    lengths: Annotated[
+        Path | None, typer.Option(help="What is written: a run of eval, or a file (default: the shipped pair's).")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder, for results.json.")] = None,
-) -> None:
-    """Measure what a step costs, static against compiled delivery of the same memory: tokens, latency and where it
-    goes, throughput, in the Hugging Face and vLLM engines."""
+) -> None:  # fmt: skip
+    """Measure what a step costs in whole episodes, with no memory, a pasted and a compiled one: tokens, latency and
+    where it goes, throughput. The last line is compiled over static, after the first step."""
     from benchmarks.delivery import run_bench_delivery
 
-    run_bench_delivery(model, memory_tokens, steps, concurrency, engine, dtype, n_soft, out)
+    run_bench_delivery(
+        compiler, executor, shapes, memory_tokens, steps, concurrency, engine, dtype, n_soft, prefix_mib, lengths, out
+    )
 
 
 @bench_app.command("cost")
@@ -390,14 +424,17 @@ def bench_recall(
     memory: Annotated[str, typer.Option(help="A memory system, or a baseline: bm25, windows, oracle, ...")] = "s3mem",
     tokens: Annotated[str, typer.Option(help="Budgets, such as 500,1000,2000.")] = "500,1000,2000",
     facts: Annotated[bool, typer.Option("--facts", help="Read the file's notes of the records instead.")] = False,
+    models: MemoryModelsOption = None,
     settings: Annotated[list[str] | None, typer.Argument(help="The memory's own settings, as a.b=c.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for recall.json.")] = None,
 ) -> None:
     """Measure the share of each question's evidence that a memory packs within a budget; no model is needed."""
+    from configs.collect import MemoryModels
     from eval.qa.recall import run_recall
     from memcompiler.options import own_settings
 
-    run_recall(data, memory, [int(budget) for budget in tokens.split(",")], own_settings(settings), facts, out)
+    budgets, used = [int(budget) for budget in tokens.split(",")], MemoryModels.model_validate(own_settings(models))
+    run_recall(data, memory, budgets, own_settings(settings), facts, out, used)
 
 
 @bench_app.command("hit-rate")
@@ -423,6 +460,7 @@ def bench_hit_rate(
 World = Annotated[Literal["household", "alfworld"], typer.Option(help="Generated homes, or ALFWorld's real games.")]
 Work = Annotated[Path, typer.Option(help="Stages and their checkpoints; the recipes of a world may share it.")]
 MadeIn = Annotated[Path | None, typer.Option(help="The model's folder (default: zoo/WORLD/NAME).", show_default=False)]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads; another number gives other weights.")]
 WORK = Path("out/zoo/work")
 
 
@@ -479,25 +517,29 @@ def _told(shares: "Sequence[Share]") -> NoReturn:
 
 
 @zoo_app.command("compiler")
-def zoo_compiler(out: MadeIn = None, work: Work = WORK, seed: int = 0, world: World = "household") -> None:
-    """Train a small compiler base from nothing on one CPU thread; writes the model and RECORD.json."""
-    _make("compiler", world, out, work, seed)
+def zoo_compiler(
+    out: MadeIn = None, work: Work = WORK, seed: int = 0, world: World = "household", threads: Threads = 1
+) -> None:
+    """Train a small compiler base from nothing on CPU; writes the model and RECORD.json."""
+    _make("compiler", world, out, work, seed, threads)
 
 
 @zoo_app.command("executor")
-def zoo_executor(out: MadeIn = None, work: Work = WORK, seed: int = 0, world: World = "household") -> None:
-    """Train a small executor from nothing on one CPU thread; writes the model and RECORD.json."""
-    _make("executor", world, out, work, seed)
+def zoo_executor(
+    out: MadeIn = None, work: Work = WORK, seed: int = 0, world: World = "household", threads: Threads = 1
+) -> None:
+    """Train a small executor from nothing on CPU; writes the model and RECORD.json."""
+    _make("executor", world, out, work, seed, threads)
 
 
-def _make(name: str, world: str, out: Path | None, work: Path, seed: int) -> None:
-    """Make a model with one thread: its recipe gives the same weights again only with as many threads."""
+def _make(name: str, world: str, out: Path | None, work: Path, seed: int, threads: int) -> None:
+    """Make a model: its recipe gives the same weights again with as many threads."""
     import torch
 
     from lm.backbone import quiet
 
     quiet()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     if world == "household":
         from zoo.household import recipes
     else:

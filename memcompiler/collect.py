@@ -12,24 +12,29 @@ from agent.expert import ExpertExecutor, ExpertTeacher
 from configs.collect import CollectConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
-from data_gen.collect import Teacher, play, prepare, write_rows
+from data_gen.collect import Collection, Teacher, play, prepare, write_rows
+from data_gen.crew import play_on_ray
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
 from envs.registry import Environments, compiler_told, find, reader_of
 from executor.records import Executor
 from lm.backbone import quiet
 from lm.endpoint import Endpoint
+from runtime import cluster
 
 console = Console(width=120)
 RESPONSES = "responses.sqlite"  # a collection's file of endpoints' answers
 
 # What a collection that is continued may change: it bears on how the endpoints are asked, not on what.
-MAY_CHANGE_ON_RESUME = tuple(
-    f"{block}.{name}"
-    for block in ("api", "executor.api", "memory.api")
-    for name in (
-        "base_url", "key_env", "price_in", "price_out", "budget", "budget_tokens", "rpm", "tpm", "concurrency",
-        "timeout_s", "retries", "backoff_s",
-    )
+MAY_CHANGE_ON_RESUME = (
+    *cluster.MAY_CHANGE_ON_RESUME,
+    *(
+        f"{block}.{name}"
+        for block in ("api", "executor.api", "memory.api")
+        for name in (
+            "base_url", "key_env", "price_in", "price_out", "budget", "budget_tokens", "rpm", "tpm", "concurrency",
+            "timeout_s", "retries", "backoff_s",
+        )
+    ),
 )  # fmt: skip
 
 
@@ -41,6 +46,8 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
             f"{config.env.name} has no expert that could teach or act: have an endpoint do both (teacher=endpoint "
             "actor=teacher api.model=NAME, docs/data.md), or an executor act (actor=executor)"
         )
+    if config.cluster == "ray":
+        cluster.require_ray()
     run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)
     if (out / "collect.json").exists():
         console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")
@@ -48,12 +55,10 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
     facts: dict[str, Any] = {"teacher": "the environment's expert"}
     with Environments(config.env) as envs:
         collection = prepare(config, envs, run)
-        teacher, actor, endpoints = _players(config, out / RESPONSES)
-        try:
-            play(collection, envs.lease, teacher, actor)
-        finally:
-            if endpoints:
-                facts = {"teacher": config.api.model, "actor": config.acts, "endpoints": _account(run, endpoints)}
+        if config.cluster == "ray":
+            play_on_ray(config, collection)
+        else:
+            facts |= _play_here(config, collection, envs, run)
     quiet()
     summary = write_rows(config, collection, run, facts)
     console.print(f"  success: {summary['success_filter']}")
@@ -61,6 +66,16 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
         f"  {summary['bank_entries']} memory entries, {summary['rows']} rows from "
         f"{summary['successes']} of {summary['episodes']} teacher episodes"
     )
+
+
+def _play_here(config: CollectConfig, of: Collection, envs: Environments, run: RunFolder) -> dict[str, Any]:
+    """Play in this process. Returns who taught and what that cost, where it cost anything."""
+    teacher, actor, endpoints = _players(config, run.path / RESPONSES)
+    try:
+        play(of, envs.lease, teacher, actor)
+    finally:
+        account = _account(run, endpoints) if endpoints else {}
+    return {"teacher": config.api.model, "actor": config.acts, "endpoints": account} if account else {}
 
 
 def _players(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Mapping[str, Endpoint]]:

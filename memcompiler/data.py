@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memcompiler.options import Public, Repository, command_group, with_settings
+from memcompiler.options import Out, Public, Repository, command_group, with_settings
 
 if TYPE_CHECKING:
-    from configs.collect import CollectConfig
+    from configs.collect import CollectConfig, QuestionsConfig
     from data_gen.leakage import Audit
     from envs.manifest import Manifest
 
 bank_app = command_group("Look at a memory bank, import or export it.")
-data_app = command_group("Look at SFT rows, push them to the Hugging Face hub.")
+data_app = command_group("Look at SFT rows, push them to the Hugging Face hub; have questions written.")
 
 
 @bank_app.command("inspect")
@@ -75,6 +75,20 @@ def data_inspect(
     if len(folders) == 1:
         found |= of_collection(folders[0])
     print_statistics(found)
+
+
+@data_app.command("questions")
+@with_settings("configs.collect:QuestionsConfig")
+def data_questions(settings: "QuestionsConfig", out: Out = Path("out/questions")) -> None:
+    """Have a language model write questions, with the records that answer them, about what our own experts did; for
+    train router --questions OUT/questions.jsonl (docs/s3mem.md)."""
+    from data_gen.question_teacher import RESPONSES, QuestionTeacher, write_questions
+    from lm.endpoint import Endpoint
+    from training.router import sources
+
+    teacher = QuestionTeacher(Endpoint(settings.api, out / RESPONSES), settings.per_part)
+    found = sources(settings.environments, settings.seed, settings.worlds)
+    typer.echo(json.dumps(write_questions(teacher, [t for source in found for t in source.histories], out), indent=1))
 
 
 @data_app.command("push")

@@ -14,6 +14,11 @@ Out = Annotated[Path, typer.Option("--out", "-o", help="Run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as a.b=c, over the file's.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved settings and stop.")]
 OnExists = Annotated[str, typer.Option(help="What to do when the run folder exists: resume, overwrite, raise or ask.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the plan: what it needs, and whether it fits.")]
+MemoryModelsOption = Annotated[list[str] | None, typer.Option(
+    "--with", help="A model that the memory uses: embed=NAME, or embed_api.model=NAME or api.model=NAME and further "
+    "settings of that endpoint; may be given several times.",
+)]  # fmt: skip
 Host = Annotated[str, typer.Option(help="Loopback address to bind to.")]
 Public = Annotated[bool, typer.Option(help="Make a new repository public.")]
 Repository = Annotated[str, typer.Argument(help="Hub repository, owner/name.")]

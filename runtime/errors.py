@@ -13,6 +13,7 @@ class StopReason(StrEnum):
     ENVIRONMENT_FAILURE = "environment_failure"
     EXECUTOR_FAILURE = "executor_failure"
     COMPILER_FAILURE = "compiler_failure"
+    WORKER_FAILURE = "worker_failure"  # who played it was lost, again and again (`cluster: ray`)
 
 
 class EpisodeFailure(RuntimeError):
@@ -39,7 +40,9 @@ class CompilerFailure(EpisodeFailure):
     stop_reason = StopReason.COMPILER_FAILURE
 
 
-FAILURES = tuple(kind.stop_reason for kind in (EnvironmentFailure, ExecutorFailure, CompilerFailure))
+FAILURES = (
+    *(kind.stop_reason for kind in (EnvironmentFailure, ExecutorFailure, CompilerFailure)), StopReason.WORKER_FAILURE
+)  # fmt: skip
 
 
 def is_failure(stop_reason: str) -> bool:

@@ -43,7 +43,11 @@ class JsonLines:
 
     def append(self, *rows: Mapping[str, object]) -> None:
         """Append rows as strict JSON (`to_json`). They are on disk when this returns."""
-        lines = "".join(to_json(row, ascii=True) + "\n" for row in rows).encode("ascii")
+        self.append_lines(*(to_json(row, ascii=True) for row in rows))
+
+    def append_lines(self, *texts: str) -> None:
+        """Append rows that are strict JSON already, without line breaks. They are on disk when this returns."""
+        lines = "".join(text + "\n" for text in texts).encode("ascii")
         is_new = not self.path.exists()
         self.drop_torn_line()
         with self.path.open("ab") as file:
@@ -78,6 +82,18 @@ class JsonLines:
             return
         with atomic_file(self.path) as file:
             file.writelines(line for line, row in self._lines() if wanted(row))
+
+    def arrange(self, key: Callable[[Row], Any]) -> None:
+        """Put the rows in order, in a file that takes the place of the old one. Nothing is written where they are."""
+        keys = [key(row) for row in self]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        if order == list(range(len(keys))):
+            return
+        with self.path.open("rb") as file, atomic_file(self.path) as arranged:
+            ends = list(itertools.accumulate(map(len, file), initial=0))
+            for number in order:
+                file.seek(ends[number])
+                arranged.write(file.read(ends[number + 1] - ends[number]))
 
     def _lines(self) -> Iterator[tuple[bytes, Row]]:
         """Yield whole lines with what they hold."""

@@ -37,8 +37,9 @@ class FaultyServer:
     def __init__(
         self, faults: Iterable[str] = (), answer: Callable[[list[dict[str, Any]]], str] = hashed,
         on_request: Callable[[int], None] = lambda n: None,
+        vector: Callable[[str], list[float]] = lambda text: [float(len(text)), 1.0],
     ) -> None:  # fmt: skip
-        self.faults, self.answer, self.on_request = list(faults), answer, on_request
+        self.faults, self.answer, self.on_request, self.vector = list(faults), answer, on_request, vector
         self.served: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
@@ -108,8 +109,30 @@ class _Handler(BaseHTTPRequestHandler):
                 self.connection.close()
             case "garbage":
                 self._send(self._answer(body, "Sure! {0} %s <|im_end|> \u0000 I would go\nto the fridge"))
+            case vectors if "input" in body:
+                self._send(self._vectors(body, vectors))
             case _:
                 self._send(self._answer(body, self.owner.answer(body["messages"])))
+
+    def _vectors(self, body: dict[str, Any], fault: str) -> str:
+        """Embed what is asked for, the last one first; or, by name of a fault, not quite."""
+        data = [{"index": i, "embedding": self.owner.vector(text)} for i, text in enumerate(body["input"])]
+        match fault:
+            case "one too few":
+                data.pop()
+            case "one twice":
+                data[0]["index"] = len(data) - 1
+            case "of other length":
+                data[0]["embedding"] = [1.0]
+            case "not finite":
+                data[0]["embedding"] = [float("nan"), 1.0]
+            case "too large":
+                data[0]["embedding"] = [1e300, 1.0]
+            case "text":
+                data[0]["embedding"] = ["a", "b"]
+            case "empty":
+                data = [{**row, "embedding": []} for row in data]
+        return json.dumps({"data": data[::-1], "model": body["model"], "usage": {"prompt_tokens": 5 * len(data)}})
 
     def _answer(self, body: dict[str, Any], text: str) -> str:
         usage = {"prompt_tokens": 100, "completion_tokens": 10}

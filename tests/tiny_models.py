@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from PIL import Image
@@ -12,6 +15,7 @@ from compiler.hf import MemoryCompiler
 from compiler.records import CompileRequest, Decoding
 from configs.models import Lora
 from lm.backbone import Backbone
+from lm.prompt import Prompt
 from memory.entry import MemoryEntry, Provenance
 from soft_mem.projector import Projector, ProjectorConfig
 from zoo.household.words import LEXICON
@@ -55,3 +59,18 @@ def request(i: int = 0, image: bool = True) -> CompileRequest:
     color = (40 * (i + 1) % 255, 90, 10)
     picture = Image.new("RGB", (64, 64), color) if image else None
     return CompileRequest("put a mug in cabinet", memory, state, "You see a cabinet 1. " * (1 + i % 2), picture)
+
+
+@contextmanager
+def soft_by_hook(model: Any, placeholder: int, prompt: Prompt) -> Iterator[None]:
+    """Have a Hugging Face model itself read a prompt's soft tokens, in the places of the placeholder."""
+
+    def put_in(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        made = output.clone()
+        if prompt.soft is not None:
+            made[inputs[0] == placeholder] = prompt.soft
+        return made
+
+    hook = model.get_input_embeddings().register_forward_hook(put_in)
+    yield
+    hook.remove()

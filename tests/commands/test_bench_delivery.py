@@ -13,10 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks.scripted import ACTION_TOKENS, EMISSION_TOKENS, GUIDANCE, REASON, Script, emission, observation
-from compiler.brief_state import BriefState, apply_ops, render_brief_state
+from agent.deliveries import find
+from agent.episode import Limits, run_episodes
+from benchmarks.scripted import MEASURED, Said, Script, observation, said_in
+from benchmarks.shapes import ROLES, made_pair, shape_of
+from compiler.brief_state import BriefState, apply_ops
+from compiler.language import Kind, parse
 from compiler.prompt import INSTRUCTIONS, compiler_parts
 from compiler.records import CompileRequest
 from envs.household.environment import INSTRUCTIONS as RULES
@@ -24,16 +29,31 @@ from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.backbone import load_encoder
 from memcompiler.cli import app
+from tests.fakes import CountingEnv, Recorder, spec
+from tests.tiny_models import tokenizer
 
-MODEL, MEMORY, STEPS, SOFT = "zoo/household/executor", 200, 3, 4
+MODEL, MEMORY, STEPS, SOFT = "zoo/household/executor", 100, 10, 4
 SIZES = [
-    "--model", MODEL, "--memory-tokens", str(MEMORY), "--steps", str(STEPS), "--concurrency", "1,2",
+    "--executor", MODEL, "--memory-tokens", str(MEMORY), "--steps", str(STEPS), "--concurrency", "1,2",
     "--n-soft", str(SOFT), "--dtype", "float32",
 ]  # fmt: skip
 
 
+RECORD = [
+    ("> in home 1 the mug was in cabinet 2 | go to cabinet 2\n+ plan: find mug; heat mug", "go to cabinet 2"),
+    (".", "look"),
+    ("> it is open | take mug 1 from cabinet 2", "take mug 1 from cabinet 2"),
+    ("^ took mug 1", "go to shelf 3"),
+]
+
+
+def sizes(folder: Path) -> list[str]:
+    (folder / "record.json").write_text(json.dumps({"episodes": [RECORD]}))
+    return [*SIZES, "--lengths", str(folder / "record.json")]
+
+
 def script() -> Script:
-    return Script(MODEL, MEMORY, SOFT)
+    return Script(MODEL, MODEL, MEMORY, SOFT, [[Said(*step) for step in RECORD]])
 
 
 def goal(number: int) -> str:
@@ -41,14 +61,19 @@ def goal(number: int) -> str:
 
 
 def history(t: int) -> tuple[str, ...]:
-    return tuple(f"go to shelf {i}" for i in range(1, t + 1))
+    return tuple(said(i).action for i in range(t))
+
+
+def said(t: int) -> Said:
+    """What is said at step t: the record's four, and then its last three again and again."""
+    return Said(*RECORD[t if t < 4 else 1 + (t - 1) % 3])
 
 
 def state_at(number: int, t: int) -> BriefState:
     """The Brief State that the loop has at step t: b_0 holds the goal, and each emission's operations follow."""
     state = BriefState(goal(number))
     for earlier in range(t):
-        state, _ = apply_ops(emission(earlier).ops, state)
+        state, _ = apply_ops(parse(said(earlier).emission).emission.ops, state)
     return state
 
 
@@ -64,8 +89,8 @@ def row(results: dict[str, Any], delivery: str, episodes: int) -> dict[str, Any]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    out = tmp_path_factory.mktemp("bench") / "run"
-    done = CliRunner().invoke(app, ["bench", "delivery", *SIZES, "--engine", "hf", "--out", str(out)])
+    folder = tmp_path_factory.mktemp("bench")
+    done = CliRunner().invoke(app, ["bench", "delivery", *sizes(folder), "--out", str(out := folder / "run")])
     assert done.exit_code == 0, done.output
     assert (out / "config.resolved.yaml").exists() and (out / "environment.json").exists()
     return done.output, json.loads((out / "results.json").read_text())
@@ -76,29 +101,44 @@ def test_the_last_line_is_the_ratio_of_what_the_file_holds(measured: tuple[str, 
     last = output.strip().splitlines()[-1]
     assert re.fullmatch(r"ratio: \d+\.\d\d", last)
     assert last == f"ratio: {results['ratio']['hf 1']:.2f}"
-    compiled, static = (row(results, name, 1)["seconds"]["total"]["median"] for name in ("compiled", "static"))
-    assert results["ratio"] == {"hf 1": pytest.approx(compiled / static), "hf 2": results["ratio"]["hf 2"]}
-    assert "emissions are 48 tokens and actions 8, forced" in " ".join(output.split())
+    compiled, static = (row(results, name, 1)["seconds"]["total"]["values"] for name in ("compiled", "static"))
+    ratio = sum(compiled[1:]) / sum(static[1:])  # of the steady state: the first step stands apart
+    assert results["ratio"] == {"hf 1": pytest.approx(ratio), "hf 2": results["ratio"]["hf 2"]}
+    assert "written is what" in " ".join(output.split())
 
 
 def test_every_row_holds_every_step_and_its_parts_make_the_whole(measured: tuple[str, dict[str, Any]]) -> None:
     _, results = measured
     assert [(r["engine"], r["episodes"], r["delivery"]) for r in results["rows"]] == [
-        ("hf", 1, "static"), ("hf", 1, "compiled"), ("hf", 2, "static"), ("hf", 2, "compiled"),
-    ]  # fmt: skip
+        ("hf", n, delivery) for n in (1, 2) for delivery in ("none", "static", "compiled")
+    ]
     for found in results["rows"]:
         seconds = {name: found["seconds"][name]["values"] for name in found["seconds"]}
         assert all(len(values) == STEPS == found["n"] for values in seconds.values())
         parts = zip(seconds["emission"], seconds["second_pass"], seconds["executor"], strict=True)
         assert seconds["total"] == pytest.approx([sum(part) for part in parts])
+        for name, of in found["seconds"].items():
+            assert of["first"] == seconds[name][0] and of["mean"] == pytest.approx(sum(seconds[name][1:]) / (STEPS - 1))
         compiled = found["delivery"] == "compiled"
-        assert all((second > 0) == compiled and (first > 0) == compiled for first, second, _ in
-                   zip(seconds["emission"], seconds["second_pass"], seconds["executor"], strict=True))  # fmt: skip
-        assert found["second_pass_share"] == pytest.approx(sum(seconds["second_pass"]) / sum(seconds["total"]))
-        assert found["steps_per_second"] == pytest.approx(found["episodes"] * STEPS / sum(seconds["total"]))
+        assert all((first > 0) == compiled for first in seconds["emission"])
+        later = sum(seconds["total"][1:])
+        assert found["second_pass_share"] == pytest.approx(sum(seconds["second_pass"][1:]) / later)
+        assert found["steps_per_second"] == pytest.approx(found["episodes"] * (STEPS - 1) / later)
 
 
-def test_tokens_are_those_of_the_prompts(measured: tuple[str, dict[str, Any]]) -> None:
+def test_the_second_pass_is_made_beside_guidance_and_noaction_is_counted(
+    measured: tuple[str, dict[str, Any]],
+) -> None:
+    _, results = measured
+    found, said_here = row(results, "compiled", 1), [parse(said(t).emission).emission for t in range(STEPS)]
+    guided = [bool(emission.guidance) for emission in said_here]
+    assert 0 < sum(guided) < STEPS  # there is something to tell apart
+    assert [second > 0 for second in found["seconds"]["second_pass"]["values"]] == guided
+    assert found["noaction"] == sum(e.kind == Kind.NOACTION for e in said_here[1:]) / (STEPS - 1)
+    assert found["soft_read"] == sum(guided[1:]) / (STEPS - 1)
+
+
+def test_tokens_are_those_of_the_prompts_and_of_what_was_said(measured: tuple[str, dict[str, Any]]) -> None:
     """One episode at a time, so that each mean is one prompt's: counted again from the prompts themselves."""
     _, results = measured
     asked, reader = script(), TokenExecutor(load_encoder(MODEL), RULES)
@@ -110,23 +150,59 @@ def test_tokens_are_those_of_the_prompts(measured: tuple[str, dict[str, Any]]) -
     def prompt(t: int, delivered: MemoryBlock) -> int:
         return len(reader.encode(ExecutorRequest(goal(1000), delivered, history(t), observation(t).text)).ids)
 
-    static, compiled = row(results, "static", 1)["tokens"], row(results, "compiled", 1)["tokens"]
-    assert static["executor_in"]["values"] == [prompt(t, MemoryBlock(memory=text)) for t in range(STEPS)]
-    now = ["\n".join(render_brief_state(state_at(1000, t)).split("\n")[1:]) for t in range(STEPS)]
-    assert now[0] == "" and now[1].startswith("now: find mug\nnext: heat mug ; put mug in cabinet\n")
-    assert len(set(now)) == STEPS
-    soft = torch.zeros(SOFT, 1)
-    assert compiled["executor_in"]["values"] == [
-        prompt(t, MemoryBlock(state=now[t], guidance=GUIDANCE, reason=REASON, soft=soft)) for t in range(STEPS)
+    tokens = {name: row(results, name, 1)["tokens"] for name in ("none", "static", "compiled")}
+    assert tokens["none"]["executor_in"]["values"] == [prompt(t, MemoryBlock()) for t in range(STEPS)]
+    assert tokens["static"]["executor_in"]["values"] == [prompt(t, MemoryBlock(memory=text)) for t in range(STEPS)]
+    emitted = [parse(said(t).emission).emission for t in range(STEPS)]
+    soft = [torch.zeros(SOFT, 1) if e.guidance else None for e in emitted]
+    assert tokens["compiled"]["executor_in"]["values"] == [
+        prompt(t, MemoryBlock(guidance=e.guidance, reason=e.reason, soft=z))
+        for t, (e, z) in enumerate(zip(emitted, soft, strict=True))
     ]
     backbone = load_encoder(MODEL)
-    assert compiled["compiler_in"]["values"] == [
+    assert tokens["compiled"]["compiler_in"]["values"] == [
         len(backbone.encode(compiler_parts(compile_request(asked, 1000, t)), INSTRUCTIONS).ids) for t in range(STEPS)
     ]
-    assert compiled["compiler_out"]["values"] == [EMISSION_TOKENS + 1 + SOFT] * STEPS  # and the end of turn
-    for tokens in (static, compiled):
-        assert tokens["executor_out"]["values"] == [ACTION_TOKENS] * STEPS
-        assert tokens["executor_cached"]["mean"] == tokens["compiler_cached"]["mean"] == 0  # no cache between steps
+    assert tokens["compiled"]["compiler_out"]["values"] == [
+        len(backbone.ids(said(t).emission)) + 1 + SOFT * (z is not None) for t, z in enumerate(soft)
+    ]
+    for of in tokens.values():
+        assert of["executor_out"]["values"] == [
+            len(reader.tokenizer(said(t).action)["input_ids"]) for t in range(STEPS)
+        ]
+        assert of["executor_cached"]["mean"] == of["compiler_cached"]["mean"] == 0  # no cache between steps
+
+
+def test_what_is_said_comes_from_a_run_or_a_file(tmp_path: Path) -> None:
+    assert len(said_in(MEASURED)) == 16
+    (tmp_path / "mine.json").write_text(json.dumps({"episodes": [[[".", "look"], ["+ a: b", "north"]], [[".", "x"]]]}))
+    assert said_in(tmp_path / "mine.json") == [[Said(".", "look"), Said("+ a: b", "north")]]  # one step is no episode
+    [played] = run_episodes(CountingEnv, [spec(3)], find("compiled").make(Recorder(), 0), Recorder(), Limits(5))
+    (tmp_path / "episodes.jsonl").write_text(json.dumps(played.to_json()) + "\n")
+    assert said_in(tmp_path) == [[Said(step.emission_text, "north") for step in played.steps]]
+    missing = {"nowhere": "does not exist", "bad.json": "does not hold steps", "no.json": "no compiled"}
+    for bad, message in missing.items():
+        (tmp_path / "bad.json").write_text("[]")
+        (tmp_path / "no.json").write_text('{"episodes": []}')
+        with pytest.raises(ValueError, match=message):
+            said_in(tmp_path / bad)
+
+
+def test_shapes_have_the_papers_proportions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parameters(name: str) -> int:
+        with torch.device("meta"):
+            model = LlamaForCausalLM(shape_of(name, "small", tokenizer()))
+        return sum(p.numel() for p in model.model.layers.parameters())
+
+    sizes = {role: parameters(name) for role, name in ROLES.items()}
+    assert sizes["compiler"] / sizes["executor"] == pytest.approx(0.5, abs=0.02)
+    monkeypatch.setitem(ROLES, "executor", ROLES["compiler"])
+    small = lambda name, shapes, words: LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, vocab_size=len(words)
+    )
+    monkeypatch.setattr("benchmarks.shapes.shape_of", small)
+    for folder in made_pair("small", tmp_path, "float32"):
+        assert load_encoder(folder).ids("go to cabinet 2") == load_encoder(MODEL).ids("go to cabinet 2")
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:
@@ -139,12 +215,14 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path, tmp_path: Path) -> None:
     """In a process of its own: the engines end with it."""
     pytest.importorskip("vllm")
+    out = tmp_path / "run"
+    arguments = ["bench", "delivery", *sizes(tmp_path), "--engine", "vllm", "--out", str(out)]
     done = subprocess.run(
-        [sys.executable, "-m", "memcompiler", "bench", "delivery", *SIZES, "--engine", "vllm", "-o", str(tmp_path)],
+        [sys.executable, "-m", "memcompiler", *arguments],
         cwd=repository, capture_output=True, text=True, timeout=560, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((out / "results.json").read_text())
     assert done.stdout.strip().splitlines()[-1] == f"ratio: {results['ratio']['vllm 1']:.2f}"
     tokens, asked, backbone = row(results, "compiled", 1)["tokens"], script(), load_encoder(MODEL)
 
@@ -160,15 +238,19 @@ def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path,
     assert tokens["compiler_cached"]["values"] == cached
     assert cached[0] < memory - MEMORY + block and min(cached[1:]) > memory - block  # all of it, to whole blocks
     assert tokens["compiler_in"]["values"] == [len(ids) for ids in before[1:]]
-    assert tokens["compiler_out"]["values"] == [EMISSION_TOKENS + 1 + SOFT] * STEPS
-    assert tokens["executor_out"]["values"] == [ACTION_TOKENS] * STEPS
-    assert row(results, "compiled", 2)["seconds"]["second_pass"]["median"] > 0
+    guided = [bool(parse(said(t).emission).emission.guidance) for t in range(STEPS)]
+    assert tokens["compiler_out"]["values"] == [  # an end of turn is forced behind those that were written
+        len(backbone.ids(said(t).emission)) + 2 + SOFT * read for t, read in enumerate(guided)
+    ]
+    seconds = row(results, "compiled", 1)["seconds"]["second_pass"]["values"]
+    assert [second > 0 for second in seconds] == guided
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--concurrency", "1,x"], "numbers such as 1,4,16"),
+        (["--lengths", "nowhere"], "does not exist"),
         (["--concurrency", "0"], "numbers such as 1,4,16"),
         (["--engine", "both,hf"], "hf, vllm or both"),
         (["--memory-tokens", "9000", "--engine", "hf"], "lower --memory-tokens"),
@@ -176,6 +258,6 @@ def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path,
     ],
 )
 def test_bad_input_gives_one_clear_line(arguments: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "delivery", "--model", MODEL, *arguments])
+    done = CliRunner().invoke(app, ["bench", "delivery", "--executor", MODEL, *arguments])
     assert done.exit_code == 1 and message in done.output, done.output
     assert "Traceback" not in done.output

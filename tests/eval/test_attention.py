@@ -90,7 +90,7 @@ def test_the_same_for_an_executor_that_sees() -> None:
     tokenizer = tiny_models.tokenizer()
     executor = FrozenExecutor(Backbone(make_compiler(tokenizer, hidden=64, layers=2), make_processor(tokenizer)))
     prompt = executor.encode(request(Image.new("RGB", (64, 64), (200, 40, 40))))
-    assert prompt.pixels is not None
+    assert prompt.pictures
     ours = last_token_logits(executor, prompt).softmax(-1)
     torch.testing.assert_close(ours, own_weights(executor, prompt), atol=1e-4, rtol=1e-4)
 

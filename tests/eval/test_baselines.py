@@ -138,7 +138,8 @@ def test_compiled_no_memory_gives_the_compiler_a_state_and_no_memory() -> None:
     assert (episode.memory_ids, episode.memory_text, episode.delivery) == ((), "", "compiled_no_memory")
     assert episode.steps[0].brief_after.endswith("note: shelf 2 = unseen") and episode.steps[0].guidance
     step = recorded_step(episode, 0)  # what a record shows again
-    assert compile_request(replace(step, emission=None)) == replace(asked[0], expert=None)
+    assert asked[0].soft_on == "never"  # this executor takes none
+    assert compile_request(replace(step, emission=None)) == replace(asked[0], expert=None, soft_on="always")
     evaluation.run("compiled")
     assert asked[-1].memory == (OTHER, RIGHT)
     meta = {"environment": "household", "split": "test", "n_tasks": 1, "seed": 0}

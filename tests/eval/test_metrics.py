@@ -137,7 +137,10 @@ def compiled_step(kind: str, **changes: Any) -> StepRecord:
 
 
 def example() -> list[Episode]:
-    first = [compiled_step("HYBRID"), compiled_step("BRIEF", seconds={"compiler": 0.05, "executor": 0.02})]
+    first = [
+        compiled_step("HYBRID", emission_ids=(7,) * 9),
+        compiled_step("BRIEF", seconds={"compiler": 0.05, "executor": 0.02}),
+    ]
     second = [compiled_step("NOACTION", parse_error="empty", grounding="failed", tokens={"executor_in": 28})]
     broken = StopReason.EXECUTOR_FAILURE
     return [
@@ -156,6 +159,7 @@ def test_summary_by_hand() -> None:
     assert summary["executor_tokens_per_step"] == pytest.approx((52 + 52 + 28) / 3)
     assert summary["compiler_tokens_per_step"] == pytest.approx((100 + 100 + 0) / 3)
     third = pytest.approx(1 / 3)
+    assert summary["emission_tokens_per_step"] == pytest.approx((9 + 0 + 0) / 3)
     assert summary["emission_mix"] == {"EXPERIENCE": 0, "BRIEF": third, "HYBRID": third, "NOACTION": third}
     assert summary["parse_error_rate"] == third
     assert summary["grounding"] == {"choice": pytest.approx(2 / 3), "exact": 0, "fuzzy": 0, "failed": third}
@@ -199,7 +203,7 @@ def test_standard_errors() -> None:
 def test_summary_without_a_compiler_or_families() -> None:
     summary = summarise(played("10", delivery="none"))
     assert (summary["emission_mix"], summary["parse_error_rate"], summary["by_family"]) == ({}, None, {})
-    assert summary["compiler_tokens_per_step"] == 0.0
+    assert summary["compiler_tokens_per_step"] == 0.0 and summary["emission_tokens_per_step"] is None
 
 
 def test_episodes_that_broke_before_their_first_step_are_summarised() -> None:

@@ -95,3 +95,17 @@ def test_two_who_replace_a_file_at_the_same_moment_do_not_meet(tmp_path: Path) -
             other.write(b"the same")
         one.write(b"the same")
     assert path.read_text() == "the same" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_rows_are_put_in_order_without_a_torn_line_and_only_where_they_are_not(tmp_path):
+    lines = JsonLines(tmp_path / "rows.jsonl", needs=("i",))
+    lines.append_lines(*(f'{{"i": {i}, "text": "{"x" * i}"}}' for i in (2, 0, 1)))
+    with lines.path.open("ab") as file:
+        file.write(b'{"i": 7')
+    lines.arrange(lambda row: row["i"])
+    assert [row["i"] for row in lines] == [0, 1, 2] and [len(row["text"]) for row in lines] == [0, 1, 2]
+    before = lines.path.stat()
+    lines.arrange(lambda row: row["i"])
+    assert lines.path.stat().st_ino == before.st_ino
+    JsonLines(tmp_path / "none.jsonl").arrange(lambda row: row["i"])
+    assert not (tmp_path / "none.jsonl").exists()
