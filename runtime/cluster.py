@@ -11,7 +11,9 @@ import importlib.util
 import os
 import secrets
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -81,7 +83,7 @@ def ray_cluster(cpus: int | None = None, gpus: int | None = None, dashboard: boo
         ClusterError: it cannot be reached or started.
     """
     address = os.environ.get(ADDRESS, _LOCAL)
-    with private_environment() if address == _LOCAL else nullcontext():
+    with private_environment() if address == _LOCAL else nullcontext(), _sigterm_as_before():
         ray = import_ray()
         if ray.is_initialized():
             yield ray
@@ -112,6 +114,19 @@ def _init(ray: Any, address: str, own: Mapping[str, Any], folder: Path) -> None:
             f"no Ray answers at {ADDRESS}={address}: {error}. Start one (`ray start --head`, docs/cluster.md), or "
             f"unset {ADDRESS} to have one on this machine alone"
         ) from error
+
+
+@contextmanager
+def _sigterm_as_before() -> Iterator[None]:
+    """Put back what SIGTERM does: Ray has it end the process in order, and goes on to when it is long shut down."""
+    if threading.current_thread() is not threading.main_thread():  # Ray sets nothing there either
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @cache

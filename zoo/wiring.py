@@ -50,7 +50,8 @@ HIDDEN, HEADS, HEAD_DIM = 160, 5, 64
 EMBEDDED, BACK, BLOCKS = 64, 24, 4  # dimensions of an embedding, of a token looked back at, and how many of those
 SCENE, THING, PLACE, SECTION = 5, 6, 7, 8  # blocks of what is gathered
 GATHERING, FORWARD = (288, 8), 2  # dimensions and heads of a model that gathers; its feed-forward layers, in widths
-THETA = 1e8  # rotary base: half of a head's dimensions hardly turn within a prompt
+THETAS = 1e8, 1e13  # rotary bases, the second of a model that gathers: half of a head's dimensions and more hardly turn
+# within a prompt. Two things of BACK dimensions are compared whole with the second, and matches are all as strong.
 FAST, SLOW = 0.02, 1e-3  # radians a token: what tells neighbours apart, and what content is compared in
 SHARP, ALIKE, EVEN = 8.0, 2.1, 1.2  # how much more a head attends where it should, by kind
 SPANS = (12, 40)  # tokens that free heads of the first layers look at
@@ -62,17 +63,24 @@ KINDS = {"sinks": -6, "sections": -5, "goals": -4, "scenes": -3, "things": -2, "
 KIND, NORM = 0.5, 1.2  # what stands there; the norm of an embedding whose kind is to be told
 CODE = 12  # dimensions of what a kind of places and its places have in common, and of where it is gathered
 SHARED, TARGET = slice(-6 - CODE, -6), slice(-6 - 2 * CODE, -6 - CODE)
-DEEDS, TAKEN = ("\ndid:", "did"), ("take",)  # what deeds begin with, and begin anew with
-WORDS = {"sinks": ("<|im_start|>",), "sections": (*DEEDS, *TAKEN)}  # of kinds that no lexicon lists
+DEEDS, TAKEN = ("\ndid:", "did"), ("take",)  # what deeds begin with, and what one has something in hand after
+PUT, VIEW = ("move",), ("see", "\nsee:")  # after which one has nothing in hand: it was put somewhere; the deeds were
+# those of memory, behind which, after a blank line, the view follows
+WORDS = {"sinks": ("<|im_start|>",), "sections": (*DEEDS, *TAKEN, *PUT, VIEW[0])}  # of kinds that no lexicon lists
 SAME = ("did", "\ndid:"), ("see", "\nsee:")  # behind the blank line that ends pasted memory, they are other tokens
 ARTICLES = " a", ", a", ", and a"  # before what a view lists
 CHOSEN, NEAR = 8.0, 12.0  # how much more a gathering head attends to a kind, and how much less where its span ends
 REACH, FALLING, LASTING = 200, 0.3, 70.0  # tokens back to which a last one is found, how much less each token further
 # back is attended to, and how much more one of the kind
-GAIN, FOLLOWED = 1.5, 6.0  # of what was gathered; of an article
+FAINT, PLAIN = 1 / 3, 0.82  # What is gathered is written so much fainter than what is looked back at, which is there
+# everywhere: else norms, and with them how much is attended to, would differ by what has been found. Behind the norm
+# the rest is larger then, and read by as much less.
+GAIN, FOLLOWED = 1.5 / FAINT, 9.0  # of what was gathered; of an article
 RESTING = 40.0  # how much more or less a head attends to the first token that rests, or does not
-HELD, SHOWN = 5.4, 2.5  # behind the norm: what stands in a block of what was gathered, and what tells a kind
-SUNK, SINKING, AWAY = 16.0, 4.0, 0.2  # what tells the first token, behind a norm, and in
+HELD, SHOWN = 5.4 * FAINT / PLAIN, 2.5 / PLAIN  # behind the norm: what stands in a block of what was gathered, and
+# what tells a kind
+SEEN = 22  # of BACK dimensions, those in use where two of them have to fit into a head, whole
+SUNK, SINKING, AWAY = 16.0 / PLAIN, 4.0, 0.2  # what tells the first token, behind a norm, and in
 # its embedding, which has to be large, for a norm would enlarge what is beside it; what is taken away
 
 
@@ -94,6 +102,7 @@ class Match:
     sharp: float = 1.0  # how much more, here and there, is made of the comparison
     sink: float = 0.0  # how alike something has to be, as an attention logit; without one, anything may be attended to
     here: float = 0.0  # how much more alike, where it is no place or does not hold one of the words itself
+    rests: Sequence[str] = ()  # finds nothing behind one of these, as the last of the sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,6 @@ class Gather:
     kind: str
     span: int | None  # None: the last one, however far back
     block: int
-    silent: Sequence[str] = ()  # words that are attended to and leave the block empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +135,14 @@ def layout(layers: int, gathers: bool = False) -> Layout:
     """List the heads of each layer."""
     if gathers:
         first: list[Head] = [Look(1), Look(2), Look(4), Gather("scenes", 24, SCENE), Gather("things", 20, THING)]
-        first += [Gather("places", 60, PLACE), Gather("sections", None, SECTION, TAKEN), Aim(False)]
+        first += [Gather("places", 60, PLACE), Gather("sections", None, SECTION), Aim(False)]
         second: list[Head] = [
-            Match(((THING, 2), (SCENE, 4)), strength=2.0, sink=36),
+            Match(((THING, 2), (SCENE, 4)), strength=3.5, sink=91, rests=TAKEN),
             Match(((PLACE, 2),), also=(1, ARTICLES, 1.0), strength=1.0, sink=15),
             Match(((THING, 1),), also=(2, ARTICLES, 1.0), sink=32),
             Aim(True),
             Leave(),
-            Match(((0, 1),), also=(SECTION, DEEDS, 1.8), strength=2.0, sharp=2.0, sink=80, here=55),
+            Match(((0, 1),), also=(SECTION, DEEDS, 1.8), strength=2.0, sharp=2.0, sink=119, here=55),
         ]
         third: list[Head] = []
     else:
@@ -164,7 +172,7 @@ def wired(
         num_attention_heads=heads, num_key_value_heads=heads, head_dim=HEAD_DIM, attention_bias=True,
         max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=hidden**-0.5, rms_norm_eps=1e-6,
         eos_token_id=end, pad_token_id=padding, bos_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        rope_parameters={"rope_type": "default", "rope_theta": THETAS[bool(gathers)]},
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     with torch.no_grad():
@@ -180,20 +188,22 @@ def wired(
                 embeddings[_tokens(tokenizer, alike), SHARED] = torch.randn(CODE) * KIND / math.sqrt(CODE)
         shared, spans = _orthonormal(BACK, EMBEDDED), 0
         if gathers:
+            shared[SEEN:] = 0
             embeddings[:, :EMBEDDED] = _apart(embeddings[:, :EMBEDDED], shared)
+            for one, other in SAME:
+                embeddings[_tokens(tokenizer, (one,)), :EMBEDDED] = embeddings[_tokens(tokenizer, (other,))[:1], :EMBEDDED]
+            _square(embeddings, shared, [_tokens(tokenizer, words) for words in (DEEDS, TAKEN, PUT, VIEW)])
             seen = embeddings[:, :EMBEDDED] @ shared.T @ shared
             unseen = torch.nn.functional.normalize(embeddings[:, :EMBEDDED] - seen, dim=1)
             others = seen.square().sum(1) + embeddings[:, EMBEDDED:].square().sum(1)
             embeddings[:, :EMBEDDED] = seen + unseen * (NORM**2 - others).clamp(min=0.01).sqrt()[:, None]  # all as long
             embeddings[_tokens(tokenizer, WORDS["sinks"])[:1], :EMBEDDED] = 0
             embeddings[_tokens(tokenizer, WORDS["sinks"])[:1], KINDS["sinks"]] = SINKING
-            for one, other in SAME:
-                embeddings[_tokens(tokenizer, (one,))] = embeddings[_tokens(tokenizer, (other,))[0]].clone()
         decoder: Sequence[Any] = list(model.model.layers)
         for number, (layer, row) in enumerate(zip(decoder, layout(layers, bool(gathers)), strict=True)):
             layer.mlp.down_proj.weight.zero_()
             for i, head in enumerate(row):
-                at = _Head(layer.self_attn, slice(i * HEAD_DIM, (i + 1) * HEAD_DIM), 0.0 if gathers else SMALL)
+                at = _Head(layer.self_attn, slice(i * HEAD_DIM, (i + 1) * HEAD_DIM), bool(gathers))
                 match head:
                     case Look(back):
                         at.look(back, shared)
@@ -207,8 +217,10 @@ def wired(
                             at.follow(block, shared, word, much)
                             if head.here:
                                 at.ask(block, shared, word, head.here)
+                        if head.rests:
+                            at.rest(SECTION, shared, _direction(shared, embeddings[_tokens(tokenizer, head.rests)]))
                     case Gather():
-                        at.gather(head, shared, embeddings[_tokens(tokenizer, head.silent), :EMBEDDED])
+                        at.gather(head, shared)
                     case Aim(finds):
                         at.aim(finds)
                         if finds:
@@ -260,6 +272,15 @@ def _apart(vectors: Tensor, shared: Tensor, steps: int = 100, power: int = 8) ->
     return seen * float(size * math.sqrt(BACK / EMBEDDED))
 
 
+def _square(embeddings: Tensor, shared: Tensor, groups: Sequence[list[int]]) -> None:
+    """Turn some tokens' embeddings until, seen through `shared`, those of a group are one and groups at right angles."""
+    seen = embeddings[[group[0] for group in groups], :EMBEDDED] @ shared.T
+    turned, upper = torch.linalg.qr(seen.T)
+    for group, one in zip(groups, (turned * upper.diagonal().sign()).T * seen.norm(dim=1).mean(), strict=True):
+        some = embeddings[group, :EMBEDDED]
+        embeddings[group, :EMBEDDED] = some - some @ shared.T @ shared + one @ shared
+
+
 def _direction(shared: Tensor, words: Tensor) -> Tensor:
     """Return the direction (BACK,) that words (n, hidden) have in a block, together."""
     return torch.nn.functional.normalize(shared @ words[:, :EMBEDDED].mean(0), dim=0)
@@ -274,13 +295,14 @@ def _tokens(tokenizer: PreTrainedTokenizerFast, words: Sequence[str]) -> list[in
 class _Head:
     """The weights of one attention head."""
 
-    def __init__(self, attention: Any, rows: slice, left: float) -> None:
-        self.left = left  # what is left of random weights, where the head is set
+    def __init__(self, attention: Any, rows: slice, gathers: bool) -> None:
+        self.left = 0.0 if gathers else SMALL  # of random weights, where the head is set
+        self.gathers, self.plain = gathers, PLAIN if gathers else 1.0
         parts = ("q_proj", "k_proj", "v_proj")
         self.q, self.k, self.v = (getattr(attention, name).weight[rows] for name in parts)
         self.q_bias, self.k_bias = (getattr(attention, name).bias[rows] for name in parts[:2])
         self.o = attention.o_proj.weight[:, rows]
-        self.turns = THETA ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))  # radians a token
+        self.turns = THETAS[gathers] ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))  # radians a token
 
     def look(self, back: int, shared: Tensor) -> None:
         """Attend `back` tokens back, and write what is there, seen through `shared`, into its block."""
@@ -293,20 +315,18 @@ class _Head:
         self._look(0)
         start = EMBEDDED + (PLACE - 1) * BACK
         self.v.zero_()
-        self.v[:, start : start + BACK] = EMBEDDED / BACK * shared.T
+        self.v[:, start : start + BACK] = EMBEDDED / BACK / FAINT * shared.T
         self.o.zero_()
         self._into_embedding(-AWAY)
 
-    def gather(self, head: Gather, shared: Tensor, silent: Tensor) -> None:
-        """Attend to the last tokens of a kind, and write what is there, seen through `shared`, but for what silent
-        words (n, EMBEDDED) have."""
+    def gather(self, head: Gather, shared: Tensor) -> None:
+        """Attend to the last tokens of a kind, and write what is there, seen through `shared`."""
         if head.span is None:
             self._last(head.kind)
         else:
             self._prefer(head.kind, head.span)
-        said = torch.linalg.qr(silent.T)[0] if len(silent) else silent.T
-        self.v[:BACK, :EMBEDDED] += shared @ (torch.eye(EMBEDDED) - said @ said.T)
-        self._write(head.block)
+        self.v[:BACK, :EMBEDDED] += shared
+        self._write(head.block, WRITTEN * FAINT)
 
     def aim(self, finds: bool) -> None:
         """Attend to the kind of place that the goal names, and write what it shares with its places; or compare that
@@ -314,12 +334,12 @@ class _Head:
         if not finds:
             self._prefer("goals", 20)
             self.v[:CODE, SHARED] += torch.eye(CODE)
-            self.o[TARGET, :CODE] += WRITTEN * torch.eye(CODE)
+            self.o[TARGET, :CODE] += WRITTEN * FAINT * torch.eye(CODE)
             return
         self._prefer("places", None)
         some = (self.turns < SLOW).nonzero()[1 : CODE + 1, 0]
-        self.q[some, TARGET] += GAIN * ALIKE * torch.eye(CODE)
-        self.k[some, SHARED] += GAIN * ALIKE * torch.eye(CODE)
+        self.q[some, TARGET] += self.plain * GAIN * ALIKE * torch.eye(CODE)
+        self.k[some, SHARED] += self.plain * GAIN * FAINT * ALIKE * torch.eye(CODE)
         self.v += torch.eye(*self.v.shape)
         self._into_embedding(AIMED)
 
@@ -362,8 +382,8 @@ class _Head:
         """Attend to what has in a block a word, too, of this direction (BACK,)."""
         at = HEAD_DIM - 1  # which hardly turns; one dimension, for the others compare something else
         self.q[at] = 0
-        self.k[at] = _amplified(block) * word @ _reader(block, shared, self.k.shape[1])
-        self.q_bias[at] = much * FOLLOWED * GAIN
+        self.k[at] = self._amplified(block) * word @ _reader(block, shared, self.k.shape[1])
+        self.q_bias[at] = much * FOLLOWED
 
     def sink(self, level: float) -> None:
         """Attend to the first token of a prompt, where nothing is found that is more alike than `level`."""
@@ -385,11 +405,14 @@ class _Head:
         self._calm()
         slow = (self.turns < SLOW).nonzero()[:, 0]
         dims = torch.cat([slow, slow + HEAD_DIM // 2])
+        if self.gathers:  # the others are for what tells kinds and words
+            dims = torch.cat([slow[1:], slow[1:-1] + HEAD_DIM // 2])
         size = len(dims) // len(head.pairs)
         for n, (here, there) in enumerate(head.pairs):
-            some, mixing = dims[n * size : (n + 1) * size], _orthonormal(size, BACK)
+            some, mixing = dims[n * size : (n + 1) * size], _orthonormal(size, SEEN if self.gathers else BACK)
+            mixing = torch.nn.functional.pad(mixing, (0, BACK - mixing.shape[1]))
             for side, back in ((self.q, here), (self.k, there)):
-                side[some] += head.sharp * _amplified(back) * mixing @ _reader(back, shared, side.shape[1])
+                side[some] += head.sharp * self._amplified(back) * mixing @ _reader(back, shared, side.shape[1])
         self.v += torch.eye(*self.v.shape)
         self._into_embedding(head.strength / number)
 
@@ -407,11 +430,15 @@ class _Head:
         self._towards(back, fast, math.sqrt(SHARP * math.sqrt(HEAD_DIM) / float(apart)))
 
     def _into_embedding(self, strength: float) -> None:
-        self.o[:EMBEDDED] += strength * torch.eye(EMBEDDED, HEAD_DIM)
+        self.o[:EMBEDDED] += self.plain * strength * torch.eye(EMBEDDED, HEAD_DIM)
 
-    def _write(self, block: int) -> None:
+    def _write(self, block: int, strength: float = WRITTEN) -> None:
         start = EMBEDDED + (block - 1) * BACK
-        self.o[start : start + BACK, :BACK] += WRITTEN * torch.eye(BACK)
+        self.o[start : start + BACK, :BACK] += strength * torch.eye(BACK)
+
+    def _amplified(self, back: int) -> float:
+        # A token's own embedding is seen through `shared`, which keeps a part of it.
+        return self.plain * ALIKE * (GAIN if back > BLOCKS else 1.25 if back == 0 else 1.0)
 
     def _calm(self) -> None:
         for weight in (self.q, self.k, self.v, self.o):
@@ -424,11 +451,6 @@ class _Head:
         self.k_bias[dims] = amplitude
         self.q_bias[dims] = amplitude * turned.cos()
         self.q_bias[dims + HEAD_DIM // 2] = -amplitude * turned.sin()
-
-
-def _amplified(back: int) -> float:
-    # A token's own embedding is seen through `shared`, which keeps a part of it.
-    return ALIKE * (GAIN if back > BLOCKS else 1.25 if back == 0 else 1.0)
 
 
 def _reader(back: int, shared: Tensor, hidden: int) -> Tensor:
