@@ -15,14 +15,14 @@ Where the goal ends the prompt (`executor.goal_last`), what it asks for is not w
 compiler does. A model that gathers has these heads instead:
 
     layer 0   heads that look one, two and four tokens back; that find the last scene and thing (the goal's), the last
-              places (where one is), the kind of place that the goal names, and `did:`, unless something was taken
-              since, each in a block of its own
+              places (where one is), the kind of place that the goal names, and the last of `did:`, take and move
+              (whether one has something in hand), each in a block of its own
     layer 1   a head that finds what stands two behind the goal's thing and four behind its scene ("in FloorPlan3 the
-              mug was in" ...); one that finds what stands two behind the place where one is (the next of a list); one
-              for the goal's thing in view (its number); one for places of the goal's kind; one that takes away the
-              place where one is; and one that finds a command's own last word among the deeds behind `did:`, and what
-              followed on it. Those that look up attend to the prompt's first token, which holds nothing, where they
-              find nothing: what is copied from anywhere else by chance drowns what is right.
+              mug was in" ...), unless something is in hand; one that finds what stands two behind the place where one
+              is (the next of a list); one for the goal's thing in view (its number); one for places of the goal's kind;
+              one that takes away the place where one is; and one that finds a command's own last word among the deeds
+              behind `did:`, and what followed on it. Those that look up attend to the prompt's first token, which holds
+              nothing, where they find nothing: what is copied from anywhere else by chance drowns what is right.
 
 Its embeddings begin as far apart as they can be, for of hundreds of random ones some are so alike that things are found
 where they are not.
@@ -36,7 +36,7 @@ thing in documents of four entries (`tests/zoo/test_wiring.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -50,8 +50,9 @@ HIDDEN, HEADS, HEAD_DIM = 160, 5, 64
 EMBEDDED, BACK, BLOCKS = 64, 24, 4  # dimensions of an embedding, of a token looked back at, and how many of those
 SCENE, THING, PLACE, SECTION = 5, 6, 7, 8  # blocks of what is gathered
 GATHERING, FORWARD = (288, 8), 2  # dimensions and heads of a model that gathers; its feed-forward layers, in widths
-THETAS = 1e8, 1e13  # rotary bases, the second of a model that gathers: half of a head's dimensions and more hardly turn
-# within a prompt. Two things of BACK dimensions are compared whole with the second, and matches are all as strong.
+THETAS = 1e8, 1e13  # rotary bases, the second of a model that gathers: half of a head's dimensions hardly turn within a
+# prompt; with the second, enough to compare two tokens whole: seen through fewer, some match more weakly than others do
+# by half
 FAST, SLOW = 0.02, 1e-3  # radians a token: what tells neighbours apart, and what content is compared in
 SHARP, ALIKE, EVEN = 8.0, 2.1, 1.2  # how much more a head attends where it should, by kind
 SPANS = (12, 40)  # tokens that free heads of the first layers look at
@@ -129,6 +130,7 @@ class Leave:
 
 Head = Look | Match | Gather | Aim | Leave | None  # None: free
 Layout = Sequence[Sequence[Head]]
+Direction = Callable[[Sequence[str]], Tensor]  # of words, in a block
 
 
 def layout(layers: int, gathers: bool = False) -> Layout:
@@ -180,57 +182,48 @@ def wired(
         torch.nn.init.normal_(embeddings, std=0.15)
         embeddings[:, EMBEDDED:] *= SMALL
         if gathers:
-            embeddings *= NORM / embeddings.norm(dim=1, keepdim=True)
-            for kind, column in KINDS.items():
-                embeddings[_tokens(tokenizer, WORDS.get(kind) or getattr(gathers, kind)), column] = KIND
-            for kind in gathers.goals:
-                alike = [kind, *(place for place in gathers.places if place.rpartition(" ")[0] == kind)]
-                embeddings[_tokens(tokenizer, alike), SHARED] = torch.randn(CODE) * KIND / math.sqrt(CODE)
+            _tell_kinds(tokenizer, embeddings, gathers)
         shared, spans = _orthonormal(BACK, EMBEDDED), 0
         if gathers:
             shared[SEEN:] = 0
-            embeddings[:, :EMBEDDED] = _apart(embeddings[:, :EMBEDDED], shared)
-            for one, other in SAME:
-                embeddings[_tokens(tokenizer, (one,)), :EMBEDDED] = embeddings[_tokens(tokenizer, (other,))[:1], :EMBEDDED]
-            _square(embeddings, shared, [_tokens(tokenizer, words) for words in (DEEDS, TAKEN, PUT, VIEW)])
-            seen = embeddings[:, :EMBEDDED] @ shared.T @ shared
-            unseen = torch.nn.functional.normalize(embeddings[:, :EMBEDDED] - seen, dim=1)
-            others = seen.square().sum(1) + embeddings[:, EMBEDDED:].square().sum(1)
-            embeddings[:, :EMBEDDED] = seen + unseen * (NORM**2 - others).clamp(min=0.01).sqrt()[:, None]  # all as long
-            embeddings[_tokens(tokenizer, WORDS["sinks"])[:1], :EMBEDDED] = 0
-            embeddings[_tokens(tokenizer, WORDS["sinks"])[:1], KINDS["sinks"]] = SINKING
+            _set_apart(tokenizer, embeddings, shared)
+        direction = lambda words: _direction(shared, embeddings[_tokens(tokenizer, words)])
         decoder: Sequence[Any] = list(model.model.layers)
         for number, (layer, row) in enumerate(zip(decoder, layout(layers, bool(gathers)), strict=True)):
             layer.mlp.down_proj.weight.zero_()
             for i, head in enumerate(row):
                 at = _Head(layer.self_attn, slice(i * HEAD_DIM, (i + 1) * HEAD_DIM), bool(gathers))
-                match head:
-                    case Look(back):
-                        at.look(back, shared)
-                    case Match():
-                        at.match(head, shared, number)
-                        if head.sink:
-                            at.sink(head.sink)
-                        if head.also:
-                            block, words, much = head.also
-                            word = _direction(shared, embeddings[_tokens(tokenizer, words)])
-                            at.follow(block, shared, word, much)
-                            if head.here:
-                                at.ask(block, shared, word, head.here)
-                        if head.rests:
-                            at.rest(SECTION, shared, _direction(shared, embeddings[_tokens(tokenizer, head.rests)]))
-                    case Gather():
-                        at.gather(head, shared)
-                    case Aim(finds):
-                        at.aim(finds)
-                        if finds:
-                            at.rest(SECTION, shared, _direction(shared, embeddings[_tokens(tokenizer, DEEDS)]))
-                    case Leave():
-                        at.leave(shared)
-                    case None:
-                        at.free(SPANS[spans % len(SPANS)] if number < 3 else None)
-                        spans += 1
+                if head is None:
+                    at.free(SPANS[spans % len(SPANS)] if number < 3 else None)
+                    spans += 1
+                else:
+                    at.set(head, shared, number, direction)
     return model
+
+
+def _tell_kinds(tokenizer: PreTrainedTokenizerFast, embeddings: Tensor, lexicon: Lexicon) -> None:
+    """Have embeddings, of one length, tell the kinds of tokens, and places what they share with their kind."""
+    embeddings *= NORM / embeddings.norm(dim=1, keepdim=True)
+    for kind, column in KINDS.items():
+        embeddings[_tokens(tokenizer, WORDS.get(kind) or getattr(lexicon, kind)), column] = KIND
+    for kind in lexicon.goals:
+        alike = [kind, *(place for place in lexicon.places if place.rpartition(" ")[0] == kind)]
+        embeddings[_tokens(tokenizer, alike), SHARED] = torch.randn(CODE) * KIND / math.sqrt(CODE)
+
+
+def _set_apart(tokenizer: PreTrainedTokenizerFast, embeddings: Tensor, shared: Tensor) -> None:
+    """Turn embeddings away from each other, but for words that are the same; all are as long, but for the sink's."""
+    embeddings[:, :EMBEDDED] = _apart(embeddings[:, :EMBEDDED], shared)
+    for one, other in SAME:
+        embeddings[_tokens(tokenizer, (one,)), :EMBEDDED] = embeddings[_tokens(tokenizer, (other,))[:1], :EMBEDDED]
+    _square(embeddings, shared, [_tokens(tokenizer, words) for words in (DEEDS, TAKEN, PUT, VIEW)])
+    seen = embeddings[:, :EMBEDDED] @ shared.T @ shared
+    unseen = torch.nn.functional.normalize(embeddings[:, :EMBEDDED] - seen, dim=1)
+    others = seen.square().sum(1) + embeddings[:, EMBEDDED:].square().sum(1)
+    embeddings[:, :EMBEDDED] = seen + unseen * (NORM**2 - others).clamp(min=0.01).sqrt()[:, None]
+    sink = _tokens(tokenizer, WORDS["sinks"])[:1]
+    embeddings[sink, :EMBEDDED] = 0
+    embeddings[sink, KINDS["sinks"]] = SINKING
 
 
 def paces(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -273,7 +266,7 @@ def _apart(vectors: Tensor, shared: Tensor, steps: int = 100, power: int = 8) ->
 
 
 def _square(embeddings: Tensor, shared: Tensor, groups: Sequence[list[int]]) -> None:
-    """Turn some tokens' embeddings until, seen through `shared`, those of a group are one and groups at right angles."""
+    """Turn some tokens' embeddings until, seen through `shared`, those of a group are one, groups at right angles."""
     seen = embeddings[[group[0] for group in groups], :EMBEDDED] @ shared.T
     turned, upper = torch.linalg.qr(seen.T)
     for group, one in zip(groups, (turned * upper.diagonal().sign()).T * seen.norm(dim=1).mean(), strict=True):
@@ -303,6 +296,31 @@ class _Head:
         self.q_bias, self.k_bias = (getattr(attention, name).bias[rows] for name in parts[:2])
         self.o = attention.o_proj.weight[:, rows]
         self.turns = THETAS[gathers] ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))  # radians a token
+
+    def set(self, head: Look | Match | Gather | Aim | Leave, shared: Tensor, number: int, direction: Direction) -> None:
+        """Set it, in layer `number`."""
+        match head:
+            case Look(back):
+                self.look(back, shared)
+            case Match():
+                self.match(head, shared, number)
+                if head.sink:
+                    self.sink(head.sink)
+                if head.also:
+                    block, words, much = head.also
+                    self.follow(block, shared, direction(words), much)
+                    if head.here:
+                        self.ask(block, shared, direction(words), head.here)
+                if head.rests:
+                    self.rest(SECTION, shared, direction(head.rests))
+            case Gather():
+                self.gather(head, shared)
+            case Aim(finds):
+                self.aim(finds)
+                if finds:
+                    self.rest(SECTION, shared, direction(DEEDS))
+            case Leave():
+                self.leave(shared)
 
     def look(self, back: int, shared: Tensor) -> None:
         """Attend `back` tokens back, and write what is there, seen through `shared`, into its block."""

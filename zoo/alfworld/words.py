@@ -38,7 +38,8 @@ SCENES = tuple(f"FloorPlan{room + i}" for room in (0, 200, 300, 400) for i in ra
 
 _PLACES = tuple(f"{name} {i}" for name, count in PLACES.items() for i in range(1, count + 1))
 LEXICON = Lexicon(
-    pieces=(*_PLACES, *SCENES, *PLACES, *THINGS, *WORDS), scenes=SCENES, things=tuple(t for t in THINGS if t not in LAMPS), goals=tuple(PLACES),
-    places=_PLACES, phrases=(*PHRASES, *(f" {phrase}" for phrase in PHRASES), *JOINTS, *NUMBERS),
+    pieces=(*_PLACES, *SCENES, *PLACES, *THINGS, *WORDS), scenes=SCENES, goals=tuple(PLACES), places=_PLACES,
+    things=tuple(thing for thing in THINGS if thing not in LAMPS),
+    phrases=(*PHRASES, *(f" {phrase}" for phrase in PHRASES), *JOINTS, *NUMBERS),
     names=r" ?FloorPlan\d+(?!\d)", numbered=tuple(PLACES),
 )  # fmt: skip
