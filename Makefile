@@ -44,7 +44,7 @@ alfworld: $(CORE)  ## the main job on real ALFWorld games, once their small mode
 	.venv/bin/memcompiler quickstart -c alfworld --out $(if $(filter file,$(origin OUT)),out/alfworld,$(OUT)) $(ARGS)
 
 test: $(TEST) $(OPENENV)  ## install what is missing, then all tests
-	.venv/bin/pytest $(ARGS)
+	.venv/bin/pytest --durations=25 $(ARGS)
 
 # What needs an engine or takes more than ten seconds is left out: for a look after every change.
 test-fast: $(FAST)  ## install the core and the test tools, then the tests that need no engine (minutes)

@@ -83,7 +83,7 @@ def ray_cluster(cpus: int | None = None, gpus: int | None = None, dashboard: boo
         ClusterError: it cannot be reached or started.
     """
     address = os.environ.get(ADDRESS, _LOCAL)
-    with private_environment() if address == _LOCAL else nullcontext(), _sigterm_as_before():
+    with private_environment() if address == _LOCAL else nullcontext(), sigterm_as_before():
         ray = import_ray()
         if ray.is_initialized():
             yield ray
@@ -117,7 +117,7 @@ def _init(ray: Any, address: str, own: Mapping[str, Any], folder: Path) -> None:
 
 
 @contextmanager
-def _sigterm_as_before() -> Iterator[None]:
+def sigterm_as_before() -> Iterator[None]:
     """Put back what SIGTERM does: Ray has it end the process in order, and goes on to when it is long shut down."""
     if threading.current_thread() is not threading.main_thread():  # Ray sets nothing there either
         yield

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from runtime.cluster import ADDRESS, import_ray, private_environment
+from runtime.cluster import ADDRESS, import_ray, private_environment, sigterm_as_before
 from tests.waiting import until
 
 SMALL = {"object_store_memory": 80 * 2**20, "include_log_monitor": False}
@@ -23,7 +23,7 @@ def ray_nodes(*cpus: int) -> Iterator[Any]:
     """Yield `ray.cluster_utils.Cluster` with a node for each number of CPUs, the head first, as RAY_ADDRESS names it;
     whatever belongs to it is gone after."""
     folder = Path(tempfile.mkdtemp(prefix="nodes-"))
-    with private_environment(), pytest.MonkeyPatch.context() as patch:
+    with private_environment(), sigterm_as_before(), pytest.MonkeyPatch.context() as patch:
         ray = import_ray()
         from ray.cluster_utils import Cluster
 

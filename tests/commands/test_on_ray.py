@@ -110,7 +110,9 @@ def local(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_collection_on_two_nodes_is_the_one_of_a_single_process_with_a_worker_killed_as_well(tmp_path, local):
     with ray_nodes(1, 1):
+        before = signal.getsignal(signal.SIGTERM)
         assert_same_collection(collect(tmp_path / "whole", *ON_RAY), local)
+        assert signal.getsignal(signal.SIGTERM) == before
         done = meanwhile(tmp_path / "killed", 4, lambda: os.kill(until(workers)[0], signal.SIGKILL))
         assert_same_collection(collect(tmp_path / "killed", *ON_RAY), local)
         done()
