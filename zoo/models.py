@@ -11,7 +11,8 @@ back to bytes, so it is total and lossless on any input.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ class Lexicon:
     phrases: tuple[str, ...] = ()  # of several words or signs, each one token; the longest that fits is taken
     names: str = ""  # a regular expression for names that are neither words nor "word number"
     numbered: tuple[str, ...] = ()  # whose "word number" is one token, where not every word's is
+    treatments: Mapping[str, str] = field(default_factory=dict)  # kinds of places by what goals call what is done there
 
 
 def make_tokenizer(lexicon: Lexicon) -> PreTrainedTokenizerFast:

@@ -48,8 +48,8 @@ from zoo.models import Lexicon
 
 HIDDEN, HEADS, HEAD_DIM = 160, 5, 64
 EMBEDDED, BACK, BLOCKS = 64, 24, 4  # dimensions of an embedding, of a token looked back at, and how many of those
-SCENE, THING, PLACE, SECTION = 5, 6, 7, 8  # blocks of what is gathered
-GATHERING, FORWARD = (288, 8), 2  # dimensions and heads of a model that gathers; its feed-forward layers, in widths
+SCENE, THING, PLACE, SECTION, WHERE = 5, 6, 7, 8, 9  # blocks of what is gathered
+GATHERING, FORWARD = (320, 10), 2  # dimensions and heads of a model that gathers; its feed-forward layers, in widths
 THETAS = 1e8, 1e13  # rotary bases, the second of a model that gathers: half of a head's dimensions hardly turn within a
 # prompt; with the second, enough to compare two tokens whole: seen through fewer, some match more weakly than others do
 # by half
@@ -57,27 +57,47 @@ FAST, SLOW = 0.02, 1e-3  # radians a token: what tells neighbours apart, and wha
 SHARP, ALIKE, EVEN = 8.0, 2.1, 1.2  # how much more a head attends where it should, by kind
 SPANS = (12, 40)  # tokens that free heads of the first layers look at
 PACE, EMBEDDING_PACE = 0.2, 0.02  # of the rate, at which set heads learn, and embeddings that they read
-SMALL, WRITTEN, COPIED, AIMED = 0.05, 0.13, 0.5, 1.3  # what is left of random weights in a head that is set; what heads
-# write
-KINDS = {"sinks": -6, "sections": -5, "goals": -4, "scenes": -3, "things": -2, "places": -1}
+SMALL, WRITTEN, COPIED, AIMED, TREATING = 0.05, 0.13, 0.5, 2.0, 4.0  # what is left of random weights in a head that is
+# set; what heads write
+KINDS = {
+    "parts": -8,
+    "treatments": -7,
+    "sinks": -6,
+    "sections": -5,
+    "goals": -4,
+    "scenes": -3,
+    "things": -2,
+    "places": -1,
+}
 """The dimension of an embedding that tells its kind."""
 KIND, NORM = 0.5, 1.2  # what stands there; the norm of an embedding whose kind is to be told
 CODE = 12  # dimensions of what a kind of places and its places have in common, and of where it is gathered
-SHARED, TARGET = slice(-6 - CODE, -6), slice(-6 - 2 * CODE, -6 - CODE)
+SHARED = slice(-8 - CODE, -8)
+TARGETS = {
+    "goals": slice(-8 - 2 * CODE, -8 - CODE),
+    "treatments": slice(EMBEDDED + 2 * BACK, EMBEDDED + 2 * BACK + CODE),
+}
+"""Where what is gathered of a kind stands: the second where what is three tokens back would, which no head looks at."""
 DEEDS, TAKEN = ("\ndid:", "did"), ("take",)  # what deeds begin with, and what one has something in hand after
+TREATED = ("using the",)  # what a view says once it has been treated
 PUT, VIEW = ("move",), ("see", "\nsee:")  # after which one has nothing in hand: it was put somewhere; the deeds were
 # those of memory, behind which, after a blank line, the view follows
-WORDS = {"sinks": ("<|im_start|>",), "sections": (*DEEDS, *TAKEN, *PUT, VIEW[0])}  # of kinds that no lexicon lists
+WORDS = {
+    "sinks": ("<|im_start|>",),
+    "sections": (*DEEDS, *TAKEN, *TREATED, *PUT, VIEW[0]),
+    "parts": (*DEEDS, "because in"),
+}
+"""Of kinds that no lexicon lists. Parts: one's own deeds, or those of an entry of memory."""
 SAME = ("did", "\ndid:"), ("see", "\nsee:")  # behind the blank line that ends pasted memory, they are other tokens
 ARTICLES = " a", ", a", ", and a"  # before what a view lists
 CHOSEN, NEAR = 8.0, 12.0  # how much more a gathering head attends to a kind, and how much less where its span ends
-REACH, FALLING, LASTING = 200, 0.3, 70.0  # tokens back to which a last one is found, how much less each token further
-# back is attended to, and how much more one of the kind
+REACH, FALLING, LASTING, UNFOUND = 200, 0.3, 70.0, 28.0  # tokens back to which a last one is found, how much less each
+# token further back is attended to, how much more one of the kind, and the token that holds nothing, which begins each turn
 FAINT, PLAIN = 1 / 3, 0.82  # What is gathered is written so much fainter than what is looked back at, which is there
 # everywhere: else norms, and with them how much is attended to, would differ by what has been found. Behind the norm
 # the rest is larger then, and read by as much less.
 GAIN, FOLLOWED = 1.5 / FAINT, 9.0  # of what was gathered; of an article
-RESTING = 40.0  # how much more or less a head attends to the first token that rests, or does not
+RESTING, FOUND = 40.0, -8.0  # how much more or less a head attends to the first token that rests, or does not
 HELD, SHOWN = 5.4 * FAINT / PLAIN, 2.5 / PLAIN  # behind the norm: what stands in a block of what was gathered, and
 # what tells a kind
 SEEN = 22  # of BACK dimensions, those in use where two of them have to fit into a head, whole
@@ -100,7 +120,7 @@ class Match:
     pairs: tuple[tuple[int, int], ...]  # (here, there)
     also: tuple[int, Sequence[str], float] | None = None  # block, words, how much: there it holds one of these, too
     strength: float = COPIED  # of the copy
-    sharp: float = 1.0  # how much more, here and there, is made of the comparison
+    sharp: Sequence[float] = (1.0, 1.0)  # how much more, here and there, is made of the comparison of each pair
     sink: float = 0.0  # how alike something has to be, as an attention logit; without one, anything may be attended to
     here: float = 0.0  # how much more alike, where it is no place or does not hold one of the words itself
     rests: Sequence[str] = ()  # finds nothing behind one of these, as the last of the sections
@@ -118,9 +138,12 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A head of two: the first finds the kind of place that the goal names last, the second places of that kind."""
+    """A head of two: the first finds the goal's last word of a kind that shares something with places (`kind`), the
+    second those places, but only behind `works`, as the last of the sections."""
 
-    finds: bool
+    kind: str
+    works: Sequence[str] = ()
+    strength: float = 0.0  # of the copy; of the first none
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +160,24 @@ def layout(layers: int, gathers: bool = False) -> Layout:
     """List the heads of each layer."""
     if gathers:
         first: list[Head] = [Look(1), Look(2), Look(4), Gather("scenes", 24, SCENE), Gather("things", 20, THING)]
-        first += [Gather("places", 60, PLACE), Gather("sections", None, SECTION), Aim(False)]
+        first += [Gather("places", 60, PLACE), Gather("sections", None, SECTION), Gather("parts", None, WHERE)]
+        first += [Aim("goals"), Aim("treatments")]
         second: list[Head] = [
-            Match(((THING, 2), (SCENE, 4)), strength=3.5, sink=91, rests=TAKEN),
+            Match(((THING, 2), (SCENE, 4)), strength=2.5, sink=91, rests=(*TAKEN, *TREATED)),
             Match(((PLACE, 2),), also=(1, ARTICLES, 1.0), strength=1.0, sink=15),
             Match(((THING, 1),), also=(2, ARTICLES, 1.0), sink=32),
-            Aim(True),
+            Aim("goals", (*TAKEN, *TREATED), AIMED),
+            Aim("treatments", TAKEN, TREATING),
             Leave(),
-            Match(((0, 1),), also=(SECTION, DEEDS, 1.8), strength=2.0, sharp=2.0, sink=119, here=55),
+            Match(
+                ((0, 1), (SECTION, SECTION)),
+                also=(WHERE, DEEDS, 1.8),
+                strength=2.0,
+                sharp=(2.0, 0.86),
+                sink=184,
+                here=55,
+                rests=(*TAKEN, *TREATED),
+            ),
         ]
         third: list[Head] = []
     else:
@@ -205,9 +238,10 @@ def _tell_kinds(tokenizer: PreTrainedTokenizerFast, embeddings: Tensor, lexicon:
     """Have embeddings, of one length, tell the kinds of tokens, and places what they share with their kind."""
     embeddings *= NORM / embeddings.norm(dim=1, keepdim=True)
     for kind, column in KINDS.items():
-        embeddings[_tokens(tokenizer, WORDS.get(kind) or getattr(lexicon, kind)), column] = KIND
+        embeddings[_tokens(tokenizer, WORDS.get(kind) or tuple(getattr(lexicon, kind))), column] = KIND
     for kind in lexicon.goals:
         alike = [kind, *(place for place in lexicon.places if place.rpartition(" ")[0] == kind)]
+        alike += [word for word, where in lexicon.treatments.items() if where == kind]
         embeddings[_tokens(tokenizer, alike), SHARED] = torch.randn(CODE) * KIND / math.sqrt(CODE)
 
 
@@ -216,7 +250,7 @@ def _set_apart(tokenizer: PreTrainedTokenizerFast, embeddings: Tensor, shared: T
     embeddings[:, :EMBEDDED] = _apart(embeddings[:, :EMBEDDED], shared)
     for one, other in SAME:
         embeddings[_tokens(tokenizer, (one,)), :EMBEDDED] = embeddings[_tokens(tokenizer, (other,))[:1], :EMBEDDED]
-    _square(embeddings, shared, [_tokens(tokenizer, words) for words in (DEEDS, TAKEN, PUT, VIEW)])
+    _square(embeddings, shared, [_tokens(tokenizer, words) for words in (DEEDS, TAKEN, TREATED, PUT, VIEW)])
     seen = embeddings[:, :EMBEDDED] @ shared.T @ shared
     unseen = torch.nn.functional.normalize(embeddings[:, :EMBEDDED] - seen, dim=1)
     others = seen.square().sum(1) + embeddings[:, EMBEDDED:].square().sum(1)
@@ -312,13 +346,13 @@ class _Head:
                     if head.here:
                         self.ask(block, shared, direction(words), head.here)
                 if head.rests:
-                    self.rest(SECTION, shared, direction(head.rests))
+                    self.rest(SECTION, shared, [direction((word,)) for word in head.rests])
             case Gather():
                 self.gather(head, shared)
-            case Aim(finds):
-                self.aim(finds)
-                if finds:
-                    self.rest(SECTION, shared, direction(DEEDS))
+            case Aim(_, works):
+                self.aim(head)
+                if works:
+                    self.rest(SECTION, shared, [direction((word,)) for word in works], unless=True)
             case Leave():
                 self.leave(shared)
 
@@ -346,28 +380,33 @@ class _Head:
         self.v[:BACK, :EMBEDDED] += shared
         self._write(head.block, WRITTEN * FAINT)
 
-    def aim(self, finds: bool) -> None:
-        """Attend to the kind of place that the goal names, and write what it shares with its places; or compare that
-        with what places share, and copy those."""
-        if not finds:
-            self._prefer("goals", 20)
+    def aim(self, head: Aim) -> None:
+        """Attend to the goal's last word of a kind, and write what it shares with places; or compare that with what
+        places share, and copy those."""
+        if not head.works:
+            self._prefer(head.kind, 20)
             self.v[:CODE, SHARED] += torch.eye(CODE)
-            self.o[TARGET, :CODE] += WRITTEN * FAINT * torch.eye(CODE)
+            self.o[TARGETS[head.kind], :CODE] += WRITTEN * FAINT * torch.eye(CODE)
             return
         self._prefer("places", None)
         some = (self.turns < SLOW).nonzero()[1 : CODE + 1, 0]
-        self.q[some, TARGET] += self.plain * GAIN * ALIKE * torch.eye(CODE)
+        self.q[some, TARGETS[head.kind]] += self.plain * GAIN * ALIKE * torch.eye(CODE)
         self.k[some, SHARED] += self.plain * GAIN * FAINT * ALIKE * torch.eye(CODE)
         self.v += torch.eye(*self.v.shape)
-        self._into_embedding(AIMED)
+        self._into_embedding(head.strength)
 
-    def rest(self, block: int, shared: Tensor, word: Tensor) -> None:
-        """Attend to the first token, where a word of this direction (BACK,) stands here in a block."""
+    def rest(self, block: int, shared: Tensor, words: Sequence[Tensor], unless: bool = False) -> None:
+        """Attend to the first token, where (or unless) a word of one of these directions (BACK,) stands here in a
+        block; directions that are the same count once."""
+        apart = [word for i, word in enumerate(words) if all(word @ other < 0.5 for other in words[:i])]
         at = HEAD_DIM // 2 + int((self.turns < SLOW).nonzero()[0, 0])  # beside what tells the kind
         self.q[at], self.k[at] = 0, 0
         self.k[at, KINDS["sinks"]] = math.sqrt(HEAD_DIM) / SUNK
-        self.q_bias[at] = -RESTING
-        self.q[at] = 2 * RESTING / HELD * word @ _reader(block, shared, self.q.shape[1])
+        much = -RESTING if unless else RESTING
+        self.q_bias[at] = -much
+        self.q[at] = (
+            (much - FOUND if unless else 2 * much) / HELD * sum(apart) @ _reader(block, shared, self.q.shape[1])
+        )
 
     def _prefer(self, kind: str, span: int | None) -> None:
         """Attend to tokens of a kind, the nearer the more within a span."""
@@ -383,7 +422,8 @@ class _Head:
         self.k[told, KINDS[kind]] += sharp / (KIND * 10)
 
     def _last(self, kind: str) -> None:
-        """Attend to the last token of a kind: each token further back it is worth less by as much."""
+        """Attend to the last token of a kind: each token further back it is worth less by as much; to the first token
+        of the prompt, where there is none."""
         self._calm()
         self.q.zero_()
         self.k.zero_()
@@ -395,6 +435,7 @@ class _Head:
         told = int((self.turns < SLOW).nonzero()[0, 0])
         self.q_bias[told] = sharp = math.sqrt(LASTING * math.sqrt(HEAD_DIM))
         self.k[told, KINDS[kind]] += sharp / (KIND * 10)
+        self.k[told, KINDS["sinks"]] += UNFOUND / LASTING * sharp / math.sqrt(self.k.shape[1])
 
     def follow(self, block: int, shared: Tensor, word: Tensor, much: float) -> None:
         """Attend to what has in a block a word, too, of this direction (BACK,)."""
@@ -430,7 +471,7 @@ class _Head:
             some, mixing = dims[n * size : (n + 1) * size], _orthonormal(size, SEEN if self.gathers else BACK)
             mixing = torch.nn.functional.pad(mixing, (0, BACK - mixing.shape[1]))
             for side, back in ((self.q, here), (self.k, there)):
-                side[some] += head.sharp * self._amplified(back) * mixing @ _reader(back, shared, side.shape[1])
+                side[some] += head.sharp[n] * self._amplified(back) * mixing @ _reader(back, shared, side.shape[1])
         self.v += torch.eye(*self.v.shape)
         self._into_embedding(head.strength / number)
 

@@ -366,7 +366,7 @@ def situation(
 ) -> play.Situation:
     state = BriefState("in FloorPlan1: put a mug in shelf").apply(Create("cabinet 1", "no mug"))
     memory = (entry("FloorPlan1", "cabinet 1"), entry("FloorPlan1", "cabinet 2"))
-    search = Search("find mug", ("cabinet 2", "cabinet 3"), frozenset({"cabinet 1"}))
+    search = Search("find mug", ("cabinet 2", "cabinet 3"), ("cabinet 2",), frozenset({"cabinet 1"}))
     asked = CompileRequest(state.goal, memory, state, "You arrive at shelf 1. On the shelf 1, you see a mug 3.")
     return play.Situation(asked, Emission(guidance, reason if guidance else ""), search)
 

@@ -86,8 +86,8 @@ class Script:
     nothing says anything, or the place is a disappointment, it goes on to the next place of the first view, after the
     one that it went to last, where it has not been. Places to which it went before it last took something count
     as new: that it does not go twice to one place holds for all ways then.
-    It never knows more than its prompt: of its actions, those that are shown. What pasted memory says, it reads as the
-    teacher does, without a Brief State; of several places that it tells any will do.
+    It never knows more than its prompt: of its actions, those that are shown. Of pasted memory it reads what is said of
+    this very thing in this scene, and concludes nothing from other scenes; of several places that it tells any will do.
     """
 
     entries: Mapping[str, MemoryEntry]  # by text: what may be pasted
@@ -125,7 +125,7 @@ class Script:
             places = ", ".join(c for c in request.admissible or () if c.startswith(GO))
             seen = f"{request.observation}\n{places}" if request.history else request.observation
             asked = CompileRequest(request.goal, memory, None, seen, None, request.history, request.expert)
-            return search.places if (search := TEACHER.search(asked)) else ()
+            return search.named if (search := TEACHER.search(asked)) else ()
         guidance = request.delivered.guidance
         return (guidance.removeprefix(GO),) if guidance.startswith(GO) else ()
 

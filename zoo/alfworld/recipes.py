@@ -57,7 +57,7 @@ Draw = Callable[[random.Random], stages.Batch]
 
 
 def train_executor(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (100, 1000), batch: int = 6
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (100, 800), batch: int = 6
 ) -> None:  # fmt: skip
     """Make the executor: short prompts, then cloning.
 

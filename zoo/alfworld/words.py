@@ -42,4 +42,5 @@ LEXICON = Lexicon(
     things=tuple(thing for thing in THINGS if thing not in LAMPS),
     phrases=(*PHRASES, *(f" {phrase}" for phrase in PHRASES), *JOINTS, *NUMBERS),
     names=r" ?FloorPlan\d+(?!\d)", numbered=tuple(PLACES),
+    treatments={"heat": "microwave", "hot": "microwave", "cool": "fridge", "clean": "sinkbasin"},
 )  # fmt: skip
