@@ -60,15 +60,8 @@ PACE, EMBEDDING_PACE = 0.2, 0.02  # of the rate, at which set heads learn, and e
 SMALL, WRITTEN, COPIED, AIMED, TREATING = 0.05, 0.13, 0.5, 2.0, 4.0  # what is left of random weights in a head that is
 # set; what heads write
 KINDS = {
-    "parts": -8,
-    "treatments": -7,
-    "sinks": -6,
-    "sections": -5,
-    "goals": -4,
-    "scenes": -3,
-    "things": -2,
-    "places": -1,
-}
+    "parts": -8, "treatments": -7, "sinks": -6, "sections": -5, "goals": -4, "scenes": -3, "things": -2, "places": -1,
+}  # fmt: skip
 """The dimension of an embedding that tells its kind."""
 KIND, NORM = 0.5, 1.2  # what stands there; the norm of an embedding whose kind is to be told
 CODE = 12  # dimensions of what a kind of places and its places have in common, and of where it is gathered
@@ -92,7 +85,7 @@ SAME = ("did", "\ndid:"), ("see", "\nsee:")  # behind the blank line that ends p
 ARTICLES = " a", ", a", ", and a"  # before what a view lists
 CHOSEN, NEAR = 8.0, 12.0  # how much more a gathering head attends to a kind, and how much less where its span ends
 REACH, FALLING, LASTING, UNFOUND = 200, 0.3, 70.0, 28.0  # tokens back to which a last one is found, how much less each
-# token further back is attended to, how much more one of the kind, and the token that holds nothing, which begins each turn
+# token further back is attended to, how much more one of the kind, and the token that holds nothing (it begins turns)
 FAINT, PLAIN = 1 / 3, 0.82  # What is gathered is written so much fainter than what is looked back at, which is there
 # everywhere: else norms, and with them how much is attended to, would differ by what has been found. Behind the norm
 # the rest is larger then, and read by as much less.
@@ -120,7 +113,7 @@ class Match:
     pairs: tuple[tuple[int, int], ...]  # (here, there)
     also: tuple[int, Sequence[str], float] | None = None  # block, words, how much: there it holds one of these, too
     strength: float = COPIED  # of the copy
-    sharp: Sequence[float] = (1.0, 1.0)  # how much more, here and there, is made of the comparison of each pair
+    sharp: Sequence[float] = (1.0,) * BLOCKS  # how much more, here and there, is made of the comparison of each pair
     sink: float = 0.0  # how alike something has to be, as an attention logit; without one, anything may be attended to
     here: float = 0.0  # how much more alike, where it is no place or does not hold one of the words itself
     rests: Sequence[str] = ()  # finds nothing behind one of these, as the last of the sections
