@@ -15,14 +15,16 @@ Where the goal ends the prompt (`executor.goal_last`), what it asks for is not w
 compiler does. A model that gathers has these heads instead:
 
     layer 0   heads that look one, two and four tokens back; that find the last scene and thing (the goal's), the last
-              places (where one is), the kind of place that the goal names, and the last of `did:`, take and move
-              (whether one has something in hand), each in a block of its own
+              places (where one is), the kind of place that the goal names and the one where it wants something treated;
+              the last of did, take, "using the" and move (whether something is in hand, and treated), and whether the
+              deeds here are one's own or memory's, each in a block of its own
     layer 1   a head that finds what stands two behind the goal's thing and four behind its scene ("in FloorPlan3 the
               mug was in" ...), unless something is in hand; one that finds what stands two behind the place where one
-              is (the next of a list); one for the goal's thing in view (its number); one for places of the goal's kind;
-              one that takes away the place where one is; and one that finds a command's own last word among the deeds
-              behind `did:`, and what followed on it. Those that look up attend to the prompt's first token, which holds
-              nothing, where they find nothing: what is copied from anywhere else by chance drowns what is right.
+              is (the next of a list); one for the goal's thing in view (its number); for what is in hand, one for
+              places of the goal's kind and one for those where it is treated; one that takes away the place where one
+              is; and one that finds a command's own last word among one's own deeds of this search, and what followed
+              on it. Those that look up attend to the prompt's first token, which holds nothing, where they find
+              nothing: what is copied from anywhere else by chance drowns what is right.
 
 Its embeddings begin as far apart as they can be, for of hundreds of random ones some are so alike that things are found
 where they are not.
@@ -398,7 +400,7 @@ class _Head:
         much = -RESTING if unless else RESTING
         self.q_bias[at] = -much
         self.q[at] = (
-            (much - FOUND if unless else 2 * much) / HELD * sum(apart) @ _reader(block, shared, self.q.shape[1])
+            (much - FOUND if unless else 2 * much) / HELD * torch.stack(apart).sum(0) @ _reader(block, shared, self.q.shape[1])
         )
 
     def _prefer(self, kind: str, span: int | None) -> None:
