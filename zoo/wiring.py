@@ -92,7 +92,8 @@ FAINT, PLAIN = 1 / 3, 0.82  # What is gathered is written so much fainter than w
 # everywhere: else norms, and with them how much is attended to, would differ by what has been found. Behind the norm
 # the rest is larger then, and read by as much less.
 GAIN, FOLLOWED = 1.5 / FAINT, 9.0  # of what was gathered; of an article
-RESTING, FOUND = 40.0, -8.0  # how much more or less a head attends to the first token that rests, or does not
+RESTING, FOUND = 40.0, 8.0  # how much more or less a head attends to the first token that rests, or does not; how much
+# more, where it works behind a word alone
 HELD, SHOWN = 5.4 * FAINT / PLAIN, 2.5 / PLAIN  # behind the norm: what stands in a block of what was gathered, and
 # what tells a kind
 SEEN = 22  # of BACK dimensions, those in use where two of them have to fit into a head, whole
@@ -398,10 +399,9 @@ class _Head:
         self.q[at], self.k[at] = 0, 0
         self.k[at, KINDS["sinks"]] = math.sqrt(HEAD_DIM) / SUNK
         much = -RESTING if unless else RESTING
+        word = torch.stack(apart).sum(0) @ _reader(block, shared, self.q.shape[1])
         self.q_bias[at] = -much
-        self.q[at] = (
-            (much - FOUND if unless else 2 * much) / HELD * torch.stack(apart).sum(0) @ _reader(block, shared, self.q.shape[1])
-        )
+        self.q[at] = (much + FOUND if unless else 2 * much) / HELD * word
 
     def _prefer(self, kind: str, span: int | None) -> None:
         """Attend to tokens of a kind, the nearer the more within a span."""
