@@ -135,7 +135,8 @@ def test_pytest_runs_once_with_the_arguments_and_its_failure_is_that_of_make(rep
     _fake_environment(folder)
     _script(folder / ".venv" / "bin" / "pytest", 'echo "pytest $*"; exit 1')
     done = _make(folder, "test", "ARGS=-x tests/soft_mem")
-    assert done.returncode != 0 and re.findall(r"^pytest .*", done.stdout, re.MULTILINE) == ["pytest --durations=25 -x tests/soft_mem"]
+    ran = re.findall(r"^pytest .*", done.stdout, re.MULTILINE)
+    assert done.returncode != 0 and ran == ["pytest --durations=25 -x tests/soft_mem"]
 
 
 def test_without_compilers_the_tests_run_without_alfworld(repository: Path, tmp_path: Path):

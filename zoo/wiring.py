@@ -22,9 +22,10 @@ compiler does. A model that gathers has these heads instead:
               mug was in" ...), unless something is in hand; one that finds what stands two behind the place where one
               is (the next of a list); one for the goal's thing in view (its number); for what is in hand, one for
               places of the goal's kind and one for those where it is treated; one that takes away the place where one
-              is; and one that finds a command's own last word among one's own deeds of this search, and what followed
-              on it. Those that look up attend to the prompt's first token, which holds nothing, where they find
-              nothing: what is copied from anywhere else by chance drowns what is right.
+              is; one that names the goal's thing behind what is done with one; and one that finds a command's own last
+              word among one's own deeds of this search, and what followed on it. Those that look up attend to the
+              prompt's first token, which holds nothing, where they find nothing: what is copied from anywhere else by
+              chance drowns what is right.
 
 Its embeddings begin as far apart as they can be, for of hundreds of random ones some are so alike that things are found
 where they are not.
@@ -62,14 +63,15 @@ PACE, EMBEDDING_PACE = 0.2, 0.02  # of the rate, at which set heads learn, and e
 SMALL, WRITTEN, COPIED, AIMED, TREATING = 0.05, 0.13, 0.5, 2.0, 4.0  # what is left of random weights in a head that is
 # set; what heads write
 KINDS = {
-    "parts": -8, "treatments": -7, "sinks": -6, "sections": -5, "goals": -4, "scenes": -3, "things": -2, "places": -1,
+    "verbs": -9, "parts": -8, "treatments": -7, "sinks": -6, "sections": -5, "goals": -4, "scenes": -3, "things": -2,
+    "places": -1,
 }  # fmt: skip
 """The dimension of an embedding that tells its kind."""
 KIND, NORM = 0.5, 1.2  # what stands there; the norm of an embedding whose kind is to be told
 CODE = 12  # dimensions of what a kind of places and its places have in common, and of where it is gathered
-SHARED = slice(-8 - CODE, -8)
+SHARED = slice(-9 - CODE, -9)
 TARGETS = {
-    "goals": slice(-8 - 2 * CODE, -8 - CODE),
+    "goals": slice(-9 - 2 * CODE, -9 - CODE),
     "treatments": slice(EMBEDDED + 2 * BACK, EMBEDDED + 2 * BACK + CODE),
 }
 """Where what is gathered of a kind stands: the second where what is three tokens back would, which no head looks at."""
@@ -81,6 +83,7 @@ WORDS = {
     "sinks": ("<|im_start|>",),
     "sections": (*DEEDS, *TAKEN, *TREATED, *PUT, VIEW[0]),
     "parts": (*DEEDS, "because in"),
+    "verbs": (*TAKEN, *PUT, "heat", "cool", "clean"),
 }
 """Of kinds that no lexicon lists. Parts: one's own deeds, or those of an entry of memory."""
 SAME = ("did", "\ndid:"), ("see", "\nsee:")  # behind the blank line that ends pasted memory, they are other tokens
@@ -97,8 +100,8 @@ RESTING, FOUND = 40.0, 8.0  # how much more or less a head attends to the first 
 HELD, SHOWN = 5.4 * FAINT / PLAIN, 2.5 / PLAIN  # behind the norm: what stands in a block of what was gathered, and
 # what tells a kind
 SEEN = 22  # of BACK dimensions, those in use where two of them have to fit into a head, whole
-SUNK, SINKING, AWAY = 16.0 / PLAIN, 4.0, 0.2  # what tells the first token, behind a norm, and in
-# its embedding, which has to be large, for a norm would enlarge what is beside it; what is taken away
+SUNK, SINKING, AWAY, NAMED = 16.0 / PLAIN, 4.0, 0.2, 1.5  # what tells the first token, behind a norm, and in
+# its embedding, which has to be large, for a norm would enlarge what is beside it; what is taken away, and named
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,7 @@ class Match:
     sink: float = 0.0  # how alike something has to be, as an attention logit; without one, anything may be attended to
     here: float = 0.0  # how much more alike, where it is no place or does not hold one of the words itself
     rests: Sequence[str] = ()  # finds nothing behind one of these, as the last of the sections
+    after: str = ""  # finds something behind words of this kind alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +163,13 @@ def layout(layers: int, gathers: bool = False) -> Layout:
         first += [Gather("places", 60, PLACE), Gather("sections", None, SECTION), Gather("parts", None, WHERE)]
         first += [Aim("goals"), Aim("treatments")]
         second: list[Head] = [
-            Match(((THING, 2), (SCENE, 4)), strength=2.5, sink=91, rests=(*TAKEN, *TREATED)),
+            Match(((THING, 2), (SCENE, 4)), strength=3.0, sink=91, rests=(*TAKEN, *TREATED)),
             Match(((PLACE, 2),), also=(1, ARTICLES, 1.0), strength=1.0, sink=15),
             Match(((THING, 1),), also=(2, ARTICLES, 1.0), sink=32),
             Aim("goals", (*TAKEN, *TREATED), AIMED),
             Aim("treatments", TAKEN, TREATING),
             Leave(),
+            Match(((THING, 0),), strength=NAMED, sink=15, after="verbs"),
             Match(
                 ((0, 1), (SECTION, SECTION)),
                 also=(WHERE, DEEDS, 1.8),
@@ -341,6 +346,8 @@ class _Head:
                     self.follow(block, shared, direction(words), much)
                     if head.here:
                         self.ask(block, shared, direction(words), head.here)
+                if head.after:
+                    self.only(head.after)
                 if head.rests:
                     self.rest(SECTION, shared, [direction((word,)) for word in head.rests])
             case Gather():
@@ -453,6 +460,12 @@ class _Head:
         self.q_bias[where] += 2 * much
         self.q[where] = -much / HELD * word @ _reader(block, shared, self.q.shape[1])
         self.q[where, KINDS["places"]] = -much / SHOWN
+
+    def only(self, kind: str) -> None:
+        """Attend to the first token, unless a token of a kind stands here."""
+        where = int((self.turns < SLOW).nonzero()[0, 0])
+        self.q_bias[where] += 2 * RESTING
+        self.q[where, KINDS[kind]] = -2 * RESTING / SHOWN
 
     def match(self, head: Match, shared: Tensor, number: int) -> None:
         """Compare each pair in dimensions of its own, and copy what stands where they agree."""

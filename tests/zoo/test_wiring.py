@@ -184,6 +184,7 @@ def asked(goal: str, did: str = "", see: str = "You arrive at bed 1. On the bed 
 
 SECOND = layout(3, gathers=True)[1]
 TOLD = next(head for head in SECOND if isinstance(head, Match) and head.rests and not head.here)
+NAMED = next(head for head in SECOND if isinstance(head, Match) and head.after)
 GONE_TO = next(head for head in SECOND if isinstance(head, Match) and head.here)
 THING_IN_VIEW = Match(((THING, 1),), also=(2, ARTICLES, 1.0), sink=32)
 GOALS, TREATMENTS = (next(head for head in SECOND if isinstance(head, Aim) and head.kind == kind)
@@ -229,6 +230,12 @@ def test_untrained_it_finds_the_goals_thing_in_view_and_where_to_bring_what_is_i
 ):
     prompt = asked(goal, did, see) if see else asked(goal, did)
     assert finds(gathering, head, prompt)[0] == wanted
+
+
+@pytest.mark.parametrize(("verb", "named"), [("take", "mug"), ("go to", ""), ("open", "")])
+def test_untrained_it_names_the_goals_thing_behind_what_is_done_with_one(gathering, verb, named):
+    prompt = asked("put a mug in drawer", SOUGHT, "You arrive at bed 1. On the bed 1, you see a bowl 2, and a mug 3.")
+    assert finds(gathering, NAMED, prompt.removesuffix("go to") + verb)[0] == named
 
 
 def test_heads_that_are_set_learn_at_their_own_pace(gathering):
