@@ -62,8 +62,8 @@ def engine(
 
 
 def laid_out(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Layout:
-    """Share a cluster of so many GPUs out: as `placement` says; where it does not, half of them train, one acts, and
-    the rest roll out (of 8: the paper's 4, 3 and 1). Without GPUs each role has a process; with one GPU, one has all.
+    """Share a cluster of so many GPUs out: as `placement` says; where it does not, half of them train, one in
+    eight acts, and the rest roll out (of 8: the paper's 4, 3 and 1). Without GPUs each role has a process; with one GPU, one has all.
 
     An engine gets its GPUs whole where there are enough, for what weights leave is cache. Where there are not, as many
     as fit share one: by their weights, and a cache for the episodes that are under way.
@@ -71,7 +71,8 @@ def laid_out(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Layou
     place, held = config.placement, config.executor.engine in HELD
     wide = {name: one.vllm.tensor_parallel_size * (one.engine == "vllm") or 1 for name, one in _roles(config).items()}
     trainers = place.trainers or max(1, gpus // 2)
-    executors = held * (int(gpus not in (1, 2)) if place.executors is None else place.executors)
+    acting = int(gpus not in (1, 2)) * max(1, gpus // 8 // wide["executor"])
+    executors = held * (acting if place.executors is None else place.executors)
     left = (gpus - trainers - executors * wide["executor"]) // wide["compiler"]
     compilers = place.compilers if place.compilers is not None else int(gpus != 1) * max(1, left)
     counts = {"compiler": compilers, "executor": executors}

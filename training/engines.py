@@ -215,8 +215,9 @@ class Pool:
                 call = waiting.popleft()
                 engine = self._choose(call)
                 asked[self._engines[engine].ask.remote(name, *calls[call])] = _Asked(call, engine)
-            ready, _ = self._ray.wait(list(asked), num_returns=1, timeout=TURN_S)
-            over = [(each, self._answer(each)) for each in ready] + [(each, silence) for each in self._silent(asked)]
+            ready, others = self._ray.wait(list(asked), num_returns=1, timeout=TURN_S)
+            late = self._silent({each: asked[each] for each in others})
+            over = [(each, self._answer(each)) for each in ready] + [(each, silence) for each in late]
             for each, (answer, reason) in over:
                 one = asked.pop(each)
                 if not reason:
