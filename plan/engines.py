@@ -62,8 +62,9 @@ def engine(
 
 
 def laid_out(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Layout:
-    """Share a cluster of so many GPUs out: as `placement` says; where it does not, half of them train, one in
-    eight acts, and the rest roll out (of 8: the paper's 4, 3 and 1). Without GPUs each role has a process; with one GPU, one has all.
+    """Share a cluster of so many GPUs out: as `placement` says; where it does not, half of them train, one in eight
+    acts, and the rest roll out (of 8: the paper's 4, 3 and 1). Without GPUs each role has a process; with one GPU, one
+    process has all roles.
 
     An engine gets its GPUs whole where there are enough, for what weights leave is cache. Where there are not, as many
     as fit share one: by their weights, and a cache for the episodes that are under way.
