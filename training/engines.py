@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,11 +39,12 @@ from soft_mem.projector import Projector
 PAUSE_S = 0.2  # between two looks for an engine that is there
 TURN_S = 5.0  # that one waits for answers before one looks at the clock
 Tell = Callable[[dict[str, Any]], object]  # what is to be recorded: engines that were lost
+TENSORS = ("text_logprobs", "z", "noise", "mu", "log_sigma", "soft", "latent_logprobs")  # of a compilation
 Stream = int | Tensor  # random numbers: a seed, or how far they were drawn
 
 
 class WeightsError(RuntimeError):
-    """An engine compiles with other weights than it was asked to."""
+    """Something was compiled, or would have been, with other weights than were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class CompilerEngine:
             compiler.generator.manual_seed(stream)
         else:
             compiler.generator.set_state(stream)
-        return compiler.compile(requests), compiler.generator.get_state()
+        return [_sent(made) for made in compiler.compile(requests)], compiler.generator.get_state()
 
     def _take(self, weights: Weights) -> None:
         if self._has == (weights.version, weights.sha256):
@@ -125,7 +127,7 @@ class ExecutorEngine:
     def __init__(self, config: ExecutorConfig, told: Told) -> None:
         made = load_executor(config, told)
         assert isinstance(made, TokenExecutor)
-        self._executor, self._size = made, config.batch_size
+        self._executor, self._size = made, config.batch_size if config.engine == "hf" else sys.maxsize
 
     @property
     def broken(self) -> str | None:
@@ -140,7 +142,7 @@ class ExecutorEngine:
 
     @torch.no_grad()
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
-        return [score.cpu() for score in self._batches(self._executor.candidate_logprobs, prompts, candidates)]
+        return [_whole(score.cpu()) for score in self._batches(self._executor.candidate_logprobs, prompts, candidates)]
 
     @torch.no_grad()
     def generate(
@@ -154,6 +156,17 @@ class ExecutorEngine:
         for at in range(0, len(prompts), self._size):
             made += call(prompts[at : at + self._size], beside[at : at + self._size])
         return made
+
+
+def _sent(made: Compilation) -> Compilation:
+    """Leave out what its client has, or can encode itself, and hold nothing of the rest of the batch."""
+    tensors = {name: value for name in TENSORS if (value := getattr(made, name)) is not None}
+    return replace(made, request=None, prompt=None, **{name: _whole(value) for name, value in tensors.items()})
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Give a tensor that has a storage of its own: a view is sent with all that it is a view of."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _sha256(folder: Path) -> str:
@@ -390,6 +403,7 @@ class RayExecutor(TokenExecutor):
 
     def _shared(self, name: str, prompts: Sequence[Prompt], beside: Sequence[Any]) -> list[Any]:
         """Share rows out over the engines."""
+        prompts = [prompt if prompt.soft is None else replace(prompt, soft=_whole(prompt.soft)) for prompt in prompts]
         parts = zip(_parts(prompts, len(self._pool)), _parts(beside, len(self._pool)), strict=True)
         return [row for rows in self._pool.ask_all(name, [part for part in parts if part[0]]) for row in rows]
 
