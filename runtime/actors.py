@@ -4,6 +4,7 @@ and a function that says what it prints. Nothing heavy is imported here: a proce
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import re
 import socket
@@ -14,12 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import TextIOBase
-from typing import Any, TypeVar
+from typing import Any
 
 from runtime.cluster import import_ray
 from runtime.http import LOOPBACK
 
-T = TypeVar("T")
 STREAM_S = 0.1  # that an actor gathers what it says for at most before it sends it
 _ADDRESS = re.compile(r"\d+(\.\d+){3}(:\d+)?")
 # What a process needs to do as its driver would, where its node does not say. Keys are not sent: a node has its own.
@@ -44,12 +44,9 @@ def surroundings() -> tuple[dict[str, str], str]:
     return {name: os.environ[name] for name in _SENT if name in os.environ}, os.getcwd()
 
 
-def packed(make: Callable[..., T]) -> bytes:
-    """Pack something to be called in an actor, which imports what it needs when it is called, and not before."""
-    import_ray()
-    from ray import cloudpickle
-
-    return cloudpickle.dumps(make)
+def packed(make: Callable[[], Any]) -> bytes:
+    """Pack something to be called in an actor, which imports what it needs when it unpacks it, and not before."""
+    return pickle.dumps(make)
 
 
 class Holder(Actor):
@@ -57,10 +54,8 @@ class Holder(Actor):
     it, so that Ray starts another one, which makes it anew."""
 
     def __init__(self, around: tuple[dict[str, str], str], make: bytes) -> None:
-        from ray import cloudpickle
-
         super().__init__(around)
-        self._held = cloudpickle.loads(make)()
+        self._held = pickle.loads(make)()
 
     def about(self) -> dict[str, Any]:
         """Say who is there, which one only can who has made its object."""

@@ -38,7 +38,7 @@ from soft_mem.projector import Projector
 
 PAUSE_S = 0.2  # between two looks for an engine that is there
 TURN_S = 5.0  # that one waits for answers before one looks at the clock
-Tell = Callable[[dict[str, Any]], object]  # what is to be recorded: engines that were lost
+Tell = Callable[[Mapping[str, Any]], object]  # what is to be recorded: engines that were lost
 TENSORS = ("text_logprobs", "z", "noise", "mu", "log_sigma", "soft", "latent_logprobs")  # of a compilation
 Stream = int | Tensor  # random numbers: a seed, or how far they were drawn
 
