@@ -56,6 +56,10 @@ class Weights:
     files: Any
 
 
+def nobody(row: Mapping[str, Any]) -> None:
+    """Be told, and record nothing. (Ray puts a `print` of its own in the place of Python's, which cannot be sent.)"""
+
+
 @dataclass(frozen=True, slots=True)
 class Engines:
     """What trainers have beside them: actors (`runtime.actors.Holder`) by role, and the rules when one is lost."""
@@ -63,7 +67,7 @@ class Engines:
     compilers: Sequence[Any]
     executors: Sequence[Any]
     rules: Placement
-    tell: Tell = print
+    tell: Tell = nobody
 
 
 # -- in an engine's process --------------------------------------------------------------------------------------------
