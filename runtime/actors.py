@@ -22,6 +22,8 @@ from runtime.http import LOOPBACK
 
 STREAM_S = 0.1  # that an actor gathers what it says for at most before it sends it
 _ADDRESS = re.compile(r"\d+(\.\d+){3}(:\d+)?")
+# What Ray says around the reason: names of its own, and what one might do.
+_AROUND = re.compile(r"The actor \w+ is unavailable: |\.? ?The task may or may not.*|\.? ?Some common causes.*")
 # What a process needs to do as its driver would, where its node does not say. Keys are not sent: a node has its own.
 _SENT = (
     "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_HOME", "HF_HUB_CACHE", "ALFWORLD_DATA",
@@ -137,7 +139,7 @@ def gathered(said: queue.SimpleQueue[Any]) -> Iterator[list[Any]]:
 def why(error: BaseException) -> str:
     """Say in a line why an actor is lost, without the addresses of machines."""
     words = " ".join(str(error).split()).rpartition("The actor is dead because ")[2]
-    return f"{type(error).__name__}: {_ADDRESS.sub('(address)', words)}"[:400]
+    return f"{type(error).__name__}: {_ADDRESS.sub('(address)', _AROUND.sub('', words))}"[:400]
 
 
 def meeting(places: list[Place]) -> list[dict[str, str]]:

@@ -30,7 +30,7 @@ from training.run import train_sft
 
 ROOT = Path(__file__).parents[2]
 SCENES = "env.scenes={train: 3, test: 1}"
-UPDATES = 4
+UPDATES = 3
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +109,10 @@ def test_a_run_over_which_every_role_was_killed_once_is_that_of_a_single_process
     out = tmp_path / "run"
     at = lambda n: lambda: lines(out / "metrics.jsonl") >= n
     with ray_nodes(1, 1):
-        done = meanwhile(
-            (at(1), lambda: kill(out, "compiler")), (at(2), lambda: kill(out, "executor")),
-            (at(3), lambda: kill(out, "trainer")),
-        )  # fmt: skip
+        engines = lambda: {role: kill(out, role) for role in ("compiler", "executor")}
+        done = meanwhile((at(1), engines), (at(2), lambda: {"trainer": kill(out, "trainer")}))
         grpo(sft, out, cluster="ray")
-        killed = dict(zip(("compiler", "executor", "trainer"), done(), strict=True))
+        killed = {role: when for given in done() for role, when in given.items()}
     assert_same_run(out, local)
     assert any(row.get("samples") for row in numbers(out)) and not any(row["failures"] for row in numbers(out))
     record = rows(out / RECORD)
@@ -126,8 +124,8 @@ def test_a_run_over_which_every_role_was_killed_once_is_that_of_a_single_process
 
 
 @pytest.mark.slow
-def test_two_trainers_learn_with_two_engines_of_each_role(sft, tmp_path):
-    more = {f"placement.{role}": 2 for role in ("trainers", "compilers", "executors")}
+def test_two_trainers_learn_with_two_compilers_and_executors_of_their_own(sft, tmp_path):
+    more = {"placement.trainers": 2, "placement.compilers": 2, "placement.executors": 0}
     with ray_nodes(1, 1):
         out = grpo(sft, tmp_path / "run", cluster="ray", updates=2, **more)
     made = numbers(out)
@@ -135,7 +133,7 @@ def test_two_trainers_learn_with_two_engines_of_each_role(sft, tmp_path):
     learnt = [row for row in made if row.get("samples")]
     # Engines and trainers find the same log-probabilities: they have the weights of this very update.
     assert learnt and all(max(row["apart_text_max"], row["apart_latent_max"]) < 1e-3 for row in learnt)
-    assert len({row["pid"] for row in rows(out / RECORD) if row["event"] in ("began", "ready")}) == 6
+    assert len({row["pid"] for row in rows(out / RECORD) if row["event"] in ("began", "ready")}) == 4
     assert checkpoint.read_state(checkpoint.find(out))["step"] == 2
 
 
@@ -144,15 +142,12 @@ def test_a_killed_driver_leaves_no_process_and_the_run_goes_on_without_ray(sft, 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     out, mark = tmp_path / "run", f"MARK={tmp_path}"
     command = [sys.executable, "-m", "memcompiler", "train", "grpo", "-c", "grpo/quickstart", *settings(sft)]
-    env = {**os.environ, "MARK": str(tmp_path)}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([*command, "cluster=ray", "--out", str(out)], cwd=ROOT, env=env, **pipes) as driver:
-        until(lambda: lines(out / "metrics.jsonl") >= 2, 400, 0.02, driver)
+    quiet: Any = {"cwd": ROOT, "env": {**os.environ, "MARK": str(tmp_path)}, "stdout": subprocess.DEVNULL}
+    with subprocess.Popen([*command, "cluster=ray", "--out", str(out)], stderr=subprocess.STDOUT, **quiet) as driver:
+        until(lambda: lines(out / "metrics.jsonl") >= 1, 400, 0.02, driver)
         driver.send_signal(signal.SIGKILL)
     until(lambda: not processes(mark), 90, 0.5, words=lambda: processes(mark))
-    done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, env=env, timeout=400, **pipes)  # on without Ray
-    assert done.returncode == 0 and "resumed at update" in done.stdout, done.stdout[-2000:]
-    assert_same_run(out, local)
+    assert_same_run(grpo(sft, out), local)
 
 
 # -- what needs no Ray -------------------------------------------------------------------------------------------------

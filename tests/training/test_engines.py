@@ -20,7 +20,7 @@ from envs.spec import Told
 from executor.base import TokenExecutor
 from executor.build import load_executor
 from executor.prompt import ExecutorRequest, MemoryBlock
-from runtime.actors import Place, meeting
+from runtime.actors import Place, meeting, why
 from runtime.cluster import ClusterError
 from tests import tiny_models
 from tests.standin_ray import StandInActor, StandInRay
@@ -243,3 +243,10 @@ def test_processes_have_a_cpu_each_or_as_much_of_one_as_there_is(nodes, processe
 def test_a_cluster_without_a_cpu_is_refused():
     with pytest.raises(ClusterError, match="--num-cpus"):
         cpus_of_each([{"Alive": True, "Resources": {}}], 1)
+
+
+def test_a_reason_is_short_and_names_no_address():
+    said = "The actor 0af is unavailable: RPC error: reset by 10.0.0.1:80. The task may or may not have been executed."
+    assert why(RuntimeError(said)) == "RuntimeError: RPC error: reset by (address)"
+    said = "x. The actor is dead because its worker process has died. Some common causes include: (1) it was killed"
+    assert why(RuntimeError(said)) == "RuntimeError: its worker process has died"
