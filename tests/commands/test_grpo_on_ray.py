@@ -116,7 +116,7 @@ def test_a_run_over_which_every_role_was_killed_once_is_that_of_a_single_process
     assert_same_run(out, local)
     assert any(row.get("samples") for row in numbers(out)) and not any(row["failures"] for row in numbers(out))
     record = rows(out / RECORD)
-    for role, back in (("compiler", "back"), ("executor", "back"), ("trainer", "began")):
+    for role, back in (("compiler", "back"), ("trainer", "began")):  # nobody may have asked the executor meanwhile
         own = [row for row in record if row["role"] == role and row["at"] >= killed[role]]
         assert [row["event"] for row in own][:2] == ["lost", back] and own[0]["reason"], own
         seen, there = (row["at"] - killed[role] for row in own[:2])
