@@ -29,7 +29,7 @@ def run_bench_rollout(config: GrpoConfig, out: Path, updates: int) -> None:
     rates: dict[str, list[float]] = {"batched": [], "one at a time": []}
     with Environments(config.env) as envs:
         specs, _ = training_specs(config, envs, run, out)
-        batched = rollout_engine(config, envs, executor, out)
+        batched = rollout_engine(config, envs, executor)
         engines = {"batched": batched, "one at a time": replace(batched, concurrency=1)}
         batched.run(compiler, [spec for spec in specs[: config.tasks] for _ in range(2)])  # warm-up
         for update in range(updates):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,11 +99,11 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") 
     return served
 
 
-def load_remote_compiler(config: CompilerConfig, seed: int = 0, urls: Sequence[str] = ()) -> RemoteCompiler:
-    """Make the client of `memcompiler serve compiler` at the settings' url, or at several."""
+def load_remote_compiler(config: CompilerConfig, seed: int = 0) -> RemoteCompiler:
+    """Make the client of `memcompiler serve compiler` at the settings' url."""
     from compiler.client import RemoteCompiler
 
-    return RemoteCompiler(urls or str(config.url), config.temperature, seed=seed, timeout=config.timeout_s)
+    return RemoteCompiler(str(config.url), config.temperature, seed=seed, timeout=config.timeout_s)
 
 
 def report_reading(trained: Mapping[str, Any] | None, executor: ExecutorConfig, compiler: str) -> None:

@@ -12,17 +12,11 @@ from pydantic import Field, field_validator, model_validator
 from configs.collect import LeakageConfig, MemoryConfig
 from configs.models import CompilerConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings
+from runtime.cluster import Cluster
 from runtime.settings import Settings
 
 Backend = Literal["replicated", "fsdp", "zero2", "zero3"]  # how processes share a step: training/backend.py
 TrackerName = Literal["trackio", "wandb", "tensorboard"]  # training/trackers.py
-
-
-# What a run may go on with otherwise: it says how and where a step is computed, not what.
-MAY_CHANGE_ON_RESUME = (
-    "backend", "micro_batch_size", "placement.actors", "placement.rollouts", "placement.executors", "rollout_urls",
-    "executor_urls", "trackers", "gradient_checkpointing", "loader_workers", "compiler.attention", "executor.attention",
-)  # fmt: skip
 
 
 class Optimizer(Settings):
@@ -137,11 +131,23 @@ class SftConfig(Settings):
 
 
 class Placement(Settings):
-    """GPUs of a node for each role, as `memcompiler launch grpo` shares them out (the paper's 8: 4, 3 and 1)."""
+    """Processes of each role with `cluster: ray`, and who is replaced how often (docs/cluster.md); of no effect with
+    `local`. Null: by what the cluster has (`plan.engines`); of 8 GPUs the paper's 4, 3 and 1."""
 
-    actors: int = Field(default=4, ge=1)  # processes that train
-    rollouts: int = Field(default=3, ge=0)  # compilers that roll out; 0: the actors do
-    executors: int = Field(default=1, ge=0)  # executors that act; 0: every actor has one
+    trainers: int | None = Field(default=None, ge=1)  # the processes that share an update
+    compilers: int | None = Field(default=None, ge=0)  # engines that roll out; 0: every trainer does so itself
+    executors: int | None = Field(default=None, ge=0)  # engines that act; 0: every trainer has one
+    cpus: float | None = Field(default=None, gt=0)  # of each process; null: 1, or less where there are fewer
+    retries: int = Field(default=3, ge=0)  # times that a request whose engine was lost is given again
+    restarts: int = Field(default=3, ge=0)  # times that each engine is replaced, and that trainers begin again
+    silence_s: float = Field(default=1800.0, gt=0)  # an engine that says nothing for so long is lost
+
+
+# What a run may go on with otherwise: it says how and where a step is computed, not what.
+MAY_CHANGE_ON_RESUME = (
+    "backend", "micro_batch_size", "cluster", *(f"placement.{name}" for name in Placement.model_fields), "trackers",
+    "gradient_checkpointing", "loader_workers", "compiler.attention", "executor.attention",
+)  # fmt: skip
 
 
 class Sampling(Settings):
@@ -195,9 +201,9 @@ class GrpoConfig(Settings):
     micro_batch_size: int = Field(default=16, ge=1)
     gradient_checkpointing: bool = False  # in the update, as in SFT
     backend: Backend = "replicated"  # fsdp and zero3 hold the base a second time, whole: to roll out with
+    # ray: trainers, and engines that roll out and act, are processes on Ray, on this machine or on many.
+    cluster: Cluster = "local"
     placement: Placement = Placement()
-    rollout_urls: tuple[str, ...] = ()  # compiler services that roll out, instead of this process (set by `launch`)
-    executor_urls: tuple[str, ...] = ()  # executor services that act, shared out over the ranks (set by `launch`)
     concurrency: int = Field(default=64, ge=1)
     pipelined: bool = False  # half of the episodes compile while the other half acts (docs/serving.md)
     # Play the next update's episodes while this one is learnt: they come from weights that are one step old, which
@@ -212,7 +218,7 @@ class GrpoConfig(Settings):
     @classmethod
     def _trains_here(cls, value: CompilerConfig) -> CompilerConfig:
         if value.engine == "http":
-            raise ValueError("GRPO trains the compiler itself: engine hf or vllm; services that roll out: rollout_urls")
+            raise ValueError("GRPO trains the compiler itself: engine hf or vllm; engines beside it: cluster=ray")
         return value
 
     @model_validator(mode="after")
@@ -220,7 +226,7 @@ class GrpoConfig(Settings):
         _refuse_for_slices(self)
         if self.executor.engine == "api" and self.loss.latent_weight > 0:
             raise ValueError("a closed executor reads no soft tokens: train text alone (loss.latent_weight=0)")
-        here = self.executor.engine == "hf" and not self.executor_urls
+        here = self.executor.engine == "hf"
         if self.loss.latent_gradient == "pathwise" and not (here and self.executor.temperature > 0):
             raise ValueError(
                 "loss.latent_gradient=pathwise follows the gradient through the executor's own draw: "

@@ -45,7 +45,6 @@ app = typer.Typer(
 
 train_app = command_group("Train the compiler and the soft-token projector.")
 serve_app = command_group("Serve compiler and executor over HTTP, on loopback.")
-launch_app = command_group("Training and the services it needs, each on GPUs of its own.")
 bench_app = command_group("Measure side by side; the last line is the ratio.")
 zoo_app = command_group("Reproduce and test the tiny models that the repository ships.")
 report_app = command_group(
@@ -53,8 +52,8 @@ report_app = command_group(
     RunsByDefault,
 )
 for name, group in {
-    "train": train_app, "serve": serve_app, "launch": launch_app, "bank": bank_app, "data": data_app, "env": env_app,
-    "bench": bench_app, "zoo": zoo_app, "report": report_app,
+    "train": train_app, "serve": serve_app, "bank": bank_app, "data": data_app, "env": env_app, "bench": bench_app,
+    "zoo": zoo_app, "report": report_app,
 }.items():  # fmt: skip
     app.add_typer(group, name=name)
 
@@ -86,7 +85,7 @@ def plan(
     config: Annotated[str, typer.Option("--config", "-c", help="YAML file, or a name in configs/.")],
     overrides: Overrides = None,
     gpu: Annotated[str, typer.Option(help="GiB of a GPU, or a name: a100-40, a100, h100, h200, b200, ...")] = "80",
-    gpus: Annotated[int | None, typer.Option(min=1, help="How many (default: of GRPO's placement; else 1).")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many (default: 8 for GRPO, else 1).")] = None,
     lengths: Annotated[str, typer.Option(help="Tokens to plan with, such as prompt=3000,emission=200.")] = "",
     stage: Annotated[str | None, typer.Option(help="What the file is for, where its folder does not say it.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write it to this file, too.")] = None,
@@ -140,7 +139,8 @@ def train_sft(
 def train_grpo(
     settings: "GrpoConfig", out: Out = Path("out/grpo"), on_exists: OnExists = "resume", dry_run: DryRun = False
 ) -> None:
-    """Stage 2: continue an SFT checkpoint by GRPO on binary success, text and soft tokens together. Resumes."""
+    """Stage 2: continue an SFT checkpoint by GRPO on binary success, text and soft tokens together. Resumes. With
+    cluster=ray, engines roll out and act beside the trainers, on this machine or on many (docs/cluster.md)."""
     if dry_run:
         return _plan(settings)
     from memcompiler.quickstart import run_train_grpo
@@ -162,22 +162,6 @@ def train_router(
     from training.router import train_router
 
     train_router(out, environments.split(","), features, seed, questions=questions)
-
-
-@launch_app.command("grpo")
-@with_settings("configs.training:GrpoConfig")
-def launch_grpo(
-    settings: "GrpoConfig", out: Out = Path("out/grpo"),
-    torchrun: Annotated[str, typer.Option(help="Further arguments of torchrun, where several nodes meet.")] = "",
-    on_exists: OnExists = "resume", dry_run: DryRun = False,
-) -> None:  # fmt: skip
-    """Stage 2 with the GPUs of a node shared out: placement.actors train, placement.rollouts compile, and
-    placement.executors act. Settings as for train grpo."""
-    if dry_run:
-        return _plan(settings)
-    from training.launch import launch_grpo as launch
-
-    launch(settings, out, torchrun, on_exists)
 
 
 @app.command("eval")

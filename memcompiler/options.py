@@ -114,10 +114,11 @@ def _known_failures() -> tuple[type[Exception], ...]:
     from envs.base import EnvironmentFailure
     from lm.ledger import EndpointStop
     from memory.bank import BankError
+    from runtime.cluster import ClusterError
     from runtime.processes import ProcessError
     from training.checkpoint import CheckpointError
 
     return (
-        BankError, CheckpointError, ConfigError, EndpointStop, EnvironmentFailure, FileExistsError, FileNotFoundError,
-        ModuleNotFoundError, ProcessError, ValueError,
+        BankError, CheckpointError, ClusterError, ConfigError, EndpointStop, EnvironmentFailure, FileExistsError,
+        FileNotFoundError, ModuleNotFoundError, ProcessError, ValueError,
     )  # fmt: skip

@@ -36,10 +36,19 @@ console = Console(width=120)
 
 def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> None:
     """Train (or go on training); OUT gets checkpoints, metrics.jsonl (a line per update), rollouts.jsonl and curves."""
+    curves = lambda: training_plot(out / "metrics.jsonl", out / "plots" / "training.png")
+    if config.cluster == "ray":
+        from plan.budget import Lengths
+        from plan.engines import lay
+        from training.on_ray import train_on_ray
+
+        train_on_ray(config, out, on_exists, lay(config, Lengths()))
+        console.print(f"  curves: {curves()}")
+        return
     with distributed.group():
         train_grpo(config, out, on_exists)
         if distributed.rank() == 0:
-            console.print(f"  curves: {training_plot(out / 'metrics.jsonl', out / 'plots' / 'training.png')}")
+            console.print(f"  curves: {curves()}")
 
 
 def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwrite") -> None:

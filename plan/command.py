@@ -22,6 +22,8 @@ SCHEMAS = {
     "quickstart": QuickstartConfig,
 }  # fmt: skip
 
+NODE = 8  # GPUs, which the paper's GRPO takes
+
 
 def load_any(config: str, overrides: Sequence[str], stage: str | None = None) -> Any:
     """Read settings of whatever stage the file is for: as `stage` or its folder says, else the one whose schema takes
@@ -54,10 +56,9 @@ def dry_run(settings: Any) -> None:
 
 
 def run_plan(settings: Any, gpu: str, gpus: int | None, lengths: str, json: Path | None) -> None:
-    """Print the plan of every part of a run. `gpus`: by default as many as GRPO's placement names, else one."""
+    """Print the plan of every part of a run. `gpus`: by default one, for GRPO a node of eight."""
     card, read = find_gpu(gpu), Lengths.read(lengths)
-    place = settings.placement if isinstance(settings, GrpoConfig) else None
-    number = gpus or (place.actors + place.rollouts + place.executors if place else 1)
+    number = gpus or (NODE if isinstance(settings, GrpoConfig) else 1)
     records = []
     for own, made in plans(settings, read, card, number):
         found = None if made.fits(card, number) else remedy(own, read, card, number)

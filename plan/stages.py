@@ -11,15 +11,15 @@ from typing import Any
 from agent.deliveries import find
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig, QuickstartConfig
-from configs.models import CompilerConfig, ExecutorConfig, ServeConfig, VllmEngine
+from configs.models import CompilerConfig, ExecutorConfig, ServeConfig
 from configs.training import GrpoConfig, Placement, SftConfig
 from eval.matrix import cells
 from plan.budget import GIB, Budget, Gpu, Lengths, Plan
+from plan.engines import HOST, engine, laid_out, said
 from plan.models import model_config
 from plan.replay import (
     MODELS,
     Replay,
-    cache_per_token,
     hidden_size,
     replay_act,
     replay_compile,
@@ -27,12 +27,10 @@ from plan.replay import (
     replay_sft,
     replay_update,
 )
-from training.launch import engine_of
+from training.on_ray import Share
 
 CONTEXT = 1.0 * GIB  # a process's CUDA context and libraries
-ENGINE = 1.5 * GIB  # an engine's, with its CUDA graphs
 SLACK = 0.05  # of what comes and goes, that the allocator cannot use again
-HOST = 3.0 * GIB  # RAM of a process with torch, before it has a model
 PIXELS = 1.0 * GIB  # RAM for pictures of rows (training.sft.MOST_PIXELS)
 ZERO3_LIVE = 2e9  # bytes of gathered weights that ZeRO-3 keeps (its default of 1e9 parameters, in bf16)
 BUSY, READING = 0.4, 0.6  # shares of a GPU's products and bandwidth that are reached
@@ -80,32 +78,33 @@ def plan_sft(config: SftConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
 
 
 def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
-    """Stage 2: on one GPU as `train grpo`, on several as `launch grpo` shares them out (`placement`)."""
-    place = config.placement if gpus > 1 else Placement(actors=1, rollouts=0, executors=0)
+    """Stage 2: on one GPU as in one process, on several as `cluster: ray` lays it out (`plan.engines`)."""
+    place = laid_out(config, lengths, gpu, gpus)
+    trainers, rolls, acts = place.trainers.count, place.compilers, place.executors
     episodes = config.tasks * config.group_size
-    mine = min(config.concurrency, math.ceil(episodes / place.actors))
+    mine = min(config.concurrency, math.ceil(episodes / trainers))
     lengths_kv = replace(lengths, emission=config.compiler.max_new_tokens)
-    samples = math.ceil(episodes * config.max_steps / place.actors)
+    samples = math.ceil(episodes * config.max_steps / trainers)
     update = replay_update(config, lengths, min(config.micro_batch_size, samples))
-    acts, width = config.executor.engine in MODELS, hidden_size(config.executor)
+    runs, width = config.executor.engine in MODELS, hidden_size(config.executor)
     compiling = replay_compile(config.compiler, width, lengths_kv, min(mine, config.compiler.batch_size))
-    acting = replay_act(config.executor, lengths, min(mine, config.executor.batch_size)) if acts else None
+    acting = replay_act(config.executor, lengths, min(mine, config.executor.batch_size)) if runs else None
     models = _sizes(config.compiler, config.executor)
     held, budgets = [update], []
-    if place.rollouts:
-        engine = engine_of(config.compiler.vllm, own_gpu=True)
-        budgets.append(_engine("rollout engine", "rollouts", config.compiler, engine, gpu, lengths_kv, place.rollouts))
+    if rolls.count and config.compiler.engine == "vllm":
+        budgets.append(engine("rollout engine", "rollouts", config.compiler, gpu, lengths_kv, rolls))
+    elif rolls.count:
+        budgets.append(_alone("rollout engine", compiling, rolls.count))
     elif config.compiler.engine == "vllm":
-        engine = config.compiler.vllm
-        budgets.append(_engine("rollout engine", "actors", config.compiler, engine, gpu, lengths_kv, place.actors))
+        budgets.append(engine("rollout engine", "actors", config.compiler, gpu, lengths_kv, Share(trainers)))
     else:
         held.append(compiling)
-    if place.executors and acts:
-        engine = engine_of(config.executor.vllm, own_gpu=True)
-        budgets.append(_engine("executor", "executors", config.executor, engine, gpu, lengths, place.executors))
+    if acts.count and config.executor.engine == "vllm":
+        budgets.append(engine("executor", "executors", config.executor, gpu, lengths, acts))
+    elif acts.count and acting is not None:
+        budgets.append(_alone("executor", acting, acts.count))
     elif config.executor.engine == "vllm":
-        engine = config.executor.vllm
-        budgets.append(_engine("executor", "actors", config.executor, engine, gpu, lengths, place.actors))
+        budgets.append(engine("executor", "actors", config.executor, gpu, lengths, Share(trainers)))
     elif config.executor.engine == "hf" and acting is not None:
         held.append(acting)
     fullest = _fullest(held)
@@ -113,25 +112,25 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
         "executor weights", 0
     )  # it is not cut into slices; of the compiler, a whole copy rolls out
     whole += update.held["compiler weights"] * (config.backend in ("fsdp", "zero3") or config.overlap)
-    actor = _trainer("actor", fullest, config.backend, place.actors, HOST + max(models.values()))
+    actor = _trainer("actor", fullest, config.backend, trainers, HOST + max(models.values()))
     actor = replace(actor, device="actors", weights=actor.weights + whole)
-    steps, compilers = episodes * config.max_steps, place.rollouts or place.actors
+    steps, compilers = episodes * config.max_steps, rolls.count or trainers
     seconds = {
         "compile: prefill": steps / compilers * compiling.flops["prefill"] / _products(gpu),
         "compile: decode": config.max_steps * lengths.emission * compiling.weights / _reads(gpu),
-        "act": steps / (place.executors or place.actors) * acting.flops["act"] / _products(gpu) if acting else 0.0,
+        "act": steps / (acts.count or trainers) * acting.flops["act"] / _products(gpu) if acting else 0.0,
         "update": samples * config.iterations * update.flops["update"] / _products(gpu),
     }  # fmt: skip
     return Plan(
-        "grpo", f"GRPO, {_who(config)}, placement {place.actors} + {place.rollouts} + {place.executors}",
+        "grpo", f"GRPO, {_who(config)}, placement {trainers} + {rolls.count} + {acts.count}",
         (actor, *budgets), _disk(models, update.trained, config.keep),
         {
             "compiler, reading": steps * lengths.prompt, "compiler, writing": steps * lengths.emission,
             "executor": steps * lengths.acting,
             "update": steps * (lengths.prompt + lengths.emission + config.compiler.soft.n_tokens),
         },
-        min(episodes, config.concurrency * place.actors), seconds,
-        (f"an update of {episodes} episodes of {config.max_steps} steps, the most that there are",),
+        min(episodes, config.concurrency * trainers), seconds,
+        (said(place), f"an update of {episodes} episodes of {config.max_steps} steps, the most that there are"),
     )  # fmt: skip
 
 
@@ -194,11 +193,10 @@ def _remedies(settings: Settings, lengths: Lengths, gpus: int) -> list[tuple[str
 
 
 def _fewer(place: Placement, gpus: int) -> list[tuple[str, Any]]:
-    """Share out fewer GPUs: half of them train, one acts, the rest roll out."""
-    if gpus < 2 or place.actors + place.rollouts + place.executors <= gpus:
+    """Have the GPUs that there are shared out, whatever was asked for."""
+    if gpus < 2 or {place.trainers, place.compilers, place.executors} == {None}:
         return []
-    actors, executors = max(1, gpus // 2), int(gpus > 2)
-    return [("placement", {"actors": actors, "rollouts": gpus - actors - executors, "executors": executors})]
+    return [("placement", {**place.model_dump(), "trainers": None, "compilers": None, "executors": None})]
 
 
 def _with(settings: Settings, changes: Sequence[tuple[str, Any]]) -> Any:
@@ -236,6 +234,12 @@ def _trainer(process: str, replay: Replay, backend: str, n: int, host: float) ->
     )  # fmt: skip
 
 
+def _alone(process: str, replay: Replay, count: int) -> Budget:
+    """Say what an engine in PyTorch takes, each on a GPU of its own."""
+    own = _trainer(process, replay, "replicated", 1, HOST + replay.weights)
+    return replace(own, count=count, gradients=0.0, moments=0.0)
+
+
 def _fullest(held: Sequence[Replay]) -> Replay:
     """Put what runs in one process, one after another, together: all weights, and what the fullest of them holds."""
     passing = ("activations", "logits", "kv_cache")
@@ -261,7 +265,7 @@ def _playing(
         rows = min(concurrency, compiler.batch_size)
         replay = replay_compile(compiler, width, kv, rows)
         if compiler.engine == "vllm":
-            budgets.append(_engine("compiler engine", process, compiler, compiler.vllm, gpu, kv))
+            budgets.append(engine("compiler engine", process, compiler, gpu, kv))
         else:
             held.append(replay)
         seconds["compile: prefill"] = concurrency * replay.flops["prefill"] / _products(gpu)
@@ -272,7 +276,7 @@ def _playing(
     if executor is not None and executor.engine in ("hf", "vllm"):
         replay = replay_act(executor, lengths, min(concurrency, executor.batch_size))
         if executor.engine == "vllm":
-            budgets.append(_engine("executor engine", process, executor, executor.vllm, gpu, lengths))
+            budgets.append(engine("executor engine", process, executor, gpu, lengths))
         else:
             held.append(replay)
             spread = gpus if executor.device_map else 1
@@ -288,28 +292,6 @@ def _playing(
     who = " and ".join(f"{role} {own.model} ({own.engine})" for role, own in roles if own is not None)
     return Plan(
         stage, f"{process}: {who or 'no model'}", tuple(budgets), _disk(models, 0, 0), tokens, concurrency, seconds
-    )  # fmt: skip
-
-
-def _engine(
-    process: str, device: str, settings: CompilerConfig | ExecutorConfig, vllm: VllmEngine, gpu: Gpu,
-    lengths: Lengths, count: int = 1,
-) -> Budget:  # fmt: skip
-    """Say what a vLLM engine takes: its share of a GPU, of which the cache gets what weights and a chunk leave. It does
-    not start where one sequence of its longest does not fit."""
-    text, n = model_config(settings.model).get_text_config(), vllm.tensor_parallel_size
-    replay = replay_engine(settings.model, settings.dtype, vllm.max_num_seqs)
-    per_token, context = cache_per_token(text, settings.dtype) / n, vllm.max_model_len or text.max_position_embeddings
-    taken = replay.weights / n + replay.held["activations"] + replay.held["logits"] + ENGINE
-    room, least = vllm.gpu_memory_utilization * gpu.gib * GIB - taken, per_token * context
-    compiles = isinstance(settings, CompilerConfig)
-    sequence = lengths.prompt + lengths.emission if compiles else lengths.acting + lengths.action
-    return Budget(
-        process, device, count, n, vllm.gpu_memory_utilization, weights=replay.weights / n,
-        activations=replay.held["activations"], logits=replay.held["logits"], kv_cache=max(room, least),
-        overhead=ENGINE, host=2 * HOST, least=taken + least,
-        note=f"vLLM at {vllm.gpu_memory_utilization:g} of a GPU: a cache of {max(room, 0) / per_token:,.0f} tokens, "
-        f"{max(room, 0) / per_token / sequence:,.0f} sequences of {sequence} at once; one of {context:,} has to fit",
     )  # fmt: skip
 
 

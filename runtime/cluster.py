@@ -12,8 +12,10 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -146,3 +148,23 @@ def private_environment() -> Iterator[None]:
     finally:
         for name in ours:
             os.environ.pop(name, None)
+
+
+def wait_for_nodes(number: int, timeout_s: float = 600.0) -> None:
+    """Wait until the Ray at RAY_ADDRESS is there with so many nodes. Raises: ClusterError."""
+    due = time.monotonic() + timeout_s
+    while True:
+        try:
+            with ray_cluster() as ray:
+                there = sum(node["Alive"] for node in ray.nodes())
+        except ClusterError:  # it is not up yet
+            there = 0
+        if there >= number:
+            return
+        if time.monotonic() > due:
+            raise ClusterError(f"{there} of {number} nodes came in {timeout_s:g} s: see what `ray start` says on them")
+        time.sleep(2.0)
+
+
+if __name__ == "__main__":  # for scripts: python -m runtime.cluster NODES
+    wait_for_nodes(int(sys.argv[1]))

@@ -195,6 +195,15 @@ def ended_together() -> Iterator[list[ChildProcess]]:
             end_all(children)
 
 
+def torchrun_command(processes: int) -> list[str]:
+    """Write how torchrun starts a group's processes on this machine; `-m MODULE ARGUMENT...` follows.
+
+    torchrun would make a folder for their output, which goes to ours instead, and leave it in the temporary directory.
+    """
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+    return [*start, f"--log-dir={os.devnull}", "--standalone"]
+
+
 def run_in_foreground(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
     """Run a child at our terminal, send it the SIGINT and SIGTERM that we get, and return its exit status as a shell
     would: 128 + n where signal n ended it. For the main thread."""

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from runtime.actors import Actor, gathered, surroundings, why
 from runtime.cluster import RaySettings, ray_cluster
 from runtime.crew import Answered, Crew, Event, Finished, Line, Lost, Ready, Unit, Worker
 
-STREAM_S = 0.1  # that a worker gathers lines for at most before it sends them
 FETCH_S = 120.0  # that what a worker has sent may take to get here
-_ADDRESS = re.compile(r"\d+(\.\d+){3}(:\d+)?")
-# What a worker needs to do as its driver would, where its node does not say. Keys are not sent: a node has its own.
-_SENT = (
-    "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_HOME", "HF_HUB_CACHE", "ALFWORLD_DATA",
-)  # fmt: skip
 
 
 @contextmanager
@@ -38,7 +31,7 @@ class RayFleet:
         self._ray, self._settings, self._make = ray, settings, make
         needs = {"num_cpus": settings.cpus, "num_gpus": settings.gpus, "max_restarts": 0, "max_task_retries": 0}
         self._host = ray.remote(**needs)(_Host)
-        self._variables = {name: os.environ[name] for name in _SENT if name in os.environ}
+        self._around = surroundings()
         self._awaited: dict[Any, Any] = {}  # what a worker is to say next: a reference or a stream, with its handle
 
     def room(self) -> int:
@@ -51,7 +44,7 @@ class RayFleet:
         return total
 
     def hire(self) -> Any:
-        actor = self._host.remote(self._variables, os.getcwd())
+        actor = self._host.remote(self._around)
         self._awaited[actor.ready.remote(self._make)] = actor
         return actor
 
@@ -85,26 +78,15 @@ class RayFleet:
             raise
         except self._ray.exceptions.RayError as error:  # the actor, its node, or what it had sent is gone
             self._ray.kill(self._awaited.pop(each))
-            return Lost(_why(error))
+            return Lost(why(error))
         if streams:
             return Answered(said)
         self._awaited.pop(each)
         return Ready()
 
 
-def _why(error: Exception) -> str:
-    """Say in a line why a worker is lost, without the addresses of machines."""
-    words = " ".join(str(error).split()).rpartition("The actor is dead because ")[2]
-    return f"{type(error).__name__}: {_ADDRESS.sub('(address)', words)}"[:400]
-
-
-class _Host:
+class _Host(Actor):
     """The actor: a worker, and the thread that it works in, while this one sends what it says."""
-
-    def __init__(self, variables: dict[str, str], folder: str) -> None:
-        os.environ.update(variables)
-        if os.path.isdir(folder):  # relative paths of the settings mean what they mean to the driver
-            os.chdir(folder)
 
     def ready(self, make: Callable[[], Worker]) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
@@ -114,21 +96,5 @@ class _Host:
         said: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
         work = self._thread.submit(self._worker.play, unit, lambda key, line: said.put((key, line)))
         work.add_done_callback(lambda _: said.put(None))
-        yield from _gathered(said)
+        yield from gathered(said)
         work.result()  # raises what the worker raised
-
-
-def _gathered(said: queue.SimpleQueue[Line | None]) -> Iterator[list[Line]]:
-    """Yield lines until None comes, those of a moment together."""
-    while (first := said.get()) is not None:
-        lines, due = [first], time.monotonic() + STREAM_S
-        while (left := due - time.monotonic()) > 0:
-            try:
-                line = said.get(timeout=left)
-            except queue.Empty:
-                break
-            if line is None:
-                yield lines
-                return
-            lines.append(line)
-        yield lines

@@ -23,7 +23,9 @@ def ray_nodes(*cpus: int) -> Iterator[Any]:
     """Yield `ray.cluster_utils.Cluster` with a node for each number of CPUs, the head first, as RAY_ADDRESS names it;
     whatever belongs to it is gone after."""
     folder = Path(tempfile.mkdtemp(prefix="nodes-"))
+    (folder / "ray").mkdir()  # where Ray notes the newest cluster of a machine, for `auto`: not the user's own
     with private_environment(), sigterm_as_before(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(folder))
         ray = import_ray()
         from ray.cluster_utils import Cluster
 

@@ -1,7 +1,8 @@
 """Stage 2, GRPO (paper C.3.2, Eq. 8): compiler LoRA and projector from binary success, the executor frozen.
 
     memcompiler train grpo -c grpo/quickstart --out out/grpo
-    torchrun --nproc_per_node 8 -m memcompiler train grpo -c grpo/paper --out runs/grpo      (data parallel)
+    memcompiler train grpo -c grpo/paper cluster=ray --out runs/grpo                     (engines beside the trainers)
+    torchrun --nproc_per_node 8 -m memcompiler train grpo -c grpo/paper compiler.engine=hf --out runs/grpo    (without)
 
 One update: `tasks` tasks, a group of `group_size` sampled episodes for each, the advantage of every episode in its
 group, and a clipped policy-gradient step on all of its samples. Ranks share out the episodes: a group may be played by
@@ -155,6 +156,7 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         def play() -> Rollout:
             started = time.perf_counter()
             episodes = self.engine.run(self.sampler, [chosen[place] for place in places])
+            check_versions(episodes, self.sampler.weight_version)
             return Rollout(places, episodes, self.sampler.weight_version, time.perf_counter() - started)
 
         return play
@@ -287,6 +289,13 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
             return self._score_all(samples)
         finally:
             self.backend.load_weights(now)
+
+
+def check_versions(episodes: Sequence[Episode], version: int) -> None:
+    """Raise RuntimeError where something was compiled with other weights than were asked for."""
+    made = (step.compilation for episode in episodes for step in episode.steps)
+    if other := next((c for c in made if c is not None and c.weight_version != version), None):
+        raise RuntimeError(f"a rollout with weights of version {version} has some of version {other.weight_version}")
 
 
 def sampling(config: GrpoConfig) -> Decoding:

@@ -127,12 +127,20 @@ def gather_groups(places: Sequence[int], episodes: Sequence[Episode], token_cost
     ]
 
 
+class Seeded(Protocol):
+    """Random numbers that can begin anew: a `torch.Generator`, or what stands for several of them."""
+
+    def manual_seed(self, seed: int, /) -> object: ...
+
+
 class RolloutPolicy(Protocol):
-    """An engine beside the trainer that compiles with weights it is given: `compiler.vllm.VllmCompiler`, or services
-    (`compiler.client.RemoteCompiler`)."""
+    """An engine beside the trainer that compiles with weights it is given: `compiler.vllm.VllmCompiler`, or engines in
+    other processes (`training.engines.RayCompiler`)."""
 
     decoding: Decoding
-    generator: torch.Generator
+
+    @property
+    def generator(self) -> Seeded: ...
 
     def load_adapter(self, folder: Path, version: int, projector: Projector) -> None: ...
 
@@ -148,7 +156,6 @@ class RolloutEngine:
     limits: Limits
     concurrency: int = 64
     served: RolloutPolicy | None = None
-    scratch: Path | None = None  # where weights for `served` are put: a folder that it sees, too
 
     def run(self, compiler: MemoryCompiler, specs: Sequence[EpisodeSpec], name: str = COMPILED) -> list[Episode]:
         """Play an episode of each spec, in their order, under a delivery."""
@@ -159,7 +166,7 @@ class RolloutEngine:
         """Bring up to date what compiles in this update, with the trainer's weights, decoding and random numbers."""
         if self.served is None:
             return compiler
-        with TemporaryDirectory(prefix="memcompiler-rollout-", dir=self.scratch) as folder:
+        with TemporaryDirectory(prefix="memcompiler-rollout-") as folder:
             save_weights(Path(folder), compiler)
             self.served.load_adapter(Path(folder), compiler.weight_version, compiler.projector)
         self.served.decoding = compiler.decoding

@@ -6,6 +6,7 @@ All processes of a torchrun call these functions; rank 0 has the run folder and 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,14 +20,12 @@ from agent.episode import EpisodeSpec, Limits
 from compiler import checkpoint
 from compiler.build import (
     load_compiler,
-    load_remote_compiler,
     load_served_compiler,
     measured_std,
     report_reading,
 )
 from compiler.hf import MemoryCompiler
 from configs.load import ConfigError
-from configs.models import ExecutorConfig
 from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
 from data_gen.experience import bank_facts, filled_bank
@@ -43,9 +42,9 @@ from executor.records import Executor
 from runtime.progress import progress
 from training import distributed
 from training.backend import BACKENDS
+from training.engines import Engines, ray_compiler, ray_executor
 from training.evaluation import HeldOutTasks, greedy
-from training.grpo import GrpoTrainer
-from training.launch import scratch_of
+from training.grpo import GrpoTrainer, ModelExecutor
 from training.rollout import Group, RolloutEngine
 from training.sft import SftTrainer
 from training.trackers import open_trackers, require
@@ -103,11 +102,16 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
     return compiler
 
 
-def train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
-    """Run stage 2, or go on with it. Raises: ConfigError, where tasks share what they must not with evaluation's."""
+def train_grpo(
+    config: GrpoConfig, out: Path, on_exists: str = "resume", engines: Engines | None = None
+) -> MemoryCompiler:  # fmt: skip
+    """Run stage 2, or go on with it. `engines`: that roll out and act beside the trainers (`training.on_ray`). Raises:
+    ConfigError, where tasks share what they must not with evaluation's."""
     require(config.trackers)
     with distributed.group():
         run = _run_folder(config, out, on_exists)
+        if engines is not None:
+            engines.tell({"role": "trainer", "number": distributed.rank(), "event": "began", "pid": os.getpid()})
         with Environments(config.env) as envs:
             specs, facts = training_specs(config, envs, run, out)
             held: list[EpisodeSpec] = []
@@ -115,12 +119,12 @@ def train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> Memo
                 specs, held = without_held_out(specs, config.evaluation.tasks, config.seed)
                 if run is not None:
                     run.write_json(HELD_OUT, _played(held))
-            executor = load_executor(_executor_of(config), executor_told(config.env))
+            acts, executor = grpo_executors(config, engines)
             compiler = load_compiler(config.compiler, executor, config.seed, compiler_told(config.env))
             if config.compiler.checkpoint and run is not None:
                 found = checkpoint.find(Path(config.compiler.checkpoint))
                 report_reading(checkpoint.executor_reading(found), config.executor, str(found))
-            engine = rollout_engine(config, envs, executor, out)
+            engine = rollout_engine(config, envs, acts, engines)
             facts |= {"environment": config.env.name}
             played = None
             if held:
@@ -250,24 +254,28 @@ def training_specs(
     return specs_for(tasks, bank, config.memory.k), bank_facts(config, bank)
 
 
-def rollout_engine(config: GrpoConfig, envs: Environments, executor: Executor, out: Path) -> RolloutEngine:
-    """Make what plays episodes: the compiler in training compiles, or a vLLM engine, or services."""
+def grpo_executors(config: GrpoConfig, engines: Engines | None = None) -> tuple[Executor, ModelExecutor]:
+    """Make what acts, and the executor that the trainer holds: the same one, unless engines act beside it and a
+    gradient is to pass through one here."""
+    told = executor_told(config.env)
+    if engines is None or not engines.executors:
+        executor = load_executor(config.executor, told)
+        return executor, executor
+    acts = ray_executor(config.executor, told, engines, distributed.rank())
+    return acts, load_executor(config.executor, told) if config.loss.latent_gradient == "pathwise" else acts
+
+
+def rollout_engine(
+    config: GrpoConfig, envs: Environments, executor: Executor, engines: Engines | None = None
+) -> RolloutEngine:  # fmt: skip
+    """Make what plays episodes: the compiler in training compiles, or a vLLM engine, or engines beside it."""
     served: Any = None
-    if config.rollout_urls:
-        served = load_remote_compiler(config.compiler, config.seed, config.rollout_urls)
+    if engines is not None and engines.compilers:
+        served = ray_compiler(engines, distributed.rank())
     elif config.compiler.engine == "vllm":
         served = load_served_compiler(config.compiler, config.seed, compiler_told(config.env))
-    scratch = scratch_of(out) if config.rollout_urls else None
     limits = Limits(config.max_steps, config.seed, config.pipelined)
-    return RolloutEngine(envs.lease, executor, limits, config.concurrency, served, scratch)
-
-
-def _executor_of(config: GrpoConfig) -> ExecutorConfig:
-    """Choose this rank's executor: its share of the services, where there are any."""
-    if not config.executor_urls:
-        return config.executor
-    url = config.executor_urls[distributed.rank() % len(config.executor_urls)]
-    return config.executor.model_copy(update={"engine": "http", "url": url})
+    return RolloutEngine(envs.lease, executor, limits, config.concurrency, served)
 
 
 def _rollout_rows(update: int, groups: Sequence[Group]) -> list[dict[str, Any]]:

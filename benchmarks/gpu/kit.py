@@ -102,7 +102,7 @@ class Kit:
     def _command(self, part: Part, rows: Path) -> list[str]:
         start = [sys.executable]
         if part.shared and self.setup.processes > 1:
-            from training.launch import torchrun_command
+            from runtime.processes import torchrun_command
 
             start = torchrun_command(self.setup.processes)
         given = ["--device", self.setup.device, "--size", self.setup.size, "--processes", str(self.setup.processes)]

@@ -1,6 +1,5 @@
 """How a model is loaded, as settings say: attention, revision, arguments of its chat template, of vLLM's engine."""
 
-import json
 import sys
 from types import SimpleNamespace
 
@@ -19,7 +18,6 @@ from lm.backbone import backbone_of, load_encoder
 from lm.prompt import Part, PromptEncoder
 from lm.vllm import SETTINGS, load_engine, pinned
 from tests import tiny_models
-from training.launch import engine_flags, executor_command
 
 TINY = {"model": "zoo/household/executor", "dtype": "float32", "device": "cpu", "instructions": "none"}
 
@@ -152,18 +150,3 @@ def test_everything_that_our_backends_set_is_refused(monkeypatch):
     from executor.vllm import engine_settings as of_executor
 
     assert {*of_compiler(16), *of_executor(), *pinned("x")} <= set(ENGINE_OURS)
-
-
-def test_services_of_launch_get_the_same_arguments():
-    extra = {"kv_cache_dtype": "fp8", "enable_sleep_mode": True, "async_scheduling": False, "swap_space": 8,
-             "compilation_config": {"level": 3}, "served_model_name": ["a", "b"], "seed_everything": None}  # fmt: skip
-    flags = engine_flags(extra)
-    assert flags == [
-        "--kv-cache-dtype", "fp8", "--enable-sleep-mode", "--no-async-scheduling", "--swap-space", "8",
-        "--compilation-config", json.dumps({"level": 3}), "--served-model-name", "a", "b",
-    ]  # fmt: skip
-    config = GrpoConfig(executor={"model": "someone/model", "revision": "abc", "vllm": {"extra": extra}})
-    command = executor_command(config, False, 8000)
-    assert command[-len(flags) :] == flags and command[-len(flags) - 4 :][:4] == [
-        "--revision", "abc", "--tokenizer-revision", "abc",
-    ]  # fmt: skip

@@ -83,25 +83,62 @@ def test_one_agent_per_node_meets_on_the_first(slurm, monkeypatch, stage, settin
     assert "HF_HUB_OFFLINE=1\n" in environment and "MEMCOMPILER_DIST_TIMEOUT=60\n" in environment
 
 
-@pytest.mark.parametrize("nodes", ["node07", "node07,node08"])
-def test_a_partitioned_job_launches_actors_and_services_on_every_node(slurm, monkeypatch, nodes):
-    from torch.distributed.run import get_args_parser
+STAND_IN = """#!/bin/bash
+until [[ -s "$RECORD.env" ]]; do sleep 0.05; done
+echo "$(basename "$0") $*" >> "$RECORD.calls"
+"""
 
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch, slurm) -> Path:
+    """A repository of these scripts, whose programs only write down what they are asked; returns where."""
+    folder = tmp_path / "checkout"
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / "scripts").symlink_to(ROOT / "scripts")
+    for name in ("ray", "python", "memcompiler"):
+        path = folder / ".venv" / "bin" / name
+        path.write_text(STAND_IN)
+        path.chmod(0o755)
+    monkeypatch.setenv("SLURM_SUBMIT_DIR", str(folder))
+    return Path(f"{slurm}.calls")
+
+
+@pytest.mark.parametrize("nodes", ["node07", "node07,node08"])
+def test_ray_runs_on_every_node_and_a_command_on_it(slurm, checkout, monkeypatch, nodes):
     from memcompiler.cli import app
 
-    monkeypatch.setenv("PARTITION", "1")
-    done = submit("grpo.sbatch", monkeypatch, nodes, "placement.actors=5", "placement.rollouts=2")
+    command = ["train", "grpo", "-c", "grpo/paper", "cluster=ray", "--out", "runs/grpo"]
+    done = submit("ray.sh", monkeypatch, nodes, *command)
     assert done.returncode == 0, done.stderr
+    number = len(nodes.split(","))
+    assert checkout.read_text().splitlines() == [
+        f"python -m runtime.cluster {number}",
+        "memcompiler " + " ".join(command),
+    ]
     arguments = slurm.read_text().splitlines()
-    asked = arguments[arguments.index("memcompiler") + 1 :]
-    assert asked[:3] == ["launch", "grpo", "--torchrun"] and "--ntasks-per-node=1" in arguments
-    meet = get_args_parser().parse_args([*asked[3].split(), "x"])  # torchrun's own parser
-    assert (meet.nnodes, meet.rdzv_backend) == (str(len(nodes.split(","))), "c10d")
-    assert meet.rdzv_endpoint == f"node07:{20000 + 1234567 % 10000}"
+    assert "--ntasks-per-node=1" in arguments and "--kill-on-bad-exit=0" in arguments
+    started = Path(f"{slurm}.env").read_text()  # what the nodes' part is started with
+    told = dict(line.partition("=")[::2] for line in started.splitlines())
+    head = f"node07:{20000 + 1234567 % 10000}"
+    assert told["RAY_HEAD"] == head and told["RAY_AUTH_MODE"] == "token" and len(told["RAY_AUTH_TOKEN"]) == 64
+    assert told["RAY_AUTH_TOKEN"] not in done.stdout + done.stderr + slurm.read_text() + checkout.read_text()
+    checkout.unlink()
+    for node in range(number):
+        own = {**os.environ, **told, "SLURM_NODEID": str(node)}
+        subprocess.run(arguments[-2:], check=True, timeout=60, env=own)
+    head_call = (
+        f"ray start --head --port={head.partition(':')[2]} --include-dashboard=false --disable-usage-stats --block"
+    )
+    joins = [f"ray health-check --address={head}", f"ray start --address={head} --disable-usage-stats --block"]
+    assert checkout.read_text().splitlines() == [head_call, *joins[: 2 * (number - 1)]]
     monkeypatch.chdir(ROOT)
-    printed = CliRunner().invoke(app, [*asked, "--print-config"])  # our own
-    assert printed.exit_code == 0, printed.output
-    assert "actors: 5" in printed.output and "rollouts: 2" in printed.output and "executors: 1" in printed.output
+    printed = CliRunner().invoke(app, [*command, "--print-config"])
+    assert printed.exit_code == 0 and "cluster: ray" in printed.output
+
+
+def test_a_command_that_fails_on_ray_fails_the_job(slurm, checkout, monkeypatch, tmp_path):
+    (tmp_path / "checkout" / ".venv" / "bin" / "memcompiler").write_text("#!/bin/bash\nexit 7\n")
+    assert submit("ray.sh", monkeypatch, "node07", "eval").returncode == 7
 
 
 def test_a_failing_step_fails_the_job(slurm, monkeypatch, tmp_path):

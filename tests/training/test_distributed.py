@@ -17,10 +17,10 @@ from torch import Tensor
 from compiler import checkpoint
 from configs.load import load_config
 from configs.training import GrpoConfig
+from runtime.processes import torchrun_command
 from tests.training import backend_cases as cases
 from tests.training import grpo_trainers, sft_trainers
 from training import distributed
-from training.launch import torchrun_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ ACCELERATE += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"
 
 
 def torchrun(out: Path, backends: str, names: str, launcher=TORCHRUN) -> subprocess.CompletedProcess[str]:
-    """As `memcompiler launch` starts actors: nothing of it stays in the temporary directory."""
+    """As the check of GPUs starts processes: nothing of it stays in the temporary directory."""
     temporary = out / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,187 @@
+"""GRPO on Ray, on two nodes that share this machine: what a single process learns, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from compiler import checkpoint
+from configs.collect import CollectConfig
+from configs.load import ConfigError, load_config
+from configs.training import GrpoConfig, SftConfig
+from memcompiler.collect import run_collect
+from memcompiler.quickstart import run_train_grpo
+from tests.ray_nodes import processes, ray_nodes
+from tests.waiting import lines, until
+from training.on_ray import RECORD, Layout, Share, layout_here
+from training.run import train_sft
+
+ROOT = Path(__file__).parents[2]
+SCENES = "env.scenes={train: 3, test: 1}"
+UPDATES = 3
+
+
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("sft")
+    run_collect(load_config(CollectConfig, "collect/quickstart", [SCENES]), out / "collect")
+    rows = [f"rows={out}/collect/rows", "max_steps=25"]
+    train_sft(load_config(SftConfig, "sft/quickstart", rows), out / "sft")
+    return out / "sft"
+
+
+def settings(sft: Path, **more: Any) -> list[str]:
+    given = {
+        "compiler.checkpoint": sft, "tasks": 2, "group_size": 4, "max_steps": 6, "updates": UPDATES, "save_every": 1,
+        "keep": UPDATES, "sampling.temperature": 1.2, "env.visual_share": 0.5, **more,
+    }  # fmt: skip
+    return [SCENES, *(f"{name}={value}" for name, value in given.items())]
+
+
+def grpo(sft: Path, out: Path, **more: Any) -> Path:
+    run_train_grpo(load_config(GrpoConfig, "grpo/quickstart", settings(sft, **more)), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def local(sft, tmp_path_factory) -> Path:
+    return grpo(sft, tmp_path_factory.mktemp("local") / "run")
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def numbers(out: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows(out / "metrics.jsonl")]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert numbers(one) == numbers(other)
+    assert rows(one / "rollouts.jsonl") == rows(other / "rollouts.jsonl")
+    found = [checkpoint.find(out) for out in (one, other)]
+    for file in ("adapter/adapter_model.safetensors", "projector.safetensors"):
+        mine, theirs = (load_file(folder / file) for folder in found)
+        assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
+
+
+def kill(out: Path, role: str) -> float:
+    """Kill the one of a role that came last; returns when."""
+    pids = [row["pid"] for row in rows(out / RECORD) if row["role"] == role and "pid" in row]
+    os.kill(pids[-1], signal.SIGKILL)
+    return time.time()
+
+
+def meanwhile(*acts: tuple[Callable[[], Any], Callable[[], Any]]) -> Callable[[], list[Any]]:
+    """Do things, each as soon as its condition holds; what is returned waits for what they gave."""
+    given: list[Any] = []
+
+    def watch() -> None:
+        for condition, act in acts:
+            until(condition, 400, 0.02)
+            given.append(act())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+
+    def done() -> list[Any]:
+        thread.join(30)
+        assert len(given) == len(acts), f"{len(given)} of {len(acts)} were done before the run was over"
+        return given
+
+    return done
+
+
+@pytest.mark.slow
+def test_a_run_over_which_every_role_was_killed_once_is_that_of_a_single_process(sft, local, tmp_path):
+    out = tmp_path / "run"
+    at = lambda n: lambda: lines(out / "metrics.jsonl") >= n
+    with ray_nodes(1, 1):
+        engines = lambda: {role: kill(out, role) for role in ("compiler", "executor")}
+        done = meanwhile((at(1), engines), (at(2), lambda: {"trainer": kill(out, "trainer")}))
+        grpo(sft, out, cluster="ray")
+        killed = {role: when for given in done() for role, when in given.items()}
+    assert_same_run(out, local)
+    assert any(row.get("samples") for row in numbers(out)) and not any(row["failures"] for row in numbers(out))
+    record = rows(out / RECORD)
+    for role, back in (("compiler", "back"), ("trainer", "began")):  # nobody may have asked the executor meanwhile
+        own = [row for row in record if row["role"] == role and row["at"] >= killed[role]]
+        assert [row["event"] for row in own][:2] == ["lost", back] and own[0]["reason"], own
+        seen, there = (row["at"] - killed[role] for row in own[:2])
+        print(f"{role}: seen after {seen:.1f} s, replaced after {there:.1f} s")
+
+
+@pytest.mark.slow
+def test_two_trainers_learn_with_two_compilers_and_executors_of_their_own(sft, tmp_path):
+    more = {"placement.trainers": 2, "placement.compilers": 2, "placement.executors": 0}
+    with ray_nodes(1, 1):
+        out = grpo(sft, tmp_path / "run", cluster="ray", updates=2, **more)
+    made = numbers(out)
+    assert [row["update"] for row in made] == [1, 2] and not any(row["failures"] for row in made)
+    learnt = [row for row in made if row.get("samples")]
+    # Engines and trainers find the same log-probabilities: they have the weights of this very update.
+    assert learnt and all(max(row["apart_text_max"], row["apart_latent_max"]) < 1e-3 for row in learnt)
+    assert len({row["pid"] for row in rows(out / RECORD) if row["event"] in ("began", "ready")}) == 4
+    assert checkpoint.read_state(checkpoint.find(out))["step"] == 2
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_no_process_and_the_run_goes_on_without_ray(sft, local, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    out, mark = tmp_path / "run", f"MARK={tmp_path}"
+    command = [sys.executable, "-m", "memcompiler", "train", "grpo", "-c", "grpo/quickstart", *settings(sft)]
+    quiet: Any = {"cwd": ROOT, "env": {**os.environ, "MARK": str(tmp_path)}, "stdout": subprocess.DEVNULL}
+    with subprocess.Popen([*command, "cluster=ray", "--out", str(out)], stderr=subprocess.STDOUT, **quiet) as driver:
+        until(lambda: lines(out / "metrics.jsonl") >= 1, 400, 0.02, driver)
+        driver.send_signal(signal.SIGKILL)
+    until(lambda: not processes(mark), 90, 0.5, words=lambda: processes(mark))
+    assert_same_run(grpo(sft, out), local)
+
+
+# -- what needs no Ray -------------------------------------------------------------------------------------------------
+
+
+def test_without_ray_a_run_says_which_extra_is_missing_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match="cluster=ray needs Ray: uv sync --inexact --extra ray"):
+        grpo(tmp_path / "sft", tmp_path / "run", cluster="ray")
+    assert not list(tmp_path.iterdir())
+
+
+class Gpus:
+    """A cluster with so many."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 8.0, **({"GPU": float(self._number)} if self._number else {})}
+
+    def remote(self, num_gpus: int) -> Any:
+        return lambda call: SimpleNamespace(remote=lambda: 80.0)
+
+    def get(self, ref: float) -> float:
+        return ref
+
+
+def test_a_layout_that_cannot_be_is_refused_before_anything_is_started():
+    config = load_config(GrpoConfig, "grpo/quickstart", [])
+    layout = Layout(Share(2, 1.0), Share(1, 1.0, 0.9), Share(1, 0.5, 0.45))
+    with pytest.raises(ConfigError, match=r"has 2 GPUs, and 3.5 are asked for \(2 trainers of 1, 1 compilers of 1"):
+        layout_here(Gpus(2), config, lambda gpus, gib: layout)
+    assert layout_here(Gpus(4), config, lambda gpus, gib: layout) is layout
+    nameless = load_config(GrpoConfig, "grpo/quickstart", ["compiler.checkpoint=null"])
+    with pytest.raises(ConfigError, match=r"compiler\.checkpoint: name the SFT run"):
+        layout_here(Gpus(0), nameless, lambda gpus, gib: Layout(Share(1), Share(1), Share(1)))

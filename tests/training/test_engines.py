@@ -1,0 +1,252 @@
+"""Engines beside the trainers: lost ones are replaced, weights are those that were asked for, and nothing is played
+other than in one process. Ray is a stand-in here; tests/commands/test_grpo_on_ray.py has the real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import training.engines as engines
+from compiler import checkpoint
+from compiler.hf import MemoryCompiler
+from compiler.records import Decoding
+from configs.models import CompilerConfig, ExecutorConfig
+from configs.training import Placement
+from envs.spec import Told
+from executor.base import TokenExecutor
+from executor.build import load_executor
+from executor.prompt import ExecutorRequest, MemoryBlock
+from runtime.actors import Place, meeting, why
+from runtime.cluster import ClusterError
+from tests import tiny_models
+from tests.standin_ray import StandInActor, StandInRay
+from training.engines import CompilerEngine, ExecutorEngine, Pool, RayCompiler, RayExecutor, WeightsError
+from training.on_ray import cpus_of_each
+
+RAY = StandInRay()
+ASKED = [tiny_models.request(i, image=False) for i in range(5)]
+DRAWN = Decoding(1.0, 8)
+EXECUTOR = ExecutorConfig(
+    model="zoo/household/executor", dtype="float32", instructions="none", temperature=0.7, batch_size=2
+)
+COMMANDS = ("go to cabinet 1", "go to shelf 1", "look")
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(engines, "PAUSE_S", 0.0)
+
+
+class Doubler:
+    """What an actor may hold."""
+
+    def double(self, value: int) -> int:
+        if value < 0:
+            raise ValueError("negative")
+        return 2 * value
+
+
+def pool(*actors: StandInActor, told: list[Any] | None = None, **rules: Any) -> Pool:
+    tell = (told if told is not None else []).append
+    return Pool(RAY, "compiler", actors, Placement(**rules), tell)
+
+
+# -- who is lost, and what becomes of it -------------------------------------------------------------------------------
+
+
+def test_requests_are_shared_out_and_answers_are_in_their_order():
+    one, two = StandInActor(Doubler), StandInActor(Doubler)
+    assert pool(one, two).ask_all("double", [(i,) for i in range(5)]) == [0, 2, 4, 6, 8]
+    assert (one.asked, two.asked) == (3, 2)
+
+
+def test_a_lost_engine_gives_its_requests_to_another_and_is_asked_again_when_it_is_back():
+    told: list[Any] = []
+    one, two = StandInActor(Doubler, dies_at=[1]), StandInActor(Doubler)
+    engines_ = pool(one, two, told=told)
+    assert engines_.ask_all("double", [(1,), (2,)]) == [2, 4]
+    assert [(row["event"], row["number"]) for row in told] == [("lost", 0)] and "Unavailable" in told[0]["reason"]
+    assert (one.asked, two.asked) == (1, 2)
+    for _ in range(4):
+        assert engines_.ask_all("double", [(3,), (4,)]) == [6, 8]
+    assert [row["event"] for row in told] == ["lost", "back"] and one.asked > 1
+
+
+def test_an_only_engine_is_waited_for():
+    told: list[Any] = []
+    assert pool(StandInActor(Doubler, dies_at=[1, 2], late=5), told=told).ask_all("double", [(4,)]) == [8]
+    assert [row["event"] for row in told] == ["lost", "back", "lost", "back"]
+
+
+def test_a_request_that_kills_whoever_has_it_is_given_up_with_all_reasons():
+    with pytest.raises(ClusterError, match=r"3 compilers were lost over a request: .*; .*; .*"):
+        pool(StandInActor(Doubler, dies_at=range(1, 9), restarts=9), retries=2).ask_all("double", [(1,)])
+
+
+def test_where_nobody_is_left_it_is_an_error_and_said_of_each():
+    told: list[Any] = []
+    with pytest.raises(ClusterError, match=r"no compiler is left.*placement\.restarts"):
+        pool(StandInActor(Doubler, dies_at=[1], restarts=0), told=told).ask_all("double", [(1,)])
+    assert [row["event"] for row in told] == ["lost", "given up"]
+
+
+def test_a_silent_engine_is_lost():
+    told: list[Any] = []
+    one, two = StandInActor(Doubler, hangs_at=[1]), StandInActor(Doubler)
+    assert pool(one, two, told=told, silence_s=1e-9).ask_all("double", [(1,), (2,)]) == [2, 4]
+    assert told[0]["reason"].startswith("it said nothing for")
+
+
+def test_what_an_engine_raises_is_the_callers():
+    with pytest.raises(ValueError, match="negative"):
+        pool(StandInActor(Doubler)).ask_all("double", [(-1,)])
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def moved(by: float) -> MemoryCompiler:
+    compiler = tiny_models.memory_compiler(False).eval()
+    compiler.decoding = DRAWN
+    with torch.no_grad():
+        for parameter in checkpoint.trained_parameters(compiler).values():
+            parameter.add_(by)
+    return compiler
+
+
+def engine(monkeypatch) -> CompilerEngine:
+    monkeypatch.setattr(engines, "load_compiler", lambda *_: tiny_models.memory_compiler(False).eval())
+    return CompilerEngine(CompilerConfig(engine="hf"), 0, "", fetch=lambda files: files)
+
+
+def client(*actors: StandInActor) -> RayCompiler:
+    made = RayCompiler(pool(*actors), lambda files: files)
+    made.decoding = DRAWN
+    return made
+
+
+def give(to: RayCompiler, compiler: MemoryCompiler, folder: Path, version: int) -> None:
+    checkpoint.save_weights(folder, compiler)
+    to.load_adapter(folder, version, compiler.projector)
+
+
+def assert_same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.emission_ids == other.emission_ids
+        for name in ("text_logprobs", "z", "noise", "mu", "soft"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+@pytest.mark.parametrize("dies_at", [[], [2], [1, 3]])
+def test_an_engine_draws_what_the_compiler_here_would_whoever_dies(tmp_path, monkeypatch, dies_at):
+    remote = client(StandInActor(lambda: engine(monkeypatch), dies_at=dies_at))
+    for version, by in enumerate((0.02, -0.05)):
+        here = moved(by)
+        here.weight_version = version
+        give(remote, here, tmp_path / f"v{version}", version)
+        for source in (remote, here):
+            source.generator.manual_seed(7)
+        for part in (ASKED, ASKED[:2]):  # the second batch goes on where the first one left random numbers
+            made = remote.compile(part)
+            assert_same(made, here.compile(part))
+            assert [c.request for c in made] == part and {c.weight_version for c in made} == {version}
+
+
+def test_what_several_engines_draw_depends_on_their_number_alone(tmp_path, monkeypatch):
+    made = []
+    for dies_at in ([], [1]):
+        remote = client(*(StandInActor(lambda: engine(monkeypatch), dies_at=dies_at) for _ in range(2)))
+        give(remote, moved(0.02), tmp_path / f"{dies_at}", 3)
+        remote.generator.manual_seed(7)
+        made.append(remote.compile(ASKED) + remote.compile(ASKED))
+    assert_same(*made)
+    assert remote.compile([]) == []
+
+
+def test_weights_that_are_not_what_they_are_called_are_refused_by_the_engine(tmp_path, monkeypatch):
+    remote = client(StandInActor(lambda: engine(monkeypatch)))
+    give(remote, moved(0.02), tmp_path / "a", 1)
+    assert remote._weights is not None
+    remote._weights.files["projector.safetensors"] += b" "
+    with pytest.raises(WeightsError, match="weights of version 1 came as"):
+        remote.compile(ASKED)
+
+
+def test_what_was_compiled_with_another_version_is_refused_by_the_client(tmp_path, monkeypatch):
+    class Stale:
+        def compile(self, requests, decoding, stream, weights):
+            return [SimpleNamespace(weight_version=weights.version - 1) for _ in requests], stream
+
+    remote = client(StandInActor(Stale))
+    give(remote, moved(0.02), tmp_path / "a", 2)
+    with pytest.raises(WeightsError, match="weights of version 1, not 2"):
+        remote.compile(ASKED)
+
+
+def test_an_engine_loads_weights_once_and_those_of_a_run_that_began_again_anew(tmp_path, monkeypatch):
+    fetched: list[Any] = []
+    held = engine(monkeypatch)
+    held._fetch = lambda files: fetched.append(1) or files
+    remote = client(StandInActor(lambda: held))
+    for by, times in ((0.02, 1), (0.02, 1), (0.03, 2)):  # the last one has the version of the others
+        give(remote, moved(by), tmp_path / f"{by}", 1)
+        remote.compile(ASKED[:1])
+        assert len(fetched) == times
+
+
+# -- executors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "mode"), [(1, "choice"), (2, "choice"), (1, "generate")])
+def test_executors_act_as_the_one_in_the_trainer(number, mode):
+    told = Told("")
+    config = EXECUTOR.model_copy(update={"mode": mode, "temperature": 0.7 if mode == "choice" else 0.0})
+    actors = [StandInActor(lambda: ExecutorEngine(config, told), dies_at=[2]) for _ in range(number)]
+    remote, here = RayExecutor(config, told, pool(*actors)), load_executor(config, told)
+    assert isinstance(here, TokenExecutor) and remote.hash() == here.hash()
+    requests = [
+        ExecutorRequest("put a mug in cabinet 1", MemoryBlock(), ("look",) * i, "You see a shelf 1.", COMMANDS)
+        for i in range(5)
+    ]
+    for executor in (remote, here):
+        executor.generator.manual_seed(3)
+    for _ in range(2):
+        assert [(a.text, a.logprob) for a in remote.act(requests)] == [
+            (a.text, pytest.approx(a.logprob, abs=1e-5) if number > 1 else a.logprob) for a in here.act(requests)
+        ]
+
+
+# -- where trainers are ------------------------------------------------------------------------------------------------
+
+
+def test_trainers_meet_at_the_first_and_see_the_gpus_of_their_node():
+    told = meeting([Place("a", "10.0.0.1", 29500, ("2",)), Place("b", "10.0.0.2", 1, ("0",)),
+                    Place("a", "10.0.0.1", 2, ("3",))])  # fmt: skip
+    assert [t["RANK"] for t in told] == ["0", "1", "2"] and {t["WORLD_SIZE"] for t in told} == {"3"}
+    assert [t["LOCAL_RANK"] for t in told] == ["0", "0", "1"]
+    assert [t["CUDA_VISIBLE_DEVICES"] for t in told] == ["2,3", "0", "2,3"]
+    assert {(t["MASTER_ADDR"], t["MASTER_PORT"]) for t in told} == {("10.0.0.1", "29500")}
+    assert not any("GLOO_SOCKET_IFNAME" in t for t in told)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "processes", "each"), [((8,), 3, 1), ((2,), 3, 0.5), ((1, 1), 3, 0.5), ((1,), 3, 0.3333), ((0, 4), 4, 1)]
+)
+def test_processes_have_a_cpu_each_or_as_much_of_one_as_there_is(nodes, processes, each):
+    assert cpus_of_each([{"Alive": True, "Resources": {"CPU": float(n)}} for n in nodes], processes) == each
+
+
+def test_a_cluster_without_a_cpu_is_refused():
+    with pytest.raises(ClusterError, match="--num-cpus"):
+        cpus_of_each([{"Alive": True, "Resources": {}}], 1)
+
+
+def test_a_reason_is_short_and_names_no_address():
+    said = "The actor 0af is unavailable: RPC error: reset by 10.0.0.1:80. The task may or may not have been executed."
+    assert why(RuntimeError(said)) == "RuntimeError: RPC error: reset by (address)"
+    said = "x. The actor is dead because its worker process has died. Some common causes include: (1) it was killed"
+    assert why(RuntimeError(said)) == "RuntimeError: its worker process has died"
