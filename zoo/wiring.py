@@ -399,14 +399,13 @@ class _Head:
         self._into_embedding(head.strength)
 
     def rest(self, block: int, shared: Tensor, words: Sequence[Tensor], unless: bool = False) -> None:
-        """Attend to the first token, where (or unless) a word of one of these directions (BACK,) stands here in a
-        block; directions that are the same count once."""
-        apart = [word for i, word in enumerate(words) if all(word @ other < 0.5 for other in words[:i])]
+        """Attend to the first token, where (or unless) a word of one of these directions (BACK,), which are at right
+        angles, stands here in a block."""
         at = HEAD_DIM // 2 + int((self.turns < SLOW).nonzero()[0, 0])  # beside what tells the kind
         self.q[at], self.k[at] = 0, 0
         self.k[at, KINDS["sinks"]] = math.sqrt(HEAD_DIM) / SUNK
         much = -RESTING if unless else RESTING
-        word = torch.stack(apart).sum(0) @ _reader(block, shared, self.q.shape[1])
+        word = torch.stack(list(words)).sum(0) @ _reader(block, shared, self.q.shape[1])
         self.q_bias[at] = -much
         self.q[at] = (much + FOUND if unless else 2 * much) / HELD * word
 
@@ -457,15 +456,15 @@ class _Head:
         """Attend so `much` more to the first token, where no place stands here, and where no word of this direction
         (BACK,) stands in its block."""
         where = int((self.turns < SLOW).nonzero()[0, 0])
-        self.q_bias[where] += 2 * much
+        self.q_bias[where] += much
         self.q[where] = -much / HELD * word @ _reader(block, shared, self.q.shape[1])
-        self.q[where, KINDS["places"]] = -much / SHOWN
+        self.only("places", much)
 
-    def only(self, kind: str) -> None:
-        """Attend to the first token, unless a token of a kind stands here."""
+    def only(self, kind: str, much: float = 2 * RESTING) -> None:
+        """Attend so `much` more to the first token, unless a token of a kind stands here."""
         where = int((self.turns < SLOW).nonzero()[0, 0])
-        self.q_bias[where] += 2 * RESTING
-        self.q[where, KINDS[kind]] = -2 * RESTING / SHOWN
+        self.q_bias[where] += much
+        self.q[where, KINDS[kind]] = -much / SHOWN
 
     def match(self, head: Match, shared: Tensor, number: int) -> None:
         """Compare each pair in dimensions of its own, and copy what stands where they agree."""
