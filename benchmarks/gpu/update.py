@@ -25,7 +25,7 @@ from plan.replay import NoExecutor, hidden_size, replay_update, samples_of
 from training.grpo import GrpoTrainer
 
 ALONE = ("compiler.engine=hf", "compiler.checkpoint=null")
-PATHWISE = ("loss.latent_gradient=pathwise", "executor.mode=choice", "executor.temperature=1.0")
+PATHWISE = ("loss.latent_gradient=pathwise", "executor.engine=hf", "executor.mode=choice", "executor.temperature=1.0")
 ROWS = (1, 2)  # samples of a micro-batch
 MICRO_BATCHES = 2  # of an update
 
