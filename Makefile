@@ -29,7 +29,8 @@ TEST := $(call stamp,.venv,test,$(TEST_EXTRAS))
 OPENENV := $(call stamp,.venv-openenv,test,openenv)
 
 .DEFAULT_GOAL := help
-.PHONY: help sync quickstart alfworld test test-fast lint types doctor FORCE
+.NOTPARALLEL:
+.PHONY: help sync quickstart alfworld test test-beside test-alone test-fast lint types doctor FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -43,8 +44,16 @@ quickstart: $(CORE)  ## install what is missing, then the main job (result in ou
 alfworld: $(CORE)  ## the main job on real ALFWorld games, once their small models are made (docs/alfworld-models.md)
 	.venv/bin/memcompiler quickstart -c alfworld --out $(if $(filter file,$(origin OUT)),out/alfworld,$(OUT)) $(ARGS)
 
-test: $(TEST) $(OPENENV)  ## install what is missing, then all tests
-	.venv/bin/pytest --durations=25 $(ARGS)
+test: $(TEST) $(OPENENV) test-beside test-alone  ## install what is missing, then all tests
+
+# Two tests at a time, then those that want the machine to themselves: vLLM's threads, Ray's nodes, ranks, kills. Where
+# ARGS names tests of one kind alone, the other half has none to run (exit status 5).
+ALONE := alone or vllm
+test-beside: $(TEST) $(OPENENV)
+	.venv/bin/pytest -m "not ($(ALONE))" -n 2 --dist worksteal --durations=25 $(ARGS) || [ $$? -eq 5 ]
+
+test-alone: $(TEST) $(OPENENV)
+	.venv/bin/pytest -m "$(ALONE)" --durations=25 $(ARGS) || [ $$? -eq 5 ]
 
 # What needs an engine or takes more than ten seconds is left out: for a look after every change.
 test-fast: $(FAST)  ## install the core and the test tools, then the tests that need no engine (minutes)

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from memcompiler.cli import app
 from tests.commands.running import ROOT, kill_after, memcompiler
 
+pytestmark = pytest.mark.alone  # for one quickstart
+
 GAMES = ROOT.parent / "shared" / "data" / "alfworld"
 SMALL = ["collect.env.scenes={train: 4, test: 3}", "sft.max_steps=4", "sft.batch_size=4", "eval.limit=6",
          "eval.max_steps=4", "grpo.updates=1", "grpo.tasks=2", "grpo.group_size=2", "grpo.max_steps=3"]  # fmt: skip
