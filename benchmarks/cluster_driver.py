@@ -8,8 +8,9 @@ run, lines have `--chars` characters. Ray is not there: what its own calls cost 
 (`benchmarks.cluster_overhead` has it). Time is simulated, too: workers answer when the times that are drawn for them
 are over, and the clock goes on by what the driver has really taken (its CPU time, and with `--disk` what it waits for
 the disk, which on a busy machine is waiting for a core, too), in which nobody gets another unit. Times of episodes are
-log-normal: `--median` seconds, and `--spread` (the standard deviation of the logarithm; 0.6 has one in a hundred take
-four times the median).
+drawn, with replacement, from those of a record (`--times RUN/episodes.jsonl`: what its steps took, of all roles), or
+else log-normal: `--median` seconds, and `--spread` (the standard deviation of the logarithm; 0.6 has one in a hundred
+take four times the median).
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from statistics import median, pstdev
 from typing import Any
 
+from agent.records import read_episodes
 from runtime.cluster import RaySettings
 from runtime.crew import Answered, Crew, Event, Finished, Line, Ready, Unit, units_of
 from runtime.store import JsonLines, to_json
@@ -34,14 +37,22 @@ WORDS = "You are in the middle of a room. Looking quickly around you, you see a 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Times of a simulated worker, in seconds: of an episode (log-normal), and until it is there."""
+    """Times of a simulated worker, in seconds: of an episode (log-normal, or one of those that were measured), and
+    until it is there."""
 
     median: float
     spread: float
+    measured: Sequence[float] = ()
     start: float = 30.0
 
+    @staticmethod
+    def of_record(path: Path) -> Drawn:
+        """Draw from what the episodes of a run took."""
+        times = [sum(sum(step.seconds.values()) for step in episode.steps) for episode in read_episodes(path, False)]
+        return Drawn(median(times), pstdev([math.log(took) for took in times if took > 0]), times)
+
     def episode(self, chance: Random) -> float:
-        return self.median * math.exp(chance.gauss(0, self.spread))
+        return chance.choice(self.measured) if self.measured else self.median * math.exp(chance.gauss(0, self.spread))
 
 
 class SimulatedFleet:
@@ -128,7 +139,7 @@ def drive(
     store.path.unlink()
     return {
         "workers": workers, "episodes": episodes, "unit": size, "chars": chars,
-        "median_s": drawn.median, "spread": drawn.spread,
+        "median_s": round(drawn.median, 3), "spread": round(drawn.spread, 3), "measured_episodes": len(drawn.measured),
         "driver_episodes_per_s": round(episodes / busy, 1), "driver_cpu_s": round(cpu, 2),
         "disk_s": round(sum(disk), 2), "disk_counts": counts_disk, "appends": len(disk),
         "played_per_s": round(episodes / fleet.now, 1), "driver_busy": round(busy / fleet.now, 4),
@@ -149,13 +160,14 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--median", type=float, default=20.0)
     parser.add_argument("--spread", type=float, default=0.6)
+    parser.add_argument("--times", type=Path, help="episodes.jsonl of a run, from whose times those here are drawn")
     parser.add_argument("--unit", type=int, default=8)
     parser.add_argument("--chars", type=int, default=4_000)
     parser.add_argument("--disk", action="store_true", help="count what the driver waits for the disk")
     a = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        drawn = Drawn.of_record(a.times) if a.times else Drawn(a.median, a.spread)
         for workers in a.workers:
-            drawn = Drawn(a.median, a.spread)
             print(to_json(drive(workers, a.episodes, drawn, a.unit, a.chars, a.disk, Path(folder))), flush=True)
 
 

@@ -63,7 +63,7 @@ PACE, EMBEDDING_PACE = 0.2, 0.02  # of the rate, at which set heads learn, and e
 SMALL, WRITTEN, COPIED, AIMED, TREATING = 0.05, 0.13, 0.5, 2.0, 4.0  # what is left of random weights in a head that is
 # set; what heads write
 KINDS = {
-    "verbs": -9, "parts": -8, "treatments": -7, "sinks": -6, "sections": -5, "goals": -4, "scenes": -3, "things": -2,
+    "numbers": -34, "verbs": -9, "parts": -8, "treatments": -7, "sinks": -6, "sections": -5, "goals": -4, "scenes": -3, "things": -2,
     "places": -1,
 }  # fmt: skip
 """The dimension of an embedding that tells its kind."""
@@ -84,9 +84,11 @@ WORDS = {
     "sections": (*DEEDS, *TAKEN, *TREATED, *PUT, VIEW[0]),
     "parts": (*DEEDS, "because in"),
     "verbs": (*TAKEN, *PUT, "heat", "cool", "clean"),
+    "numbers": tuple(map(str, range(1, 10))),
 }
 """Of kinds that no lexicon lists. Parts: one's own deeds, or those of an entry of memory."""
 SAME = ("did", "\ndid:"), ("see", "\nsee:")  # behind the blank line that ends pasted memory, they are other tokens
+ANSWER = "assistant"  # one before where an answer begins
 ARTICLES = " a", ", a", ", and a"  # before what a view lists
 CHOSEN, NEAR = 8.0, 12.0  # how much more a gathering head attends to a kind, and how much less where its span ends
 REACH, FALLING, LASTING, UNFOUND = 200, 0.3, 70.0, 28.0  # tokens back to which a last one is found, how much less each
@@ -97,11 +99,11 @@ FAINT, PLAIN = 1 / 3, 0.82  # What is gathered is written so much fainter than w
 GAIN, FOLLOWED = 1.5 / FAINT, 9.0  # of what was gathered; of an article
 RESTING, FOUND = 40.0, 8.0  # how much more or less a head attends to the first token that rests, or does not; how much
 # more, where it works behind a word alone
-HELD, SHOWN = 5.4 * FAINT / PLAIN, 2.5 / PLAIN  # behind the norm: what stands in a block of what was gathered, and
-# what tells a kind
+BEFORE, HELD, SHOWN = 5.9 / PLAIN, 5.4 * FAINT / PLAIN, 2.5 / PLAIN  # behind the norm: what stands in the block of
+# what is one back, in a block of what was gathered, and what tells a kind
 SEEN = 22  # of BACK dimensions, those in use where two of them have to fit into a head, whole
-SUNK, SINKING, AWAY, NAMED = 16.0 / PLAIN, 4.0, 0.2, 1.5  # what tells the first token, behind a norm, and in
-# its embedding, which has to be large, for a norm would enlarge what is beside it; what is taken away, and named
+SUNK, SINKING, AWAY, NAMED, SPOKEN = 16.0 / PLAIN, 4.0, 0.2, 1.5, 1.5  # what tells the first token, behind a norm, and in
+# its embedding, which has to be large, for a norm would enlarge what is beside it; what is taken away, named, and said
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +119,16 @@ class Match:
     here (0: the token itself, with all that was gathered at it), and copies what stands there."""
 
     pairs: tuple[tuple[int, int], ...]  # (here, there)
-    also: tuple[int, Sequence[str], float] | None = None  # block, words, how much: there it holds one of these, too
+    also: Sequence[tuple[int, Sequence[str], float]] = ()  # block, words, how much: there it holds one of these, too
     strength: float = COPIED  # of the copy
     sharp: Sequence[float] = (1.0,) * BLOCKS  # how much more, here and there, is made of the comparison of each pair
     sink: float = 0.0  # how alike something has to be, as an attention logit; without one, anything may be attended to
     here: float = 0.0  # how much more alike, where it is no place or does not hold one of the words itself
     rests: Sequence[str] = ()  # finds nothing behind one of these, as the last of the sections
     after: str = ""  # finds something behind words of this kind alone
+    before: str = ""  # finds something one behind this word alone
+    of: str = ""  # looks for words of this kind
+    says: str = ""  # what it writes, where it finds one of that kind, instead of what stands there
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,7 @@ class Leave:
 Head = Look | Match | Gather | Aim | Leave | None  # None: free
 Layout = Sequence[Sequence[Head]]
 Direction = Callable[[Sequence[str]], Tensor]  # of words, in a block
+Said = Callable[[str], Tensor]  # a word's embedding
 
 
 def layout(layers: int, gathers: bool = False) -> Layout:
@@ -162,17 +168,28 @@ def layout(layers: int, gathers: bool = False) -> Layout:
         first: list[Head] = [Look(1), Look(2), Look(4), Gather("scenes", 24, SCENE), Gather("things", 20, THING)]
         first += [Gather("places", 60, PLACE), Gather("sections", None, SECTION), Gather("parts", None, WHERE)]
         first += [Aim("goals"), Aim("treatments")]
+        seen = [(2, ARTICLES, 1.0), (WHERE, DEEDS, 1.0)]
         second: list[Head] = [
             Match(((THING, 2), (SCENE, 4)), strength=3.0, sink=91, rests=(*TAKEN, *TREATED)),
-            Match(((PLACE, 2),), also=(1, ARTICLES, 1.0), strength=1.0, sink=15),
-            Match(((THING, 1),), also=(2, ARTICLES, 1.0), sink=32),
+            Match(((PLACE, 2),), also=[(1, ARTICLES, 1.0)], strength=1.0, sink=15),
+            Match(((THING, 1),), also=seen, sink=60, of="numbers"),
+            Match(
+                ((THING, 1),),
+                also=seen,
+                sink=102,
+                of="numbers",
+                says=TAKEN[0],
+                strength=SPOKEN,
+                before=ANSWER,
+                rests=(*TAKEN, *TREATED),
+            ),
             Aim("goals", (*TAKEN, *TREATED), AIMED),
             Aim("treatments", TAKEN, TREATING),
             Leave(),
             Match(((THING, 0),), strength=NAMED, sink=15, after="verbs"),
             Match(
                 ((0, 1), (SECTION, SECTION)),
-                also=(WHERE, DEEDS, 1.8),
+                also=[(WHERE, DEEDS, 1.8)],
                 strength=2.0,
                 sharp=(2.0, 0.86),
                 sink=184,
@@ -222,6 +239,7 @@ def wired(
             shared[SEEN:] = 0
             _set_apart(tokenizer, embeddings, shared)
         direction = lambda words: _direction(shared, embeddings[_tokens(tokenizer, words)])
+        said = lambda word: embeddings[_tokens(tokenizer, (word,))[0], :EMBEDDED]
         decoder: Sequence[Any] = list(model.model.layers)
         for number, (layer, row) in enumerate(zip(decoder, layout(layers, bool(gathers)), strict=True)):
             layer.mlp.down_proj.weight.zero_()
@@ -231,7 +249,7 @@ def wired(
                     at.free(SPANS[spans % len(SPANS)] if number < 3 else None)
                     spans += 1
                 else:
-                    at.set(head, shared, number, direction)
+                    at.set(head, shared, number, direction, said)
     return model
 
 
@@ -251,7 +269,7 @@ def _set_apart(tokenizer: PreTrainedTokenizerFast, embeddings: Tensor, shared: T
     embeddings[:, :EMBEDDED] = _apart(embeddings[:, :EMBEDDED], shared)
     for one, other in SAME:
         embeddings[_tokens(tokenizer, (one,)), :EMBEDDED] = embeddings[_tokens(tokenizer, (other,))[:1], :EMBEDDED]
-    _square(embeddings, shared, [_tokens(tokenizer, words) for words in (DEEDS, TAKEN, TREATED, PUT, VIEW)])
+    _square(embeddings, shared, [_tokens(tokenizer, words) for words in (DEEDS, TAKEN, TREATED, PUT, VIEW, ARTICLES)])
     seen = embeddings[:, :EMBEDDED] @ shared.T @ shared
     unseen = torch.nn.functional.normalize(embeddings[:, :EMBEDDED] - seen, dim=1)
     others = seen.square().sum(1) + embeddings[:, EMBEDDED:].square().sum(1)
@@ -332,7 +350,9 @@ class _Head:
         self.o = attention.o_proj.weight[:, rows]
         self.turns = THETAS[gathers] ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))  # radians a token
 
-    def set(self, head: Look | Match | Gather | Aim | Leave, shared: Tensor, number: int, direction: Direction) -> None:
+    def set(
+        self, head: Look | Match | Gather | Aim | Leave, shared: Tensor, number: int, direction: Direction, said: Said
+    ) -> None:
         """Set it, in layer `number`."""
         match head:
             case Look(back):
@@ -341,13 +361,18 @@ class _Head:
                 self.match(head, shared, number)
                 if head.sink:
                     self.sink(head.sink)
-                if head.also:
-                    block, words, much = head.also
-                    self.follow(block, shared, direction(words), much)
+                for n, (block, words, much) in enumerate(head.also, start=1):
+                    self.follow(n, block, shared, direction(words), much)
                     if head.here:
                         self.ask(block, shared, direction(words), head.here)
                 if head.after:
                     self.only(head.after)
+                if head.before:
+                    self.only_behind(shared, direction((head.before,)))
+                if head.of:
+                    self.k[HEAD_DIM - 1, KINDS[head.of]] = FOLLOWED / SHOWN
+                if head.says:
+                    self.say(head.of, said(head.says), head.strength)
                 if head.rests:
                     self.rest(SECTION, shared, [direction((word,)) for word in head.rests])
             case Gather():
@@ -438,9 +463,9 @@ class _Head:
         self.k[told, KINDS[kind]] += sharp / (KIND * 10)
         self.k[told, KINDS["sinks"]] += UNFOUND / LASTING * sharp / math.sqrt(self.k.shape[1])
 
-    def follow(self, block: int, shared: Tensor, word: Tensor, much: float) -> None:
-        """Attend to what has in a block a word, too, of this direction (BACK,)."""
-        at = HEAD_DIM - 1  # which hardly turns; one dimension, for the others compare something else
+    def follow(self, n: int, block: int, shared: Tensor, word: Tensor, much: float) -> None:
+        """Attend to what has in a block a word, too, of this direction (BACK,); the n-th that is asked for."""
+        at = HEAD_DIM - n  # which hardly turns; one dimension, for the others compare something else
         self.q[at] = 0
         self.k[at] = self._amplified(block) * word @ _reader(block, shared, self.k.shape[1])
         self.q_bias[at] = much * FOLLOWED
@@ -466,13 +491,26 @@ class _Head:
         self.q_bias[where] += much
         self.q[where, KINDS[kind]] = -much / SHOWN
 
+    def only_behind(self, shared: Tensor, word: Tensor) -> None:
+        """Attend far more to the first token, unless a word of this direction (BACK,) stands one before."""
+        where = int((self.turns < SLOW).nonzero()[0, 0])
+        self.q_bias[where] += 3 * RESTING
+        self.q[where] = -3 * RESTING / BEFORE * word @ _reader(1, shared, self.q.shape[1])
+
+    def say(self, kind: str, word: Tensor, strength: float) -> None:
+        """Write a word's embedding, where the head attends to a kind."""
+        self.v.zero_()
+        self.o.zero_()
+        self.v[0, KINDS[kind]] = 1 / KIND
+        self.o[:EMBEDDED, 0] = self.plain * strength * word
+
     def match(self, head: Match, shared: Tensor, number: int) -> None:
         """Compare each pair in dimensions of its own, and copy what stands where they agree."""
         self._calm()
         slow = (self.turns < SLOW).nonzero()[:, 0]
         dims = torch.cat([slow, slow + HEAD_DIM // 2])
         if self.gathers:  # the others are for what tells kinds and words
-            dims = torch.cat([slow[1:], slow[1:-1] + HEAD_DIM // 2])
+            dims = torch.cat([slow[1:], slow[1 : -max(len(head.also), 1)] + HEAD_DIM // 2])
         size = len(dims) // len(head.pairs)
         for n, (here, there) in enumerate(head.pairs):
             some, mixing = dims[n * size : (n + 1) * size], _orthonormal(size, SEEN if self.gathers else BACK)
