@@ -168,15 +168,15 @@ def layout(layers: int, gathers: bool = False) -> Layout:
         first: list[Head] = [Look(1), Look(2), Look(4), Gather("scenes", 24, SCENE), Gather("things", 20, THING)]
         first += [Gather("places", 60, PLACE), Gather("sections", None, SECTION), Gather("parts", None, WHERE)]
         first += [Aim("goals"), Aim("treatments")]
-        seen = [(2, ARTICLES, 1.0), (WHERE, DEEDS, 1.0)]
+        seen = [(2, ARTICLES, 2.0), (WHERE, DEEDS, 1.0)]
         second: list[Head] = [
             Match(((THING, 2), (SCENE, 4)), strength=3.0, sink=91, rests=(*TAKEN, *TREATED)),
             Match(((PLACE, 2),), also=[(1, ARTICLES, 1.0)], strength=1.0, sink=15),
-            Match(((THING, 1),), also=seen, sink=60, of="numbers"),
+            Match(((THING, 1),), also=seen, sink=70, of="numbers"),
             Match(
                 ((THING, 1),),
                 also=seen,
-                sink=102,
+                sink=150,
                 of="numbers",
                 says=TAKEN[0],
                 strength=SPOKEN,
@@ -370,7 +370,7 @@ class _Head:
                 if head.before:
                     self.only_behind(shared, direction((head.before,)))
                 if head.of:
-                    self.k[HEAD_DIM - 1, KINDS[head.of]] = FOLLOWED / SHOWN
+                    self.k[HEAD_DIM - 1, KINDS[head.of]] = 2 * FOLLOWED / SHOWN
                 if head.says:
                     self.say(head.of, said(head.says), head.strength)
                 if head.rests:

@@ -25,13 +25,12 @@ from zoo.curriculum import (
 )
 from zoo.models import make_tokenizer
 from zoo.wiring import (
-    ARTICLES,
     EMBEDDED,
     EMBEDDING_PACE,
     HEAD_DIM,
     HEADS,
     PACE,
-    THING,
+    SCENE,
     Aim,
     Match,
     layout,
@@ -183,10 +182,11 @@ def asked(goal: str, did: str = "", see: str = "You arrive at bed 1. On the bed 
 
 
 SECOND = layout(3, gathers=True)[1]
-TOLD = next(head for head in SECOND if isinstance(head, Match) and head.rests and not head.here)
+TOLD = next(head for head in SECOND if isinstance(head, Match) and SCENE in dict(head.pairs))
 NAMED = next(head for head in SECOND if isinstance(head, Match) and head.after)
 GONE_TO = next(head for head in SECOND if isinstance(head, Match) and head.here)
-THING_IN_VIEW = Match(((THING, 1),), also=(2, ARTICLES, 1.0), sink=32)
+THING_IN_VIEW = next(head for head in SECOND if isinstance(head, Match) and head.of and not head.says)
+TAKES = next(head for head in SECOND if isinstance(head, Match) and head.says)
 GOALS, TREATMENTS = (next(head for head in SECOND if isinstance(head, Aim) and head.kind == kind)
                      for kind in ("goals", "treatments"))  # fmt: skip
 SOUGHT, IN_HAND = "go to drawer 2 ; go to bed 1", "go to drawer 2 ; go to bed 1 ; take mug 1 from bed 1"
@@ -236,6 +236,29 @@ def test_untrained_it_finds_the_goals_thing_in_view_and_where_to_bring_what_is_i
 def test_untrained_it_names_the_goals_thing_behind_what_is_done_with_one(gathering, verb, named):
     prompt = asked("put a mug in drawer", SOUGHT, "You arrive at bed 1. On the bed 1, you see a bowl 2, and a mug 3.")
     assert finds(gathering, NAMED, prompt.removesuffix("go to") + verb)[0] == named
+
+
+@pytest.mark.parametrize(("did", "see", "goal", "number"), [
+    (SOUGHT, "a bowl 2, and a mug 3.", "put a mug in drawer", "3"),
+    (SOUGHT, "a bowl 2, and a mug 3.", "heat some bowl and put it in drawer", "2"),
+    (SOUGHT, "a bowl 2.", "put a mug in drawer", ""),  # memory took mug 1
+    (IN_HAND, "a bowl 2, and a mug 3.", "put a mug in drawer", ""),
+    (PUT_FIRST, "a bowl 2, and a mug 3.", "put two mug in drawer", "3"),
+])  # fmt: skip
+def test_untrained_an_answer_begins_with_take_where_the_goals_thing_is_in_view_and_nothing_in_hand(
+    gathering, did, see, goal, number
+):
+    prompt = asked(goal, did, f"You arrive at bed 1. On the bed 1, you see {see}").removesuffix("go to")
+    found = finds(gathering, TAKES, prompt)[0]
+    assert (found == number) if number else not found.isdigit()  # of what is no number, nothing is said
+    assert not finds(gathering, TAKES, f"{prompt}take")[0]
+
+
+def test_untrained_a_number_is_that_of_the_thing_in_view_or_of_what_was_taken_and_not_memorys(gathering):
+    seen = asked("put a mug in drawer", SOUGHT, "You arrive at bed 1. On the bed 1, you see a bowl 2, and a mug 3.")
+    assert finds(gathering, THING_IN_VIEW, seen.removesuffix("go to") + "take mug")[0] == "3"
+    taken = asked("put a mug in drawer", IN_HAND.replace("mug 1", "mug 4"), "You arrive at drawer 2.")
+    assert finds(gathering, THING_IN_VIEW, taken.removesuffix("go to") + "move mug")[0] == "4"
 
 
 def test_heads_that_are_set_learn_at_their_own_pace(gathering):
