@@ -21,8 +21,8 @@ compiler does. A model that gathers has these heads instead:
     layer 1   a head that finds what stands two behind the goal's thing and four behind its scene ("in FloorPlan3 the
               mug was in" ...), unless something is in hand; one that finds what stands two behind the place where one
               is (the next of a list); one for the number of the goal's thing in view, and one that begins an answer
-              with take where it finds that and nothing is in hand; for what is in hand, one for places of the goal's kind
-              and one for those where it is treated; one that takes away the place where one is; one that names the
+              with take where it finds that and nothing is in hand; for what is in hand, one for places of the goal's
+              kind and one for those where it is treated; one that takes away the place where one is; one that names the
               goal's thing behind what is done with one; and one that finds a command's own last word among one's own
               deeds of this search, and what followed on it. Those that look up attend to the prompt's first token,
               which holds nothing, where they find nothing: what is copied from anywhere else by chance drowns what is
