@@ -73,7 +73,7 @@ class Search:
 
     need: str  # "find mug"
     places: tuple[str, ...]  # that are left, best first
-    named: tuple[str, ...]  # those of them that this scene's entries name for this very need
+    named: tuple[str, ...]  # all that this scene's entries name for this very need, also where it was looked in vain
     ruled_out: frozenset[str]  # that M speaks for, too, and that were looked into in vain
 
 
@@ -104,9 +104,9 @@ class ExpertTeacher:
         request, plan = self._read(request)
         if (need := self.reader.need(plan)) is None:
             return None
-        leads = self._left(request, need.need, self._leads(request, need.need))
-        left = tuple(lead.place for lead in leads)
+        leads = self._leads(request, need.need)
         own = (lead for lead in leads if lead.fact.need == need.need and lead.scene == _scene(request.goal))
+        left = tuple(lead.place for lead in self._left(request, need.need, leads))
         seen = {*self.reader.searched(request.history), self.reader.lacking(need.need, request.observation)}
         told = [fact.place for _, fact in self._answers(request, need.need)]
         vain = (p for p in seen.difference(left) if any(p == t or p in self.reader.likes(t, p) for t in told))

@@ -31,7 +31,7 @@ ANSWER = f"{END_OF_TURN}\n<|im_start|>assistant\n"  # where one begins
 ROOM = "You are in the middle of a room. Looking quickly around you, you see"
 MOST_ROOMS, MOST_ACTIONS, MOST_GONE, MOST_BEEN = 12, 4, 6, 3
 """Of a first view, of an entry, of `did:`, and of the places that memory tells of one thing, for `ways`."""
-PROPOSED = 0.85  # of ways, those to a place that is told, where one is told
+PROPOSED = 0.9  # of ways, those to a place that is told, where one is told
 NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is left
 Fact = tuple[tuple[str, str], str]  # scene and object, the place
 Kind = Literal["copy", "recall", "facts", "documents", "goals"]
