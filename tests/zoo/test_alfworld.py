@@ -154,6 +154,16 @@ def test_the_script_reads_pasted_memory_as_guidance():
     assert choice.why is Why.SEARCH and choice.told == history[:2] and choice.been == history
 
 
+def test_the_script_knows_all_that_memory_names_and_leaves_out_where_it_has_been_since_it_took_something():
+    entries = [entry("FloorPlan1", "shelf 1"), entry("FloorPlan1", "fridge 1")]
+    script, memory = play.Script({each.text: each for each in entries}), "\n\n".join(each.text for each in entries)
+    nothing, told = "On the shelf 1, you see nothing.", ("go to shelf 1", "go to fridge 1")
+    seen = script.choices(request(nothing, ("go to shelf 1",), memory=memory))  # shelves are seen when gone to
+    assert seen.commands == told[1:] and seen.told == told and seen.been == told[:1]
+    later = ("go to shelf 1", "take mug 1 from cabinet 1", "go to cabinet 1")
+    assert does(script, request("x", later, memory=memory)) == (told, Why.TOLD)
+
+
 def test_the_script_acts_on_what_it_has_found():
     plan = ("take mug 1 from fridge 1", "go to shelf 1", "move mug 1 to shelf 1")
     assert does(play.Script({}), request(plan=plan, guidance="go to cabinet 1")) == (plan[:1], Why.PLAN)
