@@ -46,18 +46,18 @@ alfworld: $(CORE)  ## the main job on real ALFWorld games, once their small mode
 
 test: $(TEST) $(OPENENV) test-beside test-alone  ## install what is missing, then all tests
 
-# Two tests at a time, then those that want the machine to themselves: vLLM's threads, Ray's nodes, ranks, kills. Where
-# ARGS names tests of one kind alone, the other half has none to run (exit status 5).
-ALONE := alone or vllm
+# Two tests at a time of those that need no engine, then the others one by one: many want the machine to themselves (vLLM's
+# threads, Ray's nodes, ranks, kills). Where ARGS names tests of one kind alone, the other half has none to run (status 5).
+QUICK := not slow and not alone and not vllm and not alfworld and not scienceworld
 test-beside: $(TEST) $(OPENENV)
-	.venv/bin/pytest -m "not ($(ALONE))" -n 2 --dist worksteal --durations=25 $(ARGS) || [ $$? -eq 5 ]
+	.venv/bin/pytest -m "$(QUICK)" -n 2 --durations=25 $(ARGS) || [ $$? -eq 5 ]
 
 test-alone: $(TEST) $(OPENENV)
-	.venv/bin/pytest -m "$(ALONE)" --durations=25 $(ARGS) || [ $$? -eq 5 ]
+	.venv/bin/pytest -m "not ($(QUICK))" --durations=25 $(ARGS) || [ $$? -eq 5 ]
 
 # What needs an engine or takes more than ten seconds is left out: for a look after every change.
 test-fast: $(FAST)  ## install the core and the test tools, then the tests that need no engine (minutes)
-	.venv/bin/pytest -m "not slow and not vllm and not alfworld and not scienceworld" -n 2 $(ARGS)
+	.venv/bin/pytest -m "$(QUICK)" -n 2 $(ARGS)
 
 lint: $(FAST)  ## ruff: rules and format
 	.venv/bin/ruff check .
