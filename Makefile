@@ -48,7 +48,7 @@ test: $(TEST) $(OPENENV) test-beside test-alone  ## install what is missing, the
 
 # Two tests at a time of those that need no engine, then the others one by one: many want the machine to themselves (vLLM's
 # threads, Ray's nodes, ranks, kills). Where ARGS names tests of one kind alone, the other half has none to run (status 5).
-QUICK := not slow and not alone and not vllm and not alfworld and not scienceworld
+QUICK := not slow and not vllm and not alfworld and not scienceworld
 test-beside: $(TEST) $(OPENENV)
 	.venv/bin/pytest -m "$(QUICK)" -n 2 --durations=25 $(ARGS) || [ $$? -eq 5 ]
 

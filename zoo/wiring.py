@@ -367,10 +367,11 @@ class _Head:
                     self.follow(n, block, shared, direction(words), much)
                     if head.here:
                         self.ask(block, shared, direction(words), head.here)
+                        self.only("places", head.here)
                 if head.after:
                     self.only(head.after)
                 if head.before:
-                    self.only_behind(shared, direction((head.before,)))
+                    self.ask(1, shared, direction((head.before,)), 3 * RESTING)
                 if head.of:
                     self.k[HEAD_DIM - 1, KINDS[head.of]] = 2 * FOLLOWED / SHOWN
                 if head.says:
@@ -480,24 +481,17 @@ class _Head:
         self.q_bias[where] = level
 
     def ask(self, block: int, shared: Tensor, word: Tensor, much: float) -> None:
-        """Attend so `much` more to the first token, where no place stands here, and where no word of this direction
-        (BACK,) stands in its block."""
+        """Attend so `much` more to the first token, where no word of this direction (BACK,) stands here in a block."""
         where = int((self.turns < SLOW).nonzero()[0, 0])
         self.q_bias[where] += much
-        self.q[where] = -much / HELD * word @ _reader(block, shared, self.q.shape[1])
-        self.only("places", much)
+        stands = HELD if block > BLOCKS else BEFORE
+        self.q[where] = -much / stands * word @ _reader(block, shared, self.q.shape[1])
 
     def only(self, kind: str, much: float = 2 * RESTING) -> None:
         """Attend so `much` more to the first token, unless a token of a kind stands here."""
         where = int((self.turns < SLOW).nonzero()[0, 0])
         self.q_bias[where] += much
         self.q[where, KINDS[kind]] = -much / SHOWN
-
-    def only_behind(self, shared: Tensor, word: Tensor) -> None:
-        """Attend far more to the first token, unless a word of this direction (BACK,) stands one before."""
-        where = int((self.turns < SLOW).nonzero()[0, 0])
-        self.q_bias[where] += 3 * RESTING
-        self.q[where] = -3 * RESTING / BEFORE * word @ _reader(1, shared, self.q.shape[1])
 
     def say(self, kind: str, word: Tensor, strength: float) -> None:
         """Write a word's embedding, where the head attends to a kind."""

@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 from memcompiler.cli import app
 from tests.commands.running import ROOT, kill_after, memcompiler
 
-pytestmark = pytest.mark.alone  # for one quickstart
-
 GAMES = ROOT.parent / "shared" / "data" / "alfworld"
 SMALL = ["collect.env.scenes={train: 4, test: 3}", "sft.max_steps=4", "sft.batch_size=4", "eval.limit=6",
          "eval.max_steps=4", "grpo.updates=1", "grpo.tasks=2", "grpo.group_size=2", "grpo.max_steps=3"]  # fmt: skip
@@ -43,6 +41,7 @@ def check_results(path: Path, deliveries=DELIVERIES) -> dict:
     return results
 
 
+@pytest.mark.slow  # whichever is first waits for the quickstart, which both halves of the suite would make
 def test_quickstart_writes_results_report_and_plots(quickstart):
     results = check_results(quickstart / "results.json")
     assert {"expert_compiler", "expert_random_entry", "compiled_shuffled_soft"} <= set(results["results"])
@@ -56,6 +55,7 @@ def test_quickstart_writes_results_report_and_plots(quickstart):
         assert (run / "config.resolved.yaml").exists() and (run / "environment.json").exists()
 
 
+@pytest.mark.slow
 def test_the_checkpoint_is_complete_and_small(quickstart):
     [checkpoint] = sorted((quickstart / "sft" / "checkpoints").iterdir())[-1:]
     state = json.loads((checkpoint / "state.json").read_text())

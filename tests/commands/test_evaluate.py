@@ -84,7 +84,6 @@ def kill_after(episodes: int, asked: Path, out: Path) -> None:
     assert number(out) >= episodes
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_kill_and_resume_give_the_same_result_and_play_nothing_twice(tmp_path):
     asked = write(PLAIN, tmp_path)

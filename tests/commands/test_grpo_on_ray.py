@@ -104,7 +104,6 @@ def meanwhile(*acts: tuple[Callable[[], Any], Callable[[], Any]]) -> Callable[[]
     return done
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_run_over_which_every_role_was_killed_once_is_that_of_a_single_process(sft, local, tmp_path):
     out = tmp_path / "run"
@@ -124,7 +123,6 @@ def test_a_run_over_which_every_role_was_killed_once_is_that_of_a_single_process
         print(f"{role}: seen after {seen:.1f} s, replaced after {there:.1f} s")
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_two_trainers_learn_with_two_compilers_and_executors_of_their_own(sft, tmp_path):
     more = {"placement.trainers": 2, "placement.compilers": 2, "placement.executors": 0}
@@ -139,7 +137,6 @@ def test_two_trainers_learn_with_two_compilers_and_executors_of_their_own(sft, t
     assert checkpoint.read_state(checkpoint.find(out))["step"] == 2
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_killed_driver_leaves_no_process_and_the_run_goes_on_without_ray(sft, local, tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

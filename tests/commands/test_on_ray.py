@@ -107,7 +107,6 @@ def local(tmp_path_factory) -> Path:
     return collect(tmp_path_factory.mktemp("local") / "collect")
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_collection_on_two_nodes_is_the_one_of_a_single_process_with_a_worker_killed_as_well(tmp_path, local):
     with ray_nodes(1, 1):
@@ -119,7 +118,6 @@ def test_collection_on_two_nodes_is_the_one_of_a_single_process_with_a_worker_ki
         done()
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_node_that_is_lost_and_one_that_joins_late(tmp_path, local):
     out = tmp_path / "run"
@@ -135,7 +133,6 @@ def test_a_node_that_is_lost_and_one_that_joins_late(tmp_path, local):
         assert_same_collection(out, local)
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_driver_killed_with_its_own_ray_leaves_no_process_and_the_same_command_goes_on(tmp_path, local, monkeypatch):
     out, mark = tmp_path / "run", f"MARK={tmp_path}"
@@ -157,7 +154,6 @@ def test_a_driver_killed_with_its_own_ray_leaves_no_process_and_the_same_command
     until(lambda: not processes(mark), 60, 0.5, words=lambda: processes(mark))
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_evaluation_on_two_nodes_gives_the_records_and_numbers_of_a_single_process(tmp_path):
     """Byte for byte where each episode is alone in its batch; side by side, sums differ in their last digits at most,

@@ -151,7 +151,6 @@ TINY = {
 }
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_after_kill_minus_9_a_run_that_validates_ends_as_if_nothing_had_been(tmp_path):
     save_rows(MANY, tmp_path / "rows")
