@@ -340,11 +340,14 @@ class ExpertExecutor:
     """Acts on the expert's plan; with probability `noise` it does something else instead, so that rows also cover
     states off the shortest path. `Action.text` is always the expert's own choice: the label.
 
+    With `obeys` that choice is what guidance says, where it is a possible command. The plan knows where things are, M
+    only where they have been: labels that go elsewhere than guidance would ask the soft tokens for what nobody can read.
     Chance depends on seed, goal and history alone: an episode is the same whichever others are played beside it."""
 
     batched: ClassVar[bool] = False
     noise: float = 0.0
     seed: int = 0
+    obeys: bool = False
     accepts_soft: bool = False
     sees_images: bool = False
     reads: Reads = PAPER
@@ -356,7 +359,8 @@ class ExpertExecutor:
         plan = request.expert() if request.expert else None
         if plan is None and not request.history:
             raise ValueError("the environment's expert knows no way to the goal")  # nothing to learn from this episode
-        label = plan[0] if plan else "look"
+        said = request.delivered.guidance
+        label = said if self.obeys and said in (request.admissible or ()) else plan[0] if plan else "look"
         detours = [c for c in request.admissible or () if c.startswith("go to ") and c != label]
         chance = random.Random(f"{self.seed} {request.goal} {request.history}")
         wander = detours and chance.random() < self.noise

@@ -81,7 +81,7 @@ def _play_here(config: CollectConfig, of: Collection, envs: Environments, run: R
 def _players(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Mapping[str, Endpoint]]:
     """Make who compiles and who acts, with the endpoints that they ask by role."""
     if config.teacher == "expert":
-        return ExpertTeacher(reader=reader_of(config.env)), ExpertExecutor(config.noise, config.seed), {}
+        return ExpertTeacher(reader=reader_of(config.env)), ExpertExecutor(config.noise, config.seed, obeys=True), {}
     endpoint = Endpoint(config.api, cache)
     actor, endpoints = load_actor(config, endpoint, cache)
     teacher = EndpointTeacher(endpoint, config.attempts, config.max_new_tokens, compiler_told(config.env))

@@ -428,10 +428,14 @@ def test_a_third_of_the_lessons_names_a_place():
     assert 45 < sum(map(bool, asked)) < 90
 
 
-def test_the_shipped_base_is_that_of_its_record():
-    folder = Path(recipes.__file__).parent / "compiler"
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("compiler", {"states": 200, "emissions": 2200, "writing": 1000}), ("executor", {"short": 100, "cloning": 800})],
+)
+def test_a_shipped_model_is_that_of_its_record(name: str, steps: dict[str, int]) -> None:
+    folder = Path(recipes.__file__).parent / name
     record = json.loads((folder / "RECORD.json").read_text())
-    assert record["steps"] == {"states": 200, "emissions": 2200, "writing": 1000}
+    assert record["steps"] == steps
     for file, sha256 in record["sha256"].items():
         assert hashlib.sha256((folder / file).read_bytes()).hexdigest() == sha256
 
@@ -459,6 +463,13 @@ def test_the_gates_tell_what_a_compiler_got_wrong():
     }  # fmt: skip
 
 
+def test_who_goes_elsewhere_on_one_occasion_is_counted_once() -> None:
+    told = lambda episode, done, *ways: play.Example("", play.Choice(ways, play.Why.TOLD), done, episode)
+    strayed = [told("a", "look", "go to shelf 1"), told("a", "look", "go to shelf 1"), told("a", "look", "go to bed 1")]
+    examples = [*strayed, told("b", "go to shelf 1", "go to shelf 1"), told("b", "look", "go to shelf 1")]
+    assert list(gate._obeyed(gate._occasions(examples))) == [False, False, True]
+
+
 # -- in games ---------------------------------------------------------------------------------------------------------
 
 
@@ -484,5 +495,8 @@ def test_both_recipes_leave_a_model_that_the_gates_can_read(games, tmp_path, mon
         assert not load_backbone(tmp_path / name, torch.float32, "cpu").is_vlm
     shares = gate.executor_gates(str(tmp_path / "executor"), work, "train", 2)
     assert {share.n for share in shares if "solved" in share.name} == {2} and not all(s.passed for s in shares)
+    asked = {share.name: share for share in shares}  # pasted memory has to be worth what guidance is
+    guided, static = (asked[f"{name}, solved within 15 steps"] for name in ("guided", "static"))
+    assert guided.threshold is None and static.threshold == guided.interval.low
     shares = gate.compiler_gates(str(tmp_path / "compiler"), None, work, "train", 2)
     assert shares[0].n > 0 and not shares[0].passed

@@ -9,7 +9,7 @@ in which the teacher compiles and a script acts, as often as they come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from compiler.language import Emission
 from compiler.records import CompileRequest
 from configs.models import CompilerConfig, ExecutorConfig
 from envs.spec import Told
+from eval.metrics import succeeded
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
 from lm.backbone import load_backbone
@@ -34,23 +35,43 @@ TOKENS = 96  # of an emission, at most
 
 
 def executor_gates(model: str, work: Path, split: str, limit: int | None, seed: int = 0) -> list[Share]:
-    """Play the games alone, with all of M pasted and with the teacher's guidance. Beside success: how often the
-    executor goes where memory or guidance says, of the steps at which the script would. `SCRIPT` plays the script
-    itself: what an executor can reach that learns from it."""
+    """Play the games alone, with the teacher's guidance and with all of M pasted, which has to be worth what guidance
+    is, within the binomial error of so many games. Beside success: how often the executor goes where guidance or memory
+    says, of the occasions and of the steps at which the script would. `SCRIPT` plays the script itself: what an
+    executor can reach that learns from it."""
     make_env, specs = play.material(work, split, limit)
     script, shares = play.Script.of(specs), list[Share]()
     actor = None if model == SCRIPT else load_executor(model)
-    for delivery in play.deliveries(seed)[:3]:
+    alone, static, guided, _ = play.deliveries(seed)
+    asked_for = {(alone.name, play.STEPS): ALONE}
+    for delivery in (alone, guided, static):
         pupil = play.Pupil(script, actor, seed=seed)
         episodes = play.played(make_env, specs, delivery, pupil)
         for steps in WITHIN:
-            asked_for = ALONE if delivery.name == "none" and steps == play.STEPS else None
-            solved = (episode.success and len(episode.steps) <= steps for episode in episodes)
-            shares.append(Share.of(f"{delivery.name}, solved within {steps} steps", solved, asked_for))
-        if delivery.name != "none":
-            told = (e.done in e.choice.commands for e in pupil.examples if e.choice.why is play.Why.TOLD)
-            shares.append(Share.of(f"{delivery.name}, goes where it is told", told, THRESHOLD))
+            name, solved = delivery.name, (succeeded(episode, steps) for episode in episodes)
+            share = Share.of(f"{name}, solved within {steps} steps", solved, asked_for.get((name, steps)))
+            shares.append(share)
+            if delivery is guided:
+                asked_for[static.name, steps] = share.interval.low
+        if delivery is not alone:
+            told = [example for example in pupil.examples if example.choice.why is play.Why.TOLD]
+            threshold = THRESHOLD if delivery is guided else None
+            shares.append(Share.of(f"{delivery.name}, goes where it is told", _obeyed(_occasions(told)), threshold))
+            shares.append(Share.of(f"{delivery.name}, of all steps at which it is told", _obeyed(told)))
     return shares
+
+
+def _obeyed(told: Iterable[play.Example]) -> Iterator[bool]:
+    return (example.done in example.choice.commands for example in told)
+
+
+def _occasions(told: Iterable[play.Example]) -> Iterable[play.Example]:
+    """Keep the first of an episode's states at which the same ways serve: who goes elsewhere there does so again and
+    again, and one bad episode would count as dozens."""
+    first = dict[tuple[str, tuple[str, ...]], play.Example]()
+    for example in told:
+        first.setdefault((example.episode, example.choice.commands), example)
+    return first.values()
 
 
 def compiler_gates(

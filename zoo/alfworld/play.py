@@ -171,6 +171,7 @@ class Example:
     prompt: str  # the user turn
     choice: Choice
     done: str
+    episode: str = ""  # its goal and first view
 
 
 @dataclass
@@ -195,7 +196,8 @@ class Pupil:
             made = [self._drawn(request, choice) for request, choice in zip(requests, wanted, strict=True)]
         for request, choice, action in zip(requests, wanted, made, strict=True):
             if choice.commands:
-                self.examples.append(Example(executor_text(request, MEMORY_TOKEN), choice, action.action))
+                episode = f"{request.goal}\n{request.first or request.observation}"
+                self.examples.append(Example(executor_text(request, MEMORY_TOKEN), choice, action.action, episode))
         return made
 
     def _drawn(self, request: ExecutorRequest, choice: Choice) -> Action:
