@@ -237,7 +237,9 @@ def sound_rows(episode: Episode, kept: Kept, own_label: bool, commands: bool = F
 
 
 def success_filter(config: CollectConfig) -> str:
-    """Say what it means that an episode succeeded: nothing, where the expert acts whatever the teacher says."""
+    """Say what it means that an episode succeeded: nothing, where the expert acts whatever an endpoint says."""
+    if config.teacher == "expert":
+        return "says little of the teacher: the environment's expert acts, on guidance where that is a command"
     if config.acts == "expert":
         return "says nothing of the teacher: the environment's expert acts, whatever is compiled"
     acts = "the teacher's model" if config.acts == "teacher" else "the executor"

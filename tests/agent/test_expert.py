@@ -22,6 +22,7 @@ from envs.household.environment import HouseholdEnvironment
 from envs.household.trajectories import AlfworldReader, HouseholdReader
 from envs.household.world import KINDS
 from envs.trajectories import TrajectoryReader
+from executor.prompt import ExecutorRequest, MemoryBlock
 from memory.bank import MemoryBank
 from memory.entry import MemoryEntry, Provenance
 from tests.memory.entries import by_id
@@ -51,6 +52,22 @@ def test_no_operation_fails_over_whole_alfworld_episodes(shared_data: Path) -> N
 def emission(state: BriefState, observation: str, *history: str, plan: tuple[str, ...]):
     request = CompileRequest("put two mugs in cabinet", (), state, observation, None, history, lambda: list(plan))
     return ExpertTeacher(reader=AlfworldReader()).emission(request).ops
+
+
+@pytest.mark.parametrize(
+    ("obeys", "said", "done"),
+    [
+        (True, "go to desk 1", "go to desk 1"),
+        (True, "search elsewhere", "go to shelf 1"),  # no command
+        (True, "", "go to shelf 1"),
+        (False, "go to desk 1", "go to shelf 1"),
+    ],
+)
+def test_an_expert_that_obeys_does_what_guidance_says_where_that_is_possible(obeys: bool, said: str, done: str) -> None:
+    commands, plan = ("go to desk 1", "go to shelf 1", "look"), ["go to shelf 1", "take mug 1 from shelf 1"]
+    request = ExecutorRequest("put a mug", MemoryBlock(guidance=said), (), "a room", commands, lambda: plan)
+    [action] = ExpertExecutor(obeys=obeys).act([request])
+    assert (action.action, action.text) == (done, done)
 
 
 MUG = ("go to desk 1", "take mug 2 from desk 1", "move mug 2 to cabinet 3")

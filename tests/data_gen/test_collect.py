@@ -441,7 +441,7 @@ def test_experience_that_was_cut_short_goes_on_where_it_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "acts", "says"),
     [
-        ({}, "expert", "says nothing of the teacher"),
+        ({}, "expert", "says little of the teacher"),
         ({"teacher": "endpoint"}, "expert", "says nothing of the teacher"),
         ({"teacher": "endpoint", "env": "eb_alfred"}, "teacher", "the teacher's model acted on what was compiled"),
         (
@@ -456,5 +456,5 @@ def test_who_acts_follows_from_who_knows_the_way_and_says_what_success_means(ask
     assert config.acts == acts and says in success_filter(config)
 
 
-def test_success_says_nothing_where_the_expert_acts_and_the_record_says_so(whole) -> None:
-    assert json.loads((whole / "collect.json").read_text())["success_filter"].startswith("says nothing of the teacher")
+def test_success_says_little_where_the_expert_acts_and_the_record_says_so(whole) -> None:
+    assert json.loads((whole / "collect.json").read_text())["success_filter"].startswith("says little of the teacher")
