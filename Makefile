@@ -41,7 +41,7 @@ sync: $(CORE)  ## install the core and UV_EXTRAS into .venv
 quickstart: $(CORE)  ## install what is missing, then the main job (result in out/quickstart)
 	.venv/bin/memcompiler quickstart --out $(OUT) $(ARGS)
 
-alfworld: $(CORE)  ## the main job on real ALFWorld games ($$ALFWORLD_DATA; result in out/alfworld)
+alfworld: $(CORE)  ## the main job on real ALFWorld games ($ALFWORLD_DATA; result in out/alfworld)
 	.venv/bin/memcompiler quickstart -c alfworld --out $(if $(filter file,$(origin OUT)),out/alfworld,$(OUT)) $(ARGS)
 
 test: $(TEST) $(OPENENV) test-beside test-alone  ## install what is missing, then all tests

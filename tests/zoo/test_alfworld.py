@@ -14,15 +14,19 @@ import pytest
 import torch
 
 from agent.expert import Search
+from agent.records import read_episodes
+from compiler import checkpoint
 from compiler.brief_state import BriefState, Create
 from compiler.language import Emission
 from compiler.records import CompileRequest
 from envs.alfworld.export import export_split
 from envs.household.environment import HouseholdEnvironment
 from envs.household.telling import room
+from eval.runs import EPISODES
 from executor.prompt import HISTORY, ExecutorRequest, MemoryBlock
 from lm.backbone import load_backbone
 from memory.entry import MemoryEntry, Provenance
+from tests.commands.running import memcompiler
 from zoo.alfworld import gate, lessons, play, recipes
 from zoo.alfworld.play import Why
 from zoo.alfworld.words import LEXICON, SCENES
@@ -440,6 +444,19 @@ def test_a_shipped_model_is_that_of_its_record(name: str, steps: dict[str, int])
         assert hashlib.sha256((folder / file).read_bytes()).hexdigest() == sha256
 
 
+def test_the_shipped_checkpoint_is_of_the_shipped_models() -> None:
+    folder = Path(recipes.__file__).parent
+    executor, compiler = (
+        gate.load_executor(str(folder / "executor")), gate.load(str(folder / "compiler"), str(folder / "checkpoint")),
+    )  # fmt: skip
+    assert checkpoint.read_state(folder / "checkpoint")["executor_hash"] == executor.hash()
+    assert compiler.projector.config.d_executor == executor.backbone.hidden_size
+    first = "You are in the middle of a room. Looking quickly around you, you see a cabinet 1, a fridge 1, and a shelf 1."
+    asked = CompileRequest("in FloorPlan1: put a mug in shelf", (entry("FloorPlan1", "fridge 1"),), None, first)
+    [made] = compiler.compile([replace(asked, state=BriefState(asked.goal))])
+    assert (made.emission.guidance, made.emission.reason) == ("go to fridge 1", "in FloorPlan1 the mug was in fridge 1")
+
+
 # -- gates ------------------------------------------------------------------------------------------------------------
 
 
@@ -480,6 +497,17 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = HouseholdEnvironment(scenes={"train": 2}, images=False)
     export_split(home, "train", root, limit=12)
     return root
+
+
+@pytest.mark.slow
+def test_the_evaluation_of_the_shipped_models_runs_at_once(games: Path, tmp_path: Path) -> None:
+    done = memcompiler(
+        "eval", "-c", "eval/alfworld", "split=train", "limit=2", "max_steps=3", "deliveries=[static, compiled]",
+        "--out", str(tmp_path / "eval"), ALFWORLD_DATA=str(games),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    episodes = list(read_episodes(tmp_path / "eval" / EPISODES))
+    assert len(episodes) == 4 and not any(episode.error for episode in episodes)
 
 
 @pytest.mark.slow
