@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -78,8 +79,8 @@ class FrozenExecutor(TokenExecutor):
         """Score all candidates in ONE forward pass, exactly, and differentiable in the prompts' soft tokens.
 
         The candidates of a prompt share prefixes ("go to ..."): they are laid out as a tree behind the prompt, and a
-        tree attention mask lets each node see the prompt and its own ancestors only. Where such a mask would not hold
-        (`Backbone.attends_fully`), each candidate is a row of its own.
+        tree attention mask lets each node see the prompt and its own ancestors only. A candidate's last token is only
+        predicted. Where such a mask would not hold (`Backbone.attends_fully`), each candidate is a row of its own.
         """
         if not self.backbone.attends_fully:
             return self._row_logprobs(prompts, candidates)
@@ -95,10 +96,11 @@ class FrozenExecutor(TokenExecutor):
         )
         results = []
         for i, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
-            at = torch.tensor([len(prompt.ids) + parent for parent in tree.parents], device=hidden.device)
-            logprobs = self.backbone.logits(hidden[i, at]).float().log_softmax(-1)
-            node = logprobs.gather(1, torch.tensor(tree.tokens, device=hidden.device)[:, None]).squeeze(1)
-            results.append(torch.stack([node[path].sum() for path in tree.paths]))
+            end = len(prompt.ids)
+            logprobs = self.backbone.logits(hidden[i, end - 1 : end + len(tree.tokens)]).float().log_softmax(-1)
+            before, tokens = (torch.tensor(x, device=hidden.device) for x in zip(*chain(*tree.paths), strict=True))
+            steps = logprobs[before + 1, tokens].split([len(path) for path in tree.paths])
+            results.append(torch.stack([of_one.sum() for of_one in steps]))
         return results
 
     def _row_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
@@ -148,27 +150,27 @@ class FrozenExecutor(TokenExecutor):
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """Candidates as a prefix tree: node i holds `tokens[i]` and follows node `parents[i]` (-1: the prompt's end)."""
+    """Candidates as a prefix tree of what is read: node i holds `tokens[i]` and follows node `parents[i]` (-1: the
+    prompt's end)."""
 
     tokens: list[int]
     parents: list[int]
     depths: list[int]
-    paths: list[list[int]]  # node indices of each candidate
+    paths: list[list[tuple[int, int]]]  # of each candidate: tokens, each with the node before it
 
     @classmethod
     def of(cls, candidates: Sequence[Sequence[int]]) -> _Tree:
         tree, children = cls([], [], [], []), {}
         for ids in candidates:
-            path, parent = [], -1
-            for token in ids:
-                node = children.setdefault((parent, token), len(tree.tokens))
+            nodes = [-1]
+            for depth, token in enumerate(ids[:-1]):
+                node = children.setdefault((nodes[-1], token), len(tree.tokens))
                 if node == len(tree.tokens):
                     tree.tokens.append(token)
-                    tree.parents.append(parent)
-                    tree.depths.append(len(path))
-                path.append(node)
-                parent = node
-            tree.paths.append(path)
+                    tree.parents.append(nodes[-1])
+                    tree.depths.append(depth)
+                nodes.append(node)
+            tree.paths.append(list(zip(nodes, ids, strict=True)))
         return tree
 
 
