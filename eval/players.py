@@ -167,7 +167,7 @@ class Evaluation:
     def _specs_of(self, delivery: DeliverySpec) -> Sequence[EpisodeSpec]:
         """Give the tasks with the M that a delivery starts from."""
         if delivery.memory == "empty":
-            return [replace(spec, memory=()) for spec in self.specs]
+            return [EpisodeSpec(spec.task, bank_version=spec.bank_version) for spec in self.specs]  # no session either
         return self.top_specs if delivery.memory == "top" else self.specs
 
 

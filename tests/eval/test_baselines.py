@@ -19,6 +19,7 @@ from eval.metrics import results
 from eval.table import to_markdown
 from executor.records import PAPER, Action, Grounding
 from memory.entry import MemoryEntry, Provenance
+from memory.protocol import Fixed, Recall
 
 GOAL = "in home 3: put a mug in cabinet"
 
@@ -131,7 +132,8 @@ def test_compiled_no_memory_gives_the_compiler_a_state_and_no_memory() -> None:
             made = Emission("go to shelf 2", "", (Create("shelf 2", "unseen"),))
             return [Compilation(render(made), made) for _ in requests]
 
-    spec, reader = EpisodeSpec(Task("t", "put a mug in cabinet", "home 3", "test", ""), (OTHER, RIGHT), 7), Reader()
+    task, reader = Task("t", "put a mug in cabinet", "home 3", "test", ""), Reader()
+    spec = EpisodeSpec(task, (OTHER, RIGHT), 7, lambda: Fixed(Recall((OTHER, RIGHT))))  # a memory system gives sessions
     evaluation = Evaluation(OneRoom, [spec], reader, Compiler(), Limits(2))
     [episode] = evaluation.run("compiled_no_memory")
     assert [(request.memory, request.state) for request in asked] == [((), BriefState(spec.goal))]
