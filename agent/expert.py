@@ -341,7 +341,8 @@ class ExpertExecutor:
     states off the shortest path. `Action.text` is always the expert's own choice: the label.
 
     With `obeys` that choice is what guidance says, where it is a possible command. The plan knows where things are, M
-    only where they have been: labels that go elsewhere than guidance would ask the soft tokens for what nobody can read.
+    only where they have been: labels that go elsewhere than guidance would ask soft tokens for what nobody can read.
+
     Chance depends on seed, goal and history alone: an episode is the same whichever others are played beside it."""
 
     batched: ClassVar[bool] = False

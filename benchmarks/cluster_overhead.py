@@ -54,7 +54,10 @@ def overhead(tasks: int, rounds: int, size: int, folder: Path) -> dict[str, Any]
         with ray_crew(config.ray, make) as crew:
             play_by(crew, replace(of, record=folder / "first"), size)
             for number in range(rounds):
-                teacher, actor = ExpertTeacher(reader=reader_of(config.env)), ExpertExecutor(config.noise, config.seed, obeys=True)
+                teacher, actor = (
+                    ExpertTeacher(reader=reader_of(config.env)),
+                    ExpertExecutor(config.noise, config.seed, obeys=True),
+                )
                 here, there = (replace(of, record=folder / f"{name}-{number}") for name in said)
                 with _timed(said["local"], tasks):
                     play(here, envs.lease, teacher, actor)

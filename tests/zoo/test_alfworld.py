@@ -451,7 +451,9 @@ def test_the_shipped_checkpoint_is_of_the_shipped_models() -> None:
     )  # fmt: skip
     assert checkpoint.read_state(folder / "checkpoint")["executor_hash"] == executor.hash()
     assert compiler.projector.config.d_executor == executor.backbone.hidden_size
-    first = "You are in the middle of a room. Looking quickly around you, you see a cabinet 1, a fridge 1, and a shelf 1."
+    first = (
+        "You are in the middle of a room. Looking quickly around you, you see a cabinet 1, a fridge 1, and a shelf 1."
+    )
     asked = CompileRequest("in FloorPlan1: put a mug in shelf", (entry("FloorPlan1", "fridge 1"),), None, first)
     [made] = compiler.compile([replace(asked, state=BriefState(asked.goal))])
     assert (made.emission.guidance, made.emission.reason) == ("go to fridge 1", "in FloorPlan1 the mug was in fridge 1")
