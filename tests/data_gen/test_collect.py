@@ -456,5 +456,5 @@ def test_who_acts_follows_from_who_knows_the_way_and_says_what_success_means(ask
     assert config.acts == acts and says in success_filter(config)
 
 
-def test_success_says_little_where_the_expert_acts_and_the_record_says_so(whole) -> None:
-    assert json.loads((whole / "collect.json").read_text())["success_filter"].startswith("says little of the teacher")
+def test_success_says_nothing_where_the_expert_acts_and_the_record_says_so(whole) -> None:
+    assert json.loads((whole / "collect.json").read_text())["success_filter"].startswith("says nothing of the teacher")
