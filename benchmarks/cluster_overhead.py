@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from agent.expert import ExpertExecutor, ExpertTeacher
+from agent.expert import ExpertTeacher
 from configs.collect import CollectConfig
 from configs.load import load_config
 from configs.run_folder import RunFolder
-from data_gen.collect import play, prepare
+from data_gen.collect import expert_actor, play, prepare
 from data_gen.crew import CollectWorker, play_by
 from envs.registry import Environments, reader_of
 from runtime.crew import Unit
@@ -54,10 +54,7 @@ def overhead(tasks: int, rounds: int, size: int, folder: Path) -> dict[str, Any]
         with ray_crew(config.ray, make) as crew:
             play_by(crew, replace(of, record=folder / "first"), size)
             for number in range(rounds):
-                teacher, actor = (
-                    ExpertTeacher(reader=reader_of(config.env)),
-                    ExpertExecutor(config.noise, config.seed, obeys=True),
-                )
+                teacher, actor = ExpertTeacher(reader=reader_of(config.env)), expert_actor(config)
                 here, there = (replace(of, record=folder / f"{name}-{number}") for name in said)
                 with _timed(said["local"], tasks):
                     play(here, envs.lease, teacher, actor)

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from agent.deliveries import Delivery
 from agent.episode import Limits, run_episodes
-from agent.expert import ExpertTeacher
+from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import Episode, episode_from_json, read_episodes
 from configs.collect import CollectConfig
 from configs.run_folder import RunFolder
@@ -117,6 +117,11 @@ def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, 
 def taught(teacher: Teacher, brief_state: bool) -> Delivery:
     """Return the delivery under which a teacher plays."""
     return Delivery("teacher", "compiled", teacher, soft=False, brief_state=brief_state)
+
+
+def expert_actor(config: CollectConfig) -> ExpertExecutor:
+    """Return who acts where the expert teaches: the expert, on what its teacher says."""
+    return ExpertExecutor(config.noise, config.seed, obeys=True)
 
 
 def what_is_left(of: Collection) -> list[Task]:

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from agent.episode import Limits, lost_episode, run_episodes
-from agent.expert import ExpertExecutor, ExpertTeacher
+from agent.expert import ExpertTeacher
 from agent.records import Episode
 from configs.collect import CollectConfig
-from data_gen.collect import Collection, arrange, taught, what_is_left
+from data_gen.collect import Collection, arrange, expert_actor, taught, what_is_left
 from data_gen.experience import explain
 from data_gen.memories import open_memory
 from data_gen.tasks import specs_for
@@ -69,10 +69,7 @@ class CollectWorker:
             done(episode.task_id, line_of(episode))
 
         config, specs = self._config, specs_for(list(unit.items.values()), self._bank, self._config.memory.k)
-        delivery, actor = (
-            taught(self._teacher, config.brief_state),
-            ExpertExecutor(config.noise, config.seed, obeys=True),
-        )
+        delivery, actor = taught(self._teacher, config.brief_state), expert_actor(config)
         limits = Limits(config.max_steps, config.seed)
         run_episodes(self._envs.lease, specs, delivery, actor, limits, len(specs), tell)
 

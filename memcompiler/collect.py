@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
-from agent.expert import ExpertExecutor, ExpertTeacher
+from agent.expert import ExpertTeacher
 from configs.collect import CollectConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
-from data_gen.collect import Collection, Teacher, play, prepare, write_rows
+from data_gen.collect import Collection, Teacher, expert_actor, play, prepare, write_rows
 from data_gen.crew import play_on_ray
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
 from envs.registry import Environments, compiler_told, find, reader_of
@@ -81,7 +81,7 @@ def _play_here(config: CollectConfig, of: Collection, envs: Environments, run: R
 def _players(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Mapping[str, Endpoint]]:
     """Make who compiles and who acts, with the endpoints that they ask by role."""
     if config.teacher == "expert":
-        return ExpertTeacher(reader=reader_of(config.env)), ExpertExecutor(config.noise, config.seed, obeys=True), {}
+        return ExpertTeacher(reader=reader_of(config.env)), expert_actor(config), {}
     endpoint = Endpoint(config.api, cache)
     actor, endpoints = load_actor(config, endpoint, cache)
     teacher = EndpointTeacher(endpoint, config.attempts, config.max_new_tokens, compiler_told(config.env))
