@@ -38,8 +38,9 @@ SEEN, UNSEEN = 3, 2  # and about things that are in view and that are not
 _LISTED_THING = re.compile(r"\b([a-z]+) (\d+)")
 NEAR = 16  # neighbours on either side, of one length, from which is drawn
 RARE, TOLD_MORE = 0.35, 2.5
-SHARES = {"named": 0.35, "silent": 0.45, "rest": 0.2}  # of lessons: a place is named, something is looked for and
-# nothing is said (the hardest to tell from the first), nothing is looked for
+SHARES = {"named": 0.19, "left": 0.21, "exhausted": 0.04, "silent": 0.4, "rest": 0.16}  # of lessons: a place is named;
+# one is, and others are ruled out (the hardest); M is at its end; something is looked for and nothing is said (the
+# hardest to tell from the first two); nothing is looked for
 AGAIN = "again"  # of what is told once something has been done: where one has been is to be left out
 CARRIED = "carried"  # the kind of the ways with something in hand, or to something known
 SIDE_BY_SIDE, DRAWN = 8, 6  # deeds of a row; of so many drawn, one is taken
@@ -325,7 +326,10 @@ class LessonDraws:
 
 
 def _kind(situation: Situation) -> str:
-    return "named" if situation.emission.guidance else "silent" if situation.search else "rest"
+    search, guidance = situation.search, situation.emission.guidance
+    if guidance.startswith(GO):
+        return "left" if search and search.ruled_out else "named"
+    return "exhausted" if guidance else "silent" if search else "rest"
 
 
 def ask_state(situation: Situation, rng: random.Random) -> tuple[CompileRequest, Talk]:

@@ -75,7 +75,7 @@ def train_executor(
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (200, 2200, 1000),
+    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (200, 2600, 1000),
     batch: int = 20,
 ) -> None:  # fmt: skip
     """Make the compiler base: view and Brief State without M, then all of it, then the emission unasked.
