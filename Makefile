@@ -46,18 +46,17 @@ alfworld: $(CORE)  ## the main job on real ALFWorld games ($ALFWORLD_DATA; resul
 
 test: $(TEST) $(OPENENV) test-beside test-alone  ## install what is missing, then all tests
 
-# Two tests at a time of those that need no engine, then the others one by one: many want the machine to themselves (vLLM's
-# threads, Ray's nodes, ranks, kills). Where ARGS names tests of one kind alone, the other half has none to run (status 5).
-QUICK := not slow and not vllm and not alfworld and not scienceworld
+# Two files of tests at a time, then one by one those that want the machine to themselves (vLLM's threads, Ray's nodes,
+# ranks, kills). Where ARGS names tests of one kind alone, the other half has none to run (status 5).
 test-beside: $(TEST) $(OPENENV)
-	.venv/bin/pytest -m "$(QUICK)" -n 2 --durations=25 $(ARGS) || [ $$? -eq 5 ]
+	.venv/bin/pytest -m "not alone" -n 2 --dist loadfile --durations=25 $(ARGS) || [ $$? -eq 5 ]
 
 test-alone: $(TEST) $(OPENENV)
-	.venv/bin/pytest -m "not ($(QUICK))" --durations=25 $(ARGS) || [ $$? -eq 5 ]
+	.venv/bin/pytest -m alone --durations=25 $(ARGS) || [ $$? -eq 5 ]
 
 # What needs an engine or takes more than ten seconds is left out: for a look after every change.
 test-fast: $(FAST)  ## install the core and the test tools, then the tests that need no engine (minutes)
-	.venv/bin/pytest -m "$(QUICK)" -n 2 $(ARGS)
+	.venv/bin/pytest -m "not slow and not vllm and not alfworld and not scienceworld" -n 2 $(ARGS)
 
 lint: $(FAST)  ## ruff: rules and format
 	.venv/bin/ruff check .

@@ -140,10 +140,9 @@ def test_pytest_runs_in_two_halves_with_the_arguments_and_a_failure_is_that_of_m
     _script(folder / ".venv" / "bin" / "pytest", f'echo "pytest $*"; exit {status}')
     done = _make(folder, "test", *options, "ARGS=-x tests/soft_mem")
     ran = re.findall(r"^pytest .*", done.stdout, re.MULTILINE)
-    quick = "not slow and not vllm and not alfworld and not scienceworld"
     both = [
-        f"pytest -m {quick} -n 2 --durations=25 -x tests/soft_mem",
-        f"pytest -m not ({quick}) --durations=25 -x tests/soft_mem",
+        "pytest -m not alone -n 2 --dist loadfile --durations=25 -x tests/soft_mem",
+        "pytest -m alone --durations=25 -x tests/soft_mem",
     ]
     assert ran == both[:halves] and (done.returncode != 0) == (status == 1)
 

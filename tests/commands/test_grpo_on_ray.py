@@ -105,6 +105,7 @@ def meanwhile(*acts: tuple[Callable[[], Any], Callable[[], Any]]) -> Callable[[]
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_run_over_which_every_role_was_killed_once_is_that_of_a_single_process(sft, local, tmp_path):
     out = tmp_path / "run"
     at = lambda n: lambda: lines(out / "metrics.jsonl") >= n
@@ -124,6 +125,7 @@ def test_a_run_over_which_every_role_was_killed_once_is_that_of_a_single_process
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_two_trainers_learn_with_two_compilers_and_executors_of_their_own(sft, tmp_path):
     more = {"placement.trainers": 2, "placement.compilers": 2, "placement.executors": 0}
     with ray_nodes(1, 1):
@@ -138,6 +140,7 @@ def test_two_trainers_learn_with_two_compilers_and_executors_of_their_own(sft, t
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_killed_driver_leaves_no_process_and_the_run_goes_on_without_ray(sft, local, tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     out, mark = tmp_path / "run", f"MARK={tmp_path}"

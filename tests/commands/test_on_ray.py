@@ -108,6 +108,7 @@ def local(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_collection_on_two_nodes_is_the_one_of_a_single_process_with_a_worker_killed_as_well(tmp_path, local):
     with ray_nodes(1, 1):
         before = signal.getsignal(signal.SIGTERM)
@@ -119,6 +120,7 @@ def test_collection_on_two_nodes_is_the_one_of_a_single_process_with_a_worker_ki
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_node_that_is_lost_and_one_that_joins_late(tmp_path, local):
     out = tmp_path / "run"
     with ray_nodes(0, 1) as cluster:  # nobody can work on the head
@@ -134,6 +136,7 @@ def test_a_node_that_is_lost_and_one_that_joins_late(tmp_path, local):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_driver_killed_with_its_own_ray_leaves_no_process_and_the_same_command_goes_on(tmp_path, local, monkeypatch):
     out, mark = tmp_path / "run", f"MARK={tmp_path}"
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -155,6 +158,7 @@ def test_a_driver_killed_with_its_own_ray_leaves_no_process_and_the_same_command
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_evaluation_on_two_nodes_gives_the_records_and_numbers_of_a_single_process(tmp_path):
     """Byte for byte where each episode is alone in its batch; side by side, sums differ in their last digits at most,
     which no greedy choice and no number of this evaluation shows."""

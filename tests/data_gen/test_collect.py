@@ -161,6 +161,7 @@ def test_malformed_emissions_give_no_row(whole, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.alone
 @vllm_engines.marks[-1]
 def test_a_served_model_that_cannot_write_emissions_poisons_no_row(tmp_path, monkeypatch):
     """A tiny model with random weights behind vLLM's own server, as teacher of two tasks."""
@@ -330,6 +331,7 @@ def test_it_may_start_from_another_bank(whole, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_kill_9_at_a_random_moment_and_resume(whole, tmp_path):
     """The same command again: each task once, the same records as without a kill, and only requests that were in flight
     are asked a second time."""
@@ -357,6 +359,7 @@ EXPERT = ["env.scenes={train: 24, test: 1}", "limit=48", "concurrency=4"]
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_kill_9_of_the_expert_teacher_and_resume(tmp_path):
     """The same command again: the same records, rows and bank as without a kill, and no recorded task played again."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -60,6 +60,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.slow  # the server's imports alone take ten seconds on a busy machine
+@pytest.mark.alone
 @pytest.mark.parametrize("name", NAMES)
 def test_openenv(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name][-3000:]

@@ -76,6 +76,7 @@ def resident_mib() -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc to see memory and processes")
 def test_two_thousand_episodes_survive_a_saboteur(capsys) -> None:
     reasons: Counter[str] = Counter()

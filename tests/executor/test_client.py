@@ -218,6 +218,7 @@ def serve(*arguments: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_command_is_printed() -> None:
     done = subprocess.run(
         serve("executor", "--model", "some/model", "--port", "8011", "--dry-run", "--", "--max-model-len", "64"),
@@ -248,6 +249,7 @@ def test_only_loopback_is_served(host: str) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.alone
 @vllm_engines.marks[-1]
 def test_the_real_server_acts_as_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXECUTOR_KEY, "k1")
@@ -282,6 +284,7 @@ def test_the_real_server_acts_as_hugging_face(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.alone
 @vllm_engines.marks[-1]
 def test_the_real_server_sees_as_hugging_face_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With picture and soft tokens, with one of them, with none."""

@@ -150,6 +150,7 @@ def test_both_sides_agree_until_a_weight_is_changed_on_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_sft_takes_the_memory_that_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import sft
 
@@ -188,6 +189,7 @@ def test_a_compiled_step_is_what_its_parts_take() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_an_update_takes_the_memory_that_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import update
 
@@ -209,6 +211,7 @@ def test_slices_are_for_several_devices() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_one_process_with_slices_measures_what_several_do(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import fsdp
     from training.backend import Fsdp
@@ -222,6 +225,7 @@ def test_one_process_with_slices_measures_what_several_do(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("gib", "name"), [(79.2, "Qwen2.5-VL-7B-Instruct and Qwen2.5-14B-Instruct"), (4.0, "SmolLM2-135M-Instruct twice")]
 )
@@ -233,6 +237,7 @@ def test_the_largest_models_that_fit_are_chosen(gib: float, name: str, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_slices_have_the_loss_of_whole_models(tmp_path: Path) -> None:
     """By torchrun, two processes on this CPU, as on two GPUs."""
     fsdp = next(part for part in PARTS if part.name == "fsdp")
@@ -244,6 +249,7 @@ def test_slices_have_the_loss_of_whole_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.vllm
 def test_vllm_says_what_pytorch_says(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
@@ -264,6 +270,7 @@ WANTED = ("trl", "deepspeed", "datasets", "lancedb", "openai", "sklearn", "matpl
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_no_part_needs_more_than_the_script_asks_for() -> None:
     """All modules are imported where the other packages are not there."""
     modules = sorted({one.runs.partition(":")[0] for one in PARTS})

@@ -118,17 +118,20 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_two_replicated_or_sharded_ranks_equal_one(alone, tmp_path):
     two_ranks_equal_one(alone, tmp_path, ("replicated", "fsdp"))
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_ranks_share_out_the_episodes_of_a_task_and_its_group_is_whole_and_those_of_held_out_tasks(tmp_path):
     done = torchrun(tmp_path, "replicated", "shared,evaluated")
     assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_accelerate_launch_is_torchrun(alone, tmp_path):
     done = torchrun(tmp_path, "replicated", "sft,shared", ACCELERATE)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -167,11 +170,13 @@ def test_ranks_that_would_idle_are_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_two_ranks_of_deepspeed_equal_one(alone, tmp_path):
     two_ranks_equal_one(alone, tmp_path, ("zero2", "zero3"))
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_killed_rank_ends_the_run_and_the_run_resumes(alone, tmp_path):
     assert torchrun(tmp_path, "fsdp", "killed").returncode != 0
     kept = [p.name for p in checkpoint.checkpoints(tmp_path / "fsdp" / "sft" / "checkpoints")]
