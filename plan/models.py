@@ -3,12 +3,12 @@ name is not at hand, the architecture that ships under its name in `plan/known/`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from compiler.hf import MemoryCompiler
@@ -22,6 +22,11 @@ from plan.shapes import Ledger
 from soft_mem.projector import Projector, ProjectorConfig
 
 KNOWN = Path(__file__).parent / "known"
+QUANTISED: Mapping[str, Callable[[int, int], float]] = {
+    "8bit": lambda rows, columns: rows * columns + 4 * rows,  # with a scale for each row
+    "4bit": lambda rows, columns: rows * columns * (1 / 2 + 1 / 64 + 4 / (64 * 256)),  # one for 64, itself of 8 bits
+}
+"""Bytes of a linear layer's weight by `executor.quantize`, as `lm.backbone.quantization` asks bitsandbytes for it."""
 PAD, MEMORY, END, WORD = 0, 1, 2, 3  # all the token ids that there are here
 
 
@@ -125,8 +130,17 @@ class ShapedExecutor(FrozenExecutor):
 
 def shaped_executor(config: ExecutorConfig, ledger: Ledger) -> ShapedExecutor:
     backbone = ShapedBackbone(config.model, dtype_of(config.dtype), ledger, "executor weights")
+    if config.quantize:
+        ledger.live["executor weights"] -= _saved(backbone.model, QUANTISED[config.quantize])
     mode = "choice" if config.mode == "choice" else "generate"
     return ShapedExecutor(backbone, mode, max_new_tokens=config.max_new_tokens, batch_size=config.batch_size)
+
+
+def _saved(model: Any, size: Callable[[int, int], float]) -> int:
+    """Count the bytes that quantisation saves: bitsandbytes takes all linear layers but the output head."""
+    head = model.get_output_embeddings()
+    linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
+    return round(sum(weight.nbytes - size(*weight.shape) for weight in linear))
 
 
 def shaped_compiler(config: CompilerConfig, d_executor: int, ledger: Ledger, decoding: Decoding) -> ShapedCompiler:

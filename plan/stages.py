@@ -160,7 +160,7 @@ def plan_serve(config: ServeConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Pl
 
 def remedy(settings: Settings, lengths: Lengths, gpu: Gpu, gpus: int) -> list[str] | None:
     """Find settings with which it would fit: one where one is enough, else as many as it takes, in this order."""
-    tried = _remedies(settings, lengths, gpus)
+    tried = [*_remedies(settings, lengths, gpus), *_coarser(settings)]
     sets = [*([one] for one in tried), *(tried[:n] for n in range(2, len(tried) + 1))]
     for changes in sets:
         try:
@@ -190,6 +190,13 @@ def _remedies(settings: Settings, lengths: Lengths, gpus: int) -> list[tuple[str
     parallel = [(f"{role}.vllm.tensor_parallel_size", gpus) for role in wide if gpus > 1]
     share = [(f"{role}.vllm.gpu_memory_utilization", 0.9) for role in wide]
     return [*small, *spread, *short, *(share if len(wide) == 1 else []), *parallel, *narrow]
+
+
+def _coarser(settings: Settings) -> list[tuple[str, Any]]:
+    """Quantise the frozen executor, at last: it is another one then."""
+    executor = getattr(settings, "executor", None)
+    apt = executor is not None and executor.engine == "hf" and executor.quantize is None
+    return [("executor.quantize", bits) for bits in ("8bit", "4bit") if apt]
 
 
 def _fewer(place: Placement, gpus: int) -> list[tuple[str, Any]]:

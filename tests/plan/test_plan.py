@@ -203,6 +203,24 @@ def test_an_engine_whose_longest_sequence_does_not_fit_is_given_a_shorter_one():
     assert found is not None and "executor.vllm" in found[0]
 
 
+def test_an_executor_that_is_quantised_takes_what_its_linear_layers_are_left_with():
+    """Qwen2.5-14B, by hand: what is not a linear layer of a block stays in bfloat16."""
+    model = "Qwen/Qwen2.5-14B-Instruct"
+    config = load_config(EvalConfig, None, [f"executor.model={model}", "deliveries=[none]", "executor.batch_size=1"])
+    weights = {
+        bits: plan(_changed(config, bits), Lengths(), H100, 1).budgets[0].weights for bits in (None, "8bit", "4bit")
+    }
+    rows = 5120 + 2 * 1024 + 5120 + 2 * 13824 + 5120  # q, k and v, o, gate and up, down
+    numbers = 5120 * (5120 + 2 * 1024 + 5120 + 2 * 13824) + 13824 * 5120
+    assert weights[None] - weights["8bit"] == 48 * (numbers - 4 * rows)
+    assert weights[None] - weights["4bit"] == pytest.approx(48 * numbers * (2 - 0.5 - 1 / 64 - 1 / 4096))
+    assert remedy(config, Lengths(), Gpu("", 20), 1) == ["executor.quantize=8bit"]
+
+
+def _changed(config: EvalConfig, quantize: str | None) -> EvalConfig:
+    return config.model_copy(update={"executor": config.executor.model_copy(update={"quantize": quantize})})
+
+
 def test_shares_of_time_sum_to_one_and_follow_the_flops():
     config = load_config(SftConfig, "sft/quickstart", [])
     shares = plan(config, SHORT, H100, 1).shares
