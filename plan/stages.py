@@ -108,12 +108,15 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
     elif config.executor.engine == "hf" and acting is not None:
         held.append(acting)
     fullest = _fullest(held)
-    whole = fullest.held.pop(
-        "executor weights", 0
-    )  # it is not cut into slices; of the compiler, a whole copy rolls out
-    whole += update.held["compiler weights"] * (config.backend in ("fsdp", "zero3") or config.overlap)
-    actor = _trainer("actor", fullest, config.backend, trainers, HOST + max(models.values()))
-    actor = replace(actor, device="actors", weights=actor.weights + whole)
+    whole = fullest.held.pop("executor weights", 0)  # it is not cut into slices
+    sliced, served = config.backend in ("fsdp", "zero3"), bool(rolls.count) or config.compiler.engine == "vllm"
+    host = HOST + max(models.values())
+    if not served:  # a whole copy of the compiler rolls out, and what is whole has to be read whole
+        whole += update.held["compiler weights"] * (sliced or config.overlap)
+    elif sliced:
+        host = HOST + update.held["compiler weights"] / trainers + models.get(config.executor.model, 0.0)
+    actor = _trainer("actor", fullest, config.backend, trainers, host)
+    actor = replace(actor, device="actors", weights=actor.weights + whole, loading=0.0 if served else actor.loading)
     steps, compilers = episodes * config.max_steps, rolls.count or trainers
     seconds = {
         "compile: prefill": steps / compilers * compiling.flops["prefill"] / _products(gpu),
@@ -185,7 +188,8 @@ def _remedies(settings: Settings, lengths: Lengths, gpus: int) -> list[tuple[str
         return [*micro, *again, *([("backend", "fsdp")] if gpus > 1 else []), *narrow]
     if isinstance(settings, GrpoConfig):
         micro = [("micro_batch_size", n) for n in (8, 4, 2, 1) if n < settings.micro_batch_size]
-        return [*micro, *again, *short, *small, *narrow, *_fewer(settings.placement, gpus)]
+        sliced = [("backend", "fsdp")] if gpus > 1 and settings.compiler.engine == "vllm" else []
+        return [*micro, *again, *short, *small, *sliced, *narrow, *_fewer(settings.placement, gpus)]
     spread = [("executor.device_map", "auto")] if gpus > 1 and "executor" in wide else []
     parallel = [(f"{role}.vllm.tensor_parallel_size", gpus) for role in wide if gpus > 1]
     share = [(f"{role}.vllm.gpu_memory_utilization", 0.9) for role in wide]
@@ -229,7 +233,7 @@ def _trainer(process: str, replay: Replay, backend: str, n: int, host: float) ->
     overhead = CONTEXT + SLACK * passing
     if backend == "zero2":
         gradients, moments = trained + trained / n, 3 * trained / n  # with fp32 masters
-    elif backend in ("fsdp", "zero3"):  # GRPO's models are loaded whole before they are cut
+    elif backend in ("fsdp", "zero3"):  # at first they are whole, where they are not read in slices
         loading = weights + CONTEXT
         cut = weights - replay.towers
         gathered = replay.root + 2 * replay.layer if backend == "fsdp" else min(cut, ZERO3_LIVE)

@@ -39,14 +39,14 @@ def lm_backbone(seed: int = 0) -> Backbone:
 
 def memory_compiler(
     vlm: bool = True, n_tokens: int = 4, d_executor: int = 64, seed: int = 0, dtype: torch.dtype = torch.float32,
-    **kwargs,
+    kind: type[MemoryCompiler] = MemoryCompiler, **kwargs,
 ) -> MemoryCompiler:  # fmt: skip
     backbone = vlm_backbone(seed) if vlm else lm_backbone(seed)
     backbone.model.to(dtype)
     projector = Projector(ProjectorConfig(backbone.hidden_size, d_executor, n_tokens, **kwargs.pop("projector", {})))
     kwargs.setdefault("decoding", Decoding(max_new_tokens=12))
     kwargs.setdefault("lora", Lora(rank=4))
-    return MemoryCompiler(backbone, projector, **kwargs)
+    return kind(backbone, projector, **kwargs)
 
 
 def entry(i: int, text: str, scene: str = "home 1") -> MemoryEntry:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agent.episode import EpisodeSpec
 from agent.records import Episode
@@ -97,9 +97,8 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         self.latents = 1 if self.pathwise else compiler.n_tokens  # how many tokens of the policy follow the text
         backend = BACKENDS[config.backend]
         # What rolls out: the policy itself, unless it is about to be cut into slices or to change meanwhile.
-        generator = torch.Generator(device=compiler.generator.device)  # a copy has one of its own
-        copied = lambda: copy.deepcopy(compiler, {id(compiler.generator): generator})
-        self.sampler = copied() if backend.is_sharded or config.overlap else compiler
+        copied = backend.is_sharded or config.overlap
+        self.sampler = _copy(compiler, engine.served is None) if copied else compiler
         self.backend = backend(compiler, None, config.optimizer, config.loss.latent_weight > 0)
         self.reference = self.backend.weights() if config.loss.kl else {}
         if config.gradient_checkpointing:
@@ -289,6 +288,18 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
             return self._score_all(samples)
         finally:
             self.backend.load_weights(now)
+
+
+def _copy(compiler: MemoryCompiler, whole: bool) -> MemoryCompiler:
+    """Copy what rolls out, with random numbers of its own. Not `whole`: where an engine compiles in its place, it is
+    what the engine is told, LoRA and projector, which have yet to be put there; of the base nothing but shapes."""
+    memo: dict[int, Any] = {id(compiler.generator): torch.Generator(device=compiler.generator.device)}
+    if not whole:
+        trained = {id(parameter) for parameter in checkpoint.trained_parameters(compiler).values()}
+        for parameter in compiler.parameters():
+            made = torch.empty_like(parameter, device="cpu" if id(parameter) in trained else "meta")
+            memo[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(compiler, memo)
 
 
 def check_versions(episodes: Sequence[Episode], version: int) -> None:

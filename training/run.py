@@ -39,6 +39,7 @@ from envs.spec import EnvSpec
 from executor.build import load_executor, load_frozen
 from executor.hf import FrozenExecutor
 from executor.records import Executor
+from lm.backbone import Weights
 from runtime.progress import progress
 from training import distributed
 from training.backend import BACKENDS
@@ -120,7 +121,8 @@ def train_grpo(
                 if run is not None:
                     run.write_json(HELD_OUT, _played(held))
             acts, executor = grpo_executors(config, engines)
-            compiler = load_compiler(config.compiler, executor, config.seed, compiler_told(config.env))
+            weights = _weights(config.backend) if _is_served(config, engines) else "device"
+            compiler = load_compiler(config.compiler, executor, config.seed, compiler_told(config.env), weights)
             if config.compiler.checkpoint and run is not None:
                 found = checkpoint.find(Path(config.compiler.checkpoint))
                 report_reading(checkpoint.executor_reading(found), config.executor, str(found))
@@ -183,14 +185,20 @@ def train(
 def load_models(config: SftConfig, spec: EnvSpec) -> tuple[MemoryCompiler, FrozenExecutor]:
     """Load both models. Where a backend is going to cut them into slices, rank 0 reads them into the host's memory and
     the others hold none of their weights, which the backend gives out."""
-    sharded = BACKENDS[config.backend].is_sharded and distributed.world_size() > 1
-    weights = "device" if not sharded else "host" if distributed.rank() == 0 else "nowhere"
+    weights = _weights(config.backend)
     executor = load_frozen(config.executor, spec.told, weights if config.soft else "device")  # else it is not cut
     settings = config.compiler
-    if sharded and settings.soft.emb_std == "auto" and settings.checkpoint is None:
+    if weights != "device" and settings.soft.emb_std == "auto" and settings.checkpoint is None:
         emb_std = distributed.from_first(lambda: measured_std(executor.embedding_table))
         settings = settings.model_copy(update={"soft": settings.soft.model_copy(update={"emb_std": emb_std})})
     return load_compiler(settings, executor, config.seed, spec.compiling, weights), executor
+
+
+def _weights(backend: str) -> Weights:
+    """Say where this process is to have the weights that it reads: rank 0 alone where they are going to be cut."""
+    if not BACKENDS[backend].is_sharded or distributed.world_size() == 1:
+        return "device"
+    return "host" if distributed.rank() == 0 else "nowhere"
 
 
 def _run_folder(config: SftConfig | GrpoConfig, out: Path, on_exists: str) -> RunFolder | None:
@@ -263,6 +271,11 @@ def grpo_executors(config: GrpoConfig, engines: Engines | None = None) -> tuple[
         return executor, executor
     acts = ray_executor(config.executor, told, engines, distributed.rank())
     return acts, load_executor(config.executor, told) if config.loss.latent_gradient == "pathwise" else acts
+
+
+def _is_served(config: GrpoConfig, engines: Engines | None) -> bool:
+    """Say whether something else than the trainer's own compiler rolls out."""
+    return config.compiler.engine == "vllm" or (engines is not None and bool(engines.compilers))
 
 
 def rollout_engine(

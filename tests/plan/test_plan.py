@@ -14,7 +14,7 @@ from benchmarks.plan_check import Case, Check, check_act, check_compile, check_s
 from configs.evaluation import EvalConfig
 from configs.load import CONFIGS, ConfigError, load_config
 from configs.models import ExecutorConfig
-from configs.training import SftConfig
+from configs.training import GrpoConfig, SftConfig
 from lm.backbone import quiet
 from memcompiler.cli import app
 from plan.budget import GIB, Budget, Gpu, Lengths, Plan, find_gpu, verdict
@@ -120,6 +120,21 @@ def test_sft_in_slices_is_never_whole_on_a_gpu_and_once_in_the_hosts_memory(back
     (budget,) = plan(config, SHORT, H100, 8).budgets
     whole = 2 * 2 * 134_515_008
     assert budget.loading == 0 and budget.host == pytest.approx(HOST + whole / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
+def test_grpo_in_slices_has_a_whole_compiler_only_where_it_rolls_out_by_itself(backend):
+    changes = [f"compiler.model={SMOL}", f"executor.model={SMOL}", f"backend={backend}", "placement.trainers=4",
+               "placement.executors=1", "loss.latent_gradient=score", "gradient_checkpointing=false"]  # fmt: skip
+    weights = 2 * 134_515_008
+    alone, served = (
+        plan(load_config(GrpoConfig, "grpo/paper", [*changes, f"placement.compilers={n}", f"compiler.engine={engine}"]),
+             SHORT, H100, 8).budgets[0]
+        for n, engine in ((0, "hf"), (3, "vllm"))
+    )  # fmt: skip
+    assert alone.weights - served.weights == pytest.approx(weights, rel=0.01)
+    assert alone.loading > weights and served.loading == 0
+    assert served.host - HOST == pytest.approx(weights / 4 + weights, rel=0.01)
 
 
 def test_unequal_rows_cost_more_than_their_number_says():

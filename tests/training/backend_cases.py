@@ -109,6 +109,7 @@ def grpo_trainer(out: Path, backend: str, **settings: Any) -> GrpoTrainer:
 def grpo(out: Path, backend: str, name: str = "grpo", **settings: Any) -> None:
     """Two updates on given samples, 3 and 2 and then 2 and none of them; then one whole update, rollouts and all."""
     t = grpo_trainer(out / name, backend, **settings)
+    t._bring_up_to_date()
     t.sampler.generator.manual_seed(0)
     samples = samples_of(grpo_trainers.played(t, t.sampler), t.sampler, t.pathwise)[:5]
     first, alone = distributed.rank() == 0, distributed.world_size() == 1
@@ -129,6 +130,11 @@ def grpo(out: Path, backend: str, name: str = "grpo", **settings: Any) -> None:
 def pathwise(out: Path, backend: str) -> None:
     """As `grpo`, the executor in the gradient's path: whole on every process, whatever the backend."""
     grpo(out, backend, "pathwise", **grpo_trainers.PATHWISE)
+
+
+def served(out: Path, backend: str) -> None:
+    """As `grpo`, where an engine rolls out."""
+    grpo(out, backend, "served", served=True)
 
 
 def shared(out: Path, backend: str) -> None:
@@ -234,7 +240,8 @@ def evaluated(out: Path, backend: str) -> None:
 
 
 CASES = {
-    case.__name__: case for case in (shared, evaluated, sliced, sft, mixed, recomputed, resumed, grpo, pathwise, killed)
+    case.__name__: case
+    for case in (shared, evaluated, sliced, sft, mixed, recomputed, resumed, grpo, pathwise, served, killed)
 }
 
 

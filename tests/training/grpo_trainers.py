@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf
 
 from agent.episode import EpisodeSpec, Limits
+from compiler import checkpoint
 from compiler.hf import MemoryCompiler
 from configs.training import GrpoConfig
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from executor.hf import FrozenExecutor
 from executor.records import EVERYTHING
+from soft_mem.projector import Projector
 from tests import tiny_models
 from tests.tiny_models import entry
 from training.evaluation import HeldOutTasks, greedy
@@ -85,9 +89,18 @@ def executor(**kwargs) -> FrozenExecutor:
     return FrozenExecutor(tiny_models.lm_backbone(seed=1), **{"reads": EVERYTHING, **kwargs})
 
 
-def engine(make_env=None, **kwargs) -> RolloutEngine:
+class Engine(MemoryCompiler):
+    """What compiles in a trainer's place, with the weights that it is told."""
+
+    def load_adapter(self, folder: Path, version: int, projector: Projector) -> None:
+        checkpoint.load(folder, self)
+        self.weight_version = version
+
+
+def engine(make_env=None, served=None, **kwargs) -> RolloutEngine:
     numbers = itertools.count()
-    return RolloutEngine(make_env or (lambda: LuckyEnv(next(numbers))), executor(**kwargs), Limits(3))
+    make_env = make_env or (lambda: LuckyEnv(next(numbers)))
+    return RolloutEngine(make_env, executor(**kwargs), Limits(3), served=served)
 
 
 PATHWISE = {"loss": {"latent_gradient": "pathwise"}, "executor": {"temperature": 30.0}}
@@ -98,14 +111,17 @@ def merged(*settings: dict[str, Any]) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(*settings)))
 
 
-def trainer(tmp_path, specs=None, make_env=None, projector="gaussian", held_out=(), **settings) -> GrpoTrainer:
+def trainer(
+    tmp_path, specs=None, make_env=None, projector="gaussian", held_out=(), served=False, **settings
+) -> GrpoTrainer:  # fmt: skip
     defaults = {
         "compiler": {"max_new_tokens": 8}, "updates": 4, "tasks": 2, "group_size": 4, "optimizer": {"lr": 1e-3},
         "save_every": 2, "micro_batch_size": 3,
     }  # fmt: skip
     config = GrpoConfig(**merged(defaults, settings))
-    player, specs = engine(make_env, temperature=config.executor.temperature), specs or [spec(i) for i in range(3)]
-    compiler = tiny_models.memory_compiler(False, projector={"kind": projector})
+    make = partial(tiny_models.memory_compiler, False, projector={"kind": projector})
+    player = engine(make_env, make(kind=Engine) if served else None, temperature=config.executor.temperature)
+    compiler, specs = make(), specs or [spec(i) for i in range(3)]
     held = HeldOutTasks(config.evaluation, player, held_out, greedy(config.compiler)) if held_out else None
     return GrpoTrainer(config, compiler, player.executor, player, specs, tmp_path, None, held)
 

@@ -93,7 +93,7 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
         shutil.copytree(
             alone / "sft" / "checkpoints" / "step-000002", out / backend / "resumed" / "checkpoints" / "step-000002"
         )
-    done = torchrun(out, ",".join(backends), "sliced,sft,mixed,recomputed,resumed,grpo,pathwise")
+    done = torchrun(out, ",".join(backends), "sliced,sft,mixed,recomputed,resumed,grpo,pathwise,served")
     assert done.returncode == 0, done.stderr[-4000:]
     for backend in backends:
         for step in (2, 3):
@@ -108,8 +108,8 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
         mixed = steps(out / backend, 2, "mixed")
         assert_alike(steps(alone, 2, "mixed"), mixed)
         assert {value.dtype for value in mixed.values()} == {torch.float32}
-        for name in ("grpo.safetensors", "pathwise.safetensors"):
-            assert_same(load_file(alone / name), load_file(out / backend / name))
+        for name, same in (("grpo", "grpo"), ("pathwise", "pathwise"), ("served", "grpo")):
+            assert_same(load_file(alone / f"{same}.safetensors"), load_file(out / backend / f"{name}.safetensors"))
         shutil.rmtree(out / backend / "sft" / "checkpoints" / "step-000003")
         goes_on_alone = cases.sft_trainer(out / backend / "sft", "replicated")
         assert goes_on_alone.resume() and goes_on_alone.step == 2

@@ -437,6 +437,20 @@ def test_overlap_plays_one_update_ahead_and_resumes_exactly(tmp_path):
     assert all(torch.equal(expected[n], w) for n, w in trainable(second).items())
 
 
+def test_what_an_engine_is_told_is_no_copy_of_the_base(tmp_path):
+    """An engine that compiles in the trainer's place gives the same run; what is kept for it beside the policy, which
+    changes meanwhile, is LoRA and projector."""
+    settings = {"overlap": True, "loss": {"importance_cap": 2.0}, "optimizer": {"projector_lr": 1e-2}}
+    runs = [trainer(tmp_path / str(served), served=served, **settings) for served in (False, True)]
+    made = [[{k: v for k, v in metrics.items() if "seconds" not in k} for metrics, _ in run.steps()] for run in runs]
+    assert made[0] == made[1] and made[0][-1]["staleness"] == 1
+    own, engines = (dict(run.sampler.named_parameters()) for run in runs)
+    told = checkpoint.trained_parameters(runs[1].sampler)
+    assert {name for name, p in engines.items() if not p.is_meta} == set(told)
+    assert not any(p.is_meta for p in own.values())
+    assert sum(p.nbytes for p in told.values()) < 0.5 * sum(p.nbytes for p in own.values())
+
+
 @pytest.mark.parametrize(("gap", "weight"), [(0.25, math.exp(0.25)), (2.0, 1.5), (-1.0, math.exp(-1.0))])
 def test_importance_weights_by_hand(tmp_path, gap, weight):
     """Stale samples count by min(pi / pi_rollout, cap), token by token."""
