@@ -171,6 +171,7 @@ def _models(config: SftConfig | GrpoConfig) -> tuple[MemoryCompiler, FrozenExecu
     compiler = load_compiler(config.compiler, executor)
     for backbone in (compiler.backbone, executor.backbone):
         backbone.pad_id, backbone.memory_id, backbone.end_id = PAD, MEMORY, END
+        backbone.suppressed = [MEMORY]  # what a word is here may be a special token of the model's
         backbone.ids = ShapedBackbone.ids.__get__(backbone)  # type: ignore[method-assign]
     executor.placeholder, executor.end_id = MEMORY, END
     return compiler, executor

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.plan_check import peak, staying
 from compiler.build import load_compiler
@@ -34,7 +34,7 @@ from eval.table import markdown_table
 from executor.build import load_frozen
 from lm.backbone import model_path, quiet
 from training.sft import Example, SftTrainer
-from zoo.curriculum import IGNORE
+from zoo.curriculum import IGNORE, pad
 
 PLAIN, TEXT = "plain Trainer", "text"
 WAYS = {  # name: settings of SFT
@@ -104,7 +104,8 @@ class Plain:
             gradient_accumulation_steps=len(rows) // micro, learning_rate=config.optimizer.lr, disable_tqdm=True,
             save_strategy="no", logging_strategy="no", train_sampling_strategy="sequential",
         )  # fmt: skip
-        padded = DataCollatorForSeq2Seq(self._ours.trainer.compiler.backbone.tokenizer)
+        empty = {"input_ids": self._ours.trainer.compiler.backbone.pad_id, "attention_mask": 0, "labels": IGNORE}
+        padded = lambda rows: {name: pad([row[name] for row in rows], value) for name, value in empty.items()}
         self._trainer = Trainer(self._model, settings, padded, rows, callbacks=[self._clock])  # type: ignore[arg-type]
         self._trainer.train()
         return self._clock.seconds

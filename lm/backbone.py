@@ -221,7 +221,10 @@ class Backbone(PromptEncoder):
                 layer.gradient_checkpointing, layer.training = False, mode
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(hidden).to(self.device)
+        """Compute the logits (..., V) of hidden states (..., d)."""
+        # As rows: of a slice of positions, torch on a CPU copies the head in bfloat16 to multiply (12 times as long).
+        rows = self.model.get_output_embeddings()(hidden.flatten(0, -2))
+        return rows.unflatten(0, hidden.shape[:-1]).to(self.device)
 
     def _positions(self, tokens: Tensor, mask: Tensor, kinds: Tensor, pixels: Mapping[str, Tensor]) -> Tensor:
         plain = (mask.cumsum(-1) - 1).clamp(min=0)
