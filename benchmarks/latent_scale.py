@@ -9,8 +9,9 @@ Then one update at the paper's shapes (Qwen2.5-VL-7B to Qwen2.5-14B: 3,584 to 5,
 100 text tokens each), for several settings of AdamW over the projector: how many sigmas mu moves. Hidden states,
 noise and advantages are drawn (seed 0); 64 of the 5,120 dimensions are computed, for they do not touch each other.
 
-With ROWS, a folder of `memcompiler collect`, the same for each model with its own hidden states behind that many of
-their prompts, which are alike, and an executor of its own width: one whose steps come from so few prompts.
+With ROWS, a folder of `memcompiler collect`, the same for each model with its own hidden states (normalised) behind
+that many of their prompts, which are alike, and an executor of its own width; and what fresh soft tokens do to the
+model itself as frozen executor: the loss of the action (nats a token, mu itself), with and without `normalise`.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def moved(
     the steps, (steps, N, d); drawn for so many `steps` where none are given."""
     torch.manual_seed(0)
     shown, width = min(SHOWN, d_executor), D_COMPILER if hidden is None else hidden.shape[-1]
-    projector = Projector(ProjectorConfig(width, shown, N))
+    projector = Projector(ProjectorConfig(width, shown, N, normalise=hidden is not None))
     hidden = torch.randn(steps, N, width) if hidden is None else hidden
     steps = len(hidden)
     advantages = torch.randn(steps, 1)
@@ -94,6 +95,36 @@ def moved(
     optimizer.step()
     with torch.no_grad():
         return _rms((projector(hidden).mu - gaussian.mu) / gaussian.log_sigma.exp())
+
+
+@torch.no_grad()
+def disturbed(model: str, rows: Path, prompts: int) -> dict[str, Tensor]:
+    """Compute the loss of the action of so many rows, nats a token, for a model that is compiler and executor: without
+    soft tokens, with fresh ones as they are, and with `normalise`."""
+    from compiler.build import load_compiler
+    from configs.load import load_config
+    from configs.training import SftConfig
+    from data_gen.rows import load_rows
+    from envs.spec import Told
+    from executor.build import load_frozen
+    from training.sft import encode_row, sft_losses
+
+    played, losses = load_rows(rows), dict[str, list[float]]()
+    named = [f"{role}.{key}" for role in ("compiler", "executor") for key in (f"model={model}", "dtype=float32")]
+    for name, normalise in (("as they are", False), ("normalised", True)):
+        config = load_config(SftConfig, "sft/alfworld-smollm2", [*named, f"compiler.soft.normalise={normalise}"])
+        executor = load_frozen(config.executor, Told(""))
+        compiler = load_compiler(config.compiler, executor).eval()
+        none = torch.zeros(1, 0, executor.backbone.hidden_size)
+        for i in range(prompts):
+            row = played[i * len(played) // prompts]
+            soft, bare = (encode_row(row, compiler, executor, with_soft) for with_soft in (True, False))
+            loss = sft_losses(compiler, executor, [soft], config, temperature=0.0)["action"]
+            losses.setdefault(name, []).append(float(loss) / len(soft.action))
+            if not normalise:
+                alone, _ = executor.action_nll([bare.executor_prompt], none, [bare.action])
+                losses.setdefault("none", []).append(float(alone) / len(bare.action))
+    return {name: torch.tensor(values) for name, values in losses.items()}
 
 
 def _rms(values: torch.Tensor) -> float:
@@ -116,6 +147,16 @@ def main(models: Sequence[str], rows: Path | None, prompts: int) -> None:
             for eps in (1e-5, 1e-8):
                 far = moved(GrpoOptimizer(projector_lr=rate, projector_eps=eps), hidden, width)
                 print(f"| {name} | {rate:g} | {eps:g} | {far:.5f} |", flush=True)
+    if rows is None:
+        return
+    print(
+        "\n| loss of the action | no soft tokens | as they are | normalised | difference |\n|---|---:|---:|---:|---:|"
+    )
+    for model in models:
+        losses = disturbed(model, rows, prompts)
+        apart = losses["normalised"] - losses["as they are"]
+        means = " | ".join(f"{losses[name].mean():.3f}" for name in ("none", "as they are", "normalised"))
+        print(f"| {model} | {means} | {apart.mean():+.3f} (s.e. {apart.std() / prompts**0.5:.3f}) |", flush=True)
 
 
 if __name__ == "__main__":
