@@ -328,17 +328,22 @@ def load_backbone(
         classes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         check_sees(classes[type(config)])
     how = {"dtype": dtype, "revision": revision, **({} if attention == "auto" else {"attn_implementation": attention})}
-    if quantized and device_map is None:  # made where it stays: it cannot be moved
-        device_map = {"": device}
+    if device_map is None and weights == "device" and (quantized or device != "cpu"):
+        device_map = {"": _numbered(device)}  # read where it stays: no copy in the host's memory
     if weights == "nowhere":
         model = _without_weights(kind, name, how)
     elif device_map is None:
         model = kind.from_pretrained(name, **how)
-        model = model.to(device) if weights == "device" else model
     else:
         model = kind.from_pretrained(name, **how, **quantized, device_map=device_map, **placing)
     home = None if weights == "device" else torch.device(device)
     return Backbone(model, load_processor(name, revision), memory_token, arguments, home)
+
+
+def _numbered(device: str) -> str:
+    """Name the GPU that is this process's own: transformers is not to take the first one."""
+    mine = device == "cuda" and torch.cuda.is_available()
+    return f"cuda:{torch.cuda.current_device()}" if mine else device
 
 
 def quantization(quantize: Quantize, dtype: torch.dtype, device: str) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def plan_sft(config: SftConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     mine = math.ceil(config.batch_size / gpus)
     replay = replay_sft(config, lengths, min(config.micro_batch_size, mine))
     models = _sizes(config.compiler, config.executor)
-    # Where slices are given out, one process holds both models at first; on average each has its part of them.
-    read = replay.weights / gpus if config.backend in ("fsdp", "zero3") else max(models.values())
+    # Models are read where they stay; where slices are given out, one process has both at first: each its part of them.
+    read = replay.weights / gpus if config.backend in ("fsdp", "zero3") else 0.0
     host = HOST + read + (PIXELS if _sees(config.compiler.model) else 0)
     budget = replace(_trainer("trainer", replay, config.backend, gpus, host), loading=0.0)
     n = config.compiler.soft.n_tokens if config.soft else 0
@@ -110,12 +110,10 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
     fullest = _fullest(held)
     whole = fullest.held.pop("executor weights", 0)  # it is not cut into slices
     sliced, served = config.backend in ("fsdp", "zero3"), bool(rolls.count) or config.compiler.engine == "vllm"
-    host = HOST + max(models.values())
-    if not served:  # a whole copy of the compiler rolls out, and what is whole has to be read whole
+    if not served:  # a whole copy of the compiler rolls out
         whole += update.held["compiler weights"] * (sliced or config.overlap)
-    elif sliced:
-        host = HOST + update.held["compiler weights"] / trainers + models.get(config.executor.model, 0.0)
-    actor = _trainer("actor", fullest, config.backend, trainers, host)
+    read = update.held["compiler weights"] / trainers if served and sliced else 0.0  # as in SFT
+    actor = _trainer("actor", fullest, config.backend, trainers, HOST + read)
     actor = replace(actor, device="actors", weights=actor.weights + whole, loading=0.0 if served else actor.loading)
     steps, compilers = episodes * config.max_steps, rolls.count or trainers
     seconds = {
@@ -247,7 +245,7 @@ def _trainer(process: str, replay: Replay, backend: str, n: int, host: float) ->
 
 def _alone(process: str, replay: Replay, count: int) -> Budget:
     """Say what an engine in PyTorch takes, each on a GPU of its own."""
-    own = _trainer(process, replay, "replicated", 1, HOST + replay.weights)
+    own = _trainer(process, replay, "replicated", 1, HOST)
     return replace(own, count=count, gradients=0.0, moments=0.0)
 
 
@@ -297,7 +295,7 @@ def _playing(
     if held:
         whole = _fullest(held)
         whole.held["executor weights"] = round(whole.held["executor weights"] / spread)
-        own = _trainer(process, whole, "replicated", 1, HOST + max(models.values()))
+        own = _trainer(process, whole, "replicated", 1, HOST)
         budgets.insert(0, replace(own, gpus=spread, gradients=0.0, moments=0.0))
     roles = [("compiler", compiler), ("executor", executor)]
     who = " and ".join(f"{role} {own.model} ({own.engine})" for role, own in roles if own is not None)

@@ -31,6 +31,13 @@ def one() -> FrozenExecutor:
     return FrozenExecutor(load_backbone(MODEL, torch.float32, "cpu"))
 
 
+def test_weights_are_read_where_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device other than the CPU never gets them by way of the host's memory: here one that holds nothing."""
+    monkeypatch.setattr(transformers.PreTrainedModel, "to", lambda *args, **settings: pytest.fail("it is moved"))
+    read = load_backbone(MODEL, torch.float32, "meta").model
+    assert all(parameter.is_meta for parameter in read.parameters())
+
+
 def test_a_spread_model_is_the_same_model(tmp_path: Path) -> None:
     """Some of its weights are on disk, and come when they are needed."""
     whole = one()
