@@ -4,9 +4,9 @@
 
 ROWS: a folder of `memcompiler collect`. DIR, a text model, is compiler and executor (N = 16). Plain is a causal LM of
 transformers with the same LoRA by PEFT, which learns the emission behind the prompt and knows nothing of soft tokens:
-`text` does the same work. Steps of all ways alternate, on the same rows, so that whatever else the machine does falls
-on all; medians are compared. Tokens are those of prompts and labels that a way's models read; memory is what torch's
-allocator gives out at most in one step more, beside what stays.
+`text` does the same work. Steps of all ways alternate, on the same rows (but for `like lengths`, which chooses others),
+so that whatever else the machine does falls on all; medians are compared. Tokens are those of prompts and labels that a
+way's models read; memory is what torch's allocator gives out at most in one step more, beside what stays.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ WAYS = {  # name: settings of SFT
     "layers computed again": ["gradient_checkpointing=true"],
     "eager attention": ["compiler.attention=eager", "executor.attention=eager"],
     "bfloat16": ["compiler.dtype=bfloat16", "executor.dtype=bfloat16"],
+    "like lengths": ["length_buckets=50"],
 }
 MIB = 2**20
 
@@ -66,6 +67,11 @@ class Ours:
     def coming(self) -> list[Example]:
         """Give the rows of the coming step."""
         return [self.trainer.example(i) for i in self.trainer.batch_indices(self.trainer.step)]
+
+    @property
+    def tokens(self) -> int:
+        """Count what the coming step reads."""
+        return tokens(self.coming, self.config.soft)
 
     @property
     def stays(self) -> int:
@@ -111,6 +117,10 @@ class Plain:
         return self._clock.seconds
 
     @property
+    def tokens(self) -> int:
+        return tokens(self._ours.coming, soft=False)
+
+    @property
     def stays(self) -> int:
         optimizer: Any = self._trainer.optimizer
         return staying([self._model], optimizer.optimizer)
@@ -123,7 +133,7 @@ def _row(example: Example) -> dict[str, list[int]]:
 
 
 def tokens(examples: Sequence[Example], soft: bool) -> int:
-    """Count what a step reads of these, without the memory tokens behind them."""
+    """Count what is read of these, without the memory tokens behind them."""
     read = [(e.executor_prompt.ids, e.action) for e in examples if soft and e.soft_read]
     return sum(len(ids) for e in examples for ids in (e.prompt.ids, e.emission)) + sum(len(i) for p in read for i in p)
 
@@ -150,9 +160,8 @@ def main(
         running = {PLAIN: Plain(running[TEXT], folder / PLAIN), **running}
         rates: dict[str, list[float]] = {each: [] for each in running}
         for step in range(steps + 1):
-            coming = running[TEXT].coming
             for each, trainer in running.items():
-                read = tokens(coming, each != PLAIN and trainer.config.soft)
+                read = trainer.tokens
                 seconds = trainer.step()
                 rates[each] += [read / seconds] * (step > 0)  # the first one warms up
         table = []
