@@ -60,6 +60,11 @@ def plan_sft(config: SftConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     """Stage 1: every process holds both models, or a slice of them."""
     mine = math.ceil(config.batch_size / gpus)
     replay = replay_sft(config, lengths, min(config.micro_batch_size, mine))
+    if played := min(config.evaluation.tasks, config.compiler.batch_size):  # now and then, by the same models
+        longest = replace(lengths, emission=config.compiler.max_new_tokens)
+        compiling = replay_compile(config.compiler, hidden_size(config.executor), longest, played)
+        acting = replay_act(config.executor, lengths, min(config.evaluation.tasks, config.executor.batch_size))
+        replay = _fullest([replay, compiling, acting])
     models = _sizes(config.compiler, config.executor)
     # Models are read where they stay; where slices are given out, one process has both at first: each its part of them.
     read = replay.weights / gpus if config.backend in ("fsdp", "zero3") else 0.0

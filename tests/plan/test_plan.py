@@ -197,6 +197,23 @@ def test_a_run_that_does_not_fit_is_told_what_would():
     assert plan(config, SHORT, H100, 1).fits(H100, 1)
 
 
+def test_tasks_that_are_played_during_sft_have_their_prompts_counted():
+    changes = [f"compiler.model={SMOL}", f"executor.model={SMOL}", "micro_batch_size=1", "compiler.batch_size=64"]
+    plain, played = (
+        plan(
+            load_config(SftConfig, "sft/paper", [*changes, "validation.share=0.1", f"evaluation.tasks={n}"]),
+            Lengths(),
+            H100,
+            1,
+        ).budgets[0]
+        for n in (0, 64)
+    )
+    text, config = model_config(SMOL).get_text_config(), load_config(SftConfig, "sft/paper", changes)
+    read = Lengths().prompt + config.compiler.max_new_tokens + config.compiler.soft.n_tokens
+    assert plain.kv_cache == 0 and played.kv_cache == 64 * read * cache_per_token(text, "bfloat16")
+    assert (played.weights, played.moments) == (plain.weights, plain.moments)
+
+
 def test_processes_on_one_gpu_share_it_and_more_gpus_than_there_are_do_not_fit():
     engine = Budget("engine", "a", count=2, weights=30 * GIB, least=20 * GIB, share=0.45)
     parts = [engine, Budget("actor", "a", count=2, weights=20 * GIB)]
