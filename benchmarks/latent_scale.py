@@ -29,6 +29,7 @@ from soft_mem.projector import Projector, ProjectorConfig
 
 if TYPE_CHECKING:
     from compiler.hf import MemoryCompiler
+    from data_gen.rows import SftRow
 
 STEPS, TOKENS, N = 240, 100, 16
 D_COMPILER, D_EXECUTOR, SHOWN = 3584, 5120, 64
@@ -60,15 +61,11 @@ def made(model: str, normalise: bool = False) -> MemoryCompiler:
 
 @torch.no_grad()
 def states_of(compiler: MemoryCompiler, rows: Path, prompts: int) -> Tensor:
-    """Read so many rows, evenly over the folder, and return the hidden states of the memory tokens behind them,
-    (prompts, N, d)."""
+    """Read so many rows and return the hidden states of the memory tokens behind them, (prompts, N, d)."""
     from agent.records import compile_request
-    from data_gen.rows import load_rows
 
-    played = load_rows(rows)
     states = []
-    for i in range(prompts):
-        row = played[i * len(played) // prompts]
+    for row in _chosen(rows, prompts):
         prompt = compiler.encode(compile_request(row.step_input(N)))
         states.append(compiler.score([prompt], [compiler.emission_ids(row.emission)]).h_soft)
     return torch.cat(states).float()
@@ -104,20 +101,18 @@ def disturbed(model: str, rows: Path, prompts: int) -> dict[str, Tensor]:
     from compiler.build import load_compiler
     from configs.load import load_config
     from configs.training import SftConfig
-    from data_gen.rows import load_rows
     from envs.spec import Told
     from executor.build import load_frozen
     from training.sft import encode_row, sft_losses
 
-    played, losses = load_rows(rows), dict[str, list[float]]()
+    chosen, losses = _chosen(rows, prompts), dict[str, list[float]]()
     named = [f"{role}.{key}" for role in ("compiler", "executor") for key in (f"model={model}", "dtype=float32")]
     for name, normalise in (("as they are", False), ("normalised", True)):
         config = load_config(SftConfig, "sft/alfworld-smollm2", [*named, f"compiler.soft.normalise={normalise}"])
         executor = load_frozen(config.executor, Told(""))
         compiler = load_compiler(config.compiler, executor).eval()
         none = torch.zeros(1, 0, executor.backbone.hidden_size)
-        for i in range(prompts):
-            row = played[i * len(played) // prompts]
+        for row in chosen:
             soft, bare = (encode_row(row, compiler, executor, with_soft) for with_soft in (True, False))
             loss = sft_losses(compiler, executor, [soft], config, temperature=0.0)["action"]
             losses.setdefault(name, []).append(float(loss) / len(soft.action))
@@ -127,7 +122,15 @@ def disturbed(model: str, rows: Path, prompts: int) -> dict[str, Tensor]:
     return {name: torch.tensor(values) for name, values in losses.items()}
 
 
-def _rms(values: torch.Tensor) -> float:
+def _chosen(rows: Path, number: int) -> list[SftRow]:
+    """Read so many rows, evenly over the folder."""
+    from data_gen.rows import load_rows
+
+    played = load_rows(rows)
+    return [played[i * len(played) // number] for i in range(number)]
+
+
+def _rms(values: Tensor) -> float:
     return float(values.float().square().mean().sqrt())
 
 
@@ -149,9 +152,8 @@ def main(models: Sequence[str], rows: Path | None, prompts: int) -> None:
                 print(f"| {name} | {rate:g} | {eps:g} | {far:.5f} |", flush=True)
     if rows is None:
         return
-    print(
-        "\n| loss of the action | no soft tokens | as they are | normalised | difference |\n|---|---:|---:|---:|---:|"
-    )
+    print("\n| loss of the action | no soft tokens | as they are | normalised | difference |")
+    print("|---|---:|---:|---:|---:|")
     for model in models:
         losses = disturbed(model, rows, prompts)
         apart = losses["normalised"] - losses["as they are"]
