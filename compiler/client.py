@@ -12,8 +12,6 @@ import binascii
 import io
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
@@ -29,7 +27,6 @@ from configs.models import COMPILER_KEY
 from memory.entry import MemoryEntry, Provenance
 from memory.trajectory import png_bytes
 from runtime.http import RemoteError, RemoteServer
-from soft_mem.projector import Projector
 
 MAX_PIXELS = 1 << 24  # of one picture: a small file may unfold to gigabytes
 _NOWHERE = Provenance("", "", "", "", False)  # where an entry comes from is not the compiler's business
@@ -101,13 +98,6 @@ class SamplingBody(Body):
     temperature: float | None = Field(default=None, ge=0, le=2)  # 0: greedy text
     latent_temperature: float | None = Field(default=None, ge=0, le=2)  # of z; default: as the text
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)  # default: one of the service's own, which the reply names
-
-
-class AdapterBody(Body):
-    """POST /adapter: weights for a service that rolls out."""
-
-    folder: str  # with a checkpoint's `adapter/` and projector, in a file system that both sides see
-    version: int  # that compilations will bear
 
 
 class CompileBody(Body):
@@ -229,52 +219,42 @@ def _tensor(values: tuple[float, ...] | None) -> Tensor | None:
 
 
 class RemoteCompiler:
-    """A backend of the protocol `compiler.records.Compiler`, and one that GRPO can roll out with.
+    """A backend of the protocol `compiler.records.Compiler`.
 
     Where something is drawn at random, each request has a seed of its own, so that a run does not depend on which
-    requests a service happens to compile together, or which service compiles it.
+    requests the service happens to compile together.
 
     Args:
-        urls: of the service, such as http://127.0.0.1:8100, or of several that share the requests.
+        url: of the service, such as http://127.0.0.1:8100.
         temperature: of the text; `latent_temperature` of the soft tokens, by default the same.
         timeout: seconds that a request may take from when it is sent, retries included.
     """
 
     def __init__(
-        self, urls: str | Sequence[str], temperature: float = 0.0, latent_temperature: float | None = None,
+        self, url: str, temperature: float = 0.0, latent_temperature: float | None = None,
         seed: int = 0, timeout: float = 120.0, parallel: int = 64,
     ) -> None:  # fmt: skip
         start = "memcompiler serve compiler --checkpoint RUN"
-        names = [urls] if isinstance(urls, str) else urls
-        self.servers = [RemoteServer(url, COMPILER_KEY, start, timeout, parallel) for url in names]
+        self.server = RemoteServer(url, COMPILER_KEY, start, timeout, parallel)
         self.decoding = Decoding(temperature, latent_temperature=latent_temperature)
         self.generator = torch.Generator().manual_seed(seed)
 
-    def load_adapter(self, folder: Path, version: int, projector: Projector) -> None:
-        """Have every service compile with the weights in `folder` from now on (see `AdapterBody`). Raises: RemoteError,
-        where one of them cannot load them."""
-        order = AdapterBody(folder=str(folder.resolve()), version=version).model_dump()
-        self._each("/adapter", [[order] for _ in self.servers])
-
     def about(self) -> dict[str, Any]:
-        """Ask what the first service says of itself: its weights, what the executor read that they were trained for,
-        and about which environment it is told."""
-        return self.servers[0].get("/ready")
+        """Ask what the service says of itself: its weights, what the executor read that they were trained for, and
+        about which environment it is told."""
+        return self.server.get("/ready")
 
     def hash(self) -> str | None:
-        """Ask for the SHA-256 of what the services' checkpoint adds to its base; None where they do not say. Raises:
-        RemoteError, where a service cannot be reached, or they compile with different weights."""
-        weights = {server.url: server.get("/ready").get("weights") for server in self.servers}
-        if len(set(weights.values())) > 1:
-            raise RemoteError(f"the compiler services have different weights: {weights}")
-        return next(iter(weights.values()))
+        """Ask for the SHA-256 of what the service's checkpoint adds to its base; None where it does not say. Raises:
+        RemoteError, where it cannot be reached."""
+        return self.about().get("weights")
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
         """Get one compilation for each request, in their order.
 
         Raises:
-            RemoteError: a service cannot be reached, refuses one of them, or is of another version.
-            ValueError: `decoding` truncates the distribution, which services do not.
+            RemoteError: the service cannot be reached, refuses one of them, or is of another version.
+            ValueError: `decoding` truncates the distribution, which the service does not.
         """
         if not requests:
             return []
@@ -285,14 +265,8 @@ class RemoteCompiler:
         drawn = [SamplingBody(temperature=temperature, latent_temperature=latent, seed=seed) for seed in seeds]
         tensors = TENSORS if latent else TENSORS[:2]  # at temperature 0, z is the mean, and need not be sent again
         bodies = [CompileBody.of(*each, tensors) for each in zip(requests, drawn, strict=True)]
-        n = len(self.servers)
-        shares = self._each("/compile", [bodies[i::n] for i in range(n)])
-        return [self._read(shares[i % n][i // n], request) for i, request in enumerate(requests)]
-
-    def _each(self, path: str, bodies: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """Get every server's answers to its share of the bodies."""
-        with ThreadPoolExecutor(len(self.servers), thread_name_prefix="services") as pool:
-            return list(pool.map(lambda server, share: server.post_all(path, share), self.servers, bodies))
+        replies = self.server.post_all("/compile", bodies)
+        return [self._read(reply, request) for reply, request in zip(replies, requests, strict=True)]
 
     def _read(self, reply: Any, request: CompileRequest) -> Compilation:
         try:

@@ -164,8 +164,6 @@ class ServeConfig(Settings):
     max_body_mib: float = Field(default=32.0, gt=0)  # of one request (413)
     env: str | None = None  # whose instructions it reads (default: the environment that the checkpoint was trained on)
     seed: int = 0  # of the seeds that the service itself gives to requests without one
-    # Where it may be told to load other weights from (POST /adapter), for a service that rolls out.
-    adapters: str | None = None
 
     @field_validator("compiler", mode="before")
     @classmethod

@@ -76,14 +76,14 @@ class TokenExecutor:
         if by_choice:
             scores = self.candidate_logprobs(prompts, [names or () for names in admissible])
             return [self._chosen(*row) for row in zip(admissible, prompts, scores, strict=True)]
-        answers = self._generate(prompts, admissible)
+        answers = self.generate(prompts, admissible)
         return [self._grounded(*row) for row in zip(admissible, prompts, answers, strict=True)]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         """Score every candidate of every prompt: log p(candidate, end of turn | prompt)."""
         raise NotImplementedError
 
-    def _generate(
+    def generate(
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> Sequence[tuple[list[int], int | None]]:
         """Answer greedily: ids, and how much of the prompt a cache held, where that is known."""

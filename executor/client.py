@@ -97,7 +97,7 @@ class RemoteExecutor(TokenExecutor):
         """Name what is known of the server's weights from here: what they are served as."""
         return f"remote:{self.served_name}"
 
-    def _generate(
+    def generate(
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> list[tuple[list[int], int | None]]:
         settings = [

@@ -59,7 +59,7 @@ class FrozenExecutor(TokenExecutor):
             actions += super().act(requests[i : i + self.batch_size])
         return actions
 
-    def _generate(
+    def generate(
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> list[tuple[list[int], int | None]]:
         batch = self.backbone.pad(prompts, "left")

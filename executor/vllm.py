@@ -74,7 +74,7 @@ class VllmExecutor(TokenExecutor):
                     digest.update(block)
         return digest.hexdigest()
 
-    def _generate(
+    def generate(
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> list[tuple[list[int], int | None]]:
         from vllm import SamplingParams

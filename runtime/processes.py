@@ -179,22 +179,6 @@ def end_all(children: Sequence[ChildProcess], grace_s: float = GRACE_S) -> None:
         child.kill()
 
 
-@contextlib.contextmanager
-def ended_together() -> Iterator[list[ChildProcess]]:
-    """Yield a list of children that end when the block does, whatever ends it; SIGTERM is as Ctrl-C. For the main
-    thread."""
-    children: list[ChildProcess] = []
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    with _signal_handler(stop, signal.SIGTERM):
-        try:
-            yield children
-        finally:
-            end_all(children)
-
-
 def torchrun_command(processes: int) -> list[str]:
     """Write how torchrun starts a group's processes on this machine; `-m MODULE ARGUMENT...` follows.
 

@@ -17,11 +17,9 @@ from tests.waiting import until
 
 
 @contextlib.contextmanager
-def listening(
-    backend: Any, reload: Any = None, gather_s: float = 0.005, **settings: Any
-) -> Iterator[tuple[str, Callable[[], None]]]:
+def listening(backend: Any, gather_s: float = 0.005, **settings: Any) -> Iterator[tuple[str, Callable[[], None]]]:
     """The service on a loopback port of its own: its URL, and what kills it."""
-    service = CompilerService(lambda: backend, ServeConfig(**settings), reload, gather_s=gather_s)
+    service = CompilerService(lambda: backend, ServeConfig(**settings), gather_s=gather_s)
     server = uvicorn.Server(uvicorn.Config(service_app(service), log_level="error"))
     bound = bound_socket("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)

@@ -152,7 +152,7 @@ class ExecutorEngine:
     def generate(
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> list[tuple[list[int], int | None]]:
-        return self._batches(self._executor._generate, prompts, admissible)
+        return self._batches(self._executor.generate, prompts, admissible)
 
     def _batches(self, call: Callable[..., Sequence[Any]], prompts: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
         """Call with as many rows at a time as the executor in a trainer would have."""
@@ -400,7 +400,7 @@ class RayExecutor(TokenExecutor):
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
         return self._shared("candidate_logprobs", prompts, candidates)
 
-    def _generate(
+    def generate(
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> list[tuple[list[int], int | None]]:
         return self._shared("generate", prompts, admissible)

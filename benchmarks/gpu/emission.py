@@ -52,7 +52,7 @@ class Bench:
     def generating(self, prompt_tokens: int, soft: Sequence[Tensor], episodes: int) -> Callable[[], object]:
         """Prepare to write an action behind every prompt, with these soft tokens in it, or none."""
         prompts = self._prompts(prompt_tokens, soft, episodes)
-        return torch.no_grad()(lambda: self.executor._generate(prompts, [None] * episodes))
+        return torch.no_grad()(lambda: self.executor.generate(prompts, [None] * episodes))
 
     def choosing(self, prompt_tokens: int, soft: Sequence[Tensor], episodes: int) -> Callable[[], object]:
         """Prepare to score all commands behind every prompt."""

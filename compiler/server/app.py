@@ -1,6 +1,5 @@
 """The compiler service's HTTP side, and the process that binds, loads, answers, and leaves when it is told to.
 
-    POST /adapter   weights of a folder, for a service that rolls out for training (403 elsewhere)
     POST /compile   a state in (`compiler.client.CompileBody`), emission and soft tokens out (`CompileReply`)
     GET /health     the process lives
     GET /ready      503 until the compiler stands, and from when it has died or the service is leaving
@@ -17,7 +16,6 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,8 +31,8 @@ from starlette.requests import ClientDisconnect
 from compiler import checkpoint
 from compiler.base import TokenCompiler
 from compiler.build import load_compiler, load_served_compiler
-from compiler.client import AdapterBody, Body, CompileBody, CompileReply, Seconds
-from compiler.server.service import CompileJob, CompilerService, Refusal, WeightsJob
+from compiler.client import Body, CompileBody, CompileReply, Seconds
+from compiler.server.service import CompileJob, CompilerService, Refusal
 from configs.load import ConfigError
 from configs.models import COMPILER_KEY, ServeConfig
 from envs.registry import find
@@ -45,7 +43,7 @@ B = TypeVar("B", bound=Body)
 
 
 def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
-    """Make the ASGI application. With a key, /compile and /adapter want it as a bearer token."""
+    """Make the ASGI application. With a key, /compile wants it as a bearer token."""
     app = FastAPI(title="MemCompiler", docs_url=None, redoc_url=None)  # both pages would load scripts from elsewhere
 
     @app.exception_handler(Refusal)
@@ -66,13 +64,6 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
             times = Seconds(queue=job.queue_s, compile=job.compile_s)
             reply = CompileReply.of(made, sent.tensors, compiler.projector.config.emb_std, job.seed, times)
         return Response(reply.model_dump_json(), media_type="application/json")
-
-    @app.post("/adapter")
-    async def adapter(request: Request) -> dict[str, str]:
-        call = _Call(service, request, key)
-        order = await call.body(AdapterBody)
-        await call.result(service.swap(Path(order.folder), order.version), "the weights were not loaded within {:g} s")
-        return {"status": "loaded"}
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -120,7 +111,7 @@ class _Call:
         except ValidationError as error:
             raise Refusal(422, _problems(error)) from None
 
-    async def result(self, job: CompileJob | WeightsJob, late: str) -> Any:
+    async def result(self, job: CompileJob, late: str) -> Any:
         """Wait for a job's result. It is given up where the client goes, or its time is over: then `late` is said."""
         answer, gone = asyncio.wrap_future(job.result), asyncio.ensure_future(self._gone())
         left = self.deadline - asyncio.get_running_loop().time()
@@ -168,7 +159,7 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
     told = find(environment).compiling if environment else ""
     about = {"executor_reads": checkpoint.executor_reading(found), "environment": environment}
     weights = checkpoint.sha256(found)
-    service = CompilerService(lambda: _load(config, told), config, reloader(config), weights, about)
+    service = CompilerService(lambda: _load(config, told), config, weights, about)
     bound = bound_socket(host, port)
     server = uvicorn.Server(uvicorn.Config(service_app(service, key), log_level="warning", access_log=False))
     leave_gently(server, service)
@@ -177,26 +168,6 @@ def serve_compiler(config: ServeConfig, host: str, port: int, key: str | None = 
     server.run(sockets=[bound])
     if service.failure is not None:
         raise service.failure
-
-
-def reloader(config: ServeConfig) -> Callable[[Any, Path, int], str] | None:
-    """Make what takes other weights and returns their SHA-256: from folders under `config.adapters`, and from nowhere
-    else. None where there are none to come."""
-    if config.adapters is None:
-        return None
-    root = Path(config.adapters).resolve()
-
-    def reload(compiler: Any, folder: Path, version: int) -> str:
-        if not folder.resolve().is_relative_to(root):
-            raise ValueError(f"weights are taken from {root} only")
-        if config.compiler.engine == "vllm":
-            compiler.load_adapter(folder, version, checkpoint.load_projector(folder))
-        else:
-            checkpoint.load(folder, compiler)
-            compiler.weight_version = version
-        return checkpoint.sha256(folder)
-
-    return reload
 
 
 def _load(config: ServeConfig, told: str) -> TokenCompiler:

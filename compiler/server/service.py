@@ -1,4 +1,4 @@
-"""The compiler behind a bounded queue: one thread loads it, compiles what waits in batches, and takes other weights.
+"""The compiler behind a bounded queue: one thread loads it and compiles what waits in batches.
 
 A request that is given up frees the compiler: it leaves the queue, or the compiler, which asks before every token
 whether somebody still waits, stops at it. The log holds no request contents: of an exception, type and place are
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -60,15 +59,6 @@ class CompileJob:
         return self.decoding.temperature, self.decoding.soft_temperature, self.seed is not None
 
 
-@dataclass(slots=True, eq=False)
-class WeightsJob:
-    """An order for other weights, which are in force for what is submitted after it."""
-
-    folder: Path
-    version: int
-    result: Future[Any] = field(default_factory=Future)
-
-
 class ServiceMetrics:
     """The metrics of one service, for Prometheus, in a registry of their own."""
 
@@ -105,8 +95,6 @@ class CompilerService:
     """Queue and thread. `load` makes the compiler, in that thread; all else is thread-safe.
 
     Args:
-        reload: loads the weights of a folder as those of a version and returns their SHA-256; None where the service
-            keeps what it has.
         weights: SHA-256 of what the checkpoint adds to its base, which /ready tells.
         about: what else /ready tells: what the executor read in training, and the environment that the compiler is
             told about.
@@ -114,8 +102,7 @@ class CompilerService:
     """
 
     def __init__(
-        self, load: Callable[[], TokenCompiler], config: ServeConfig,
-        reload: Callable[[Any, Path, int], str] | None = None, weights: str | None = None,
+        self, load: Callable[[], TokenCompiler], config: ServeConfig, weights: str | None = None,
         about: Mapping[str, Any] | None = None, gather_s: float = 0.005,
     ) -> None:  # fmt: skip
         self.config, self.weights, self.gather_s = config, weights, gather_s
@@ -124,11 +111,10 @@ class CompilerService:
         self.leaving = False
         self.active = 0  # requests that are being answered
         self.compiler: TokenCompiler | None = None
-        self.queue: list[CompileJob | WeightsJob] = []  # first come, first served
+        self.queue: list[CompileJob] = []  # first come, first served
         self.metrics = ServiceMetrics(lambda: self.trouble is None, lambda: len(self.queue))
         self._changed = threading.Condition()
-        self._load, self._reload = load, reload
-        self._version: int | None = None  # of the weights that were last sent
+        self._load = load
         self._seeds = random.Random(config.seed)
         self._thread = threading.Thread(target=self._work, name="compiler", daemon=True)
 
@@ -179,32 +165,19 @@ class CompilerService:
             decoding = replace(decoding, latent_temperature=sampling.latent_temperature)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(31)
         job = CompileJob(request, decoding, seed if decoding.draws else None)
-        self._put(job)
-        return job
-
-    def swap(self, folder: Path, version: int) -> WeightsJob:
-        """Order weights for all that is submitted from now on. Several clients may send the same version: it is loaded
-        once. Raises: Refusal, 403, 503 or 429."""
-        if self._reload is None:
-            raise Refusal(403, "this service keeps the weights it has: start it with adapters=FOLDER for training")
-        self.check_ready()
-        job = WeightsJob(folder, version)
-        self._put(job)
-        return job
-
-    def give_up(self, job: CompileJob | WeightsJob) -> None:
-        """Cancel a job that has no result yet: it leaves the queue, or the compiler where it works for nobody else."""
-        job.result.cancel()
-        with self._changed:
-            if job in self.queue:
-                self.queue.remove(job)
-
-    def _put(self, job: CompileJob | WeightsJob) -> None:
         with self._changed:
             if len(self.queue) >= self.config.queue:
                 raise Refusal(429, f"{self.config.queue} requests wait already: try again")
             self.queue.append(job)
             self._changed.notify()
+        return job
+
+    def give_up(self, job: CompileJob) -> None:
+        """Cancel a job that has no result yet: it leaves the queue, or the compiler where it works for nobody else."""
+        job.result.cancel()
+        with self._changed:
+            if job in self.queue:
+                self.queue.remove(job)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -215,36 +188,18 @@ class CompilerService:
             self.failure = error
             return
         while True:
-            jobs, weights = self._take()
-            for _, group in groupby(sorted(jobs, key=attrgetter("group")), key=attrgetter("group")):
+            jobs = sorted(self._take(), key=attrgetter("group"))
+            for _, group in groupby(jobs, key=attrgetter("group")):
                 self._compile(self.compiler, list(group))
-            if weights is not None and not weights.result.cancelled():
-                self._take_weights(self.compiler, weights)
 
-    def _take(self) -> tuple[list[CompileJob], WeightsJob | None]:
-        """Wait for jobs and a little for company, and take a batch of them, up to an order for other weights."""
+    def _take(self) -> list[CompileJob]:
+        """Wait for jobs and a little for company, and take a batch of them."""
         most = self.config.batch
         with self._changed:
             self._changed.wait_for(lambda: self.queue)
             self._changed.wait_for(lambda: len(self.queue) >= most, self.gather_s)
-            jobs: list[CompileJob] = []
-            while self.queue and len(jobs) < most:
-                job = self.queue.pop(0)
-                if isinstance(job, WeightsJob):
-                    return jobs, job
-                jobs.append(job)
-            return jobs, None
-
-    def _take_weights(self, compiler: TokenCompiler, order: WeightsJob) -> None:
-        assert self._reload is not None
-        try:
-            if order.version != self._version:
-                self.weights = self._reload(compiler, order.folder, order.version)
-                self._version = order.version
-        except Exception as error:  # the weights before stay in force
-            _settle(order, Refusal(422, f"{type(error).__name__}: {error}"))
-        else:
-            _settle(order, None)
+            jobs, self.queue = self.queue[:most], self.queue[most:]
+            return jobs
 
     def _compile(self, compiler: TokenCompiler, jobs: Sequence[CompileJob]) -> None:
         """Give every job its result. Where a batch fails, each of its jobs is tried alone: which one's fault is it?"""
@@ -281,7 +236,7 @@ class CompilerService:
         return Refusal(503 if self.trouble else 500, f"{type(error).__name__}: {error}")
 
 
-def _settle(job: CompileJob | WeightsJob, result: Any) -> None:
+def _settle(job: CompileJob, result: Any) -> None:
     with contextlib.suppress(InvalidStateError):  # it was given up meanwhile
         if isinstance(result, Refusal):
             job.result.set_exception(result)

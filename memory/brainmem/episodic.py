@@ -45,10 +45,6 @@ class Transition:
     def n_success(self) -> int:
         return self.won.total()
 
-    @property
-    def tagged_failed(self) -> bool:
-        return self.lost.total() > 0
-
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:

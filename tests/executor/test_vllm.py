@@ -294,9 +294,9 @@ def test_ids_that_vllm_reads_otherwise_are_refused(monkeypatch: pytest.MonkeyPat
     ids = list(prompt.ids)
     del ids[ids.index(ours.tokenizer.convert_tokens_to_ids("<|image_pad|>"))]  # as a processor of other sizes would
     with pytest.raises(ValueError, match="as other tokens"):
-        ours._generate([replace(prompt, ids=tuple(ids))], [None])
+        ours.generate([replace(prompt, ids=tuple(ids))], [None])
     monkeypatch.setattr("executor.vllm.SOFT_PARTS", "_no_such_key")  # as a version that knows no such key
     with pytest.raises(RuntimeError, match="in another way"):
-        ours._generate([prompt], [None])
+        ours.generate([prompt], [None])
     monkeypatch.setattr("executor.vllm.SOFT_PARTS", SOFT_PARTS)
     assert len(ours.act([seeing(0)])) == 1

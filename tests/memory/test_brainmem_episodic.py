@@ -43,7 +43,7 @@ def test_a_refused_action_is_tagged_and_told_to_the_next_attempt_at_this_task_al
     refused = trace(("take pen 2 from desk 1", "Nothing happens."), refused=0, success=False)
     graph = learned(refused)
     [transition] = graph.transitions.values()
-    assert transition.tagged_failed and transition.before == transition.after and not transition.n_success
+    assert transition.lost.total() == 1 and transition.before == transition.after and not transition.n_success
     [(state, _, _, ok)] = walk(refused)
     assert not ok and graph.failed(state, "t1") == ["take pen 2 from desk 1"] and graph.failed(state, "t2") == []
     assert graph.failed(("FloorPlan1", "elsewhere"), "t1") == []

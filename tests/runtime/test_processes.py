@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runtime.http import answers, check_loopback, free_port, http_url
-from runtime.processes import ChildProcess, ProcessError, check_alive, end_all, ended_together
+from runtime.processes import ChildProcess, ProcessError, check_alive, end_all
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -74,17 +73,6 @@ def test_readiness_is_waited_for_until_one_ends_or_the_time_is_over() -> None:
             with pytest.raises(ProcessError, match="dead ended"):
                 check_alive([slow, dead])
         slow.kill()
-
-
-def test_children_end_together_whatever_ends_the_block() -> None:
-    with pytest.raises(KeyboardInterrupt), ended_together() as children:
-        children += [ChildProcess(python(STUBBORN), output="kept"), ChildProcess(python("input()"), output="kept")]
-        until(lambda: children[0].tail() == "up")
-        children[0].signal(signal.SIGKILL)  # not to wait for the grace
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(20)
-    assert all(child.reaped for child in children)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_lifeline_ends_with_us() -> None:
