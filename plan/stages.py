@@ -69,7 +69,7 @@ def plan_sft(config: SftConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     # Models are read where they stay; where slices are given out, one process has both at first: each its part of them.
     read = replay.weights / gpus if config.backend in ("fsdp", "zero3") else 0.0
     host = HOST + read + (PIXELS if _sees(config.compiler.model) else 0)
-    budget = replace(_trainer("trainer", replay, config.backend, gpus, host), loading=0.0)
+    budget = _trainer("trainer", replay, config.backend, gpus, host)
     n = config.compiler.soft.n_tokens if config.soft else 0
     return Plan(
         "sft", f"SFT, {_who(config)}, micro-batches of {min(config.micro_batch_size, mine)}, backend {config.backend}",
@@ -119,7 +119,9 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
         whole += update.held["compiler weights"] * (sliced or config.overlap)
     read = update.held["compiler weights"] / trainers if served and sliced else 0.0  # as in SFT
     actor = _trainer("actor", fullest, config.backend, trainers, HOST + read)
-    actor = replace(actor, device="actors", weights=actor.weights + whole, loading=0.0 if served else actor.loading)
+    # A compiler of which a whole copy rolls out is loaded whole, and cut then.
+    loading = fullest.weights + CONTEXT if sliced and not served else 0.0
+    actor = replace(actor, device="actors", weights=actor.weights + whole, loading=loading)
     steps, compilers = episodes * config.max_steps, rolls.count or trainers
     seconds = {
         "compile: prefill": steps / compilers * compiling.flops["prefill"] / _products(gpu),
@@ -231,20 +233,19 @@ def _with(settings: Settings, changes: Sequence[tuple[str, Any]]) -> Any:
 def _trainer(process: str, replay: Replay, backend: str, n: int, host: float) -> Budget:
     """Share weights, gradients and moments out over `n` processes, as the backend does."""
     held, trained = replay.held, 4.0 * replay.trained
-    weights, gradients, moments, loading = replay.weights, trained, 2 * trained, 0.0
+    weights, gradients, moments = replay.weights, trained, 2 * trained
     passing = held["activations"] + held["logits"] + held["kv_cache"]
     overhead = CONTEXT + SLACK * passing
     if backend == "zero2":
         gradients, moments = trained + trained / n, 3 * trained / n  # with fp32 masters
-    elif backend in ("fsdp", "zero3"):  # at first they are whole, where they are not read in slices
-        loading = weights + CONTEXT
+    elif backend in ("fsdp", "zero3"):
         cut = weights - replay.towers
         gathered = replay.root + 2 * replay.layer if backend == "fsdp" else min(cut, ZERO3_LIVE)
         weights, gradients = cut / n + replay.towers + gathered, trained / n
         moments = (3 if backend == "zero3" else 2) * trained / n
     return Budget(
         process, process, n, weights=weights, gradients=gradients, moments=moments, activations=held["activations"],
-        logits=held["logits"], kv_cache=held["kv_cache"], overhead=overhead, loading=loading, host=host,
+        logits=held["logits"], kv_cache=held["kv_cache"], overhead=overhead, host=host,
     )  # fmt: skip
 
 

@@ -108,9 +108,9 @@ def test_backends_share_out_what_they_say_they_do():
     held = Counter({"compiler weights": 700, "executor weights": 900, "activations": 100})
     replay = Replay(held, {}, trained=10, layer=50, root=200, towers=100)
     whole, cut = (_trainer("trainer", replay, backend, 4, 0) for backend in ("replicated", "fsdp"))
-    assert (whole.weights, whole.gradients, whole.moments, whole.loading) == (1600, 40, 80, 0)
+    assert (whole.weights, whole.gradients, whole.moments) == (1600, 40, 80)
     assert cut.weights == (1600 - 100) / 4 + 100 + 200 + 2 * 50  # slices, the tower, what is gathered
-    assert (cut.gradients, cut.moments) == (10, 20) and cut.loading == 1600 + GIB  # loaded whole
+    assert (cut.gradients, cut.moments) == (10, 20)
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "zero3"])
@@ -133,7 +133,7 @@ def test_grpo_in_slices_has_a_whole_compiler_only_where_it_rolls_out_by_itself(b
         for n, engine in ((0, "hf"), (3, "vllm"))
     )  # fmt: skip
     assert alone.weights - served.weights == pytest.approx(weights, rel=0.01)
-    assert alone.loading > weights and served.loading == 0
+    assert alone.loading > weights + GIB and served.loading == 0  # loaded whole, and cut then
     assert served.host - HOST == pytest.approx(weights / 4, rel=0.01) and alone.host == HOST
 
 
