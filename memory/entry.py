@@ -17,7 +17,7 @@ class Provenance:
     goal: str
     split: str
     success: bool
-    actions: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()  # what was done, or would fetch what was seen: what a teacher reads of the entry
     source: str = "trajectory"  # which memory system wrote it
 
 

@@ -30,6 +30,12 @@ def location(scene: str, thing: str, place: str) -> str:
     return f"in {scene} the {thing} was in {place}" if scene else f"the {thing} was in {place}"
 
 
+def fetching(thing: str, place: str) -> str:
+    """Write the command that takes a thing ("mug 1") from where memory says that it was: what readers read of an entry
+    whose episodes saw it there and did not take it."""
+    return f"take {thing} from {place}"
+
+
 def subgoals(plan: Sequence[str]) -> list[str]:
     """List what is left to do, as the Brief State names it: find mug, heat mug, put mug in cabinet."""
     goals: list[str] = []

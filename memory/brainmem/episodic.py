@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from envs.base import Task
 from envs.household.telling import Body, kind, moved, objects, room, summary, views
@@ -194,6 +195,18 @@ class Relation:
         return self.n_seen - self.seen[own], self.n_visits - self.visits[own], last
 
 
+class SpatialFact(NamedTuple):
+    """An object category that episodes saw in a receptacle, on so many of the visits there."""
+
+    thing: str
+    place: str
+    seen: int
+    visits: int
+
+    def __str__(self) -> str:
+        return f"{self.thing} in {self.place} ({self.seen} of {self.visits} visits)"
+
+
 @dataclass
 class SpatialGraph:
     rooms: dict[str, dict[tuple[str, str], Relation]] = field(default_factory=dict)
@@ -211,14 +224,14 @@ class SpatialGraph:
                 if where == place:
                     relation.looked(task, episode, thing in found)
 
-    def lines(self, place: str, wanted: frozenset[str], most: int = MOST_FACTS, own: str = "") -> list[str]:
-        """Write where things are in a room, as episodes of other tasks than `own` saw them: those that are wanted
+    def facts(self, place: str, wanted: frozenset[str], most: int = MOST_FACTS, own: str = "") -> list[SpatialFact]:
+        """List where things are in a room, as episodes of other tasks than `own` saw them: those that are wanted
         first, then the surest, then the latest."""
         told = [(thing, where, *known.counts(own)) for (thing, where), known in self.rooms.get(place, {}).items()]
         ranked = sorted(
             (each for each in told if each[2]), key=lambda e: (e[0] not in wanted, -e[2] / e[3], -e[4], e[:2])
         )
-        return [f"{thing} in {where} ({seen} of {visits} visits)" for thing, where, seen, visits, _ in ranked[:most]]
+        return [SpatialFact(*each[:4]) for each in ranked[:most]]
 
 
 def first_sights(attempts: Iterable[Trace]) -> Mapping[str, tuple[str, ...]]:

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import starmap
+from typing import NamedTuple
 
+from envs.household.trajectories import fetching
 from memory.brainmem import agent, rules
 from memory.brainmem.episodic import SpatialGraph, Topic, TrajectoryGraph, topic_of
 from memory.brainmem.semantic import Experience, Experiences, Guideline, counted, formed, listed, pruned
@@ -20,6 +22,19 @@ SPATIAL_ADVICE = (
     "A place that lacked the object need not be visited again.",
     "Containers may be closed: open them to look inside.",
 )
+
+
+SPATIAL = "Spatial Reasoning Guidance"
+ORDER = (
+    "Valuable Guidelines", "Room Successful Patterns", "Relevant Experiences", "Real-time Action Hints", SPATIAL
+)  # fmt: skip
+
+
+class Section(NamedTuple):
+    """A section's text, and the commands that fetch what it says the place of: the surest first."""
+
+    text: str
+    actions: tuple[str, ...] = ()
 
 
 @dataclass
@@ -67,9 +82,9 @@ class Knowledge:
 
     # -- sections of the context --------------------------------------------------------------------------------------
 
-    def sections(self, topic: Topic, own: str) -> dict[str, str]:
+    def sections(self, topic: Topic, own: str) -> dict[str, Section]:
         """Write the sections that depend on the task alone, without what episodes of the very task `own` left."""
-        settings, made = self.settings, dict[str, list[str]]()
+        settings, made, fetched = self.settings, dict[str, list[str]](), dict[str, tuple[str, ...]]()
         if settings.semantic.enabled and not settings.texts_only:
             made["Valuable Guidelines"] = list(starmap(_line, enumerate(self.shown_guidelines(topic), 1)))
             found = self.experiences.recalled(topic.room, topic.task_type, topic.objects, settings.semantic.k, own)
@@ -79,11 +94,16 @@ class Knowledge:
             made["Room Successful Patterns"] = self.graph.patterns(topic, settings.episodic.patterns, longest, own)
             made["Real-time Action Hints"] = self.graph.hints(topic, own)
         if (settings.episodic.enabled and settings.episodic.spatial) or settings.texts_only:
-            facts = settings.episodic.facts and not settings.texts_only
-            lines = self.spatial.lines(topic.room, topic.objects, own=own) if facts else []
-            told = [f"In {topic.room}: {'; '.join(lines)}"] if lines else []
-            made["Spatial Reasoning Guidance"] = [*told, *SPATIAL_ADVICE]
-        return {name: "\n".join([f"{name}:", *made[name]]) for name in ORDER if made.get(name)}
+            told = settings.episodic.facts and not settings.texts_only
+            facts = self.spatial.facts(topic.room, topic.objects, own=own) if told else []
+            lines = [f"In {topic.room}: {'; '.join(map(str, facts))}"] if facts else []
+            made[SPATIAL] = [*lines, *SPATIAL_ADVICE]
+            fetched[SPATIAL] = tuple(fetching(f"{fact.thing} 1", fact.place) for fact in facts)
+        return {
+            name: Section("\n".join([f"{name}:", *made[name]]), fetched.get(name, ()))
+            for name in ORDER
+            if made.get(name)
+        }
 
     def shown_guidelines(self, topic: Topic) -> list[Guideline]:
         """List the guidelines that are shown, best first."""
@@ -105,12 +125,6 @@ def _line(number: int, g: Guideline) -> str:
     """Write a guideline as C.3 does; percent are cut off, not rounded."""
     confidence = f"Validated {g.n_success} times, {int(100 * g.confidence)}% confidence"
     return f"{number}. {g.text} ({confidence}) [{', '.join(sorted(g.task_types))}]"
-
-
-ORDER = (
-    "Valuable Guidelines", "Room Successful Patterns", "Relevant Experiences", "Real-time Action Hints",
-    "Spatial Reasoning Guidance",
-)  # fmt: skip
 
 
 def id_of(section: str) -> str:

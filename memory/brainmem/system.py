@@ -125,8 +125,8 @@ class BrainMem:
             text = "\n".join(e.texts())
             yield _entry("experience", text, id=e.id, task=e.task_id, room=e.room, success=e.success)
         for room in known.spatial.rooms:
-            for line in known.spatial.lines(room, frozenset(), most=1_000):
-                yield _entry("relation", f"In {room}: {line}", room=room)
+            for fact in known.spatial.facts(room, frozenset(), most=1_000):
+                yield _entry("relation", f"In {room}: {fact}", room=room)
 
     def __getitem__(self, id: str) -> MemoryEntry:
         return {entry.id: entry for entry in self}[id]
@@ -188,15 +188,16 @@ class BrainSession:
 def _context(known: Knowledge, task: Task) -> tuple[MemoryEntry, ...]:
     """Make an entry of each section that says anything about a task."""
     sections = known.sections(topic_of(task), task.id)
-    return tuple(_entry(name, text, room=task.scene) for name, text in sections.items())
+    return tuple(_entry(name, text, room=task.scene, actions=done) for name, (text, done) in sections.items())
 
 
 def _entry(
-    section: str, text: str, id: str = "", task: str = "", room: str = "", success: bool = True
+    section: str, text: str, id: str = "", task: str = "", room: str = "", success: bool = True,
+    actions: tuple[str, ...] = (),
 ) -> MemoryEntry:  # fmt: skip
     """Make an entry of a section, or of one thing that is kept; a section's id follows from its text."""
     own = id or hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    provenance = Provenance(task, room, "", "", success, source=NAME)
+    provenance = Provenance(task, room, "", "", success, actions, NAME)
     return MemoryEntry(id_of(section) + own, text, provenance)
 
 

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from envs.base import FloorPlan, Task, TaskSequence
 from envs.household.telling import deed, room
+from envs.household.trajectories import fetching
 from memory.entry import MemoryEntry, Provenance, Written
 from memory.journal import Journal, Row
 from memory.karma.graph import SceneGraph, build_graph
@@ -98,7 +99,7 @@ class Home:
         """Make an entry; of a unit with the command that fetches its object, which is what teachers read."""
         if unit is None:
             return MemoryEntry(f"{source}/{id}", text, Provenance("", self.scene, "", "", True, source=source))
-        fetched = (f"take {unit.id} from {unit.place}",) if unit.place not in ("", HAND) else ()
+        fetched = (fetching(unit.id, unit.place),) if unit.place not in ("", HAND) else ()
         origin = Provenance(unit.written[0], self.scene, "", "", True, fetched, source)
         return MemoryEntry(f"{source}/{id}", text, origin)
 

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from envs.household.trajectories import fetching
 from memory.entry import MemoryEntry, Provenance
 from memory.pictures import at_hand, read_picture
 from memory.retrieval import encodable
+from memory.s3mem.text import NUMBERED
 from memory.trajectory import one_line
 
 NAME = "s3mem"
@@ -101,9 +103,16 @@ class Unit:
         """Return it as a memory's entry, on request with its pictures. Raises: ValueError, where one cannot be read."""
         of = self.origin
         done = (self.command,) if of.kind == "step" and not self.event.endswith(REFUSED) else ()
-        provenance = Provenance(of.task_id, of.scene, of.goal, of.split, of.success, done, NAME)
+        provenance = Provenance(of.task_id, of.scene, of.goal, of.split, of.success, (*done, *self._fetching()), NAME)
         images = tuple(map(read_picture, at_hand(self.pictures))) if pictures else ()
         return MemoryEntry(self.id, self.rendered(how), provenance, images)
+
+    def _fetching(self) -> tuple[str, ...]:
+        """Return the commands that take what was seen at a place, where nothing was changed there."""
+        numbered = NUMBERED.fullmatch
+        if self.origin.kind != "step" or self.changes or not numbered(self.place):
+            return ()
+        return tuple(fetching(each, self.place) for each in self.objects if numbered(each) and each != self.place)
 
 
 def unit_id(history: str, pointers: Sequence[str], ordinal: int, event: str) -> str:

@@ -75,8 +75,9 @@ def test_counts_are_of_visits() -> None:
     empty = ("go to shelf 1", "You arrive at shelf 1. On the shelf 1, you see a pen 2.")
     for episode, each in enumerate((trace(TWO[0]), trace(empty), trace(TWO[0]), trace(("go to desk 1", "x")))):
         graph.learn([each], episode)
-    assert graph.lines("FloorPlan1", frozenset({"mug"})) == [
+    lines = lambda *asked: list(map(str, graph.facts(*asked)))
+    assert lines("FloorPlan1", frozenset({"mug"})) == [
         "mug in shelf 1 (2 of 3 visits)", "pen in shelf 1 (3 of 3 visits)",
     ]  # fmt: skip
-    assert graph.lines("FloorPlan1", frozenset(), 1) == ["pen in shelf 1 (3 of 3 visits)"]
-    assert graph.lines("FloorPlan2", frozenset()) == []
+    assert lines("FloorPlan1", frozenset(), 1) == ["pen in shelf 1 (3 of 3 visits)"]
+    assert lines("FloorPlan2", frozenset()) == []

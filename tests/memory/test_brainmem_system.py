@@ -53,6 +53,15 @@ def test_it_is_a_memory_system_whose_sections_come_in_the_papers_order(tmp_path:
     assert sections["Real-time Action Hints"].endswith("mug: take mug 1 from shelf 1; heat mug 1 with microwave 1")
 
 
+def test_teachers_read_the_spatial_graph_the_surest_place_first(tmp_path: Path) -> None:
+    empty = ("go to shelf 1", "You arrive at shelf 1. On the shelf 1, you see a pen 2.")
+    there = ("go to desk 1", "You arrive at desk 1. On the desk 1, you see a mug 3.")
+    memory = taught(tmp_path, trace(TWO[0]), trace(empty, task="t2"), trace(there, task="t3"))
+    [recalled] = memory.recall([Query(TASK)])
+    told = [action for entry in recalled.entries for action in entry.provenance.actions if "mug" in action]
+    assert told == ["take mug 1 from desk 1", "take mug 1 from shelf 1"]  # seen on 1 of 1 visits, on 1 of 2
+
+
 def test_an_experts_walks_never_contradict_themselves(tmp_path: Path) -> None:
     """Section 7, check 8, on generated homes; real games: docs/brainmem.md."""
     env = HouseholdEnvironment(scenes={"train": 40})

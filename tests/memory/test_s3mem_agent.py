@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from eval.evaluate import ModelCache, evaluate
 from eval.matrix import Cell
 from executor.scripted import ScriptedPlanner
 from memory.s3mem.system import S3Mem
-from memory.s3mem.units import Origin, Unit
+from memory.s3mem.units import Change, Origin, Unit
 
 DELIVERIES = ("none", "static", "live", "disclosure", "expert_compiler")
 
@@ -52,6 +53,14 @@ def test_a_unit_s_provenance_says_what_was_done_and_nothing_of_what_was_refused(
     assert of("fly (refused)") == () and of("I went home.", "turn") == ()
 
 
+def test_what_was_seen_at_a_place_is_told_as_what_would_take_it() -> None:
+    seen = Unit(0, "", "go to desk 1", Origin("h", "step"), ("p",), objects=("desk 1", "pen 2", "fog"), place="desk 1")
+    assert seen.entry().provenance.actions == ("go to desk 1", "take pen 2 from desk 1")
+    put = replace(seen, event="move pen 2 to desk 1", changes=(Change("pen 2.location", "hand", "desk 1"),))
+    assert put.entry().provenance.actions == ("move pen 2 to desk 1",)  # where it has been brought, not found
+    assert replace(seen, place="kitchen").entry().provenance.actions == ("go to desk 1",)
+
+
 def test_compiled_deliveries_read_the_units_that_are_pasted_elsewhere(
     frozen: tuple[dict[str, Any], dict[str, list[Episode]]],
 ) -> None:
@@ -68,16 +77,16 @@ def test_compiled_deliveries_read_the_units_that_are_pasted_elsewhere(
     assert len(shown) > 24 and all(piece in told for guidance, told in shown for piece in guidance.split(" / "))
 
 
-def test_pasted_it_saves_steps_and_the_teacher_cannot_read_it(
+def test_it_saves_steps_pasted_and_compiled_by_the_teacher(
     frozen: tuple[dict[str, Any], dict[str, list[Episode]]],
 ) -> None:
-    """What is recalled is a view of the thing, most of the time; the expert teacher reads commands that took one. What
-    it says of places is nothing then, and compiled by it this memory is worth nothing (docs/s3mem.md)."""
+    """What is recalled is a view of the thing, most of the time; the teacher reads it as the command that takes it."""
     results, by = frozen
     steps = {name: sum(len(episode.steps) for episode in by[name]) for name in DELIVERIES}
     assert steps["static"] == steps["live"] < 0.7 * steps["none"], steps  # it recalls the same all along
-    assert steps["expert_compiler"] == steps["none"]
-    assert not any(step.guidance for episode in by["expert_compiler"] for step in episode.steps)
+    assert steps["expert_compiler"] < 0.7 * steps["none"], steps
+    said = [step.guidance for episode in by["expert_compiler"] for step in episode.steps if step.guidance]
+    assert len(said) >= 16 and all(guidance.startswith("go to ") for guidance in said)
     assert all(results[name]["success"]["mean"] >= results["none"]["success"]["mean"] for name in DELIVERIES)
 
 
