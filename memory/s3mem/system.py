@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import ClassVar
 
@@ -84,7 +85,7 @@ class S3Mem:
         if query.text:
             picks = self.pack(index, query.text, budget, query.picture).picks
         else:
-            picks = self._of_goal(index, query.task, budget).picks[: query.k]
+            picks = self._of_goal(index, query.task, budget, query.k)
         entries = tuple(pick.unit.entry(how, pictures=query.picture > 0) for pick in picks)
         return Recall(entries, pointers=tuple(pick.unit.pointers for pick in picks))
 
@@ -96,16 +97,16 @@ class S3Mem:
             asked = index.ask(question, anchor, picture)
         return packed(asked.anchor, *scored(asked, settings), budget, settings)
 
-    def _of_goal(self, index: Index, task: Task, budget: float) -> Pack:
-        """Unite the packs of a goal's objects: where each was seen last, and what has become of it."""
+    def _of_goal(self, index: Index, task: Task, budget: float, k: int) -> list[Candidate]:
+        """Unite the packs of a goal's objects: where each was seen last, and what has become of it. At most k units, of
+        each object in turn the one with most support; in the order of writing."""
         known = {kind(thing) for unit in index.units for thing in unit.objects}
         wanted = sorted(objects(task, known)) or [task.goal]
         packs = [self.pack(index, f"Where was the {thing} last seen?", budget / len(wanted)) for thing in wanted]
-        picks = {pick.unit.id: pick for pack in packs for pick in pack.picks}
-        reasons: dict[str, str] = {}
-        for pack in packs:
-            reasons |= pack.reasons
-        return Pack(tuple(sorted(picks.values(), key=_place)), reasons)
+        ranked = [sorted(pack.picks, key=lambda pick: (-pick.support, -pick.place)) for pack in packs]
+        in_turn = (pick for turn in zip_longest(*ranked) for pick in turn if pick is not None)
+        picks = {pick.unit.id: pick for pick in in_turn}
+        return sorted(islice(picks.values(), k), key=lambda pick: pick.place)
 
     def _index(self, task: Task) -> Index:
         """Return the index of a task's scope, without what its own episodes left."""
@@ -161,10 +162,6 @@ def units_of(row: Row) -> list[Unit]:
     that it names none for."""
     told = row.answers.get("units", {})
     return [unit for n, trace in enumerate(row.attempts) for unit in llm.merged(written(trace), told.get(str(n), []))]
-
-
-def _place(pick: Candidate) -> int:
-    return pick.place
 
 
 def _open(path: Path, settings: S3MemSettings, tools: Tools) -> S3Mem:

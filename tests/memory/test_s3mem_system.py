@@ -100,6 +100,15 @@ def test_each_object_of_a_goal_is_asked_for_where_it_was_seen_last(tmp_path: Pat
     assert not any("mug 1" in entry.text for entry in own.entries)
 
 
+def test_of_few_units_each_object_gets_its_best_in_turn(tmp_path: Path) -> None:
+    memory = S3Mem(tmp_path, S3MemSettings(fill=True))
+    memory.commit([[home(1, "cd", "shelf 3")], [home(2, "desklamp", "drawer 1")]])
+    task = Task("t9", "look at cd under the desklamp", "home 1", "test", "look")
+    told = lambda k: [entry.text for entry in memory.recall([Query(task, k)])[0].entries]
+    assert len(told(9)) > 2 and told(2) == [text for text in told(9) if text in told(2)]  # in the order of writing
+    assert [("cd 1" in text, "desklamp 2" in text) for text in told(2)] == [(True, False), (False, True)]
+
+
 @pytest.mark.parametrize("how", ["full", "chunk", "event", "objects"])
 def test_units_read_in_four_ways(tmp_path: Path, how: Any) -> None:
     memory = S3Mem(tmp_path, S3MemSettings(representation=how))
