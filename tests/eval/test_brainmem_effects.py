@@ -19,7 +19,7 @@ from eval.matrix import Cell
 from executor.prompt import ExecutorRequest, executor_text
 from executor.records import PAPER, Action, Grounding
 from executor.scripted import ScriptedPlanner
-from memory.brainmem.knowledge import Knowledge
+from memory.brainmem.knowledge import Knowledge, Section
 
 OFF = {"enabled": False}
 SPACE_ALONE = {"working": OFF, "semantic": OFF, "episodic": {"trajectory": False}, "evolve": OFF}
@@ -58,11 +58,14 @@ def test_spatial_memory_shortens_search_from_a_home_s_second_episode_on(
     assert saved(knows).low > 0, saved(knows)
     asked = Knowledge.sections
 
-    def of_another_home(self: Knowledge, topic: Any, own: str) -> dict[str, str]:
+    def of_another_home(self: Knowledge, topic: Any, own: str) -> dict[str, Section]:
         rooms = sorted(self.spatial.rooms)
         other = rooms[(rooms.index(topic.room) + 1) % len(rooms)] if topic.room in rooms else topic.room
         told = asked(self, type(topic)(other, topic.task_type, topic.objects), own)
-        return {name: text.replace(f"In {other}:", f"In {topic.room}:") for name, text in told.items()}
+        return {
+            name: section._replace(text=section.text.replace(f"In {other}:", f"In {topic.room}:"))
+            for name, section in told.items()
+        }
 
     monkeypatch.setattr(Knowledge, "sections", of_another_home)
     misled = run("shuffled", SPACE_ALONE)
