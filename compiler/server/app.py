@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -31,7 +31,8 @@ from starlette.requests import ClientDisconnect
 from compiler import checkpoint
 from compiler.base import TokenCompiler
 from compiler.build import load_compiler, load_served_compiler
-from compiler.client import Body, CompileBody, CompileReply, Seconds
+from compiler.client import CompileBody, CompileReply, Seconds
+from compiler.records import Compilation
 from compiler.server.service import CompileJob, CompilerService, Refusal
 from configs.load import ConfigError
 from configs.models import COMPILER_KEY, ServeConfig
@@ -39,7 +40,6 @@ from envs.registry import find
 from runtime.http import bound_socket, http_url
 
 GRACE_S = 10.0  # beyond a request's own time-out, that a service which leaves waits for what runs
-B = TypeVar("B", bound=Body)
 
 
 def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
@@ -58,9 +58,9 @@ def service_app(service: CompilerService, key: str | None = None) -> FastAPI:
         with service.answering():
             call = _Call(service, request, key)
             compiler = service.check_ready()
-            sent = await call.body(CompileBody)
+            sent = await call.body()
             job = service.submit(await run_in_threadpool(sent.request), sent.sampling)
-            made = await call.result(job, "no answer within {:g} s: ask less at a time")
+            made = await call.result(job)
             times = Seconds(queue=job.queue_s, compile=job.compile_s)
             reply = CompileReply.of(made, sent.tensors, compiler.projector.config.emb_std, job.seed, times)
         return Response(reply.model_dump_json(), media_type="application/json")
@@ -90,7 +90,7 @@ class _Call:
         if key is not None and not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {key}"):
             raise Refusal(401, f"wrong or missing key: set {COMPILER_KEY} as the service's is set")
 
-    async def body(self, model: type[B]) -> B:
+    async def body(self) -> CompileBody:
         """Read and check the body. Refused where it is too large (by its header, or in fact) or does not arrive."""
         most = int(self.service.config.max_body_mib * 2**20)
         too_large = Refusal(413, f"a request may have {most:,} bytes: send fewer or smaller pictures")
@@ -103,7 +103,7 @@ class _Call:
                     received += chunk
                     if len(received) > most:
                         raise too_large
-            return await run_in_threadpool(model.model_validate_json, bytes(received))
+            return await run_in_threadpool(CompileBody.model_validate_json, bytes(received))
         except TimeoutError:
             raise Refusal(408, f"the request did not arrive within {self.timeout:g} s") from None
         except ClientDisconnect:
@@ -111,8 +111,8 @@ class _Call:
         except ValidationError as error:
             raise Refusal(422, _problems(error)) from None
 
-    async def result(self, job: CompileJob, late: str) -> Any:
-        """Wait for a job's result. It is given up where the client goes, or its time is over: then `late` is said."""
+    async def result(self, job: CompileJob) -> Compilation:
+        """Wait for a job's result. It is given up where the client goes, or its time is over."""
         answer, gone = asyncio.wrap_future(job.result), asyncio.ensure_future(self._gone())
         left = self.deadline - asyncio.get_running_loop().time()
         try:
@@ -122,7 +122,7 @@ class _Call:
             gone.cancel()
         if answer in done:
             return answer.result()
-        raise _gone() if gone in done else Refusal(504, late.format(self.timeout))
+        raise _gone() if gone in done else Refusal(504, f"no answer within {self.timeout:g} s: ask less at a time")
 
     async def _gone(self) -> None:
         """Return when the client has closed its connection. The whole body has been read."""

@@ -20,7 +20,7 @@ from memory.protocol import Fixed, Query, Recall, Trace
 from memory.registry import Ask, MemorySpec, Tools
 from memory.retrieval import Embed
 from memory.s3mem import llm
-from memory.s3mem.packing import Pack, packed
+from memory.s3mem.packing import Pack, ordered, packed
 from memory.s3mem.pool import Candidate, Index
 from memory.s3mem.router import scored
 from memory.s3mem.settings import S3MemSettings
@@ -106,7 +106,7 @@ class S3Mem:
         ranked = [sorted(pack.picks, key=lambda pick: (-pick.support, -pick.place)) for pack in packs]
         in_turn = (pick for turn in zip_longest(*ranked) for pick in turn if pick is not None)
         picks = {pick.unit.id: pick for pick in in_turn}
-        return sorted(islice(picks.values(), k), key=lambda pick: pick.place)
+        return ordered(list(islice(picks.values(), k)))
 
     def _index(self, task: Task) -> Index:
         """Return the index of a task's scope, without what its own episodes left."""
