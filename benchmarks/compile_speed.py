@@ -38,7 +38,7 @@ from configs.models import CompilerConfig, Speed
 from configs.run_folder import RunFolder
 from data_gen.dataset import episodes_of
 from data_gen.rows import SftRow, load_rows
-from lm.backbone import quiet
+from runtime.progress import quiet
 from runtime.settings import Settings
 
 console = Console(width=150)

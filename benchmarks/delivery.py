@@ -50,13 +50,12 @@ from benchmarks.shapes import Shapes, made_pair
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
 from compiler.records import soft_is_read
-from configs.models import CompilerConfig, Dtype, ExecutorConfig, Soft, Speed, VllmEngine
+from configs.models import CompilerConfig, Dtype, ExecutorConfig, Soft, Speed, VllmEngine, model_path
 from configs.run_folder import RunFolder
 from envs.household.environment import INSTRUCTIONS
 from envs.spec import Told
 from executor.build import load_executor
-from lm.backbone import model_path, quiet
-from runtime.progress import progress
+from runtime.progress import progress, quiet
 from runtime.settings import Settings
 
 console = Console(width=160)

@@ -50,8 +50,8 @@ def at_the_start(compiler: MemoryCompiler) -> tuple[float, float]:
 def made(model: str, normalise: bool = False) -> MemoryCompiler:
     """Make a compiler with a fresh adapter and projector."""
     from compiler.hf import MemoryCompiler
-    from configs.models import Lora
-    from lm.backbone import load_backbone, model_path
+    from configs.models import Lora, model_path
+    from lm.backbone import load_backbone
 
     torch.manual_seed(0)
     backbone = load_backbone(model_path(model), torch.float32, "cpu")

@@ -27,11 +27,11 @@ from envs.spec import Told
 from eval.table import markdown_table
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
-from lm.backbone import quiet
 from plan import replay
 from plan.budget import Lengths
 from plan.models import END, MEMORY, PAD, ShapedBackbone, prompt_of
 from plan.replay import Replay
+from runtime.progress import quiet
 from training.backend import Replicated
 from training.grpo import GrpoTrainer
 from training.sft import sft_losses

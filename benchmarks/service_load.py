@@ -39,9 +39,9 @@ from compiler.build import load_compiler
 from compiler.client import CompileBody, SamplingBody
 from compiler.records import CompileRequest
 from configs.models import CompilerConfig, Soft
-from lm.backbone import quiet
 from runtime.http import LOOPBACK, answers, free_port, http_url, retry_after
 from runtime.processes import ChildProcess
+from runtime.progress import quiet
 
 console = Console(width=140)
 MODEL, WIDTH, N_SOFT = "zoo/household/compiler", 128, 4

@@ -26,13 +26,14 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from benchmarks.plan_check import peak, staying
 from compiler.build import load_compiler
 from configs.load import load_config
+from configs.models import model_path
 from configs.training import SftConfig
 from data_gen.rows import SftRow, load_rows
 from envs.household.environment import INSTRUCTIONS
 from envs.spec import Told
 from eval.table import markdown_table
 from executor.build import load_frozen
-from lm.backbone import model_path, quiet
+from runtime.progress import quiet
 from training.sft import Example, SftTrainer
 from zoo.curriculum import IGNORE, pad
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from compiler.prompt import compiler_instructions
 from compiler.records import Decoding
 from configs.load import ConfigError
-from configs.models import CompilerConfig, ExecutorConfig
+from configs.models import CompilerConfig, ExecutorConfig, model_path
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -79,7 +79,7 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") 
     CheckpointError, where there is none."""
     from compiler import checkpoint
     from compiler.vllm import VllmCompiler, engine_settings
-    from lm.backbone import device_of, load_encoder, model_path
+    from lm.backbone import device_of, load_encoder
     from lm.vllm import load_engine, pinned
 
     if config.checkpoint is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -30,6 +31,12 @@ TEMPLATE_OURS = (
     "return_dict", "return_tensors", "return_assistant_tokens_mask", "tools", "documents", "tokenizer_kwargs",
     "processor_kwargs", "padding", "truncation", "max_length",
 )  # fmt: skip
+
+
+def model_path(name: str) -> str:
+    """Find a shipped model's folder for `zoo/...` from anywhere; any other name or path stays as it is."""
+    shipped = Path(__file__).resolve().parents[1] / name
+    return str(shipped) if name.startswith("zoo/") and not Path(name).exists() else name
 
 
 class VllmEngine(Settings):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from configs.collect import MemoryConfig, MemoryModels
-from lm.backbone import model_path
+from configs.models import model_path
 from lm.embedding import EndpointEmbedder
 from lm.endpoint import Endpoint, EndpointFailure, content_part
 from lm.ledger import EndpointStop

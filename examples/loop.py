@@ -24,7 +24,7 @@ from data_gen.experience import filled_bank
 from data_gen.tasks import chosen_tasks, specs_for
 from envs.registry import Environments, compiler_told, executor_told, reader_of
 from executor.build import load_executor
-from lm.backbone import quiet
+from runtime.progress import quiet
 
 
 def main(checkpoint: str | None = None, number: int = 14) -> bool:

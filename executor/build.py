@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from configs.models import ExecutorConfig
+from configs.models import ExecutorConfig, model_path
 from envs.spec import Told
 from executor.records import Reads
+from runtime.progress import quiet
 
 if TYPE_CHECKING:
     from executor.api import ApiExecutor
@@ -53,7 +54,7 @@ def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None)
         return ProgramExecutor(endpoint, config.feedback, config.homes, likely, reads=common["reads"])
     if config.engine == "hf":
         return load_frozen(config, told)
-    from lm.backbone import dtype_of, load_encoder, model_path, quiet
+    from lm.backbone import dtype_of, load_encoder
 
     quiet()
     name = model_path(config.model)
@@ -78,7 +79,7 @@ def load_frozen(config: ExecutorConfig, told: Told, weights: Weights = "device")
     """Make the executor in this process, whatever `engine` says: a gradient can pass through it. `weights`: where they
     are to be."""
     from executor.hf import FrozenExecutor
-    from lm.backbone import backbone_of, quiet
+    from lm.backbone import backbone_of
 
     quiet()
     return FrozenExecutor(

@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from configs.models import ModelSettings
+from configs.models import ModelSettings, model_path
 from lm.prompt import Picture, Prompt, PromptEncoder
 from lm.vision import TYPES, asked, check_sees, joined, vision_parts
 
@@ -255,27 +255,12 @@ def _checkpointed(layer: nn.Module, mode: bool, function: Callable[..., Any], *a
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def model_path(name: str) -> str:
-    """Find a shipped model's folder for `zoo/...` from anywhere; any other name or path stays as it is."""
-    shipped = Path(__file__).resolve().parents[1] / name
-    return str(shipped) if name.startswith("zoo/") and not Path(name).exists() else name
-
-
 def dtype_of(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
 def device_of(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
-def quiet() -> None:
-    """Silence the libraries' progress bars: one is enough, ours."""
-    import datasets
-    import transformers
-
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
 
 
 def load_processor(name: str | Path, revision: str | None = None) -> Any:

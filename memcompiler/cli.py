@@ -221,7 +221,7 @@ def merge(
 ) -> None:
     """Merge a trained compiler's adapter into its base: a Hugging Face model with the projector beside its weights, for
     compiler.checkpoint=OUT (docs/training.md)."""
-    from lm.backbone import quiet
+    from runtime.progress import quiet
     from training.merge import merge as merged
 
     quiet()
@@ -327,8 +327,8 @@ def serve_executor(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
 ) -> None:
     """Put a frozen executor behind vLLM's own server, started so that it takes soft tokens."""
+    from configs.models import model_path
     from executor.client import serve, server_command
-    from lm.backbone import model_path
     from runtime.http import check_loopback, http_url
 
     check_loopback(host)
@@ -468,7 +468,7 @@ def zoo_gate(
     find its own way, follow guidance and read pasted memory; does a compiler name the right place, keep silent, leave
     out what is ruled out and cite entries that exist?
     """
-    from lm.backbone import model_path
+    from configs.models import model_path
 
     if world == "alfworld":
         _alfworld_gates(executor, compiler, checkpoint, split, limit, work / world / "gate")
@@ -481,7 +481,8 @@ def _alfworld_gates(
     executor: str | None, compiler: str | None, checkpoint: str | None, split: str, limit: int | None, work: Path
 ) -> NoReturn:
     """Print the gates of what is named, and exit."""
-    from lm.backbone import model_path, quiet
+    from configs.models import model_path
+    from runtime.progress import quiet
     from zoo.alfworld.gate import SCRIPT, compiler_gates, executor_gates
 
     quiet()
@@ -520,7 +521,7 @@ def _make(name: str, world: str, out: Path | None, work: Path, seed: int, thread
     """Make a model: its recipe gives the same weights again with as many threads."""
     import torch
 
-    from lm.backbone import quiet
+    from runtime.progress import quiet
 
     quiet()
     torch.set_num_threads(threads)

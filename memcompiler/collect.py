@@ -17,9 +17,9 @@ from data_gen.crew import play_on_ray
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
 from envs.registry import Environments, compiler_told, find, reader_of
 from executor.records import Executor
-from lm.backbone import quiet
 from lm.endpoint import Endpoint
 from runtime import cluster
+from runtime.progress import quiet
 
 console = Console(width=120)
 RESPONSES = "responses.sqlite"  # a collection's file of endpoints' answers

@@ -60,9 +60,10 @@ def data_inspect(
     tokenizer: Annotated[str | None, typer.Option(help="Count tokens, too: a Hugging Face name or folder.")] = None,
 ) -> None:
     """Say what rows hold: episodes, emission kinds, lengths, actions; all folders together."""
+    from configs.models import model_path
     from data_gen.dataset import of_collection, print_statistics, statistics
     from data_gen.rows import load_rows, row_folders
-    from lm.backbone import model_path, quiet
+    from runtime.progress import quiet
 
     quiet()
     folders = row_folders(rows)
@@ -97,7 +98,7 @@ def data_push(
 ) -> None:
     """Upload rows (Parquet, pictures included) and their card to the Hugging Face hub."""
     from data_gen.dataset import push
-    from lm.backbone import quiet
+    from runtime.progress import quiet
 
     quiet()
     typer.echo(push(rows, repo, private=not public))
@@ -117,7 +118,7 @@ def data_export(
     from data_gen.conversations import export
     from data_gen.leakage import rows_environment
     from data_gen.rows import load_rows, row_folders
-    from lm.backbone import quiet
+    from runtime.progress import quiet
 
     quiet()
     folders = row_folders(rows)

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from compiler.hf import MemoryCompiler
 from compiler.records import CompileRequest, Decoding
 from configs.load import ConfigError
-from configs.models import CompilerConfig, ExecutorConfig
+from configs.models import CompilerConfig, ExecutorConfig, model_path
 from executor.hf import FrozenExecutor
-from lm.backbone import Backbone, dtype_of, model_path
+from lm.backbone import Backbone, dtype_of
 from lm.prompt import Prompt
 from plan.shapes import Ledger
 from soft_mem.projector import Projector, ProjectorConfig

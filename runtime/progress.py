@@ -1,4 +1,4 @@
-"""One progress bar: live on a terminal, a plain line now and then elsewhere."""
+"""One progress bar, ours: live on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ def progress(name: str, total: int, done: int = 0) -> Iterator[Callable[[object]
 
     yield advance
     print(f"  {name}: {state['done']}/{total} in {time.monotonic() - started:.1f} s", flush=True)
+
+
+def quiet() -> None:
+    """Silence the libraries' progress bars: one is enough, ours."""
+    import datasets
+    from transformers.utils import logging  # without what models need
+
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()

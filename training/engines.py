@@ -24,12 +24,12 @@ from torch import Tensor
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
 from compiler.records import Compilation, CompileRequest, Decoding
-from configs.models import CompilerConfig, ExecutorConfig
+from configs.models import CompilerConfig, ExecutorConfig, model_path
 from configs.training import Placement
 from envs.spec import Told
 from executor.base import TokenExecutor
 from executor.build import load_executor, reads_of
-from lm.backbone import input_embeddings, load_encoder, model_path
+from lm.backbone import input_embeddings, load_encoder
 from lm.prompt import Prompt
 from lm.vllm import engine_trouble
 from runtime.actors import why

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from configs.models import EndpointConfig, VllmEngine
+from configs.models import EndpointConfig, VllmEngine, model_path
 from lm.ledger import Answer, EndpointStop
 
 Prompt = tuple[str | bytes, ...]
@@ -84,8 +84,6 @@ class HfReader:
     def load(cls, name: str) -> HfReader:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from lm.backbone import model_path
-
         path = model_path(name)
         model = AutoModelForCausalLM.from_pretrained(path).eval()
         return cls(Path(name).name, model, AutoTokenizer.from_pretrained(path))
@@ -153,7 +151,7 @@ class SeeingReader:
         """Load it. Raises: ValueError, for a model that sees nothing."""
         import torch
 
-        from lm.backbone import load_backbone, model_path
+        from lm.backbone import load_backbone
 
         backbone = load_backbone(model_path(name), torch.float32, "cpu")
         if not backbone.is_vlm:
@@ -225,7 +223,6 @@ class VllmReader:
 
     @classmethod
     def load(cls, name: str) -> VllmReader:
-        from lm.backbone import model_path
         from lm.vllm import load_engine
 
         return cls(Path(name).name, load_engine(model_path(name), "auto", {}, VllmEngine()))

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from agent.records import Episode, StepRecord
 from benchmarks.cost import cost_of, ratio_of, size_of
+from configs.models import model_path
 from eval.metrics import results
-from lm.backbone import model_path
 from memcompiler.cli import app
 from runtime.errors import StopReason
 

@@ -13,8 +13,9 @@ from agent.records import compile_request
 from compiler.prompt import compiler_parts
 from data_gen.conversations import conversation, export
 from data_gen.rows import hold_out, save_rows
-from lm.backbone import load_backbone, quiet
+from lm.backbone import load_backbone
 from memcompiler.cli import app
+from runtime.progress import quiet
 from tests.training.sft_trainers import ROWS, png
 
 ROOT = Path(__file__).parents[2]

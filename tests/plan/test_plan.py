@@ -15,7 +15,6 @@ from configs.evaluation import EvalConfig
 from configs.load import CONFIGS, ConfigError, load_config
 from configs.models import ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
-from lm.backbone import quiet
 from memcompiler.cli import app
 from plan.budget import GIB, Budget, Gpu, Lengths, Plan, find_gpu, verdict
 from plan.command import load_any
@@ -23,6 +22,7 @@ from plan.models import ShapedBackbone, model_config
 from plan.replay import Replay, cache_per_token, replay_sft
 from plan.shapes import Ledger, Shape
 from plan.stages import HOST, _trainer, plan, plans, remedy
+from runtime.progress import quiet
 from zoo.household.words import LEXICON
 from zoo.models import make_compiler, make_processor, make_tokenizer, save
 
