@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 
 # Before anything imports torch or a hub client. One thread: the same sums on every machine, and tiny models gain
@@ -47,3 +48,9 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("needs ../shared/data (real games and benchmark files), which is not in the repository")
     return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files with the most slow tests first, so that none of them is left when the others are through (-n)."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])

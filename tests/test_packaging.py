@@ -141,7 +141,7 @@ def test_pytest_runs_in_two_halves_with_the_arguments_and_a_failure_is_that_of_m
     done = _make(folder, "test", *options, "ARGS=-x tests/soft_mem")
     ran = re.findall(r"^pytest .*", done.stdout, re.MULTILINE)
     both = [
-        "pytest -m not alone -n 2 --dist loadfile --durations=25 -x tests/soft_mem",
+        "pytest -m not alone -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -x tests/soft_mem",
         "pytest -m alone --durations=25 -x tests/soft_mem",
     ]
     assert ran == both[:halves] and (done.returncode != 0) == (status == 1)

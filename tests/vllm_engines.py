@@ -110,6 +110,15 @@ def server(log: Path, model: Path, max_model_len: int = 1024) -> Iterator[str]:
         yield url
 
 
+@functools.cache
+def shared_server() -> tuple[str, Path]:
+    """The URL and the log of a server of the text model: one for all tests of a process, which ends with it."""
+    started, log = contextlib.ExitStack(), folder(False).with_suffix(".log")
+    atexit.register(log.unlink)
+    atexit.register(started.close)  # before that
+    return started.enter_context(server(log, folder(False), max_model_len=4096)), log
+
+
 def save_adapter(compiler: MemoryCompiler, path: Path) -> Path:
     compiler.policy.save_pretrained(path, safe_serialization=True, save_embedding_layers=False)
     return path

@@ -167,14 +167,14 @@ def test_a_served_model_that_cannot_write_emissions_poisons_no_row(tmp_path, mon
     """A tiny model with random weights behind vLLM's own server, as teacher of two tasks."""
     monkeypatch.setenv(EXECUTOR_KEY, "k1")
     model = vllm_engines.folder(False)
-    with vllm_engines.server(tmp_path / "log", model, max_model_len=4096) as url:
-        chosen = [
-            "teacher=endpoint", f"api.base_url={url}/v1", f"api.model={model}", f"api.key_env={EXECUTOR_KEY}",
-            "api.concurrency=2", "env.scenes={train: 2, test: 1}", "limit=2", "max_steps=2", "max_new_tokens=16",
-            "actor=expert",
-        ]  # fmt: skip
-        with pytest.raises(ValueError, match="there are no rows to save"):
-            run_collect(load_config(CollectConfig, "collect/quickstart", chosen), tmp_path / "run")
+    url, _ = vllm_engines.shared_server()
+    chosen = [
+        "teacher=endpoint", f"api.base_url={url}/v1", f"api.model={model}", f"api.key_env={EXECUTOR_KEY}",
+        "api.concurrency=2", "env.scenes={train: 2, test: 1}", "limit=2", "max_steps=2", "max_new_tokens=16",
+        "actor=expert",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="there are no rows to save"):
+        run_collect(load_config(CollectConfig, "collect/quickstart", chosen), tmp_path / "run")
     episodes = records(tmp_path / "run")
     steps = [step for episode in episodes for step in episode["steps"]]
     assert len(episodes) == 2 and len(steps) == 4 and all(step["parse_error"] and step["action"] for step in steps)

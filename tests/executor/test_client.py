@@ -218,7 +218,6 @@ def serve(*arguments: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_the_command_is_printed() -> None:
     done = subprocess.run(
         serve("executor", "--model", "some/model", "--port", "8011", "--dry-run", "--", "--max-model-len", "64"),
@@ -251,34 +250,34 @@ def test_only_loopback_is_served(host: str) -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 @vllm_engines.marks[-1]
-def test_the_real_server_acts_as_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_server_acts_as_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXECUTOR_KEY, "k1")
     theirs = FrozenExecutor(load_backbone(vllm_engines.folder(False), torch.float32, "cpu"))
-    with vllm_engines.server(tmp_path / "log", vllm_engines.folder(False)) as url:
-        ours = remote(url)
-        prompts, names = [theirs.encode(r) for r in requests()], [r.admissible or () for r in requests()]
-        for _ in range(2):  # the second time, much of it is in the prefix cache
-            for a, b in zip(
-                ours.candidate_logprobs(prompts, names), theirs.candidate_logprobs(prompts, names), strict=True
-            ):
-                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
-        assert ours.act(requests()) == theirs.act(requests())
-        for executor in (ours, theirs):
-            executor.mode, executor.max_new_tokens = "generate", 12
-        asked = [*requests(), replace(request(2), admissible=None)]
-        assert ours.act(asked) == theirs.act(asked)
-        ours.mode, ours.max_new_tokens = "guided", 40
-        made = ours.act(requests())
-        assert all(
-            a.action in (r.admissible or ()) and a.how is Grounding.EXACT for a, r in zip(made, requests(), strict=True)
-        )
-        with pytest.raises(RemoteError, match="32"):
-            narrow = replace(request(0).delivered, soft=torch.zeros(4, 32))
-            ours.act([replace(request(0), delivered=narrow)])
-        monkeypatch.setenv(EXECUTOR_KEY, "other")
-        with pytest.raises(RemoteError, match="401"):
-            remote(url)
-    said = (tmp_path / "log").read_text()
+    url, log = vllm_engines.shared_server()
+    ours = remote(url)
+    prompts, names = [theirs.encode(r) for r in requests()], [r.admissible or () for r in requests()]
+    for _ in range(2):  # the second time, much of it is in the prefix cache
+        for a, b in zip(
+            ours.candidate_logprobs(prompts, names), theirs.candidate_logprobs(prompts, names), strict=True
+        ):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
+    assert ours.act(requests()) == theirs.act(requests())
+    for executor in (ours, theirs):
+        executor.mode, executor.max_new_tokens = "generate", 12
+    asked = [*requests(), replace(request(2), admissible=None)]
+    assert ours.act(asked) == theirs.act(asked)
+    ours.mode, ours.max_new_tokens = "guided", 40
+    made = ours.act(requests())
+    assert all(
+        a.action in (r.admissible or ()) and a.how is Grounding.EXACT for a, r in zip(made, requests(), strict=True)
+    )
+    with pytest.raises(RemoteError, match="32"):
+        narrow = replace(request(0).delivered, soft=torch.zeros(4, 32))
+        ours.act([replace(request(0), delivered=narrow)])
+    monkeypatch.setenv(EXECUTOR_KEY, "other")
+    with pytest.raises(RemoteError, match="401"):
+        remote(url)
+    said = log.read_text()
     assert "--enable-prompt-embeds" in said and "k1" not in said.replace("k1_", "")
 
 
