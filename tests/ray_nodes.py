@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 
 from runtime.cluster import ADDRESS, import_ray, private_environment, sigterm_as_before
+from runtime.http import LOOPBACK
 from tests.waiting import until
 
 SMALL = {"object_store_memory": 80 * 2**20, "include_log_monitor": False}
 
 
 @contextmanager
-def ray_nodes(*cpus: int) -> Iterator[Any]:
+def ray_nodes(*cpus: int, dashboard: bool = False) -> Iterator[Any]:
     """Yield `ray.cluster_utils.Cluster` with a node for each number of CPUs, the head first, as RAY_ADDRESS names it;
-    whatever belongs to it is gone after."""
+    whatever belongs to it is gone after. `dashboard`: with the server that takes jobs."""
     folder = Path(tempfile.mkdtemp(prefix="nodes-"))
     (folder / "ray").mkdir()  # where Ray notes the newest cluster of a machine, for `auto`: not the user's own
     with private_environment(), sigterm_as_before(), pytest.MonkeyPatch.context() as patch:
@@ -29,7 +30,10 @@ def ray_nodes(*cpus: int) -> Iterator[Any]:
         ray = import_ray()
         from ray.cluster_utils import Cluster
 
-        head = {**SMALL, "num_cpus": cpus[0], "include_dashboard": False, "no_monitor": True, "temp_dir": str(folder)}
+        head = {
+            **SMALL, "num_cpus": cpus[0], "include_dashboard": dashboard, "dashboard_host": LOOPBACK,
+            "dashboard_port": 0, "no_monitor": True, "temp_dir": str(folder),
+        }  # fmt: skip
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             patch.setenv(ADDRESS, cluster.address)
@@ -59,10 +63,16 @@ def processes(word: str) -> dict[int, str]:
 
 def workers() -> list[int]:
     """Return the processes of our crew's workers on the nodes of this machine that we may kill: those below us."""
-    return [pid for pid, command in processes("ray::_Host").items() if _ancestor(pid, os.getpid())]
+    return [pid for pid, command in processes("ray::_Host").items() if below(pid, os.getpid())]
 
 
-def _ancestor(pid: int, of: int) -> bool:
+def node_of(cluster: Any, pid: int) -> Any:
+    """Return the node, other than the head, that a process belongs to."""
+    [node] = [node for node in cluster.worker_nodes if below(pid, node.all_processes["raylet"][0].process.pid)]
+    return node
+
+
+def below(pid: int, of: int) -> bool:
     while pid > 1:
         if pid == of:
             return True

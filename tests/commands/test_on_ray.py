@@ -159,6 +159,19 @@ def test_a_driver_killed_with_its_own_ray_leaves_no_process_and_the_same_command
 
 @pytest.mark.slow
 @pytest.mark.alone
+def test_a_job_that_is_submitted_collects_what_a_single_process_does(tmp_path, local):
+    out = tmp_path / "run"
+    with ray_nodes(2, dashboard=True) as cluster:
+        command = [sys.executable, "-m", "memcompiler", "collect", "-c", "collect/quickstart", "--out", str(out)]
+        ray, address = Path(sys.executable).with_name("ray"), f"http://{cluster.head_node.webui_url}"
+        submit = [str(ray), "job", "submit", "--address", address, "--", "env", "-C", str(ROOT), *command]
+        done = subprocess.run([*submit, *GAMES, *ON_RAY], capture_output=True, text=True, timeout=400, cwd=tmp_path)
+        assert done.returncode == 0 and "48 of 48 teacher episodes" in done.stdout, done.stdout[-2000:] + done.stderr
+    assert_same_collection(out, local)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
 def test_evaluation_on_two_nodes_gives_the_records_and_numbers_of_a_single_process(tmp_path):
     """Byte for byte where each episode is alone in its batch; side by side, sums differ in their last digits at most,
     which no greedy choice and no number of this evaluation shows."""
