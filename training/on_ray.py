@@ -8,10 +8,10 @@ them begin again at the newest checkpoint, beside the same engines; what was lea
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,11 @@ Lay = Callable[[int, float], Layout]  # from a cluster's number of GPUs, and GiB
 
 
 class TrainerLost(Exception):
-    """A trainer's process or node is gone."""
+    """A trainer's process or node is gone, before or after it began."""
 
-    def __init__(self, number: int, reason: str) -> None:
+    def __init__(self, number: int, reason: str, began: bool) -> None:
         super().__init__(f"trainer {number}: {reason}")
-        self.number, self.reason = number, reason
+        self.number, self.reason, self.began = number, reason, began
 
 
 def train_on_ray(config: GrpoConfig, out: Path, on_exists: str, lay: Lay) -> None:
@@ -74,7 +74,8 @@ def train_on_ray(config: GrpoConfig, out: Path, on_exists: str, lay: Lay) -> Non
     Raises:
         ModuleNotFoundError: Ray is not installed; names the extra.
         ConfigError: there is nothing to roll out with, or there are fewer GPUs than are asked for.
-        ClusterError: there is no room, or trainers were lost once more than `placement.restarts`.
+        ClusterError: there is no room, or trainers were lost once more than `placement.restarts`, of those that had
+            begun, or of those that had not (as on a node that is gone, which Ray does not know yet).
         Exception: what a trainer raised.
     """
     require_ray()
@@ -82,13 +83,15 @@ def train_on_ray(config: GrpoConfig, out: Path, on_exists: str, lay: Lay) -> Non
         layout, tell = layout_here(ray, config, lay), _Record(out / RECORD)
         with _Seats(ray, config, layout) as seats:
             engines = _engines(seats, config, layout, tell)
-            for attempt in count():
+            losses = Counter[bool]()  # of trainers that had begun, and of those that had not
+            while True:
                 try:
                     return _train(seats, config, out, on_exists, engines, tell)
                 except TrainerLost as lost:
                     tell({"role": "trainer", "event": "lost", "number": lost.number, "reason": lost.reason})
-                    if attempt == config.placement.restarts:
-                        raise ClusterError(f"trainers were lost {attempt + 1} times; the last: {lost}") from lost
+                    losses[lost.began] += 1
+                    if losses[lost.began] > config.placement.restarts:
+                        raise ClusterError(f"trainers were lost {losses.total()} times; the last: {lost}") from lost
                     console.print("  all trainers begin again at the newest checkpoint")
                     on_exists = "resume"
 
@@ -256,7 +259,7 @@ def _placed(seats: _Seats, config: GrpoConfig, number: int) -> Place:
     except seats.ray.exceptions.GetTimeoutError as error:
         raise ClusterError(f"no node has had room for trainer {number} in {wait:g} s") from error
     except seats.ray.exceptions.RayActorError as error:
-        raise TrainerLost(number, why(error)) from error
+        raise TrainerLost(number, why(error), began=False) from error
 
 
 def _trainer(config: GrpoConfig, out: Path, on_exists: str, engines: Engines, tell: Tell) -> None:
@@ -279,6 +282,6 @@ def _said(ray: Any, streams: dict[Any, int]) -> Iterator[tuple[int, Any]]:
                 failed = failed or (error, time.monotonic())
                 del streams[stream]
             except ray.exceptions.RayError as error:
-                raise TrainerLost(streams[stream], why(error)) from error
+                raise TrainerLost(streams[stream], why(error), began=True) from error
         if failed and (not streams or time.monotonic() - failed[1] > GRACE_S):
             raise getattr(failed[0], "cause", None) or failed[0]

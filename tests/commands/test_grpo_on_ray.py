@@ -23,14 +23,15 @@ from configs.load import ConfigError, load_config
 from configs.training import GrpoConfig, SftConfig
 from memcompiler.collect import run_collect
 from memcompiler.quickstart import run_train_grpo
-from tests.ray_nodes import processes, ray_nodes
+from tests import vllm_engines
+from tests.ray_nodes import below, node_of, processes, ray_nodes
 from tests.waiting import lines, until
 from training.on_ray import RECORD, Layout, Share, layout_here
 from training.run import train_sft
 
 ROOT = Path(__file__).parents[2]
 SCENES = "env.scenes={train: 3, test: 1}"
-UPDATES = 3
+UPDATES = 4
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +80,12 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 def kill(out: Path, role: str) -> float:
     """Kill the one of a role that came last; returns when."""
-    pids = [row["pid"] for row in rows(out / RECORD) if row["role"] == role and "pid" in row]
-    os.kill(pids[-1], signal.SIGKILL)
+    os.kill(newest(out, role), signal.SIGKILL)
     return time.time()
+
+
+def newest(out: Path, role: str) -> int:
+    return [row["pid"] for row in rows(out / RECORD) if row["role"] == role and "pid" in row][-1]
 
 
 def meanwhile(*acts: tuple[Callable[[], Any], Callable[[], Any]]) -> Callable[[], list[Any]]:
@@ -106,13 +110,19 @@ def meanwhile(*acts: tuple[Callable[[], Any], Callable[[], Any]]) -> Callable[[]
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_run_over_which_every_role_was_killed_once_is_that_of_a_single_process(sft, local, tmp_path):
+def test_a_run_over_which_every_role_was_killed_and_then_their_node_is_that_of_a_single_process(sft, local, tmp_path):
     out = tmp_path / "run"
     at = lambda n: lambda: lines(out / "metrics.jsonl") >= n
-    with ray_nodes(1, 1):
+    with ray_nodes(0, 1, 1) as cluster:  # nobody can work on the head; one node has room for all
+
+        def lose_node() -> dict[str, float]:
+            cluster.remove_node(node_of(cluster, newest(out, "trainer")), allow_graceful=False)
+            return {"node": time.time()}
+
         engines = lambda: {role: kill(out, role) for role in ("compiler", "executor")}
-        done = meanwhile((at(1), engines), (at(2), lambda: {"trainer": kill(out, "trainer")}))
-        grpo(sft, out, cluster="ray")
+        trainer = lambda: {"trainer": kill(out, "trainer")}
+        done = meanwhile((at(1), engines), (at(2), trainer), (at(3), lose_node))
+        grpo(sft, out, cluster="ray", **{"placement.cpus": 0.3})
         killed = {role: when for given in done() for role, when in given.items()}
     assert_same_run(out, local)
     assert any(row.get("samples") for row in numbers(out)) and not any(row["failures"] for row in numbers(out))
@@ -122,6 +132,10 @@ def test_a_run_over_which_every_role_was_killed_once_is_that_of_a_single_process
         assert [row["event"] for row in own][:2] == ["lost", back] and own[0]["reason"], own
         seen, there = (row["at"] - killed[role] for row in own[:2])
         print(f"{role}: seen after {seen:.1f} s, replaced after {there:.1f} s")
+    after = [row for row in record if row["role"] == "trainer" and row["at"] >= killed["node"] - 1]
+    *lost, began = [row["event"] for row in after]  # twice, where Ray put the next one there before it knew
+    assert set(lost) == {"lost"} and began == "began", after
+    print(f"node: replaced after {after[-1]['at'] - killed['node']:.1f} s")
 
 
 @pytest.mark.slow
@@ -138,6 +152,32 @@ def test_two_trainers_learn_with_two_compilers_and_executors_of_their_own(sft, t
     assert learnt and all(max(row["apart_text_max"], row["apart_latent_max"]) < 1e-3 for row in learnt)
     assert len({row["pid"] for row in rows(out / RECORD) if row["event"] in ("began", "ready")}) == 4
     assert checkpoint.read_state(checkpoint.find(out))["step"] == 2
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.alone
+@vllm_engines.marks[-1]
+def test_vllm_rolls_out_and_acts_and_is_replaced_when_its_own_process_dies(sft, tmp_path, monkeypatch):
+    out, more = tmp_path / "run", {"loss.latent_gradient": "score", "updates": 2}
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # a process of its own, as on a GPU
+    more |= {f"{role}.{name}": value for role in ("compiler", "executor")
+             for name, value in {"engine": "vllm", "vllm.enforce_eager": "true"}.items()}  # fmt: skip
+
+    def kill_engine() -> None:
+        [actor] = [row["pid"] for row in rows(out / RECORD) if (row["role"], row["event"]) == ("compiler", "ready")]
+        [engine] = [pid for pid, command in processes("").items() if below(pid, actor) and "EngineCore" in command]
+        os.kill(engine, signal.SIGKILL)
+
+    with ray_nodes(1, 1):
+        done = meanwhile((lambda: lines(out / "metrics.jsonl") >= 1, kill_engine))
+        grpo(sft, out, cluster="ray", **more)
+        done()
+    made = numbers(out)
+    assert [row["update"] for row in made] == [1, 2] and not any(row["failures"] for row in made)
+    learnt = [row for row in made if row.get("samples")]
+    assert learnt and all(max(row["apart_text_max"], row["apart_latent_max"]) < 1e-3 for row in learnt)
+    assert [row["event"] for row in rows(out / RECORD) if row["role"] == "compiler"] == ["ready", "lost", "back"]
 
 
 @pytest.mark.slow
