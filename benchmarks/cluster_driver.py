@@ -118,16 +118,16 @@ def drive(
     """Have simulated workers play; say what the driver took. `size`: episodes of a unit; `chars`: of a line."""
     text = (WORDS * (chars // len(WORDS) + 1))[:chars]
     fleet = SimulatedFleet(workers, drawn, lambda key: f'{{"task_id": "{key}", "steps": [], "text": "{text}"}}')
-    store, memory, disk = JsonLines(folder / f"{workers}.jsonl"), list[tuple[int, int]](), list[float]()
+    store, memory = JsonLines(folder / f"{workers}.jsonl"), list[tuple[int, int]]()
     units = list(units_of(None, {f"{number:06}": number for number in range(episodes)}, size))
-    written, cpu = 0, time.process_time()
+    written, appends, disk, cpu = 0, 0, 0.0, time.process_time()
 
     def record(lines: Sequence[Line]) -> None:
-        nonlocal written
+        nonlocal written, appends, disk
         before = time.perf_counter(), time.process_time()
         store.append_lines(*(line for _, line in lines))
         waits = max(0.0, time.perf_counter() - before[0] - (time.process_time() - before[1]))
-        disk.append(waits)
+        appends, disk = appends + 1, disk + waits
         fleet.pass_time(waits if counts_disk else 0.0)
         if (written := written + len(lines)) * 10 // episodes > len(memory):
             memory.append((written, _resident()))
@@ -135,13 +135,13 @@ def drive(
     with Crew(fleet, RaySettings(workers=workers)) as crew:
         crew.play(units, record, lambda *_: "")
     cpu = time.process_time() - cpu
-    busy = cpu + (sum(disk) if counts_disk else 0.0)
+    busy = cpu + (disk if counts_disk else 0.0)
     store.path.unlink()
     return {
         "workers": workers, "episodes": episodes, "unit": size, "chars": chars,
         "median_s": round(drawn.median, 3), "spread": round(drawn.spread, 3), "measured_episodes": len(drawn.measured),
         "driver_episodes_per_s": round(episodes / busy, 1), "driver_cpu_s": round(cpu, 2),
-        "disk_s": round(sum(disk), 2), "disk_counts": counts_disk, "appends": len(disk),
+        "disk_s": round(disk, 2), "disk_counts": counts_disk, "appends": appends,
         "played_per_s": round(episodes / fleet.now, 1), "driver_busy": round(busy / fleet.now, 4),
         "workers_wait": round(fleet.waited / (fleet.waited + fleet.worked), 5),
         "mib": [(n, round(kib / 1024, 1)) for n, kib in memory],

@@ -1,10 +1,11 @@
 """What an episode costs more on Ray than in one process.
 
-    python -m benchmarks.cluster_overhead --tasks 192
+    python -m benchmarks.cluster_overhead --tasks 192 --played 48
 
-The same generated homes are played in one process and by one worker on Ray, in turn. Compared is CPU time, of the
-driver and the worker together, of an expert's episodes: they take milliseconds, so that this is the worst case. Ray's
-own processes (raylet, GCS) are not counted; wall time is told beside it.
+The same episodes on generated homes are played in one process and by one worker on Ray, in turn: those that a
+collection's expert plays, which take milliseconds (the worst case), and those that the shipped executor plays under
+`static`. Compared is CPU time, of the driver and the worker together. Ray's own processes (raylet, GCS) are not
+counted; wall time is told beside it.
 """
 
 from __future__ import annotations
@@ -20,48 +21,90 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import data_gen.crew
 from agent.expert import ExpertTeacher
 from configs.collect import CollectConfig
+from configs.evaluation import EvalConfig
 from configs.load import load_config
 from configs.run_folder import RunFolder
 from data_gen.collect import expert_actor, play, prepare
-from data_gen.crew import CollectWorker, play_by
 from envs.registry import Environments, reader_of
-from runtime.crew import Unit
+from eval import evaluate, players
+from eval.runs import EPISODES, EpisodeRecord
+from runtime.crew import Crew, Unit
 from runtime.ray_fleet import ray_crew
 from runtime.store import to_json
 
 
-class TimedWorker(CollectWorker):
+class _SaysTime:
     """A worker that says how much CPU time its process has had, where it is asked for nothing else."""
 
     def play(self, unit: Unit, done: Callable[[str, str], None]) -> None:
         if unit.what == "cpu":
             done("", str(time.process_time()))
         else:
-            super().play(unit, done)
+            super().play(unit, done)  # type: ignore[misc]
 
 
-def overhead(tasks: int, rounds: int, size: int, folder: Path) -> dict[str, Any]:
-    """Say the milliseconds of CPU and of wall of an episode, in one process and by one worker on Ray."""
-    asked = [f"env.scenes={{train: {tasks // 2}, test: 1}}", f"limit={tasks}", "concurrency=8", "ray.workers=1"]
+class Collector(_SaysTime, data_gen.crew.CollectWorker):
+    pass
+
+
+class Player(_SaysTime, players.EvalWorker):
+    pass
+
+
+def collected(tasks: int, rounds: int, size: int, folder: Path) -> dict[str, Any]:
+    """Compare a collection by the expert."""
+    asked = [f"env.scenes={{train: {tasks // 2}, test: 1}}", f"limit={tasks}", f"concurrency={size}", "ray.workers=1"]
     config = load_config(CollectConfig, "collect/quickstart", asked)
-    said: dict[str, list[dict[str, float]]] = {"local": [], "ray": []}
     with Environments(config.env) as envs:
-        run = RunFolder.create(folder / "run", config)
-        of = prepare(config, envs, run)
-        make = partial(TimedWorker, config, of.bank.path.resolve(), of.bank.snapshot())
+        of = prepare(config, envs, RunFolder.create(folder / "run", config))
+        make = partial(Collector, config, of.bank.path.resolve(), of.bank.snapshot())
+        teacher, actor = ExpertTeacher(reader=reader_of(config.env)), expert_actor(config)
         with ray_crew(config.ray, make) as crew:
-            play_by(crew, replace(of, record=folder / "first"), size)
-            for number in range(rounds):
-                teacher, actor = ExpertTeacher(reader=reader_of(config.env)), expert_actor(config)
-                here, there = (replace(of, record=folder / f"{name}-{number}") for name in said)
-                with _timed(said["local"], tasks):
-                    play(here, envs.lease, teacher, actor)
-                with _timed(said["ray"], tasks, lambda: float(crew.ask("cpu"))):
-                    play_by(crew, there, size)
+            return _compared(
+                lambda out: play(replace(of, record=out / EPISODES), envs.lease, teacher, actor),
+                lambda out: data_gen.crew.play_by(crew, replace(of, record=out / EPISODES), size),
+                crew, tasks, rounds, folder,
+            )  # fmt: skip
+
+
+def evaluated(tasks: int, rounds: int, size: int, folder: Path) -> dict[str, Any]:
+    """Compare an evaluation of the shipped executor."""
+    asked = ["deliveries=[static]", f"limit={tasks}", f"concurrency={size}", "ray.workers=1"]
+    config = load_config(EvalConfig, "eval/quickstart", asked)
+    with players.ModelCache() as loaded, ray_crew(config.ray, Player) as crew:
+        evaluation, bank = evaluate.prepare(config, loaded, folder)
+        part = players.Part(config, {}, bank.path.resolve(), bank.snapshot())
+        asked_of = [spec.task for spec in evaluation.specs]
+        return _compared(
+            lambda out: evaluation.run("static", EpisodeRecord(out, {}).append),
+            lambda out: players.play_by(crew, part, asked_of, EpisodeRecord(out, {})),
+            crew, len(asked_of), rounds, folder,
+        )  # fmt: skip
+
+
+def _compared(
+    here: Callable[[Path], object], there: Callable[[Path], object], crew: Crew, tasks: int, rounds: int, folder: Path
+) -> dict[str, Any]:
+    """Say the milliseconds of CPU and of wall of an episode, in one process and by one worker on Ray."""
+    said: dict[str, list[dict[str, float]]] = {"local": [], "ray": []}
+    folders = (_made(folder / str(number)) for number in range(2 + 2 * rounds))
+    here(next(folders))  # whatever is done once only
+    there(next(folders))
+    for _ in range(rounds):
+        with _timed(said["local"], tasks):
+            here(next(folders))
+        with _timed(said["ray"], tasks, lambda: float(crew.ask("cpu"))):
+            there(next(folders))
     cpu = {name: median(of["cpu_ms"] for of in each) for name, each in said.items()}
-    return {"tasks": tasks, "unit": size, **said, "cpu_overhead": round(cpu["ray"] / cpu["local"] - 1, 4)}
+    return {"tasks": tasks, **said, "cpu_overhead": round(cpu["ray"] / cpu["local"] - 1, 4)}
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
 
 
 @contextmanager
@@ -77,12 +120,15 @@ def _timed(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=192)
+    parser.add_argument("--tasks", type=int, default=192, help="of the expert")
+    parser.add_argument("--played", type=int, default=48, help="of the shipped executor; 0: none")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--unit", type=int, default=8)
+    parser.add_argument("--unit", type=int, default=8, help="episodes that are played side by side")
     a = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        print(to_json(overhead(a.tasks, a.rounds, a.unit, Path(folder))))
+    for name, measure, tasks in (("expert", collected, a.tasks), ("executor", evaluated, a.played)):
+        with tempfile.TemporaryDirectory() as folder:
+            if tasks:
+                print(to_json({"played_by": name, "unit": a.unit, **measure(tasks, a.rounds, a.unit, Path(folder))}))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ All processes of a torchrun call these functions; rank 0 has the run folder and 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -311,7 +312,8 @@ def engine_lines(metrics: Metrics, first: bool) -> list[str]:
     tokens = {name: metrics[f"apart_{name}"] for name in ("text", "latent")}
     apart = ", ".join(f"{n} {v:.2g} (at most {metrics[f'apart_{n}_max']:.2g})" for n, v in tokens.items())
     lines = [f"  engine and trainer: log p of a sampled token differs by {apart} on average"] if first else []
-    if not all(value <= APART_ALARM for value in tokens.values()):  # what is not a number is too much, too
+    limit = math.inf if metrics["staleness"] else APART_ALARM  # other weights are another policy
+    if not all(value <= limit for value in tokens.values()):  # what is not a number is too much, too
         lines.append(
             f"  warning: update {metrics['update']:.0f}: rollout engine and trainer are {apart} nats of log p apart, "
             f"more than {APART_ALARM}: are precision, truncation and weights of the two the same?"

@@ -485,15 +485,17 @@ def test_how_far_engine_and_trainer_are_apart_by_hand(tmp_path, settings):
     assert (
         metrics["apart_latent"] == pytest.approx(0.01, abs=1e-4) == pytest.approx(metrics["apart_latent_max"], abs=1e-4)
     )
-    first, warning = engine_lines(metrics | {"update": 1.0}, first=True)
+    first, warning = engine_lines(metrics | {"update": 1.0, "staleness": 0.0}, first=True)
     assert "text 0.25 (at most 0.5), latent 0.01 (at most 0.01) on average" in first
     assert "warning: update 1" in warning and "more than 0.05" in warning
-    assert engine_lines(metrics | {"update": 2.0}, first=False) == [warning.replace("update 1", "update 2")]
+    later = metrics | {"update": 2.0}
+    assert engine_lines(later | {"staleness": 0.0}, first=False) == [warning.replace("update 1", "update 2")]
+    assert engine_lines(later | {"staleness": 1.0}, first=False) == []  # by other weights, they would
 
 
 def test_a_run_says_once_how_far_engine_and_trainer_are_apart(tmp_path):
     t = trainer(tmp_path)
-    metrics = t.learn(fresh_samples(t)) | {"update": 1.0}
+    metrics = t.learn(fresh_samples(t)) | {"update": 1.0, "staleness": 0.0}
     assert 0 < metrics["apart_text_max"] < 1e-3 and metrics["apart_text"] <= metrics["apart_text_max"]
     assert len(engine_lines(metrics, first=True)) == 1 and engine_lines(metrics, first=False) == []
     assert engine_lines({"update": 1.0, "skipped": 1.0}, first=True) == []  # nothing was scored
