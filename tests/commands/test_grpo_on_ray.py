@@ -116,8 +116,9 @@ def test_a_run_over_which_every_role_was_killed_and_then_their_node_is_that_of_a
     with ray_nodes(0, 1, 1) as cluster:  # nobody can work on the head; one node has room for all
 
         def lose_node() -> dict[str, float]:
-            cluster.remove_node(node_of(cluster, newest(out, "trainer")), allow_graceful=False)
-            return {"node": time.time()}
+            lost, when = node_of(cluster, newest(out, "trainer")), time.time()
+            cluster.remove_node(lost, allow_graceful=False)
+            return {"node": when}
 
         engines = lambda: {role: kill(out, role) for role in ("compiler", "executor")}
         trainer = lambda: {"trainer": kill(out, "trainer")}
@@ -132,7 +133,7 @@ def test_a_run_over_which_every_role_was_killed_and_then_their_node_is_that_of_a
         assert [row["event"] for row in own][:2] == ["lost", back] and own[0]["reason"], own
         seen, there = (row["at"] - killed[role] for row in own[:2])
         print(f"{role}: seen after {seen:.1f} s, replaced after {there:.1f} s")
-    after = [row for row in record if row["role"] == "trainer" and row["at"] >= killed["node"] - 1]
+    after = [row for row in record if row["role"] == "trainer" and row["at"] >= killed["node"]]
     *lost, began = [row["event"] for row in after]  # twice, where Ray put the next one there before it knew
     assert set(lost) == {"lost"} and began == "began", after
     print(f"node: replaced after {after[-1]['at'] - killed['node']:.1f} s")
@@ -180,7 +181,8 @@ def test_vllm_rolls_out_and_acts_and_is_replaced_when_its_own_process_dies(sft, 
     assert [row["update"] for row in made] == [1, 2] and not any(row["failures"] for row in made)
     learnt = [row for row in made if row.get("samples")]
     assert learnt and all(max(row["apart_text_max"], row["apart_latent_max"]) < 1e-3 for row in learnt)
-    assert [row["event"] for row in rows(out / RECORD) if row["role"] == "compiler"] == ["ready", "lost", "back"]
+    events = [row["event"] for row in rows(out / RECORD) if row["role"] == "compiler"]
+    assert events[:2] == ["ready", "lost"] and events[-1] == "back"
 
 
 @pytest.mark.slow
