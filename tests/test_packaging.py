@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 NO_PACKAGES = {"docs", "out", "build", "dist", "tests"}
 
@@ -72,7 +73,10 @@ def test_lock_belongs_to_pyproject(repository: Path, pyproject: dict[str, Any]):
     """`uv sync --frozen` takes the lock as it is: an edit of pyproject.toml without `uv lock` would go unnoticed."""
     lock = tomllib.loads((repository / "uv.lock").read_text(encoding="utf-8"))
     ours = next(package for package in lock["package"] if package["name"] == pyproject["project"]["name"])
-    locked = {(entry["name"], entry.get("specifier", "")) for entry in ours["metadata"]["requires-dist"]}
+    locked = {
+        (entry["name"], *sorted(entry.get("extras", ())), entry.get("specifier", ""))
+        for entry in ours["metadata"]["requires-dist"]
+    }
     extras = pyproject["project"]["optional-dependencies"]
     wanted = {_requirement(line) for line in sum(extras.values(), list(pyproject["project"]["dependencies"]))}
     assert locked == wanted
@@ -81,11 +85,10 @@ def test_lock_belongs_to_pyproject(repository: Path, pyproject: dict[str, Any]):
     assert dev == {_requirement(line)[0] for line in pyproject["dependency-groups"]["dev"]}
 
 
-def _requirement(line: str) -> tuple[str, str]:
-    match = re.fullmatch(r"([\w-]+)(.*)", line.replace(" ", ""))
-    assert match is not None
-    # uv writes a specifier's parts in an order of its own.
-    return match[1], ",".join(sorted(match[2].split(","), reverse=True))
+def _requirement(line: str) -> tuple[str, ...]:
+    """Return name, extras and specifier, whose parts uv writes in an order of its own."""
+    parsed = Requirement(line)
+    return parsed.name, *sorted(parsed.extras), ",".join(sorted(map(str, parsed.specifier), reverse=True))
 
 
 def test_makefile_lists_its_targets(repository: Path):
