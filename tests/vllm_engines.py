@@ -25,6 +25,7 @@ from compiler.vllm import engine_settings as compiler_settings
 from configs.models import EXECUTOR_KEY
 from executor.vllm import engine_settings as executor_settings
 from lm.backbone import load_encoder
+from runtime.cluster import private_environment
 from runtime.http import LOOPBACK, answers, free_port, http_url
 from runtime.processes import ChildProcess
 from tests import tiny_models
@@ -75,10 +76,11 @@ def engine(vlm: bool, role: str = "compiler", ngram: int = 0) -> Any:
     """One engine for all tests of a process: starting the first takes half a minute, the others a few seconds."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    from vllm import LLM
-
     ours = compiler_settings(RANK, ngram) if role == "compiler" else executor_settings()
-    return LLM(model=str(folder(vlm)), **ours, **SETTINGS)
+    with private_environment():  # vLLM imports Ray, which reads its token then, and never again in this process
+        from vllm import LLM
+
+        return LLM(model=str(folder(vlm)), **ours, **SETTINGS)
 
 
 def trained(vlm: bool = True, seed: int = 1, **kwargs: Any) -> MemoryCompiler:
