@@ -47,7 +47,8 @@ alfworld: $(CORE)  ## the main job on real ALFWorld games ($ALFWORLD_DATA; resul
 test: $(TEST) $(OPENENV) test-beside test-alone  ## install what is missing, then all tests
 
 # Two files of tests at a time, those with the most slow tests first, then one by one those that want the machine to
-# themselves (vLLM's threads, Ray's nodes, ranks, kills). Where ARGS names tests of one kind alone, the other half has none to run (status 5).
+# themselves (vLLM's threads, Ray's nodes, ranks, kills). Where ARGS names tests of one kind alone, the other half has
+# none to run (status 5).
 test-beside: $(TEST) $(OPENENV)
 	.venv/bin/pytest -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS) || [ $$? -eq 5 ]
 

@@ -90,21 +90,16 @@ def _compared(
 ) -> dict[str, Any]:
     """Say the milliseconds of CPU and of wall of an episode, in one process and by one worker on Ray."""
     said: dict[str, list[dict[str, float]]] = {"local": [], "ray": []}
-    folders = (_made(folder / str(number)) for number in range(2 + 2 * rounds))
-    here(next(folders))  # whatever is done once only
-    there(next(folders))
+    fresh = lambda: Path(tempfile.mkdtemp(dir=folder))
+    here(fresh())  # whatever is done once only
+    there(fresh())
     for _ in range(rounds):
         with _timed(said["local"], tasks):
-            here(next(folders))
+            here(fresh())
         with _timed(said["ray"], tasks, lambda: float(crew.ask("cpu"))):
-            there(next(folders))
+            there(fresh())
     cpu = {name: median(of["cpu_ms"] for of in each) for name, each in said.items()}
     return {"tasks": tasks, **said, "cpu_overhead": round(cpu["ray"] / cpu["local"] - 1, 4)}
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    return folder
 
 
 @contextmanager

@@ -88,14 +88,17 @@ def meanwhile(out: Path, n: int, act: Callable[[], object]) -> Callable[[], None
     return done
 
 
+def command(out: Path) -> list[str]:
+    collects = [sys.executable, "-m", "memcompiler", "collect", "-c", "collect/quickstart", "--out", str(out)]
+    return [*collects, *GAMES, *ON_RAY]
+
+
 @contextmanager
 def started(out: Path) -> Iterator[subprocess.Popen[str]]:
     """Start a collection by one worker in a process of its own, which is gone after."""
-    command = [sys.executable, "-m", "memcompiler", "collect", "-c", "collect/quickstart", "--out", str(out)]
-    command += [*GAMES, *ON_RAY, "ray.workers=1"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=env, **pipes) as driver:
+    with subprocess.Popen([*command(out), "ray.workers=1"], cwd=ROOT, env=env, **pipes) as driver:
         try:
             yield driver
         finally:
@@ -162,10 +165,9 @@ def test_a_driver_killed_with_its_own_ray_leaves_no_process_and_the_same_command
 def test_a_job_that_is_submitted_collects_what_a_single_process_does(tmp_path, local):
     out = tmp_path / "run"
     with ray_nodes(2, dashboard=True) as cluster:
-        command = [sys.executable, "-m", "memcompiler", "collect", "-c", "collect/quickstart", "--out", str(out)]
         ray, address = Path(sys.executable).with_name("ray"), f"http://{cluster.head_node.webui_url}"
-        submit = [str(ray), "job", "submit", "--address", address, "--", "env", "-C", str(ROOT), *command]
-        done = subprocess.run([*submit, *GAMES, *ON_RAY], capture_output=True, text=True, timeout=400, cwd=tmp_path)
+        submit = [str(ray), "job", "submit", "--address", address, "--", "env", "-C", str(ROOT)]
+        done = subprocess.run([*submit, *command(out)], capture_output=True, text=True, timeout=400, cwd=tmp_path)
         assert done.returncode == 0 and "48 of 48 teacher episodes" in done.stdout, done.stdout[-2000:] + done.stderr
     assert_same_collection(out, local)
 
