@@ -15,16 +15,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from compiler.hf import MemoryCompiler
 from soft_mem.projector import Projector, ProjectorConfig
+
+if TYPE_CHECKING:  # who asks for a checkpoint's name alone does not wait for transformers and PEFT
+    from peft import LoraConfig
+
+    from compiler.hf import MemoryCompiler
 
 PREFIX = "step-"
 BEST = "best"  # leads to the checkpoint with the lowest validation loss, where a run validates
@@ -133,6 +136,8 @@ def load_projector(folder: Path) -> Projector:
 
 def lora_config(folder: Path) -> LoraConfig:
     """Read the adapter's own settings, for a compiler that can load it (and train it on). Raises: CheckpointError."""
+    from peft import LoraConfig
+
     path = folder / "adapter" / "adapter_config.json"
     try:
         settings = json.loads(path.read_text())

@@ -150,13 +150,19 @@ def test_help_answers_at_once():
     started = time.perf_counter()
     assert memcompiler("--help").returncode == 0
     assert time.perf_counter() - started < 10  # far below a torch import under load; typically 0.3 s
-    heavy = subprocess.run(
-        [sys.executable, "-c", "import sys, memcompiler.cli; print('torch' in sys.modules)"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert heavy.stdout.strip() == "False"
+    assert loaded("torch", by="memcompiler.cli") == "False"
+
+
+def test_who_drives_evaluation_and_collection_waits_for_no_models():
+    """Bad settings are refused before any is loaded, and where workers play there is none here."""
+    assert loaded("transformers.modeling_utils", by="eval.evaluate, data_gen.collect") == "False"
+
+
+def loaded(module: str, by: str) -> str:
+    """Say whether importing some modules of ours imports another one."""
+    code = f"import sys, {by}; print('{module}' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize(
