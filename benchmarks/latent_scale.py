@@ -107,8 +107,9 @@ def disturbed(model: str, rows: Path, prompts: int) -> dict[str, Tensor]:
 
     chosen, losses = _chosen(rows, prompts), dict[str, list[float]]()
     named = [f"{role}.{key}" for role in ("compiler", "executor") for key in (f"model={model}", "dtype=float32")]
+    named += ["compiler.soft.emb_std=auto", "executor.reads_state=true", "executor.soft_on=always"]
     for name, normalise in (("as they are", False), ("normalised", True)):
-        config = load_config(SftConfig, "sft/alfworld-smollm2", [*named, f"compiler.soft.normalise={normalise}"])
+        config = load_config(SftConfig, "sft/paper", [*named, f"compiler.soft.normalise={normalise}"])
         executor = load_frozen(config.executor, Told(""))
         compiler = load_compiler(config.compiler, executor).eval()
         none = torch.zeros(1, 0, executor.backbone.hidden_size)
