@@ -32,6 +32,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.models import ModelSettings, model_path
+from lm.attention import share_heads
 from lm.prompt import Picture, Prompt, PromptEncoder
 from lm.vision import TYPES, asked, check_sees, joined, vision_parts
 
@@ -321,6 +322,8 @@ def load_backbone(
         model = kind.from_pretrained(name, **how)
     else:
         model = kind.from_pretrained(name, **how, **quantized, device_map=device_map, **placing)
+    if device == "cpu" and device_map is None:
+        share_heads(model)
     home = None if weights == "device" else torch.device(device)
     return Backbone(model, load_processor(name, revision), memory_token, arguments, home)
 
