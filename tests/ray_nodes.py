@@ -16,7 +16,9 @@ from runtime.cluster import ADDRESS, import_ray, private_environment, sigterm_as
 from runtime.http import LOOPBACK
 from tests.waiting import until
 
-SMALL = {"object_store_memory": 80 * 2**20, "include_log_monitor": False}
+# The agent of a node, which takes its jobs, gives up where its port is taken: by default one of those that the system
+# hands out to any connection, and one for all nodes of a machine.
+SMALL = {"object_store_memory": 80 * 2**20, "include_log_monitor": False, "dashboard_agent_listen_port": 0}
 
 
 @contextmanager

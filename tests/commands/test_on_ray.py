@@ -166,8 +166,14 @@ def test_a_job_that_is_submitted_collects_what_a_single_process_does(tmp_path, l
     out = tmp_path / "run"
     with ray_nodes(2, dashboard=True) as cluster:
         ray, address = Path(sys.executable).with_name("ray"), f"http://{cluster.head_node.webui_url}"
-        submit = [str(ray), "job", "submit", "--address", address, "--", "env", "-C", str(ROOT)]
-        done = subprocess.run([*submit, *command(out)], capture_output=True, text=True, timeout=400, cwd=tmp_path)
+        submit = [str(ray), "job", "submit", "--address", address, "--", "env", "-C", str(ROOT), *command(out)]
+
+        def answered() -> subprocess.CompletedProcess[str] | None:
+            """What became of it, unless it is to be asked again: the agent that takes jobs starts after its node."""
+            done = subprocess.run(submit, capture_output=True, text=True, timeout=400, cwd=tmp_path)
+            return None if "No available agent to submit job" in done.stderr else done
+
+        done = until(answered, 120, 1)
         assert done.returncode == 0 and "48 of 48 teacher episodes" in done.stdout, done.stdout[-2000:] + done.stderr
     assert_same_collection(out, local)
 
