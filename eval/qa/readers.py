@@ -72,8 +72,8 @@ def text_of(prompt: Prompt) -> str:
 
 @dataclass(slots=True)
 class HfReader:
-    """A Hugging Face model on this machine that reads text, one prompt at a time, greedily. What it has read of a
-    prompt is kept until the next ones are answered."""
+    """A Hugging Face model on this machine that reads text, one prompt at a time, greedily; on a GPU where there is
+    one, in the type of its weights. What it has read of a prompt is kept until the next ones are answered."""
 
     name: str
     model: Any
@@ -84,8 +84,14 @@ class HfReader:
     def load(cls, name: str) -> HfReader:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        path = model_path(name)
-        model = AutoModelForCausalLM.from_pretrained(path).eval()
+        from lm.attention import share_heads
+        from lm.backbone import device_of
+
+        path, device = model_path(name), device_of("auto")
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        model = model.eval().to(device)
+        if device == "cpu":
+            share_heads(model)
         return cls(Path(name).name, model, AutoTokenizer.from_pretrained(path))
 
     def answer(self, prompts: Sequence[Prompt]) -> list[Answer | None]:
@@ -100,7 +106,7 @@ class HfReader:
         import torch
 
         if prompt not in self._read:
-            ids = self.tokenizer(_chat(self.tokenizer, prompt), return_tensors="pt")["input_ids"]
+            ids = self._tensor(_chat(self.tokenizer, prompt))
             with torch.no_grad():
                 self._read[prompt] = ids, self.model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
         ids, cache = self._read[prompt]
@@ -119,6 +125,11 @@ class HfReader:
             )  # fmt: skip
         return Answer(_first_line(self._told(out[0, given:])), given, out.shape[1] - given)
 
+    def _tensor(self, ids: Sequence[int]) -> Any:
+        import torch
+
+        return torch.tensor([ids], dtype=torch.long, device=self.model.device)
+
     def _told(self, ids: Any) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -126,7 +137,7 @@ class HfReader:
         import torch
 
         ids, cache = self._prefill(prompt)
-        wanted = self.tokenizer(answer, add_special_tokens=False, return_tensors="pt")["input_ids"].long()
+        wanted = self._tensor(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
         if not wanted.shape[1]:
             return None
         with torch.no_grad():
@@ -151,9 +162,10 @@ class SeeingReader:
         """Load it. Raises: ValueError, for a model that sees nothing."""
         import torch
 
-        from lm.backbone import load_backbone
+        from lm.backbone import device_of, load_backbone
 
-        backbone = load_backbone(model_path(name), torch.float32, "cpu")
+        device = device_of("auto")
+        backbone = load_backbone(model_path(name), torch.float32 if device == "cpu" else torch.bfloat16, device)
         if not backbone.is_vlm:
             raise ValueError(f"{name} sees no pictures: take a model that does, or no --picture-tokens")
         backbone.model.eval()
@@ -232,7 +244,7 @@ class VllmReader:
 
         tokenizer = self.engine.get_tokenizer()
         outputs = self.engine.generate(
-            [_chat(tokenizer, text_of(prompt)) for prompt in prompts],
+            [{"prompt_token_ids": _chat(tokenizer, text_of(prompt))} for prompt in prompts],
             SamplingParams(temperature=0, max_tokens=MAX_TOKENS),
         )
         return [
@@ -281,12 +293,13 @@ class EndpointReader:
         return estimate([user_message(*shown)])
 
 
-def _chat(tokenizer: Any, prompt: str) -> str:
-    """Write a prompt as the model's chat, where it has a template."""
+def _chat(tokenizer: Any, prompt: str) -> list[int]:
+    """Tokenise a prompt as the model's chat, where it has a template, which writes the first token of a text itself."""
     if not getattr(tokenizer, "chat_template", None):
-        return prompt
+        return list(tokenizer(prompt)["input_ids"])
     turn = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _first_line(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from eval.paper.questions import question_table
 from eval.paper.tables import MEASURED
 from eval.qa.answers import Asked, chosen_questions, run_answers, to_markdown
 from eval.qa.evidence import BASELINES, asking
-from eval.qa.readers import ABSTAIN, HfReader, Prompt, prompt_of, text_of
+from eval.qa.readers import ABSTAIN, HfReader, Prompt, _chat, prompt_of, text_of
 from lm.ledger import Answer
 from memory.protocol import Record, Trace
 from tests.commands.running import memcompiler
@@ -147,6 +148,15 @@ def test_a_hugging_face_reader_says_the_first_line_and_how_likely_an_answer_is()
         logits = whole.float().log_softmax(-1)
         assert found == pytest.approx(float(logits.gather(-1, gold[0][:, None]).mean()), abs=1e-4)
     assert reader.liked(prompts[:1], [""]) == [None]
+
+
+def test_a_chat_begins_with_one_first_token() -> None:
+    """Many tokenizers put it before any text, and a template writes it, too."""
+    tokenizer = copy.deepcopy(lm_backbone().processor)
+    tokenizer.bos_token, tokenizer.add_bos_token = "<|im_start|>", True
+    assert tokenizer("hi")["input_ids"][0] == tokenizer.bos_token_id
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}"
+    assert _chat(tokenizer, "hi") == tokenizer("hi")["input_ids"]
 
 
 def test_the_reader_sees_pack_and_question_alone() -> None:
