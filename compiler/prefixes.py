@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from lm.backbone import Backbone
 from lm.prompt import Prompt
 
+RECENT = 4  # batches: as many may take turns
 Layer = tuple[Tensor, Tensor]  # keys and values, (heads, T, d) each
 
 
@@ -50,35 +51,49 @@ class Prefix:
 
 
 class Prefixes:
-    """What was read, by memory; by one set of weights alone. What was used least recently goes first."""
+    """What was read, by memory; by one set of weights alone. What was used least recently goes first; where all of it
+    was used by the last batches, nothing goes and nothing comes: of more episodes side by side than there is room for,
+    each would else make room for the next one, and none be found again."""
 
     def __init__(self, mib: float) -> None:
         self.budget = int(mib * 2**20)  # bytes
         self.held = 0  # of them
         self._kept: OrderedDict[Hashable, Prefix] = OrderedDict()
+        self._used: dict[Hashable, int] = {}  # the last batch in which it was
+        self._batch = 0
         self._weights: object = None
 
     def of_weights(self, weights: object) -> Prefixes:
-        """Forget what other weights have read."""
+        """Begin a batch: forget what other weights have read."""
+        self._batch += 1
         if weights != self._weights:
             self._kept.clear()
+            self._used.clear()
             self.held, self._weights = 0, weights
         return self
 
     def find(self, memory: Hashable) -> Prefix | None:
         if memory in self._kept:
             self._kept.move_to_end(memory)
+            self._used[memory] = self._batch
         return self._kept.get(memory)
 
     def keep(self, memory: Hashable, prefix: Prefix) -> None:
-        """Keep a beginning in place of what was kept of this memory; not one that is larger than the budget."""
-        before = self._kept.pop(memory, None)
-        self.held -= before.nbytes if before else 0
-        if prefix.nbytes <= self.budget:
-            self._kept[memory] = prefix
+        """Keep a beginning in place of what was kept of this memory, where there is room or can be made."""
+        self._forget(memory)
+        while self._kept and self.held + prefix.nbytes > self.budget:
+            oldest = next(iter(self._kept))
+            if self._used[oldest] > self._batch - RECENT:
+                break
+            self._forget(oldest)
+        if self.held + prefix.nbytes <= self.budget:
+            self._kept[memory], self._used[memory] = prefix, self._batch
             self.held += prefix.nbytes
-        while self.held > self.budget:
-            self.held -= self._kept.popitem(last=False)[1].nbytes
+
+    def _forget(self, memory: Hashable) -> None:
+        if memory in self._kept:
+            self.held -= self._kept.pop(memory).nbytes
+            del self._used[memory]
 
 
 @dataclass(frozen=True, slots=True)

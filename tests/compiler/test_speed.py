@@ -12,7 +12,7 @@ import torch
 from compiler.brief_state import Create
 from compiler.hf import MemoryCompiler
 from compiler.language import Emission, ParseResult
-from compiler.prefixes import Prefix, Prefixes
+from compiler.prefixes import RECENT, Prefix, Prefixes
 from compiler.records import Compilation, Decoding
 from configs.models import Speed
 from lm.prompt import Prompt
@@ -229,16 +229,24 @@ def test_what_other_weights_have_read_is_forgotten() -> None:
     assert compiled(compiler, speed, steps[3:])[0][0].tokens_cached == 0
 
 
-def test_the_budget_holds_and_what_was_used_least_recently_goes_first() -> None:
-    def prefix(tokens: int) -> Prefix:
-        states = torch.zeros(2, tokens, 8)
-        return Prefix(Prompt((1,) * tokens), ((states, states.clone()),))
+def prefix(tokens: int) -> Prefix:
+    states = torch.zeros(2, tokens, 8)
+    return Prefix(Prompt((1,) * tokens), ((states, states.clone()),))
 
+
+def batches(kept: Prefixes, n: int) -> None:
+    for _ in range(n):
+        kept.of_weights("the same")
+
+
+def test_the_budget_holds_and_what_was_used_least_recently_goes_first() -> None:
     size = prefix(10).nbytes
-    kept = Prefixes(2.5 * size / 2**20)
+    kept = Prefixes(2.5 * size / 2**20).of_weights("the same")
     kept.keep("a", prefix(10))
     kept.keep("b", prefix(10))
     assert kept.find("a") and kept.held == 2 * size
+    batches(kept, RECENT)
+    assert kept.find("a")
     kept.keep("c", prefix(10))
     assert kept.find("b") is None and kept.find("a") and kept.find("c") and kept.held == 2 * size
     kept.keep("a", prefix(30))  # more than there is room for: what was kept of it goes
@@ -246,6 +254,24 @@ def test_the_budget_holds_and_what_was_used_least_recently_goes_first() -> None:
     kept.keep("c", prefix(5))  # in its place
     assert kept.held == prefix(5).nbytes
     assert Prefixes(0).budget == 0
+
+
+def test_more_episodes_side_by_side_than_there_is_room_for_leave_some_of_them_kept() -> None:
+    """Three of them in turn, room for two; then another takes the place of the first one that has ended."""
+    kept = Prefixes(2.5 * prefix(10).nbytes / 2**20)
+    found = []
+    for _ in range(3):
+        batches(kept, 1)
+        found.append([kept.find(memory) is not None for memory in "abc"])
+        for memory in "abc":
+            if not kept.find(memory):
+                kept.keep(memory, prefix(10))
+    assert found == [[False] * 3, [True, True, False], [True, True, False]]
+    for _ in range(RECENT):
+        batches(kept, 1)
+        assert kept.find("b")
+    kept.keep("d", prefix(10))
+    assert kept.find("a") is None and kept.find("b") and kept.find("d")
 
 
 def test_what_sampling_shares_a_generator_keeps_nothing() -> None:
