@@ -3,9 +3,9 @@
     python -m benchmarks.rows_memory [--rows 1000 --rows 100000] [--steps 50] [--workers 1]
 
 Makes rows with a picture of their own each (32 x 32 of noise, some 3 kB as PNG, in view and in memory), and takes steps
-on them with tiny models, each number of rows in a process of its own. Counted is what belongs to the processes alone
-(anonymous memory of trainer and workers): pages of the rows' files, which the system takes back when it needs them, are
-not.
+on them with the shipped models of generated homes, each number of rows in a process of its own. Counted is what belongs
+to the processes alone (anonymous memory of trainer and workers): pages of the rows' files, which the system takes back
+when it needs them, are not.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ import torch
 import typer
 from PIL import Image
 
+from compiler.build import load_compiler
+from configs.load import load_config
 from configs.training import SftConfig
 from data_gen.rows import SftRow, StoredRows, as_dataset
-from executor.hf import FrozenExecutor
-from executor.records import EVERYTHING
-from tests import tiny_models
+from envs.spec import Told
+from executor.build import load_frozen
 from training.sft import SftTrainer
 
 PART = 2_000  # rows that are made at a time
@@ -63,9 +64,10 @@ def anonymous() -> float:
 def train(folder: Path, steps: int, workers: int, answer: multiprocessing.Queue) -> None:
     """Take steps and tell the memory after the first ones and at the end, and rows a second."""
     torch.set_num_threads(1)
-    config = SftConfig(batch_size=8, micro_batch_size=8, max_steps=steps, loader_workers=workers, save_every=10**6)
-    executor = FrozenExecutor(tiny_models.lm_backbone(seed=1), reads=EVERYTHING)
-    trainer = SftTrainer(config, tiny_models.memory_compiler(True), executor, StoredRows(folder), folder / "out")
+    sizes = ["batch_size=8", "micro_batch_size=8", f"max_steps={steps}", f"loader_workers={workers}"]
+    config = load_config(SftConfig, "sft/quickstart", [*sizes, "save_every=1000000"])
+    executor = load_frozen(config.executor, Told(""))
+    trainer = SftTrainer(config, load_compiler(config.compiler, executor), executor, StoredRows(folder), folder / "out")
     started, used = time.perf_counter(), list[float]()
     for metrics in trainer.steps():
         if metrics["step"] in (5, steps):

@@ -68,6 +68,12 @@ def test_a_folder_imports_only_folders_below_it(graph: dict[str, set[str]], orde
     assert not up
 
 
+def test_nothing_that_ships_imports_the_tests(repository: Path, order: list[str]) -> None:
+    tests = set(modules(repository / "tests"))
+    files = [path for folder in order for path in modules(repository / folder).values()]
+    assert not [str(path) for path in files if set(imported(path, tests))]
+
+
 def test_no_files_import_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
     try:
         TopologicalSorter(graph).prepare()
