@@ -69,7 +69,9 @@ def _measured(run: Path, number: int) -> Row:
         for category, of in parts.items() if number in (1, 2) or category == "overall" for key, name in shown
     }  # fmt: skip
     cells[f"{results['data']}: {TOKENS}"] = TableCell(results["tokens_per_question"], n=results["n"])
-    return Row(results["reader"], _method(results, number), MEASURED, cells)
+    engine, _, reader = results["reader"].partition(":")  # a folder by its name alone: where it lies tells nobody else
+    read_by = f"{engine}:{Path(reader).name}" if Path(reader).is_absolute() else results["reader"]
+    return Row(read_by, _method(results, number), MEASURED, cells)
 
 
 def _method(results: Mapping[str, Any], number: int) -> str:
