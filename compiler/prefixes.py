@@ -81,14 +81,15 @@ class Prefixes:
     def keep(self, memory: Hashable, prefix: Prefix) -> None:
         """Keep a beginning in place of what was kept of this memory, where there is room or can be made."""
         self._forget(memory)
-        while self._kept and self.held + prefix.nbytes > self.budget:
+        if prefix.nbytes > self.budget:
+            return
+        while self.held + prefix.nbytes > self.budget:
             oldest = next(iter(self._kept))
             if self._used[oldest] > self._batch - RECENT:
-                break
+                return
             self._forget(oldest)
-        if self.held + prefix.nbytes <= self.budget:
-            self._kept[memory], self._used[memory] = prefix, self._batch
-            self.held += prefix.nbytes
+        self._kept[memory], self._used[memory] = prefix, self._batch
+        self.held += prefix.nbytes
 
     def _forget(self, memory: Hashable) -> None:
         if memory in self._kept:

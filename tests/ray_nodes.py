@@ -29,7 +29,6 @@ def ray_nodes(*cpus: int, dashboard: bool = False) -> Iterator[Any]:
     (folder / "ray").mkdir()  # where Ray notes the newest cluster of a machine, for `auto`: not the user's own
     with private_environment(), sigterm_as_before(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", str(folder))
-        patch.setenv("RAY_worker_niceness", "0")  # 15 by default: a machine with other work would leave them nothing
         ray = import_ray()
         from ray.cluster_utils import Cluster
 
