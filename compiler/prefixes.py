@@ -58,8 +58,7 @@ class Prefixes:
     def __init__(self, mib: float) -> None:
         self.budget = int(mib * 2**20)  # bytes
         self.held = 0  # of them
-        self._kept: OrderedDict[Hashable, Prefix] = OrderedDict()
-        self._used: dict[Hashable, int] = {}  # the last batch in which it was
+        self._kept: OrderedDict[Hashable, tuple[Prefix, int]] = OrderedDict()  # with the last batch that used it
         self._batch = 0
         self._weights: object = None
 
@@ -68,15 +67,14 @@ class Prefixes:
         self._batch += 1
         if weights != self._weights:
             self._kept.clear()
-            self._used.clear()
             self.held, self._weights = 0, weights
         return self
 
     def find(self, memory: Hashable) -> Prefix | None:
-        if memory in self._kept:
-            self._kept.move_to_end(memory)
-            self._used[memory] = self._batch
-        return self._kept.get(memory)
+        prefix, _ = self._kept.pop(memory, (None, 0))
+        if prefix:
+            self._kept[memory] = prefix, self._batch
+        return prefix
 
     def keep(self, memory: Hashable, prefix: Prefix) -> None:
         """Keep a beginning in place of what was kept of this memory, where there is room or can be made."""
@@ -84,17 +82,16 @@ class Prefixes:
         if prefix.nbytes > self.budget:
             return
         while self.held + prefix.nbytes > self.budget:
-            oldest = next(iter(self._kept))
-            if self._used[oldest] > self._batch - RECENT:
+            oldest, (_, batch) = next(iter(self._kept.items()))
+            if batch > self._batch - RECENT:
                 return
             self._forget(oldest)
-        self._kept[memory], self._used[memory] = prefix, self._batch
+        self._kept[memory] = prefix, self._batch
         self.held += prefix.nbytes
 
     def _forget(self, memory: Hashable) -> None:
         if memory in self._kept:
-            self.held -= self._kept.pop(memory).nbytes
-            del self._used[memory]
+            self.held -= self._kept.pop(memory)[0].nbytes
 
 
 @dataclass(frozen=True, slots=True)
