@@ -4,7 +4,7 @@ none      no memory
 static    all of M pasted into the executor's prompt at episode start (the paper's AMMI)
 live      what is recalled at every step pasted at that step; the same as static where memory recalls the same all along
 compiled  a compiler reads M and the state at every step and delivers what applies now (SCMC); soft tokens on or off,
-          Brief State on or off
+          Brief State on or off; or only at steps where the executor, told nothing, is not sure what to do
 
 `DELIVERIES` is the one list: evaluations, tables, plots, reports, matrices and analyses ask it. A new delivery is a new
 entry.
@@ -43,6 +43,7 @@ class Delivery:
     compiler: Compiler | None = None
     soft: bool = True
     brief_state: bool = True
+    where_unsure: bool = False  # nothing is compiled where the executor is sure of its action without
 
     def __post_init__(self) -> None:
         if (self.kind == "compiled") != (self.compiler is not None):
@@ -61,6 +62,7 @@ class DeliverySpec:
     compiler: Callable[[Compiler | None, int, TrajectoryReader], Compiler | None] = lambda *_: None
     soft: bool = True
     brief_state: bool = True
+    where_unsure: bool = False  # compiles where the executor is not sure without; it has to say how sure it is
     needs_checkpoint: bool = False  # the trained compiler has to be there
     needs_expert: bool = False  # the environment's expert compiles
     memory: Literal["all", "top", "empty"] = "all"  # M is what was retrieved, the best entry of it, or nothing
@@ -85,7 +87,7 @@ class DeliverySpec:
         if self.needs_checkpoint and trained is None:
             raise ValueError(f"delivery {self.name} needs a trained compiler: set compiler.checkpoint")
         compiler = self.compiler(trained, seed, reader or TrajectoryReader())
-        return Delivery(self.name, self.kind, compiler, self.soft, self.brief_state)
+        return Delivery(self.name, self.kind, compiler, self.soft, self.brief_state, self.where_unsure)
 
 
 class ShuffledSoft:
@@ -127,6 +129,10 @@ DELIVERIES = {  # in the order of every table and plot
         DeliverySpec(  # the quickstart's second compiler, under the delivery `compiled`
             AFTER_GRPO, "compiled, text + soft, after GRPO", compiler=_trained, needs_checkpoint=True,
             compared_with=(COMPILED,), played=False,
+        ),
+        DeliverySpec(
+            "compiled_unsure", "compiled, where unsure", compiler=_trained, where_unsure=True, needs_checkpoint=True,
+            compared_with=("none", "static", COMPILED),
         ),
         DeliverySpec(
             "compiled_no_brief", "compiled, no brief", compiler=_trained, brief_state=False, needs_checkpoint=True

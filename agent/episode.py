@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from agent.deliveries import Delivery, pasted
-from agent.records import Episode, StepInput, StepRecord, compile_request, executor_request, soft_read_on
+from agent.records import Episode, StepInput, StepRecord, compile_request, delivered, executor_request, soft_read_on
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from envs.base import Environment, Task, living
 from executor.records import Executor
@@ -29,11 +29,13 @@ Batch = Callable[[Sequence[Any]], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How episodes are played: `pipelined` has half of them in the compiler while the other half is in the executor."""
+    """How episodes are played: `pipelined` has half of them in the compiler while the other half is in the executor.
+    An executor is `sure` that gives its likeliest action at least so much probability (`Delivery.where_unsure`)."""
 
     max_steps: int = 15
     seed: int = 0
     pipelined: bool = False
+    sure: float = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ async def run_episode(
     any more, for any episode."""
     episode, expert = _begin(spec, delivery, limits), EpisodeExpert(env)
     session = spec.begin() if delivery.kind != "none" else Fixed(Recall(spec.memory))
-    roles = _Roles(delivery, executor, env, expert, batcher, index)
+    roles = _Roles(delivery, executor, env, expert, batcher, index, limits.sure)
     try:
         state, history = BriefState(spec.goal), ()
         observed = await ask(env, living(env).proceed if goes_on else env.reset, spec.task)
@@ -111,8 +113,7 @@ async def run_episode(
                 spec.goal, observed.text, observed.image, observed.admissible, history, recalled.entries,
                 state if delivery.brief_state else None, text, expert=expert, first=first,
             )  # fmt: skip
-            step = await roles.compile(step, record)  # Eq. 3 to 5
-            action = await roles.act(step, record)
+            step, action = await roles.decide(step, record)
             if step.emission is not None:
                 state, record.op_errors = apply_ops(step.emission.ops, state)  # the change of b_t, Eq. 4
             record.brief_after = render_brief_state(state)
@@ -160,6 +161,23 @@ class _Roles:
     expert: EpisodeExpert
     batcher: StepBatcher
     index: int
+    sure: float
+
+    async def decide(self, step: StepInput, record: StepRecord) -> tuple[StepInput, str]:
+        """Compile and act (Eq. 3 to 5); or act at once, where that is the delivery and the executor is sure."""
+        if not self.delivery.where_unsure:
+            step = await self.compile(step, record)
+            return step, await self.act(step, record)
+        action = await self.act(step, record)
+        record.sure = record.decision.sure if record.decision else None
+        if record.sure is None:
+            raise ExecutorFailure("it does not say how sure it is: only of listed commands, with executor.mode=choice")
+        if record.sure >= self.sure:
+            return step, action
+        told = await self.compile(step, record)
+        if delivered(told, self.executor) == delivered(step, self.executor):
+            return told, action  # it would read the same once more
+        return told, await self.act(told, record)
 
     async def compile(self, step: StepInput, record: StepRecord) -> StepInput:
         """Compile (M, b_t, o_t) into emission and soft tokens of the step; nothing where nobody compiles."""
@@ -176,8 +194,8 @@ class _Roles:
         """Have the executor read goal, delivery, history and o_t, and decide on one action."""
         request = executor_request(step, self.executor)
         answer = self._answer(self.executor, self.executor.act, request)
-        made, record.seconds["executor"] = await self._guarded(answer, ExecutorFailure)
-        record.note_action(request, made)
+        made, seconds = await self._guarded(answer, ExecutorFailure)
+        record.note_action(request, made, seconds)
         return made.action
 
     async def _answer(self, owner: object, backend: Batch, request: object) -> tuple[Any, float]:

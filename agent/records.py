@@ -128,6 +128,7 @@ class StepRecord:
     executor_prompt: str = ""  # decoded, with soft tokens shown as placeholders
     executor_prompt_ids: tuple[int, ...] = ()
     executor_text: str = ""  # what the executor produced, before grounding
+    sure: float | None = None  # how likely it held its likeliest command before anything was compiled, if it was asked
     action: str = ""
     grounding: str = ""  # "choice" | "exact" | "fuzzy" | "failed"
     feedback: str = ""
@@ -152,12 +153,13 @@ class StepRecord:
                 "sigma_mean": made.log_sigma.exp().mean().item(), "z_norm": made.z.norm(dim=-1).mean().item(),
             }  # fmt: skip
 
-    def note_action(self, request: ExecutorRequest, made: Action) -> None:
-        """Record what the executor read and decided."""
+    def note_action(self, request: ExecutorRequest, made: Action, seconds: float) -> None:
+        """Record what the executor read and decided; where it is asked again, both times cost."""
         self.action, self.grounding, self.executor_text, self.decision = made.action, str(made.how), made.text, made
         self.executor_prompt, self.executor_prompt_ids = executor_text(request, SOFT_MARK), made.prompt_ids
         self.soft_read = request.delivered.n_soft > 0
         self._note_tokens("executor", made)
+        self.seconds["executor"] = self.seconds.get("executor", 0.0) + seconds
 
     def note_transition(self, transition: Transition) -> None:
         """Record what the environment answered."""
@@ -168,9 +170,9 @@ class StepRecord:
         return Record(self.t, self.observation, self.action, self.feedback, refused(self), self.progress)
 
     def _note_tokens(self, role: str, made: Compilation | Action) -> None:
-        self.tokens |= {f"{role}_in": made.tokens_in, f"{role}_out": made.tokens_out}
-        if made.tokens_cached is not None:
-            self.tokens[f"{role}_cached"] = made.tokens_cached
+        for way, count in (("in", made.tokens_in), ("out", made.tokens_out), ("cached", made.tokens_cached)):
+            if count is not None:
+                self.tokens[f"{role}_{way}"] = self.tokens.get(f"{role}_{way}", 0) + count
 
 
 @dataclass(slots=True)

@@ -48,6 +48,8 @@ class EvalConfig(Settings):
     max_steps: int = Field(default=15, ge=1)
     # Success is told within each of these numbers of steps as well; one above `max_steps` stands for `max_steps`.
     step_budgets: tuple[Annotated[int, Field(ge=1)], ...] = (15, 30, 50)
+    # Under `compiled_unsure`: an executor that gives its likeliest command so much probability does without compiling.
+    sure: float = Field(default=0.9, gt=0, le=1)
     concurrency: int = Field(default=64, ge=1)
     pipelined: bool = False  # half of the episodes compile while the other half acts (docs/serving.md)
     cluster: Cluster = "local"  # ray: workers play, on this machine or on many (docs/cluster.md)

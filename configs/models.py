@@ -256,6 +256,10 @@ class ExecutorConfig(ModelSettings):
         """What checkpoints say of the executor that they were trained for, and evaluations compare with their own."""
         return self.model_dump(include={"reads_state", "soft_on", "history", "first_view", "goal_last"})
 
+    @property
+    def says_how_sure(self) -> bool:
+        return self.mode == "choice" and self.engine in ("hf", "vllm", "http")
+
     @model_validator(mode="after")
     def _engine_can(self) -> ExecutorConfig:
         if self.temperature and (self.mode != "choice" or self.engine not in ("hf", "vllm")):

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from agent.deliveries import find
-from agent.episode import EpisodeSpec, Limits
+from agent.episode import EpisodeSpec
 from agent.records import Episode
 from compiler import checkpoint
 from configs.evaluation import EvalConfig
@@ -38,7 +38,7 @@ from eval import stream
 from eval.errors import chance, lookup
 from eval.matrix import ORDER_AXIS, SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
 from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
-from eval.players import Evaluation, ModelCache, Part, models_of, needs_checkpoint, play_by, specs_of
+from eval.players import Evaluation, ModelCache, Part, limits_of, models_of, needs_checkpoint, play_by, specs_of
 from eval.provenance import identity, identity_of_models
 from eval.report import write_run_report
 from eval.runs import RESULTS, EpisodeRecord, episodes_of
@@ -120,9 +120,8 @@ def _choose(config: EvalConfig, loaded: ModelCache, out: Path, beside: Path | No
 
 def _evaluation(config: EvalConfig, loaded: ModelCache, chosen: Chosen, title: str) -> Evaluation:
     executor, compiler = loaded.executor(config), loaded.compiler(config)
-    limits = Limits(config.max_steps, config.seed, config.pipelined)
     return Evaluation(
-        loaded.environments(config).lease, chosen.specs, executor, compiler, limits, config.concurrency,
+        loaded.environments(config).lease, chosen.specs, executor, compiler, limits_of(config), config.concurrency,
         chosen.top_specs, title, reader_of(config.env), tuple(chosen.worlds),
     )  # fmt: skip
 

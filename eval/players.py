@@ -114,6 +114,10 @@ def _compiler_key(config: EvalConfig) -> object:
     return config.compiler, config.executor, seed, compiler_told(config.env)
 
 
+def limits_of(config: EvalConfig) -> Limits:
+    return Limits(config.max_steps, config.seed, config.pipelined, config.sure)
+
+
 def needs_checkpoint(config: EvalConfig) -> list[str]:
     """Name the deliveries that need a trained compiler."""
     return [name for name in config.deliveries if find(name).needs_checkpoint]
@@ -210,9 +214,8 @@ class EvalWorker:
             done("", to_json(identity_of_models(config, executor, compiler)))
             return
         specs, top = specs_of(config, list(unit.items.values()), self._bank_of(part), [part.delivery])
-        limits = Limits(config.max_steps, config.seed, config.pipelined)
         evaluation = Evaluation(
-            loaded.environments(config).lease, specs, executor, compiler, limits, config.concurrency, top,
+            loaded.environments(config).lease, specs, executor, compiler, limits_of(config), config.concurrency, top,
             reader=reader_of(config.env),
         )  # fmt: skip
         evaluation.run(part.delivery, lambda e: done(_key(part, e.task_id), line_of(e, part.cell)))

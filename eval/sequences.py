@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from agent.deliveries import Delivery, DeliverySpec
-from agent.episode import EpisodeSpec, Limits, run_sequences
+from agent.episode import EpisodeSpec, run_sequences
 from agent.records import Episode
 from configs.evaluation import EvalConfig
 from data_gen.experience import kept_views, traces_of
@@ -27,6 +27,7 @@ from envs.base import Environment, Task, TaskSequence
 from envs.household.telling import room
 from eval.intervals import LEVEL, Interval, wilson
 from eval.metrics import grouped, succeeded
+from eval.players import limits_of
 from eval.runs import EpisodeRecord
 from executor.records import Executor
 from memory.karma.settings import KarmaSettings
@@ -75,7 +76,7 @@ class Worlds:
                     of_task[episode.task_id].end(trace)  # type: ignore[union-attr]
 
             specs = [[self._spec(task, lives[s.id]) for task in s.tasks] for _, s in left]
-            limits = Limits(self.config.max_steps, self.config.seed, self.config.pipelined)
+            limits = limits_of(self.config)
             run_sequences(make_env, specs, self.delivery, executor, limits, self.config.concurrency, on_episode)
 
     def _life(self, number: int, sequence: TaskSequence) -> Life | None:

@@ -18,7 +18,6 @@ from statistics import fmean
 from typing import Any
 
 from agent.deliveries import Delivery
-from agent.episode import Limits
 from agent.records import Episode, read_episodes
 from configs.evaluation import EvalConfig
 from data_gen.experience import Views, kept_views, traces_of
@@ -28,6 +27,7 @@ from data_gen.tasks import specs_for
 from envs.base import Environment, Task
 from eval.intervals import wilson
 from eval.metrics import ROLES, succeeded, usage
+from eval.players import limits_of
 from eval.runs import EpisodeRecord
 from executor.records import Executor
 from memory.protocol import BankError, MemorySystem
@@ -58,7 +58,7 @@ class Stream:
         record: EpisodeRecord,
     ) -> None:  # fmt: skip
         self.tasks, self.k, self.delivery, self.record = tasks, k, delivery, record
-        self.limits, self.size = Limits(config.max_steps, config.seed, config.pipelined), config.memory.round
+        self.limits, self.size = limits_of(config), config.memory.round
         self.views: Views = kept_views(config)
         self.memory, self._seeded = grown_from(config.memory, out / FOLDER / delivery.name, given)
 

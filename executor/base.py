@@ -110,8 +110,8 @@ class TokenExecutor:
         else:
             at = int(candidate_logprobs.argmax())
         action, ids = (candidates or ())[at], prompt.ids
-        written = len(self.action_ids(action))
-        return Action(action, Grounding.CHOICE, action, ids, len(ids), written, chosen=at, **drawn)
+        written, sure = len(self.action_ids(action)), float(candidate_logprobs.float().softmax(0).max())
+        return Action(action, Grounding.CHOICE, action, ids, len(ids), written, chosen=at, sure=sure, **drawn)
 
     def _grounded(
         self, candidates: Sequence[str] | None, prompt: Prompt, answer: tuple[list[int], int | None]

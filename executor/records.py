@@ -58,6 +58,7 @@ class Action:
     # Of an action chosen among the admissible ones by likelihood: which one it is. Of one that was drawn, besides: what
     # it was drawn from, and how likely it was. (A greedy action keeps neither pixels nor soft tokens in the record.)
     chosen: int | None = field(default=None, compare=False)
+    sure: float | None = field(default=None, compare=False)  # how likely it holds the likeliest of them
     prompt: Prompt | None = field(default=None, compare=False, repr=False)
     logprob: float | None = field(default=None, compare=False)
 

@@ -1,0 +1,75 @@
+"""Compiling only where the executor, told nothing, is not sure what to do."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from agent.deliveries import find, recorded_step
+from agent.episode import Limits, run_episodes
+from agent.records import episode_from_json, executor_request
+from configs.evaluation import EvalConfig
+from configs.load import ConfigError, load_config
+from eval.matrix import cells
+from eval.metrics import summarise
+from executor.records import PAPER
+from runtime.errors import StopReason
+from tests.fakes import CountingEnv, Recorder, spec
+
+
+class Doubting(Recorder):
+    """Says how sure it is by the step, unless it is told something."""
+
+    reads = PAPER
+
+    def __init__(self, *sure):
+        super().__init__()
+        self.sure = sure
+
+    def act(self, requests):
+        return [replace(made, sure=self.sure[len(r.history)]) for made, r in zip(super().act(requests), requests)]
+
+
+def play(executor, steps=3, **limits):
+    delivery = find("compiled_unsure").make(executor, 0)
+    [episode] = run_episodes(CountingEnv, [spec(steps)], delivery, executor, Limits(5, **limits))
+    return episode
+
+
+def test_a_sure_executor_acts_without_a_compiler():
+    executor = Doubting(0.5, 0.95, 0.2)
+    episode = play(executor)
+    assert [step.emission_kind for step in episode.steps] == ["HYBRID", "", "BRIEF"]
+    assert [step.sure for step in episode.steps] == [0.5, 0.95, 0.2]
+    # The last emission tells this executor nothing: what it would read once more, it has answered.
+    told = [(len(r.history), r.delivered.guidance) for r in executor.seen]
+    assert told == [(0, ""), (0, "go north"), (1, ""), (2, "")]
+    assert episode.steps[0].tokens == {"executor_in": 4, "executor_out": 2, "compiler_in": 3, "compiler_out": 2}
+    assert episode.steps[1].tokens == {"executor_in": 2, "executor_out": 1} and "compiler" not in episode.steps[1].seconds
+    assert episode.steps[1].brief_after == episode.steps[0].brief_after == episode.steps[2].brief_before
+    made = summarise([episode])
+    assert (made["usage"]["compiler"]["calls"], made["usage"]["compiler"]["tokens_in"]) == (2, 6)
+    assert made["emission_mix"]["HYBRID"] == 0.5 and made["steps"] == 3
+
+
+def test_where_sureness_begins_is_a_setting_and_its_ends_are_none_and_compiled():
+    sometimes = (0.5, 0.95, 0.2)
+    assert not any(step.emission_kind for step in play(Doubting(*sometimes), sure=0.1).steps)
+    assert all(step.emission_kind for step in play(Doubting(*sometimes), sure=1.0).steps)
+    assert load_config(EvalConfig, None, []).sure == Limits().sure
+
+
+def test_its_record_says_what_the_executor_read():
+    executor = Doubting(0.5, 0.95, 0.2)
+    back = episode_from_json(json.loads(json.dumps(play(executor).to_json())))
+    read = [executor_request(recorded_step(back, t, spec(3).memory), executor) for t in range(3)]
+    assert read == [replace(asked, expert=None) for asked in (executor.seen[1], executor.seen[2], executor.seen[3])]
+    assert [step.sure for step in back.steps] == [0.5, 0.95, 0.2]
+
+
+def test_who_does_not_say_how_sure_it_is_cannot_be_asked():
+    episode = play(Recorder())
+    assert episode.stop_reason is StopReason.EXECUTOR_FAILURE and "how sure it is" in episode.error
+    for wrong in ("executor.mode=generate", "executor.engine=scripted"):
+        with pytest.raises(ConfigError, match="compiled_unsure asks how sure"):
+            cells(load_config(EvalConfig, None, ["deliveries=[compiled_unsure]", wrong]))
