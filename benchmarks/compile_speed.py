@@ -7,8 +7,9 @@ by side. With `--checkpoint`, a trained compiler writes its own emissions. Other
 teacher's: its logits are computed as ever, and then the teacher's token counts as the likeliest, so that lengths, and
 what can be guessed, are those of real emissions. Soft tokens are read beside guidance, as by default. Emissions must be
 the same under every lever, or the run fails. The first step, which finds nothing in a cache, is told apart from the
-others. Without a GPU, seconds are those of the processor: another process beside this one does not count. Ends with
-`ratio: R`, all levers over none, later steps.
+others. Without a GPU, seconds are those of the processor: another process beside this one does not count. Beside them
+stands the floor of the passes that were made (`benchmarks.floor`). Ends with `ratio: R`, all levers over none, later
+steps.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 from agent.records import compile_request
+from benchmarks.floor import Floor, floor_of
 from benchmarks.scripted import ScriptedDecoder, using
 from compiler.build import load_compiler
 from compiler.decoding import Decoder
@@ -77,16 +79,18 @@ def main() -> None:
     quiet()
     compiler = CompilerConfig(model=asked.model, checkpoint=asked.checkpoint, dtype=asked.dtype)
     config = SpeedBench(compiler=compiler, rows=asked.rows, episodes=asked.episodes, steps=asked.steps)
-    made = measure(config)
+    made, floor = measure(config)
     console.print(table_of(config, made))
+    console.print(f"  floor of the passes that were made: {floor.words}", highlight=False)
     if asked.out is not None:
         run = RunFolder.create(asked.out, config, on_exists="overwrite")
-        run.write_json("results.json", {"settings": config.model_dump(), "levers": made})
+        run.write_json("results.json", {"settings": config.model_dump(), "levers": made, "floor": floor.words})
     console.print(f"ratio: {later(made['all']) / later(made['none']):.2f}", highlight=False)
 
 
-def measure(config: SpeedBench) -> dict[str, dict[str, list[float]]]:
-    """Compile all steps under every lever: seconds, passes of the model and columns that these read, by step.
+def measure(config: SpeedBench) -> tuple[dict[str, dict[str, list[float]]], Floor]:
+    """Compile all steps under every lever: by step seconds, the passes of the model, the columns that these read, and
+    their floor.
 
     Raises: RuntimeError, where a lever changed an emission; ValueError, where there are fewer episodes so long.
     """
@@ -94,16 +98,17 @@ def measure(config: SpeedBench) -> dict[str, dict[str, list[float]]]:
     compiler = load_compiler(config.compiler, anyone).eval()
     steps = steps_of(config, compiler)
     found, first = {}, None
+    floor = floor_of(config.compiler.model, config.compiler.dtype)
     ScriptedDecoder.script = steps[0][1]
     with using(ScriptedDecoder if config.compiler.checkpoint is None else Decoder):
         compiler.compile(steps[0][0])  # warms up
         for name, speed in LEVERS.items():
             compiler.speed, compiler._prefixes = speed, Prefixes(speed.prefix_mib)
-            found[name], emissions = _played(compiler, steps)
+            found[name], emissions = _played(compiler, steps, floor)
             first = first or emissions
             if emissions != first:
                 raise RuntimeError(f"emissions under {name} are not those under none: {config.compiler.dtype} ties?")
-    return found
+    return found, floor
 
 
 def steps_of(config: SpeedBench, compiler: MemoryCompiler) -> list[Step]:
@@ -127,23 +132,23 @@ def later(of: dict[str, list[float]], what: str = "seconds") -> float:
 def table_of(config: SpeedBench, made: dict[str, dict[str, list[float]]]) -> Table:
     clock = "wall" if torch.cuda.is_available() else "processor"
     table = Table(title=f"{config.compiler.model}: {config.episodes} episodes of {config.steps} steps, {clock} seconds")
-    for name in ("lever", "first step", "later steps, median", "over none", "passes", "columns read"):
+    for name in ("lever", "first step", "later steps, median", "over none", "passes", "columns read", "floor"):
         table.add_column(name, justify="left" if name == "lever" else "right")
     for name, of in made.items():
         share = f"{later(of) / later(made['none']):.2f}"
         cells = (f"{of['seconds'][0]:.2f}", f"{later(of):.2f}", share, f"{later(of, 'passes'):.0f}")
-        table.add_row(name, *cells, f"{later(of, 'columns'):.0f}")
+        table.add_row(name, *cells, f"{later(of, 'columns'):.0f}", f"{later(of, 'floor'):.2f}")
     return table
 
 
-def _played(compiler: MemoryCompiler, steps: Sequence[Step]) -> tuple[dict[str, list[float]], list[Any]]:
+def _played(compiler: MemoryCompiler, steps: Sequence[Step], floor: Floor) -> tuple[dict[str, list[float]], list[Any]]:
     gpu = torch.cuda.is_available()
     clock: Callable[[], float] = time.perf_counter if gpu else time.process_time
     wait = torch.cuda.synchronize if gpu else lambda: None
     passes: list[Tensor] = []
     hidden = compiler.backbone.hidden
     compiler.backbone.hidden = lambda batch, *rest: passes.append(batch.tokens) or hidden(batch, *rest)  # type: ignore[method-assign]
-    found: dict[str, list[float]] = {"seconds": [], "passes": [], "columns": []}
+    found: dict[str, list[float]] = {"seconds": [], "passes": [], "columns": [], "floor": []}
     emissions = []
     for asked, script in steps:
         ScriptedDecoder.script = script
@@ -155,6 +160,7 @@ def _played(compiler: MemoryCompiler, steps: Sequence[Step]) -> tuple[dict[str, 
         found["seconds"].append(clock() - started)
         found["passes"].append(float(len(passes)))
         found["columns"].append(float(sum(tokens.numel() for tokens in passes)))
+        found["floor"].append(sum(floor.seconds(tokens.numel(), len(tokens)) for tokens in passes))
         emissions.append([c.emission_ids for c in made])
     compiler.backbone.hidden = hidden  # type: ignore[method-assign]
     return found, emissions

@@ -128,15 +128,11 @@ def size_of(settings: dict[str, Any]) -> int:
     if settings["engine"] == "api":
         raise ValueError("nobody knows how large a closed model is: say --executor-parameters")
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from plan.models import model_config
+    from plan.models import untrained
 
-    config = model_config(settings["model"])
-    auto: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
-        model = auto.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+        return sum(parameter.numel() for parameter in untrained(settings["model"], torch.float32).parameters())
 
 
 def _table(title: str, costs: dict[str, Cost], parameters: dict[str, float]) -> Table:

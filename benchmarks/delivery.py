@@ -12,6 +12,7 @@ Where time goes, as one episode sees it that moves in step with the others of it
 emission       the compiler reads M, b_t and o_t, and writes
 second pass    the memory tokens are read (Hugging Face: over the same cache; vLLM: as a request of their own)
 executor       the executor reads its prompt and writes an action
+floor          the least that both can take here, reading what no cache held and writing token by token (`benchmarks.floor`)
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rich.table import Table
 from transformers import AutoConfig, LogitsProcessorList
 
 from agent.records import Episode
+from benchmarks.floor import Floor, floor_of
 from benchmarks.scripted import (
     MEASURED,
     Forced,
@@ -46,7 +48,7 @@ from benchmarks.scripted import (
     using,
     write_exactly,
 )
-from benchmarks.shapes import Shapes, made_pair
+from benchmarks.shapes import ROLES, Shapes, made_pair
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
 from compiler.records import soft_is_read
@@ -111,6 +113,9 @@ def run_bench_delivery(
     with _pair(config) as pair:
         script = Script(*pair, memory_tokens, n_soft, said, config.seed)
         rows = _measured(config, pair, script)
+        floors = {role: floor_of(name, config.dtype) for role, name in zip(ROLES, pair, strict=True)}
+    for row in rows:
+        row["floor"] = _floor(row, floors)
     ratios = _ratios(rows)
     console.print(_table(config, rows))
     notes = [
@@ -120,6 +125,7 @@ def run_bench_delivery(
         "each episode has a memory of its own; before each row its size of batch is warmed up with other episodes; "
         "in, cached, out: tokens of a step, those out of a cache in brackets, and ms (95th percentile in brackets): "
         "means of the steps after the first",
+        *(f"floor of the {role}: {floor.words}" for role, floor in floors.items()),
     ]
     compared = [f"compiled / static, {name}, {n} at a time: {ratio:.2f}" for (name, n), ratio in ratios.items()]
     for line in (*notes, *compared):
@@ -293,6 +299,15 @@ def _of_step(
     return [over([getattr(e.steps[t], kind).get(name, 0.0) for e in played]) for t in range(steps)]
 
 
+def _floor(row: dict[str, Any], floors: dict[str, Floor]) -> float:
+    """Bound a step after the first, seconds."""
+    mean = {name: of["mean"] for name, of in row["tokens"].items()}
+    return sum(
+        floor.step(mean[f"{role}_in"] - mean[f"{role}_cached"], mean[f"{role}_out"], row["episodes"])
+        for role, floor in floors.items() if mean[f"{role}_in"]
+    )  # fmt: skip
+
+
 def _ratios(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], float]:
     """Divide seconds of a step in steady state, compiled by static, by engine and episodes at a time."""
     means = {(row["engine"], row["episodes"], row["delivery"]): row["seconds"]["total"]["mean"] for row in rows}
@@ -306,7 +321,8 @@ def _table(config: DeliveryBench, rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title=f"{models}, {config.dtype}; memory {held:.0f} tokens; episodes of {config.steps} steps")
     names = (
         "engine", "episodes", "delivery", "compiler in (cached)", "out", "executor in (cached)", "out",
-        "first step, ms", "emission, ms", "second pass, ms", "executor, ms", "step, ms", "share of second pass",
+        "first step, ms", "emission, ms", "second pass, ms", "executor, ms", "step, ms", "floor, ms",
+        "share of second pass",
         "NOACTION", "steps/s",
     )  # fmt: skip
     for name in names:
@@ -321,7 +337,7 @@ def _table(config: DeliveryBench, rows: Sequence[dict[str, Any]]) -> Table:
             reads[0], writes[0], parts[:2], shares = "-", "-", ["-", "-"], ["-", "-"]
         first = f"{1e3 * row['seconds']['total']['first']:.0f}"
         where = (row["engine"], str(row["episodes"]), row["delivery"], reads[0], writes[0], reads[1], writes[1])
-        table.add_row(*where, first, *parts, *shares, f"{row['steps_per_second']:.2f}")
+        table.add_row(*where, first, *parts, f"{1e3 * row['floor']:.1f}", *shares, f"{row['steps_per_second']:.2f}")
     return table
 
 

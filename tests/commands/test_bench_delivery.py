@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from agent.deliveries import find
 from agent.episode import Limits, run_episodes
+from benchmarks.floor import Floor, floor_of
 from benchmarks.scripted import MEASURED, Said, Script, observation, said_in
 from benchmarks.shapes import ROLES, made_pair, shape_of
 from compiler.brief_state import BriefState, apply_ops
@@ -262,3 +263,18 @@ def test_bad_input_gives_one_clear_line(arguments: list[str], message: str) -> N
     done = CliRunner().invoke(app, ["bench", "delivery", "--executor", MODEL, *arguments])
     assert done.exit_code == 1 and message in done.output, done.output
     assert "Traceback" not in done.output
+
+
+def test_the_floor_is_what_reading_and_writing_take_at_least(measured: tuple[str, dict[str, Any]]) -> None:
+    floor = Floor(weights=1000, head=500, itemsize=4, read=6000.0, made=20_000.0)
+    assert floor.seconds(columns=2, heads=1) == 1.0  # 6,000 bytes in a second; 5,000 FLOPs are less
+    assert floor.seconds(columns=20, heads=4) == 2.2  # 44,000 FLOPs
+    assert floor.step(20, 3, 4) == pytest.approx(8.2 + 2 * 1.0)  # 80 tokens and 4 to go on from; then twice 4 and 4
+    made = floor_of(MODEL, "float32")
+    config = AutoConfig.from_pretrained(MODEL)
+    assert made.head == config.vocab_size * config.hidden_size  # the table is read once, as the head
+    total = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(MODEL).parameters() if p.ndim == 2)
+    assert made.weights + made.head == total and min(made.read, made.made) > 0
+    _, results = measured
+    floors = {name: row(results, name, 1)["floor"] for name in ("none", "static", "compiled")}
+    assert 0 < floors["none"] < floors["static"] and floors["compiled"] > 0
