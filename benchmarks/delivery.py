@@ -12,7 +12,8 @@ Where time goes, as one episode sees it that moves in step with the others of it
 emission       the compiler reads M, b_t and o_t, and writes
 second pass    the memory tokens are read (Hugging Face: over the same cache; vLLM: as a request of their own)
 executor       the executor reads its prompt and writes an action
-floor          the least that both can take here, reading what no cache held and writing token by token (`benchmarks.floor`)
+floor          the least that both can take here, reading what no cache held, writing token by token
+               (`benchmarks.floor`)
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The least that a step can take on a machine: its weights have to be read, and its products have to be made.
 
 A pass of a model over T tokens reads every weight once and makes two FLOPs of a weight and token, so that it takes at
-least max(bytes / bandwidth, 2 x weights x T / peak). Writing is bound by the first, reading a prompt by the second. Both
-are measured where the benchmark runs, with as many threads: the best of some products of large matrices, and of some
-products of a matrix as large as the model with one vector, so that a model that fits into a cache is read out of it.
-Attention to what a cache holds, and vectors, are left out: a floor stays one without them.
+least the longer of bytes / bandwidth and 2 x weights x T / peak. Writing is bound by the first, reading a prompt by the
+second. Both are measured where the benchmark runs, with as many threads: the best of some products of large matrices,
+and of some products of a matrix as large as the model with one vector, so that a model that fits into a cache is read
+out of it. Attention to what a cache holds, and vectors, are left out: a floor stays one without them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Floor:
 
     @property
     def words(self) -> str:
-        return f"{(self.weights + self.head) / 1e6:.1f} M weights, {self.read / 1e9:.1f} GB/s, {self.made / 1e9:.0f} GFLOP/s"
+        size = (self.weights + self.head) / 1e6
+        return f"{size:.1f} M weights, {self.read / 1e9:.1f} GB/s, {self.made / 1e9:.0f} GFLOP/s"
 
 
 def floor_of(name: str, dtype: str) -> Floor:

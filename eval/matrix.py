@@ -107,7 +107,9 @@ def check_deliveries(config: EvalConfig) -> None:
         if config.memory.protocol != "frozen" and spec.interdependent:
             raise ConfigError(f"deliveries: {name} needs episodes side by side, and tasks are played one by one")
         if spec.where_unsure and not config.executor.says_how_sure:
-            raise ConfigError(f"deliveries: {name} asks how sure a model is of its action: executor.mode=choice says it")
+            raise ConfigError(
+                f"deliveries: {name} asks how sure a model is of its action: executor.mode=choice says it"
+            )
         if spec.needs_expert and not registry.find(config.env.name).expert:
             raise ConfigError(f"deliveries: {name} asks the environment's expert, and {config.env.name} has none")
 

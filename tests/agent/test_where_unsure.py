@@ -27,7 +27,10 @@ class Doubting(Recorder):
         self.sure = sure
 
     def act(self, requests):
-        return [replace(made, sure=self.sure[len(r.history)]) for made, r in zip(super().act(requests), requests)]
+        return [
+            replace(made, sure=self.sure[len(r.history)])
+            for made, r in zip(super().act(requests), requests, strict=True)
+        ]
 
 
 def play(executor, steps=3, **limits):
@@ -45,7 +48,9 @@ def test_a_sure_executor_acts_without_a_compiler():
     told = [(len(r.history), r.delivered.guidance) for r in executor.seen]
     assert told == [(0, ""), (0, "go north"), (1, ""), (2, "")]
     assert episode.steps[0].tokens == {"executor_in": 4, "executor_out": 2, "compiler_in": 3, "compiler_out": 2}
-    assert episode.steps[1].tokens == {"executor_in": 2, "executor_out": 1} and "compiler" not in episode.steps[1].seconds
+    assert (
+        episode.steps[1].tokens == {"executor_in": 2, "executor_out": 1} and "compiler" not in episode.steps[1].seconds
+    )
     assert episode.steps[1].brief_after == episode.steps[0].brief_after == episode.steps[2].brief_before
     made = summarise([episode])
     assert (made["usage"]["compiler"]["calls"], made["usage"]["compiler"]["tokens_in"]) == (2, 6)
