@@ -78,11 +78,12 @@ def test_a_broken_episode_says_so(tmp_path: Path) -> None:
 
 def test_a_step_shows_everything_that_happened(tmp_path: Path) -> None:
     soft = {"n": 4.0, "mu_norm": 71.5, "sigma_mean": 1.25}
-    told = step(0, soft=soft, reason="the mug was there", op_errors=("create: key exists",), executor_text="look!")
+    said = {"reason": "the mug was there", "op_errors": ("create: key exists",), "executor_text": "look!"}
+    told = step(0, soft=soft, sure=0.5, **said)
     seen = Page(write({"compiled": [episode("t0", "compiled", True, steps=[told])]}, tmp_path / "report.html"))
     text = " ".join(seen.text.split())
     for part in ("soft tokens n 4 mu norm 71.5 sigma mean 1.25", "because the mug was there", "create: key exists",
-                 "executor promptprompt 0", "look choice wrote: look!", "observation 1"):  # fmt: skip
+                 "sure without compiling 0.50", "executor promptprompt 0", "look choice wrote: look!", "observation 1"):  # fmt: skip
         assert part in text
 
 
