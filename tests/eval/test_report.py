@@ -82,8 +82,11 @@ def test_a_step_shows_everything_that_happened(tmp_path: Path) -> None:
     told = step(0, soft=soft, sure=0.5, **said)
     seen = Page(write({"compiled": [episode("t0", "compiled", True, steps=[told])]}, tmp_path / "report.html"))
     text = " ".join(seen.text.split())
-    for part in ("soft tokens n 4 mu norm 71.5 sigma mean 1.25", "sure without compiling 0.50", "create: key exists",
-                 "because the mug was there", "executor promptprompt 0", "look choice wrote: look!", "observation 1"):  # fmt: skip
+    shown = (
+        "soft tokens n 4 mu norm 71.5 sigma mean 1.25", "sure without compiling 0.50", "because the mug was there",
+        "create: key exists", "executor promptprompt 0", "look choice wrote: look!", "observation 1",
+    )  # fmt: skip
+    for part in shown:
         assert part in text
 
 
