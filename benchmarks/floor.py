@@ -20,6 +20,7 @@ from lm.backbone import device_of, dtype_of
 from plan.models import untrained
 
 SIZE, TRIES = 2048, 8
+LARGE = 2**28  # numbers of a matrix that no cache holds: one of a larger model tells nothing more
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def floor_of(name: str, dtype: str) -> Floor:
     head = model.get_output_embeddings().weight
     tables = {id(head), id(model.get_input_embeddings().weight)}
     weights = sum(p.numel() for p in model.parameters() if p.ndim == 2 and id(p) not in tables)
-    rows = max(1, (weights + head.numel()) // SIZE)
+    rows = max(1, min(weights + head.numel(), LARGE) // SIZE)
     matrix, vector, square = (torch.randn(*shape, **on) for shape in ((rows, SIZE), (SIZE,), (SIZE, SIZE)))
     read = matrix.numel() * matrix.itemsize / _best(lambda: matrix @ vector)
     return Floor(weights, head.numel(), matrix.itemsize, read, 2 * SIZE**3 / _best(lambda: square @ square))
