@@ -15,7 +15,7 @@ from agent.deliveries import Delivery, pasted
 from agent.records import Episode, StepInput, StepRecord, compile_request, delivered, executor_request, soft_read_on
 from compiler.brief_state import BriefState, apply_ops, render_brief_state
 from envs.base import Environment, Task, living
-from executor.records import Executor
+from executor.records import Action, Executor
 from lm.ledger import EndpointStop
 from memory.entry import MemoryEntry
 from memory.protocol import Fixed, Recall, Session, Trace
@@ -167,17 +167,17 @@ class _Roles:
         """Compile and act (Eq. 3 to 5); or act at once, where that is the delivery and the executor is sure."""
         if not self.delivery.where_unsure:
             step = await self.compile(step, record)
-            return step, await self.act(step, record)
-        action = await self.act(step, record)
-        record.sure = record.decision.sure if record.decision else None
+            return step, (await self.act(step, record)).action
+        untold = await self.act(step, record)
+        record.sure = untold.sure
         if record.sure is None:
             raise ExecutorFailure("it does not say how sure it is: only of listed commands, with executor.mode=choice")
         if record.sure >= self.sure:
-            return step, action
+            return step, untold.action
         told = await self.compile(step, record)
         if delivered(told, self.executor) == delivered(step, self.executor):
-            return told, action  # it would read the same once more
-        return told, await self.act(told, record)
+            return told, untold.action  # it would read the same once more
+        return told, (await self.act(told, record)).action
 
     async def compile(self, step: StepInput, record: StepRecord) -> StepInput:
         """Compile (M, b_t, o_t) into emission and soft tokens of the step; nothing where nobody compiles."""
@@ -190,13 +190,13 @@ class _Roles:
         record.note_compilation(made)
         return replace(step, emission=made.emission, soft=made.soft if self.delivery.soft else None)
 
-    async def act(self, step: StepInput, record: StepRecord) -> str:
+    async def act(self, step: StepInput, record: StepRecord) -> Action:
         """Have the executor read goal, delivery, history and o_t, and decide on one action."""
         request = executor_request(step, self.executor)
         answer = self._answer(self.executor, self.executor.act, request)
         made, seconds = await self._guarded(answer, ExecutorFailure)
         record.note_action(request, made, seconds)
-        return made.action
+        return made
 
     async def _answer(self, owner: object, backend: Batch, request: object) -> tuple[Any, float]:
         """Return what the backend answers, and the seconds that this took (of a batch, its share)."""

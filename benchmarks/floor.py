@@ -9,12 +9,12 @@ out of it. Attention to what a cache holds, and vectors, are left out: a floor s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from lm.backbone import device_of, dtype_of
 from plan.models import untrained
@@ -72,12 +72,5 @@ def floor_of(name: str, dtype: str) -> Floor:
 
 
 def _best(call: Callable[[], Any]) -> float:
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    seconds = []
-    for _ in range(TRIES):
-        wait()
-        started = time.perf_counter()
-        call()
-        wait()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())  # it waits for the device
+    return min(timer.timeit(1).mean for _ in range(TRIES))

@@ -103,14 +103,15 @@ class TokenExecutor:
 
     def _chosen(self, candidates: Sequence[str] | None, prompt: Prompt, candidate_logprobs: Tensor) -> Action:
         drawn: dict[str, Any] = {}
+        candidate_logprobs = candidate_logprobs.float().cpu()  # once, for each question to a GPU waits for it
         if self.temperature:
-            logprobs = self.action_logprobs(candidate_logprobs.float().cpu())
+            logprobs = self.action_logprobs(candidate_logprobs)
             at = int(torch.multinomial(logprobs.exp(), 1, generator=self.generator))
             drawn = {"prompt": prompt, "logprob": float(logprobs[at])}
         else:
             at = int(candidate_logprobs.argmax())
         action, ids = (candidates or ())[at], prompt.ids
-        written, sure = len(self.action_ids(action)), float(candidate_logprobs.float().softmax(0).max())
+        written, sure = len(self.action_ids(action)), float(candidate_logprobs.softmax(0).max())
         return Action(action, Grounding.CHOICE, action, ids, len(ids), written, chosen=at, sure=sure, **drawn)
 
     def _grounded(
