@@ -13,6 +13,8 @@ SPACE := $(subst ,, )
 export UV_PYTHON_DOWNLOADS := never
 export UV_HTTP_TIMEOUT ?= 180
 unexport VIRTUAL_ENV
+# Where an image forbids byte code, every process would compile torch and transformers anew: ten seconds each.
+unexport PYTHONDONTWRITEBYTECODE
 
 # A stamp per environment and set of extras: what was synced once is not synced again until pyproject.toml or uv.lock
 # changes. $(call stamp,FOLDER,NAME,EXTRAS)
@@ -55,9 +57,9 @@ test-beside: $(TEST) $(OPENENV)
 test-alone: $(TEST) $(OPENENV)
 	.venv/bin/pytest -m alone --durations=25 $(ARGS) || [ $$? -eq 5 ]
 
-# What needs an engine or takes more than ten seconds is left out: for a look after every change.
+# What needs an engine or takes more than two seconds is left out: for a look after every change.
 test-fast: $(FAST)  ## install the core and the test tools, then the tests that need no engine (minutes)
-	.venv/bin/pytest -m "not slow and not vllm and not alfworld and not scienceworld" -n 2 $(ARGS)
+	.venv/bin/pytest -m "not slow and not seconds and not vllm and not alfworld and not scienceworld" -n 2 $(ARGS)
 
 lint: $(FAST)  ## ruff: rules and format
 	.venv/bin/ruff check .

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 
 def json_object(text: str | None) -> dict[str, Any] | None:
     """Return the JSON object in a chat model's answer; None where there is none that can be read."""
-    found = re.search(r"\{.*\}", text or "", re.DOTALL)
+    text = text or ""
+    held = text[max(0, text.find("{")) : text.rfind("}") + 1]  # found so, garbage of any length takes no time
     try:
-        value = json.loads(found[0]) if found else None
+        value = json.loads(held) if held else None
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -57,6 +57,7 @@ def leave() -> str:
 # --- the mechanism ---
 
 
+@pytest.mark.seconds
 def test_every_kind_of_failure_is_one_check_and_the_rest_goes_on(capfd):
     probes = [
         Probe("fine", fine),
@@ -226,6 +227,7 @@ def test_embodied_bench_is_looked_for_in_its_own_python(standin, monkeypatch):
     assert run_probe(probe) == Check("eb_alfred", "missing", "EMBODIEDBENCH_PYTHON is not set", "export ...", False)
 
 
+@pytest.mark.seconds
 def test_an_embodied_bench_that_hangs_is_given_up(standin):
     (standin / "gym" / "__init__.py").write_text("import time\ntime.sleep(600)\n")
     probe = Probe("eb_navigation", partial(import_all, "eb_navigation", seconds=2.0), core=False)

@@ -97,6 +97,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, A
     return done.output, json.loads((out / "results.json").read_text())
 
 
+@pytest.mark.seconds
 def test_the_last_line_is_the_ratio_of_what_the_file_holds(measured: tuple[str, dict[str, Any]]) -> None:
     output, results = measured
     last = output.strip().splitlines()[-1]
@@ -108,6 +109,7 @@ def test_the_last_line_is_the_ratio_of_what_the_file_holds(measured: tuple[str, 
     assert "written is what" in " ".join(output.split())
 
 
+@pytest.mark.seconds
 def test_every_row_holds_every_step_and_its_parts_make_the_whole(measured: tuple[str, dict[str, Any]]) -> None:
     _, results = measured
     assert [(r["engine"], r["episodes"], r["delivery"]) for r in results["rows"]] == [
@@ -127,6 +129,7 @@ def test_every_row_holds_every_step_and_its_parts_make_the_whole(measured: tuple
         assert found["steps_per_second"] == pytest.approx(found["episodes"] * (STEPS - 1) / later)
 
 
+@pytest.mark.seconds
 def test_the_second_pass_is_made_beside_guidance_and_noaction_is_counted(
     measured: tuple[str, dict[str, Any]],
 ) -> None:
@@ -139,6 +142,7 @@ def test_the_second_pass_is_made_beside_guidance_and_noaction_is_counted(
     assert found["soft_read"] == sum(guided[1:]) / (STEPS - 1)
 
 
+@pytest.mark.seconds
 def test_tokens_are_those_of_the_prompts_and_of_what_was_said(measured: tuple[str, dict[str, Any]]) -> None:
     """One episode at a time, so that each mean is one prompt's: counted again from the prompts themselves."""
     _, results = measured
@@ -265,6 +269,7 @@ def test_bad_input_gives_one_clear_line(arguments: list[str], message: str) -> N
     assert "Traceback" not in done.output
 
 
+@pytest.mark.seconds
 def test_the_floor_is_what_reading_and_writing_take_at_least(measured: tuple[str, dict[str, Any]]) -> None:
     floor = Floor(weights=1000, head=500, itemsize=4, read=6000.0, made=20_000.0)
     assert floor.seconds(columns=2, heads=1) == 1.0  # 6,000 bytes in a second; 5,000 FLOPs are less

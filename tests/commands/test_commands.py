@@ -154,6 +154,7 @@ def test_help_answers_at_once():
     assert loaded("torch", by="memcompiler.cli") == "False"
 
 
+@pytest.mark.seconds
 def test_who_drives_evaluation_and_collection_waits_for_no_models():
     """Bad settings are refused before any is loaded, and where workers play there is none here."""
     assert loaded("transformers.modeling_utils", by="eval.evaluate, data_gen.collect") == "False"

@@ -105,6 +105,7 @@ def test_kill_and_resume_give_the_same_result_and_play_nothing_twice(tmp_path):
     assert (killed / "report.html").exists()
 
 
+@pytest.mark.seconds
 def test_the_result_says_what_it_depends_on(tmp_path):
     results = run_eval(config(PLAIN, "limit=4", "max_steps=3", folder=tmp_path), tmp_path / "run")
     assert results["complete"] is True and results["n_tasks"] == 4 and results["split"] == "test"
@@ -128,6 +129,7 @@ def test_the_result_says_what_it_depends_on(tmp_path):
     assert "How episodes failed" in page and "never found" in page
 
 
+@pytest.mark.seconds
 def test_a_matrix_loads_its_executor_once_and_resumes_by_cells(tmp_path, monkeypatch):
     loads = []
     load = players.load_executor
@@ -160,6 +162,7 @@ def test_a_matrix_loads_its_executor_once_and_resumes_by_cells(tmp_path, monkeyp
     assert without_clocks(run_eval(asked, out, "resume")) == without_clocks(results) and not loads
 
 
+@pytest.mark.seconds
 def test_an_interrupted_matrix_says_what_is_missing_and_has_no_report(tmp_path, monkeypatch):
     asked, out = config(MATRIX, folder=tmp_path), tmp_path / "run"
     whole, cells = evaluate.evaluate, []
@@ -179,6 +182,7 @@ def test_an_interrupted_matrix_says_what_is_missing_and_has_no_report(tmp_path, 
     assert told.exit_code != 0 and not (out / "report.html").exists()
 
 
+@pytest.mark.seconds
 def test_other_settings_data_or_prompts_are_refused(tmp_path, monkeypatch):
     asked, out = config(PLAIN, "deliveries=[none]", "limit=2", "max_steps=2", folder=tmp_path), tmp_path / "run"
     run_eval(asked, out)

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,6 +120,7 @@ def test_operations_make_new_states_and_one_that_fails_changes_nothing(state, op
     assert after == state if errors else after == state.apply(operation)
 
 
+@pytest.mark.seconds
 @given(st.lists(st.one_of(ops, st.builds(Create, words, st.just("y" * 300))), min_size=60, max_size=90))
 def test_a_state_is_bounded_whatever_is_written(operations):
     state, _ = apply_ops([Create("plan", "; ".join("abc")), *operations], BriefState("g"))

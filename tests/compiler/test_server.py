@@ -226,6 +226,7 @@ def test_what_times_out_frees_the_compiler() -> None:
         assert fake.batches[-1] == [BODY["goal"]] and len(service.queue) == 0
 
 
+@pytest.mark.seconds
 def test_a_client_that_goes_frees_the_compiler_and_leaves_the_queue() -> None:
     fake = Fake()
     with listening(fake, gather_s=0.0) as (url, _):
@@ -370,6 +371,7 @@ def test_what_comes_back_is_the_compilation_itself(vlm: bool) -> None:
         assert_same(RemoteCompiler(url).compile(asked), compiler.compile(asked), atol=1e-5)
 
 
+@pytest.mark.seconds
 def test_a_seed_is_drawn_as_by_the_compiler_itself() -> None:
     compiler = tiny_models.memory_compiler(False).eval()
     asked = [tiny_models.request(i, image=False) for i in range(3)]
@@ -410,6 +412,7 @@ def test_a_seed_of_the_services_own_is_named_and_can_be_used_again() -> None:
 # -- the client -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 def test_busy_and_starting_servers_are_asked_again() -> None:
     fake = Fake()
     fake.gate.clear()
@@ -436,6 +439,7 @@ def test_failures_come_back_in_words_and_in_time() -> None:
             RemoteCompiler(url, timeout=1).compile([tiny_models.request(0)] * 3)
 
 
+@pytest.mark.seconds
 def test_the_time_limit_is_a_requests_not_the_batchs() -> None:
     class Slow(Fake):
         def compile(self, requests: Any, seeds: Any = None, wanted: Any = None) -> Any:
@@ -462,6 +466,7 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert "k1" not in str(raised.value)
 
 
+@pytest.mark.seconds
 def test_a_service_that_dies_costs_the_episodes_that_need_it_and_no_others() -> None:
 
     fake = Fake()

@@ -51,6 +51,7 @@ def test_all_clients_are_answered_and_batches_are_counted() -> None:
     assert met.batch == pytest.approx(len(slow.asked) / len(slow.sizes))
 
 
+@pytest.mark.seconds
 def test_who_is_told_to_come_back_is_answered_later() -> None:
     with listening(Slow(), queue=1, batch=1) as (url, _):
         met = asyncio.run(load(url, script(), 6, 0.0))

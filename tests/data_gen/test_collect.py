@@ -402,6 +402,7 @@ def test_shards_of_the_expert_play_each_task_once(tmp_path):
     assert banks[0] == banks[1] == banks[2]  # each shard reads the experience of all scenes
 
 
+@pytest.mark.seconds
 def test_without_a_brief_state_neither_the_teacher_nor_its_rows_have_one(tmp_path):
     rows = {}
     for has_one in (True, False):

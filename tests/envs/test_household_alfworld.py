@@ -53,6 +53,7 @@ def stored(data_root: Path, task: Task) -> dict[str, object]:
     return json.loads((data_root / "json_2.1.1" / task.data["path"]).read_text())
 
 
+@pytest.mark.seconds
 def test_games_are_listed_as_tasks(env: HouseholdEnvironment, data_root: Path) -> None:
     tasks = env.tasks("train")
     assert len(tasks) >= 50 and {task.kind for task in tasks} == set(KINDS)
@@ -98,6 +99,7 @@ def test_stored_walkthroughs_and_the_expert_win(env: HouseholdEnvironment, data_
     assert max(longer) <= 0, longer  # the stored walkthroughs are a planner's
 
 
+@pytest.mark.seconds
 def test_no_way_is_shorter_in_real_games(env: HouseholdEnvironment) -> None:
     rng = random.Random(5)
     counted: Counter[int] = Counter()

@@ -45,6 +45,7 @@ def steps_by_turn(episodes: Sequence[Episode]) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.seconds
 def test_spatial_memory_shortens_search_from_a_home_s_second_episode_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def bare_rules(monkeypatch: pytest.MonkeyPatch) -> DeliverySpec:
     return spec
 
 
+@pytest.mark.seconds
 def test_one_entry_is_evaluated_labelled_and_read_again(
     bare_rules: DeliverySpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +57,7 @@ def test_one_entry_is_evaluated_labelled_and_read_again(
     assert (delivered(step, Recorder()).state, delivered(step, Recorder()).guidance) == ("", episode.steps[1].guidance)
 
 
+@pytest.mark.seconds
 def test_one_entry_may_stand_in_a_matrix(bare_rules: DeliverySpec, tmp_path: Path) -> None:
     matrix = ["matrix={memory: {one: {memory.k: 1}, two: {memory.k: 2}}}", "baseline={delivery: bare_rules}"]
     results = run_eval(load_config(EvalConfig, None, [*SMALL, *matrix, "limit=1"]), tmp_path)

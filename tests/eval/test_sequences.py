@@ -67,6 +67,7 @@ def test_a_sequence_succeeds_with_all_of_its_tasks_and_shares_are_of_what_was_as
 # played ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 def test_the_tables_directions(tmp_path: Path) -> None:
     both, no_long, no_short = (
         evaluated(tmp_path / name, f"memory.settings={settings}")
@@ -98,6 +99,7 @@ def test_what_is_counted_as_recalled_is_what_the_record_says(tmp_path: Path) -> 
     assert checked > 5 and all(len(row["steps"]) for row in rows)
 
 
+@pytest.mark.seconds
 def test_a_bank_of_episodes_lives_in_each_world_by_itself(tmp_path: Path) -> None:
     settings = ["memory.system=trajectory", "env.sequences={simple: 0, composite: 5, complex: 0}"]
     made = evaluated(tmp_path, *settings)
@@ -109,6 +111,7 @@ def test_a_bank_of_episodes_lives_in_each_world_by_itself(tmp_path: Path) -> Non
     assert [bank.origins().total() for bank in banks] == lengths
 
 
+@pytest.mark.seconds
 def test_several_seeds_are_one_row_and_papers_numbers_stand_beside_it(tmp_path: Path) -> None:
     memories = "{no-short: {memory.settings: {short: false}}, karma: {memory.settings: {}}}"
     levels = f"matrix={{memories: {memories}, seed: {{a: {{env.seed: 0}}, b: {{env.seed: 1}}}}}}"
@@ -133,6 +136,7 @@ def test_the_papers_numbers_are_as_printed() -> None:
     assert second["w/o long-term"]["Composite MRA"].value == 100 and second["KARMA"] == cells["KARMA"]
 
 
+@pytest.mark.seconds
 def test_a_run_that_was_cut_short_goes_on_to_the_same_result(tmp_path: Path) -> None:
     """As a kill leaves it: no results, and a record that ends within a sequence and within a line."""
     settings = ["env.sequences={simple: 0, composite: 3, complex: 0}", "deliveries=[static]", "concurrency=1"]

@@ -95,6 +95,7 @@ def test_first_attempts_count_and_memory_learns_from_all(tmp_path: Path) -> None
     assert [e.bank_version for e in played] == list(range(6))
 
 
+@pytest.mark.seconds
 def test_further_attempts_change_nothing_of_the_first_episode(tmp_path: Path) -> None:
     run(config(), tmp_path / "two")
     run(config(settings={"evolve": {"retries": 0}}), tmp_path / "none")
@@ -116,6 +117,7 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_end(system: str, tmp_path:
     assert went_on["results"]["live"]["stream"] == whole["results"]["live"]["stream"]
 
 
+@pytest.mark.seconds
 def test_what_a_kill_kept_from_memory_is_committed_when_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +157,7 @@ def test_rounds_freeze_memory_within_them(tmp_path: Path) -> None:
     assert not any(e.memory_ids for e in episodes(tmp_path / "run")[:4])
 
 
+@pytest.mark.seconds
 def test_memory_may_begin_with_what_frozen_memory_would_hold(tmp_path: Path) -> None:
     warm = run(config("trajectory", warm_start=True, experience_limit=6), tmp_path / "warm")
     assert episodes(tmp_path / "warm")[0].memory_ids and warm["bank_entries"] == 6
@@ -200,6 +203,7 @@ def test_what_comes_again_is_told_apart() -> None:
     assert [quarter["mean"] for quarter in both["quarters"]] == [0.5] * 4
 
 
+@pytest.mark.seconds
 def test_tables_say_that_memory_grew(tmp_path: Path) -> None:
     results = run(config("trajectory", ("static",)), tmp_path / "run")
     table = to_markdown(results)

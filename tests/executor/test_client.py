@@ -128,6 +128,7 @@ def remote(url: str, model: Path | None = None, **kwargs: Any) -> RemoteExecutor
 # -- without vLLM -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 def test_likelihoods_and_choices_are_those_of_the_model() -> None:
     with standing_in() as (url, handler, _):
         ours, theirs = remote(url), handler.reference
@@ -156,6 +157,7 @@ def test_what_the_server_reads_as_other_tokens_is_refused() -> None:
         assert remote(url).act([request(1, soft=False)])
 
 
+@pytest.mark.seconds
 def test_what_does_not_fit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXECUTOR_KEY, "k1")
     with standing_in() as (url, handler, kill):
@@ -172,6 +174,7 @@ def test_what_does_not_fit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
             ours.act([request(0)])
 
 
+@pytest.mark.seconds
 def test_a_server_that_dies_costs_the_episodes_that_need_it() -> None:
 
     with standing_in() as (url, _, kill):

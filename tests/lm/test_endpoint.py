@@ -25,6 +25,7 @@ def ask(endpoint: Endpoint, *texts: str, role: str = "test", repeat: int = 0):
     return endpoint.run([endpoint.ask([user_message(text)], role, 32, repeat) for text in texts])
 
 
+@pytest.mark.seconds
 def test_every_fault_is_tried_again_and_counted_by_kind(tmp_path):
     faults = ["429", "429 retry-after", "500", "hang", "truncated", "html", "empty choices", "null content", "array",
               "closed"]  # fmt: skip

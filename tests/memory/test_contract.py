@@ -123,6 +123,7 @@ def test_hostile_text_stays_data(memory: MemorySystem) -> None:
     assert prompt(memory, Task("x", HOSTILE, HOSTILE, HOSTILE, HOSTILE)) is not None
 
 
+@pytest.mark.seconds
 def test_two_writers_lose_nothing(system: str, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.memory.test_contract import opened, trace\n"

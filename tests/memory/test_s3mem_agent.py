@@ -90,6 +90,7 @@ def test_it_saves_steps_pasted_and_compiled_by_the_teacher(
     assert all(results[name]["success"]["mean"] >= results["none"]["success"]["mean"] for name in DELIVERIES)
 
 
+@pytest.mark.seconds
 def test_online_it_knows_what_earlier_episodes_left_and_nothing_later(
     online: tuple[Path, dict[str, Any], dict[str, list[Episode]]],
 ) -> None:

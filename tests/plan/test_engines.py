@@ -67,6 +67,7 @@ def test_the_cluster_that_is_there_is_laid_out_and_said():
     )
 
 
+@pytest.mark.seconds
 def test_the_plan_is_that_of_the_layout():
     named = ["placement.trainers=1", "placement.compilers=2", "placement.executors=1", *SHORT]
     config: Any = load_config(GrpoConfig, "grpo/paper", named)

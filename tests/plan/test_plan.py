@@ -88,6 +88,7 @@ def test_what_is_kept_of_a_token_by_hand():
     assert cache_per_token(model_config("Qwen/Qwen2.5-14B-Instruct").get_text_config(), "bfloat16") == 196_608
 
 
+@pytest.mark.seconds
 def test_an_sft_step_of_smollm2_by_hand():
     """Trained are LoRA of rank 16 on q (576 -> 576) and v (576 -> 192) of 30 layers, and the projector 576 -> 2 * 576
     with bias: 30 * 16 * (2 * 576 + 576 + 192) + 577 * 1152 = 921,600 + 664,704 parameters in fp32."""
@@ -113,6 +114,7 @@ def test_backends_share_out_what_they_say_they_do():
     assert (cut.gradients, cut.moments) == (10, 20)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("backend", ["fsdp", "zero3"])
 def test_sft_in_slices_is_never_whole_on_a_gpu_and_once_in_the_hosts_memory(backend):
     changes = [f"compiler.model={SMOL}", f"executor.model={SMOL}", f"backend={backend}", "gradient_checkpointing=false"]
@@ -122,6 +124,7 @@ def test_sft_in_slices_is_never_whole_on_a_gpu_and_once_in_the_hosts_memory(back
     assert budget.loading == 0 and budget.host == pytest.approx(HOST + whole / 8, rel=0.01)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("backend", ["fsdp", "zero3"])
 def test_grpo_in_slices_has_a_whole_compiler_only_where_it_rolls_out_by_itself(backend):
     changes = [f"compiler.model={SMOL}", f"executor.model={SMOL}", f"backend={backend}", "placement.trainers=4",
@@ -137,6 +140,7 @@ def test_grpo_in_slices_has_a_whole_compiler_only_where_it_rolls_out_by_itself(b
     assert served.host - HOST == pytest.approx(weights / 4, rel=0.01) and alone.host == HOST
 
 
+@pytest.mark.seconds
 def test_unequal_rows_cost_more_than_their_number_says():
     changes = [f"compiler.model={SMOL}", f"executor.model={SMOL}", "gradient_checkpointing=false"]
     config = load_config(SftConfig, "sft/paper", changes)
@@ -168,6 +172,7 @@ def test_the_prediction_holds_under_gradient_checkpointing(models: Path, check):
     assert again.passing[1] < plain.passing[1]  # it does something
 
 
+@pytest.mark.seconds
 def test_gradient_checkpointing_is_what_makes_a_run_fit():
     """One row of SmolLM2 at a time: there is nothing smaller to take."""
     changes = [f"compiler.model={SMOL}", f"executor.model={SMOL}", "gradient_checkpointing=false"]
@@ -197,6 +202,7 @@ def test_a_run_that_does_not_fit_is_told_what_would():
     assert plan(config, SHORT, H100, 1).fits(H100, 1)
 
 
+@pytest.mark.seconds
 def test_tasks_that_are_played_during_sft_have_their_prompts_counted():
     changes = [f"compiler.model={SMOL}", f"executor.model={SMOL}", "micro_batch_size=1", "compiler.batch_size=64"]
     plain, played = (
@@ -224,6 +230,7 @@ def test_processes_on_one_gpu_share_it_and_more_gpus_than_there_are_do_not_fit()
     assert alone.needs() == pytest.approx(60)
 
 
+@pytest.mark.seconds
 def test_an_engine_whose_longest_sequence_does_not_fit_is_given_a_shorter_one():
     changes = ["compiler.model=Qwen/Qwen2.5-7B-Instruct", "compiler.engine=vllm", "executor.engine=vllm",
                "executor.model=Qwen/Qwen2.5-7B-Instruct", "deliveries=[none]"]  # fmt: skip
@@ -235,6 +242,7 @@ def test_an_engine_whose_longest_sequence_does_not_fit_is_given_a_shorter_one():
     assert found is not None and "executor.vllm" in found[0]
 
 
+@pytest.mark.seconds
 def test_an_executor_that_is_quantised_takes_what_its_linear_layers_are_left_with():
     """Qwen2.5-14B, by hand: what is not a linear layer of a block stays in bfloat16."""
     model = "Qwen/Qwen2.5-14B-Instruct"
@@ -307,6 +315,7 @@ def test_the_command_prints_a_table_and_ends_with_whether_it_fits(tmp_path: Path
     assert record["budgets"][0]["activations"] > 0
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("command", [["train", "sft", "-c", "sft/paper"], ["train", "grpo", "-c", "grpo/quickstart"]])
 def test_a_dry_run_prints_the_plan_once_and_starts_nothing(command: list[str], tmp_path: Path, monkeypatch):
     out = ["--dry-run", "--out", str(tmp_path / "run")]

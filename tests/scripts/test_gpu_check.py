@@ -48,6 +48,7 @@ def alone() -> Iterator[None]:
 # the kit --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 def test_a_part_that_fails_is_recorded_and_the_others_go_on(trace: Path, tmp_path: Path) -> None:
     kit = Kit(tmp_path, SETUP, [part("broken"), part("killed"), part("absent"), part("unlike"), part("fine")])
     assert not kit.run()
@@ -73,6 +74,7 @@ def test_what_is_recorded_is_not_run_again_unless_it_is_asked_for(trace: Path, t
         Kit(tmp_path, Setup("cuda", "paper"), kit.parts).run()
 
 
+@pytest.mark.seconds
 def test_a_part_has_a_time_limit_of_its_own_and_keeps_its_rows(trace: Path, tmp_path: Path) -> None:
     made: dict = {"rows": []}
     for seconds in (10.0, 40.0, 160.0):  # a busy machine takes its time to start a process
@@ -127,6 +129,7 @@ def test_every_part_and_every_page_knows_the_others() -> None:
 # the parts ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 def test_both_sides_agree_until_a_weight_is_changed_on_one() -> None:
     cpu, here = (parity.make_side("float32", "cpu") for _ in range(2))
     rows = list(parity.compare("float32", cpu, here))
@@ -175,6 +178,7 @@ def test_running_out_of_memory_is_a_result() -> None:
         tried(SETUP, {}, lambda: {"x": 1 / 0})
 
 
+@pytest.mark.seconds
 def test_a_compiled_step_is_what_its_parts_take() -> None:
     from benchmarks.gpu import emission
 

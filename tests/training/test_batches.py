@@ -97,6 +97,7 @@ def test_what_a_worker_raises_is_raised_and_not_waited_for(tmp_path):
         next(broken.steps())
 
 
+@pytest.mark.seconds
 def test_stored_rows_are_those_that_were_saved_one_by_one_and_edited(tmp_path):
     save_rows(ROWS, tmp_path / "rows")
     stored = StoredRows(tmp_path / "rows")

@@ -235,6 +235,7 @@ def test_pathwise_gradient_is_the_finite_difference(tmp_path):
     assert (ends[0] - ends[1]) / 2e-2 == pytest.approx(bias.grad.norm().item(), rel=2e-2)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("projector", ["gaussian", "linear"])
 def test_soft_tokens_learn_by_the_path_what_wins(tmp_path, projector):
     settings = {
@@ -417,6 +418,7 @@ def test_resume_is_exact(tmp_path, settings):
         trainer(tmp_path / "cut", seed=1).resume()
 
 
+@pytest.mark.seconds
 def test_overlap_plays_one_update_ahead_and_resumes_exactly(tmp_path):
     settings = {"updates": 6, "save_every": 3, "overlap": True}
     settings |= {"loss": {"importance_cap": 2.0}, "optimizer": {"projector_lr": 1e-2}}

@@ -158,6 +158,7 @@ def test_a_full_unit_says_more_than_its_chunk_and_both_more_than_objects(
     assert total["full"] >= total["chunk"] > total["event"] > total["objects"]
 
 
+@pytest.mark.seconds
 def test_a_router_is_written_with_what_it_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORLDS": 4, "DIALOGUES": 2, "SESSIONS": 4, "CS": (1.0,)}.items():
         monkeypatch.setattr(training, name, value)

@@ -307,6 +307,7 @@ def test_a_way_with_something_in_hand_is_a_kind_of_its_own() -> None:
     assert kind("take mug 1 from bed 1", Why.PLAN, "\nmemory:\n") == (lessons.MEMORY, "take")
 
 
+@pytest.mark.seconds
 def test_deeds_of_one_beginning_are_read_as_each_alone() -> None:
     from zoo.stages import AnswerLoss
     from zoo.wiring import wired

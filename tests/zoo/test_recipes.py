@@ -41,6 +41,7 @@ def text_stage(folder, levels=ALWAYS_PASSED, steps=20, callbacks=()):
     return model.state_dict(), curriculum
 
 
+@pytest.mark.seconds
 def test_a_killed_stage_goes_on_to_the_same_weights(tmp_path):
     """The last checkpoint stands where an exam was passed: the level that this brought is known after the restart."""
     weights, curriculum = text_stage(tmp_path / "whole")

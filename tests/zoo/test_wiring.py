@@ -139,18 +139,21 @@ def answered(model, batches: int = 4) -> dict[str, float]:
     return {kind: sum(right) / len(right) for kind, right in kinds.items()}
 
 
+@pytest.mark.seconds
 def test_untrained_it_goes_where_memory_tells_or_to_the_next_place_of_the_first_view(gathering):
     shares = answered(gathering)
     assert shares["told"] > 0.65 and shares["following"] > 0.5
     assert shares["been"] > shares["not been"] + 8
 
 
+@pytest.mark.seconds
 def test_without_its_wiring_it_goes_nowhere(gathering):
     torch.manual_seed(0)
     shares = answered(type(gathering)(gathering.config), 1)
     assert max(shares["told"], shares["following"]) < 0.1 and abs(shares["been"] - shares["not been"]) < 1
 
 
+@pytest.mark.seconds
 def test_embeddings_that_begin_apart_are_less_alike_than_random_ones(gathering, model):
     def alike(some) -> float:
         vectors = torch.nn.functional.normalize(some.get_input_embeddings().weight[:, :EMBEDDED].detach(), dim=1)
@@ -194,6 +197,7 @@ HEATED = f"{IN_HAND} ; go to microwave 1 ; heat mug 1 with microwave 1"
 PUT_FIRST = f"{IN_HAND} ; go to shelf 1 ; move mug 1 to shelf 1 ; go to microwave 1 ; go to bed 1"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("did", ["", SOUGHT, PUT_FIRST])
 def test_untrained_it_finds_what_memory_tells_of_the_goals_thing_unless_something_is_in_hand(gathering, did):
     assert finds(gathering, TOLD, asked("put a mug in shelf", did))[0] == "cabinet 3"
@@ -202,6 +206,7 @@ def test_untrained_it_finds_what_memory_tells_of_the_goals_thing_unless_somethin
     assert finds(gathering, TOLD, heated)[0] == ""
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("did", "gone_to", "not_gone_to"), [
     (SOUGHT, "drawer 2", "cabinet 3"), (PUT_FIRST, "microwave 1", "cabinet 3"), (PUT_FIRST, "microwave 1", "drawer 2"),
     (IN_HAND, "", "drawer 2"),
@@ -215,6 +220,7 @@ def test_untrained_it_finds_where_it_has_been_in_this_search_and_not_what_memory
     assert finds(gathering, GONE_TO, f"{prompt} {not_gone_to}")[0] == ""
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("goal", "head", "did", "see", "wanted"), [
     ("heat some bowl and put it in drawer", THING_IN_VIEW, SOUGHT, None, "2"),
     ("put a mug in drawer", GOALS, IN_HAND, None, "drawer 2"),
@@ -232,12 +238,14 @@ def test_untrained_it_finds_the_goals_thing_in_view_and_where_to_bring_what_is_i
     assert finds(gathering, head, prompt)[0] == wanted
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("verb", "named"), [("take", "mug"), ("go to", ""), ("open", "")])
 def test_untrained_it_names_the_goals_thing_behind_what_is_done_with_one(gathering, verb, named):
     prompt = asked("put a mug in drawer", SOUGHT, "You arrive at bed 1. On the bed 1, you see a bowl 2, and a mug 3.")
     assert finds(gathering, NAMED, prompt.removesuffix("go to") + verb)[0] == named
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("did", "see", "goal", "number"), [
     (SOUGHT, "a bowl 2, and a mug 3.", "put a mug in drawer", "3"),
     (SOUGHT, "a bowl 2, and a mug 3.", "heat some bowl and put it in drawer", "2"),
@@ -254,6 +262,7 @@ def test_untrained_an_answer_begins_with_take_where_the_goals_thing_is_in_view_a
     assert not finds(gathering, TAKES, f"{prompt}take")[0]
 
 
+@pytest.mark.seconds
 def test_untrained_a_number_is_that_of_the_thing_in_view_or_of_what_was_taken_and_not_memorys(gathering):
     seen = asked("put a mug in drawer", SOUGHT, "You arrive at bed 1. On the bed 1, you see a bowl 2, and a mug 3.")
     assert finds(gathering, THING_IN_VIEW, seen.removesuffix("go to") + "take mug")[0] == "3"
@@ -261,6 +270,7 @@ def test_untrained_a_number_is_that_of_the_thing_in_view_or_of_what_was_taken_an
     assert finds(gathering, THING_IN_VIEW, taken.removesuffix("go to") + "move mug")[0] == "4"
 
 
+@pytest.mark.seconds
 def test_heads_that_are_set_learn_at_their_own_pace(gathering):
     shares = paces(gathering)
     named = dict(gathering.named_parameters())

@@ -208,6 +208,7 @@ def meaning(text: str) -> list[float]:
     return [0.1, *(float(any(w in text.lower() for w, at in words.items() if at == i)) for i in range(2))]
 
 
+@pytest.mark.seconds
 def test_embeddings_by_endpoint_find_what_shares_no_word(tmp_path: Path) -> None:
     """As a baseline, and as S3Mem's dense channel; answers say which model it was, and texts are sent once."""
     [case, _] = cases()
@@ -268,6 +269,7 @@ def locomo_file(folder: Path) -> Path:
     return data
 
 
+@pytest.mark.seconds
 def test_recall_ends_with_its_line(tmp_path: Path, repository: Path) -> None:
     data = locomo_file(tmp_path)
     command = [sys.executable, "-m", "memcompiler", "bench", "recall", "--data", str(data), "--tokens", "20,1000"]
