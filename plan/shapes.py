@@ -163,8 +163,7 @@ class Shape(Tensor):
 
 
 def _mapped(of: Callable[[Any], Any], tree: Any) -> Any:
-    """Map what an operator takes or gives: lists, tuples and dictionaries of it. (torch's pytree, which knows more kinds,
-    took half the time of a plan.)"""
+    """Map what an operator takes or gives: lists, tuples and dictionaries. (torch's pytree, which knows more, is slow.)"""
     if isinstance(tree, list | tuple):
         return type(tree)([_mapped(of, part) for part in tree])
     return {name: _mapped(of, part) for name, part in tree.items()} if isinstance(tree, dict) else of(tree)
