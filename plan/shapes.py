@@ -163,7 +163,7 @@ class Shape(Tensor):
 
 
 def _mapped(of: Callable[[Any], Any], tree: Any) -> Any:
-    """Map what an operator takes or gives: lists, tuples and dictionaries. (torch's pytree, which knows more, is slow.)"""
+    """Map what an operator takes or gives: lists, tuples, dictionaries. (torch's pytree knows more, and is slow.)"""
     if isinstance(tree, list | tuple):
         return type(tree)([_mapped(of, part) for part in tree])
     return {name: _mapped(of, part) for name, part in tree.items()} if isinstance(tree, dict) else of(tree)
