@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import networkx as nx
 
@@ -62,26 +61,6 @@ class SceneGraph:
         """Count the steps from one area to each other one that can be reached; {} from nowhere."""
         graph = nx.Graph((area.name, other) for area in self.areas for other in area.adjacent)
         return dict(nx.single_source_shortest_path_length(graph, start)) if start in graph else {}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return nodes and edges of all levels."""
-        nodes = [{"name": "floor 1", "type": "Floor"}]
-        nodes += [{"name": a.name, "type": "Area", "position": a.position} for a in self.areas]
-        nodes += [{"name": name, "type": "Object", "position": at} for name, at in self.things]
-        contains = [["floor 1", a.name, "contains"] for a in self.areas]
-        contains += [[a.name, thing, "contains"] for a in self.areas for thing in a.contains]
-        return {"nodes": nodes, "edges": contains + [[a.name, b, "adjacent"] for a in self.areas for b in a.adjacent]}
-
-
-def graph_from_json(data: Mapping[str, Any]) -> SceneGraph:
-    """Rebuild the graph that `to_json` wrote."""
-    of = lambda name, edge: tuple(b for a, b, kind in data["edges"] if a == name and kind == edge)
-    at = lambda node: None if node["position"] is None else tuple(node["position"])
-    areas = [n for n in data["nodes"] if n["type"] == "Area"]
-    return SceneGraph(
-        tuple(Area(n["name"], at(n), of(n["name"], "contains"), of(n["name"], "adjacent")) for n in areas),
-        tuple((n["name"], at(n)) for n in data["nodes"] if n["type"] == "Object"),
-    )
 
 
 def read_graph(text: str) -> SceneGraph:
