@@ -4,7 +4,8 @@ none      no memory
 static    all of M pasted into the executor's prompt at episode start (the paper's AMMI)
 live      what is recalled at every step pasted at that step; the same as static where memory recalls the same all along
 compiled  a compiler reads M and the state at every step and delivers what applies now (SCMC); soft tokens on or off,
-          Brief State on or off; or only at steps where the executor, told nothing, is not sure what to do
+          Brief State on or off; or only at steps where the executor, told nothing, is not sure what to do, or only
+          where a guess from the step alone says that there is something to say
 
 `DELIVERIES` is the one list: evaluations, tables, plots, reports, matrices and analyses ask it. A new delivery is a new
 entry.
@@ -31,6 +32,8 @@ from memory.trajectory import stated_goal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from compiler.need import Need
+
 Kind = Literal["none", "static", "live", "compiled"]
 
 
@@ -44,6 +47,7 @@ class Delivery:
     soft: bool = True
     brief_state: bool = True
     where_unsure: bool = False  # nothing is compiled where the executor is sure of its action without
+    need: Need | None = None  # nothing is compiled where a step is not likely to need it, but for the first
 
     def __post_init__(self) -> None:
         if (self.kind == "compiled") != (self.compiler is not None):
@@ -63,6 +67,7 @@ class DeliverySpec:
     soft: bool = True
     brief_state: bool = True
     where_unsure: bool = False  # compiles where the executor is not sure without; it has to say how sure it is
+    where_needed: bool = False  # compiles where `compiler.need` guesses that there is something to say
     needs_checkpoint: bool = False  # the trained compiler has to be there
     needs_expert: bool = False  # the environment's expert compiles
     memory: Literal["all", "top", "empty"] = "all"  # M is what was retrieved, the best entry of it, or nothing
@@ -81,13 +86,21 @@ class DeliverySpec:
         """Tell whether the executor reads soft tokens that the trained compiler made of this very step."""
         return self.needs_checkpoint and self.soft and not self.interdependent
 
-    def make(self, trained: Compiler | None, seed: int, reader: TrajectoryReader | None = None) -> Delivery:
-        """Make the delivery that the loop plays; `reader` (of the environment) is what teachers need.
-        Raises: ValueError, where it needs a compiler that is not there."""
+    def make(
+        self, trained: Compiler | None, seed: int, reader: TrajectoryReader | None = None, need: Need | None = None
+    ) -> Delivery:  # fmt: skip
+        """Make the delivery that the loop plays; `reader` (of the environment) is what teachers need, `need` what
+        stands beside the compiler's checkpoint. Raises: ValueError, where it needs what is not there."""
         if self.needs_checkpoint and trained is None:
             raise ValueError(f"delivery {self.name} needs a trained compiler: set compiler.checkpoint")
+        if self.where_needed and need is None:
+            raise ValueError(
+                f"delivery {self.name} asks what `memcompiler train need RUN` leaves beside checkpoints: nothing is "
+                "beside compiler.checkpoint"
+            )
         compiler = self.compiler(trained, seed, reader or TrajectoryReader())
-        return Delivery(self.name, self.kind, compiler, self.soft, self.brief_state, self.where_unsure)
+        need = need if self.where_needed else None
+        return Delivery(self.name, self.kind, compiler, self.soft, self.brief_state, self.where_unsure, need)
 
 
 class ShuffledSoft:
@@ -132,6 +145,10 @@ DELIVERIES = {  # in the order of every table and plot
         ),
         DeliverySpec(
             "compiled_unsure", "compiled, where unsure", compiler=_trained, where_unsure=True, needs_checkpoint=True,
+            compared_with=("none", "static", COMPILED),
+        ),
+        DeliverySpec(
+            "compiled_needed", "compiled, where needed", compiler=_trained, where_needed=True, needs_checkpoint=True,
             compared_with=("none", "static", COMPILED),
         ),
         DeliverySpec(

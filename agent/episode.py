@@ -164,7 +164,13 @@ class _Roles:
     sure: float
 
     async def decide(self, step: StepInput, record: StepRecord) -> tuple[StepInput, str]:
-        """Compile and act (Eq. 3 to 5); or act at once, where that is the delivery and the executor is sure."""
+        """Compile and act (Eq. 3 to 5); or act at once, where that is the delivery and the step is not likely to need
+        more, or the executor is sure."""
+        need = self.delivery.need
+        if need is not None and record.t:  # nobody has a plan before the first one
+            record.needed = need(compile_request(step))
+            if record.needed < need.threshold:
+                return step, (await self.act(step, record)).action
         if not self.delivery.where_unsure:
             step = await self.compile(step, record)
             return step, (await self.act(step, record)).action

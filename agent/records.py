@@ -129,6 +129,7 @@ class StepRecord:
     executor_prompt_ids: tuple[int, ...] = ()
     executor_text: str = ""  # what the executor produced, before grounding
     sure: float | None = None  # how likely it held its likeliest command before anything was compiled, if it was asked
+    needed: float | None = None  # how likely compiling was to say something, if that was guessed beforehand
     action: str = ""
     grounding: str = ""  # "choice" | "exact" | "fuzzy" | "failed"
     feedback: str = ""

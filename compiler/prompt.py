@@ -35,7 +35,7 @@ def compiler_instructions(told: str = "") -> str:
 
 def compiler_parts(request: CompileRequest, images: bool = True) -> list[Part]:
     """Write the user turn. With images=False (a text-only compiler) pictures are left out."""
-    parts = [*_memory(request.memory, images), Part(text=_state(request))]
+    parts = [*_memory(request.memory, images), Part(text=state_text(request))]
     if images and request.image is not None:
         parts += [Part(text="view: "), Part(image=request.image), Part(text="\n")]
     parts.append(Part(text=f"see: {request.observation}"))
@@ -56,7 +56,8 @@ def pictures_of(entries: Sequence[MemoryEntry]) -> list[Image.Image]:
     return [Image.open(io.BytesIO(png)).convert("RGB") for entry in entries for png in entry.images]
 
 
-def _state(request: CompileRequest) -> str:
+def state_text(request: CompileRequest) -> str:
+    """Write b_t; without one, the goal and what was done."""
     if request.state is not None:
         return render_brief_state(request.state) + "\n"
     did = f"did: {' ; '.join(request.history)}\n" if request.history else ""

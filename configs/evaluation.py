@@ -50,6 +50,8 @@ class EvalConfig(Settings):
     step_budgets: tuple[Annotated[int, Field(ge=1)], ...] = (15, 30, 50)
     # Under `compiled_unsure`: an executor that gives its likeliest command so much probability does without compiling.
     sure: float = Field(default=0.9, gt=0, le=1)
+    # Under `compiled_needed`: a step is compiled that needs it with so much probability; default: as it was fitted.
+    needed: float | None = Field(default=None, ge=0, le=1)
     concurrency: int = Field(default=64, ge=1)
     pipelined: bool = False  # half of the episodes compile while the other half acts (docs/serving.md)
     cluster: Cluster = "local"  # ray: workers play, on this machine or on many (docs/cluster.md)

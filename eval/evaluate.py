@@ -38,7 +38,17 @@ from eval import stream
 from eval.errors import chance, lookup
 from eval.matrix import ORDER_AXIS, SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
 from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
-from eval.players import Evaluation, ModelCache, Part, limits_of, models_of, needs_checkpoint, play_by, specs_of
+from eval.players import (
+    Evaluation,
+    ModelCache,
+    Part,
+    limits_of,
+    models_of,
+    needed_by,
+    needs_checkpoint,
+    play_by,
+    specs_of,
+)
 from eval.provenance import identity, identity_of_models
 from eval.report import write_run_report
 from eval.runs import RESULTS, EpisodeRecord, episodes_of
@@ -122,7 +132,7 @@ def _evaluation(config: EvalConfig, loaded: ModelCache, chosen: Chosen, title: s
     executor, compiler = loaded.executor(config), loaded.compiler(config)
     return Evaluation(
         loaded.environments(config).lease, chosen.specs, executor, compiler, limits_of(config), config.concurrency,
-        chosen.top_specs, title, reader_of(config.env), tuple(chosen.worlds),
+        chosen.top_specs, title, reader_of(config.env), tuple(chosen.worlds), needed_by(config),
     )  # fmt: skip
 
 
@@ -137,7 +147,7 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
         models = models_of(loaded.crew(config), part)
     else:
         evaluation = _evaluation(config, loaded, chosen, cell.name)
-        models = identity_of_models(config, evaluation.executor, evaluation.compiler)
+        models = identity_of_models(config, evaluation.executor, evaluation.compiler, evaluation.need)
     depends_on = identity(config, specs, models)
     changed = run.record(environment=config.env.model_dump(), split=split, tasks=len(specs), **read, **depends_on)
     if different := sorted(set(changed) & depends_on.keys()):
@@ -189,9 +199,7 @@ def _play_here(
             streams[name] = stream_of(name, config, evaluation, out, bank, record)
             streams[name].play(evaluation.make_env, evaluation.executor)
         elif config.memory.living:
-            wanted = find(name)
-            delivery = wanted.make(evaluation.compiler, config.seed, evaluation.reader)
-            lived = Worlds(config, evaluation.worlds, wanted, delivery, out, bank, record)
+            lived = Worlds(config, evaluation.worlds, find(name), evaluation.delivery(name), out, bank, record)
             lived.play(evaluation.make_env, evaluation.executor)
         else:
             evaluation.run(name, record.append, set(played.get(name, ())))
@@ -204,8 +212,7 @@ def stream_of(
     """Return a delivery's way through the stream of the evaluated tasks."""
     wanted, tasks = find(name), [spec.task for spec in evaluation.specs]
     k = min(1, config.memory.k) if wanted.memory == "top" else config.memory.k
-    delivery = wanted.make(evaluation.compiler, config.seed, evaluation.reader)
-    return stream.Stream(config, tasks, k, delivery, out, given, record)
+    return stream.Stream(config, tasks, k, evaluation.delivery(name), out, given, record)
 
 
 def _results(

@@ -16,6 +16,7 @@ from agent.episode import EpisodeSpec, Limits, lost_episode, run_episodes
 from agent.records import Episode
 from compiler import checkpoint
 from compiler.build import load_compiler, load_remote_compiler, load_served_compiler, report_reading
+from compiler.need import Need, need_of
 from compiler.records import Compiler
 from configs.evaluation import EvalConfig
 from data_gen.memories import open_memory
@@ -118,6 +119,12 @@ def limits_of(config: EvalConfig) -> Limits:
     return Limits(config.max_steps, config.seed, config.pipelined, config.sure)
 
 
+def needed_by(config: EvalConfig) -> Need | None:
+    """Read what guesses which steps need compiling, where a delivery asks it and it stands beside the checkpoint."""
+    asked = any(find(name).where_needed for name in config.deliveries)
+    return need_of(config.compiler.checkpoint, config.needed) if asked else None
+
+
 def needs_checkpoint(config: EvalConfig) -> list[str]:
     """Name the deliveries that need a trained compiler."""
     return [name for name in config.deliveries if find(name).needs_checkpoint]
@@ -143,6 +150,7 @@ class Evaluation:
     title: str = ""
     reader: TrajectoryReader | None = None  # of the environment, which teachers need
     worlds: Sequence[TaskSequence] = ()  # whose tasks the specs are, where they are lived in
+    need: Need | None = None  # beside the compiler's checkpoint
 
     def run(
         self, delivery: str | Delivery, record: Callable[[Episode], None] = lambda _: None, played: Collection[str] = ()
@@ -156,9 +164,8 @@ class Evaluation:
             raise ValueError("there are no tasks to evaluate: check split, limit and the environment's data")
         specs = self.specs
         if isinstance(delivery, str):
-            wanted = find(delivery)
-            specs = self._specs_of(wanted)
-            delivery = wanted.make(self.compiler, self.limits.seed, self.reader)
+            specs = self._specs_of(find(delivery))
+            delivery = self.delivery(delivery)
         left = [spec for spec in specs if spec.task.id not in played]
         with progress(f"{self.title} {delivery.name}".strip(), len(specs), len(played)) as advance:
 
@@ -167,6 +174,10 @@ class Evaluation:
                 advance(episode)
 
             return run_episodes(self.make_env, left, delivery, self.executor, self.limits, self.concurrency, on_episode)
+
+    def delivery(self, name: str) -> Delivery:
+        """Make the delivery of this name. Raises: ValueError, as `DeliverySpec.make`."""
+        return find(name).make(self.compiler, self.limits.seed, self.reader, self.need)
 
     def _specs_of(self, delivery: DeliverySpec) -> Sequence[EpisodeSpec]:
         """Give the tasks with the M that a delivery starts from."""
@@ -211,12 +222,12 @@ class EvalWorker:
         config, loaded = part.config, self._loaded
         executor, compiler = loaded.executor(config), loaded.compiler(config)
         if not part.delivery:
-            done("", to_json(identity_of_models(config, executor, compiler)))
+            done("", to_json(identity_of_models(config, executor, compiler, needed_by(config))))
             return
         specs, top = specs_of(config, list(unit.items.values()), self._bank_of(part), [part.delivery])
         evaluation = Evaluation(
             loaded.environments(config).lease, specs, executor, compiler, limits_of(config), config.concurrency, top,
-            reader=reader_of(config.env),
+            reader=reader_of(config.env), need=needed_by(config),
         )  # fmt: skip
         evaluation.run(part.delivery, lambda e: done(_key(part, e.task_id), line_of(e, part.cell)))
 

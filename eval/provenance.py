@@ -17,6 +17,7 @@ from agent.records import SOFT_MARK
 from compiler import checkpoint
 from compiler.brief_state import Belief, BriefState
 from compiler.client import RemoteCompiler
+from compiler.need import Need
 from compiler.prompt import compiler_parts
 from compiler.records import Compiler, CompileRequest
 from configs.evaluation import EvalConfig
@@ -43,8 +44,10 @@ def identity(config: EvalConfig, specs: Sequence[EpisodeSpec], models: Mapping[s
     }
 
 
-def identity_of_models(config: EvalConfig, executor: Any, compiler: Compiler | None) -> dict[str, Any]:
-    """State weights and prompts."""
+def identity_of_models(
+    config: EvalConfig, executor: Any, compiler: Compiler | None, need: Need | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """State weights and prompts; and what guesses which steps need compiling, where a delivery asks it."""
     compiler_hash = None
     if isinstance(compiler, RemoteCompiler):
         compiler_hash = compiler.hash()
@@ -53,6 +56,7 @@ def identity_of_models(config: EvalConfig, executor: Any, compiler: Compiler | N
     return {
         "executor_hash": executor.hash(),
         "compiler_hash": compiler_hash,
+        **({} if need is None else {"need_sha256": need.sha256}),
         "prompts": prompt_hashes(executor, compiler),
     }
 

@@ -148,6 +148,18 @@ def train_grpo(
     run_train_grpo(settings, out, on_exists)
 
 
+@train_app.command("need")
+def train_need(
+    run: Annotated[Path, typer.Argument(help="Folder of an SFT run, whose rows are read.")],
+    recall: Annotated[float, typer.Option(min=0, max=1, help="Share of guided steps to be compiled.")] = 0.95,
+    seed: int = 0,
+) -> None:
+    """Fit what guesses which steps need compiling, for the delivery `compiled_needed`: seconds, without a model."""
+    from training.need import train_need
+
+    train_need(run, recall, seed)
+
+
 @train_app.command("router")
 def train_router(
     out: Out = Path("out/router"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from compiler import checkpoint
 from compiler.build import load_compiler
+from compiler.need import keep_need
 from configs.load import load_config, read_yaml
 from configs.models import CompilerConfig
 from configs.run_folder import CONFIG
@@ -45,6 +46,7 @@ def merge(run: Path, out: Path, overrides: Sequence[str] = ()) -> Path:
         (folder / "state.json").write_text(json.dumps(state, indent=1))
         if (manifest := checkpoint.beside(found, MANIFEST)) is not None:  # which tasks it was trained on
             shutil.copy(manifest, folder / MANIFEST)
+        keep_need(str(found), folder)
     return out
 
 

@@ -26,6 +26,7 @@ from compiler.build import (
     report_reading,
 )
 from compiler.hf import MemoryCompiler
+from compiler.need import keep_need
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
@@ -112,6 +113,8 @@ def train_grpo(
     require(config.trackers)
     with distributed.group():
         run = _run_folder(config, out, on_exists)
+        if run is not None:
+            keep_need(config.compiler.checkpoint, out)
         if engines is not None:
             engines.tell({"role": "trainer", "number": distributed.rank(), "event": "began", "pid": os.getpid()})
         with Environments(config.env) as envs:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,26 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix, vstack
 
+from memory.linear import Head, fit_head, heads_sha256, load_heads, save_heads
 from memory.s3mem.features import EDGE, NODE, edge_features, hashed, node_features, token_features
 from memory.s3mem.pool import Asked, Candidate
 from memory.s3mem.settings import Features, S3MemSettings
-from runtime.store import to_json, write_atomically
 
 SHIPPED = Path(__file__).with_name("router.safetensors")
 HEADS = ("support", "anchor", "edge")
 NEGATIVES = 64  # edges of an example, at most (B.3)
 Edges = dict[tuple[str, str], float]  # probability by the ids of anchor and support
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """p = sigma(w . x + b)."""
-
-    weights: NDArray[np.float64]
-    bias: float
-
-    def __call__(self, x: csr_matrix) -> NDArray[np.float64]:
-        return 1 / (1 + np.exp(-(x @ self.weights + self.bias)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +64,17 @@ class Router:
         return {(ids[i], ids[j]): float(p) for (i, j), p in zip(pairs, scores, strict=True)}
 
     @property
+    def heads(self) -> dict[str, Head]:
+        return {name: getattr(self, name) for name in HEADS}
+
+    @property
     def sha256(self) -> str:
-        heads = [getattr(self, name) for name in HEADS]
-        told = b"".join(np.asarray([*head.weights, head.bias], dtype="<f8").tobytes() for head in heads)
-        return hashlib.sha256(told + self.features.encode()).hexdigest()
+        return heads_sha256(self.heads, self.features)
 
     def save(self, path: Path) -> None:
         """Write the heads as safetensors, and the manifest beside them as JSON."""
-        from safetensors.numpy import save_file
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: np.asarray([*h.weights, h.bias]) for name in HEADS for h in [getattr(self, name)]}
-        save_file(tensors, path)
-        told = {"features": self.features, "node": NODE, "edge": EDGE, "sha256": self.sha256, **self.manifest}
-        write_atomically(path.with_suffix(".json"), to_json(told, indent=1) + "\n")
+        told = {"features": self.features, "node": NODE, "edge": EDGE, **self.manifest}
+        save_heads(path, self.heads, told, hashed="features")
 
 
 def router_of(settings: S3MemSettings) -> Router:
@@ -104,14 +88,8 @@ def router_of(settings: S3MemSettings) -> Router:
 @cache
 def load_router(path: Path = SHIPPED) -> Router:
     """Read a router. Raises: ValueError, where weights and manifest are not of one router."""
-    from safetensors.numpy import load_file
-
-    tensors, manifest = load_file(path), json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    heads = {name: Head(tensors[name][:-1], float(tensors[name][-1])) for name in HEADS}
-    router = Router(**heads, features=manifest["features"], manifest=manifest)
-    if router.sha256 != manifest["sha256"]:
-        raise ValueError(f"{path} is not the router that {path.with_suffix('.json').name} tells of: train it again")
-    return router
+    heads, manifest = load_heads(path, HEADS, hashed="features")
+    return Router(**heads, features=manifest["features"], manifest=manifest)
 
 
 def scored(asked: Asked, settings: S3MemSettings, router: Router | None = None) -> tuple[list[Candidate], Edges]:
@@ -189,7 +167,7 @@ def material(examples: Iterable[Labels], features: Features = "numeric", seed: i
 def fit(told: Material, c: float = 1.0) -> Router:
     """Fit the heads: logistic loss, positives weighted as much as negatives."""
     heads = ((told.nodes, told.support), (told.nodes, told.anchor), (told.pairs, told.links))
-    support, anchor, edge = (_head(x, labels, c) for x, labels in heads)
+    support, anchor, edge = (fit_head(x, labels, c) for x, labels in heads)
     return Router(support, anchor, edge, told.features)
 
 
@@ -213,14 +191,3 @@ def training_pairs(
 def _some(pairs: Sequence[tuple[int, int]], n: int, rng: np.random.Generator) -> list[tuple[int, int]]:
     chosen = rng.permutation(len(pairs))[:n]
     return [pairs[i] for i in sorted(chosen)]
-
-
-def _head(x: csr_matrix, labels: NDArray[np.int64], c: float) -> Head:
-    """Fit one head on the columns that are touched; the other weights stay 0."""
-    from sklearn.linear_model import LogisticRegression
-
-    touched = np.flatnonzero(np.asarray(abs(x).sum(axis=0)).ravel())
-    model = LogisticRegression(C=c, class_weight="balanced", max_iter=1000).fit(x[:, touched], labels)
-    weights = np.zeros(np.asarray(x.sum(axis=0)).size)
-    weights[touched] = model.coef_[0]
-    return Head(weights, float(model.intercept_[0]))

@@ -1,0 +1,85 @@
+"""Whether a step needs compiling, guessed from what it shows: without memory, and without a language model.
+
+A compiler that reads M to say that there is nothing to say costs as much as one that guides. Which steps are guided
+hardly depends on M: where the agent is on its way to what it knows, nobody says anything. So a linear function of the
+words of state, view and last actions tells beforehand, fitted to the rows that the compiler was trained on
+(`training.need`), and kept beside its checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from scipy.sparse import csr_matrix
+
+from compiler.checkpoint import CheckpointError, beside, find
+from compiler.prompt import state_text
+from compiler.records import CompileRequest
+from memory.linear import Head, heads_sha256, load_heads, save_heads
+
+FILE, HEAD = "need.safetensors", "need"
+WIDTH = 2**13  # dimensions of phi
+LAST = 2  # actions that are read: what was done before them is in the view and the Brief State
+_WORD = re.compile(r"[^\W\d_]+|\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """p = sigma(w . phi(step) + b), and the p from which on a step is compiled. `manifest`: what it was fitted to."""
+
+    head: Head
+    threshold: float
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, request: CompileRequest) -> float:
+        """Return how likely the compiler would guide."""
+        return float(self.head(features([request]))[0])
+
+    @property
+    def sha256(self) -> str:
+        return heads_sha256({HEAD: self.head}, str(self.threshold))
+
+    def save(self, folder: Path) -> None:
+        """Write need.safetensors and, with the manifest, need.json."""
+        save_heads(folder / FILE, {HEAD: self.head}, {**self.manifest, "threshold": str(self.threshold)}, "threshold")
+
+
+def features(requests: Iterable[CompileRequest]) -> csr_matrix:
+    """Hash the words of each step, and their pairs, by the line that they stand in: phi (n, WIDTH)."""
+    from sklearn.feature_extraction import FeatureHasher
+
+    return csr_matrix(FeatureHasher(WIDTH, input_type="string").transform(map(_words, requests)))
+
+
+def _words(request: CompileRequest) -> list[str]:
+    did = f"did: {' ; '.join(request.history[-LAST:])}"
+    found = ["bias"]
+    for line in (*state_text(replace(request, history=())).splitlines(), did, f"see: {request.observation}"):
+        head, said = line.split(":", 1)[0], _WORD.findall(line.lower())
+        found += [f"{head} {word}" for word in said] + [f"{head} {a} {b}" for a, b in pairwise(said)]
+    return found
+
+
+def need_of(checkpoint: str | None, threshold: float | None = None) -> Need | None:
+    """Read what stands beside a checkpoint; None where nothing does. `threshold`: another than its own. Raises:
+    CheckpointError, where it cannot be read."""
+    path = beside(find(Path(checkpoint)), FILE) if checkpoint else None
+    if path is None:
+        return None
+    try:
+        heads, manifest = load_heads(path, (HEAD,), hashed="threshold")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    return Need(heads[HEAD], float(manifest["threshold"]) if threshold is None else threshold, manifest)
+
+
+def keep_need(checkpoint: str | None, run: Path) -> None:
+    """Copy what stands beside a checkpoint that a run goes on from into the run's folder."""
+    need = need_of(checkpoint)
+    if need is not None:
+        need.save(run)

@@ -1,0 +1,72 @@
+"""Linear heads over hashed features: fitted once by logistic regression, kept as safetensors beside a manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+
+from runtime.store import to_json, write_atomically
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """p = sigma(w . x + b)."""
+
+    weights: NDArray[np.float64]
+    bias: float
+
+    def __call__(self, x: csr_matrix) -> NDArray[np.float64]:
+        return 1 / (1 + np.exp(-(x @ self.weights + self.bias)))
+
+
+def fit_head(x: csr_matrix, labels: NDArray[np.int64], c: float) -> Head:
+    """Fit one head, positives weighted as much as negatives, on the columns that are touched; the other weights stay
+    0."""
+    from sklearn.linear_model import LogisticRegression
+
+    touched = np.flatnonzero(np.asarray(abs(x).sum(axis=0)).ravel())
+    model = LogisticRegression(C=c, class_weight="balanced", max_iter=1000).fit(x[:, touched], labels)
+    weights = np.zeros(np.asarray(x.sum(axis=0)).size)
+    weights[touched] = model.coef_[0]
+    return Head(weights, float(model.intercept_[0]))
+
+
+def heads_sha256(heads: Mapping[str, Head], more: str = "") -> str:
+    """Hash heads in their order, and what else makes them what they are."""
+    told = b"".join(np.asarray([*head.weights, head.bias], dtype="<f8").tobytes() for head in heads.values())
+    return hashlib.sha256(told + more.encode()).hexdigest()
+
+
+def save_heads(path: Path, heads: Mapping[str, Head], manifest: Mapping[str, Any], hashed: str = "") -> None:
+    """Write heads as safetensors, and the manifest with their hash beside them as JSON. `hashed`: the text of the
+    manifest that is hashed, too."""
+    from safetensors.numpy import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: np.asarray([*head.weights, head.bias]) for name, head in heads.items()}, path)
+    told = {"sha256": heads_sha256(heads, manifest.get(hashed, "")), **manifest}
+    write_atomically(path.with_suffix(".json"), to_json(told, indent=1) + "\n")
+
+
+def load_heads(path: Path, names: Sequence[str], hashed: str = "") -> tuple[dict[str, Head], dict[str, Any]]:
+    """Read the heads of these names, and their manifest. Raises: ValueError, where there are none, or weights and
+    manifest are not of one training."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        tensors, manifest = load_file(path), json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        heads = {name: Head(tensors[name][:-1], float(tensors[name][-1])) for name in names}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(f"{path} holds no {', '.join(names)} that can be read: {error}") from error
+    if heads_sha256(heads, manifest.get(hashed, "")) != manifest.get("sha256"):
+        raise ValueError(f"{path} is not what {path.with_suffix('.json').name} tells of: train it again")
+    return heads, manifest

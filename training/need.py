@@ -1,0 +1,94 @@
+"""Fits what guesses which steps need compiling (`compiler.need`) to the rows that a compiler was trained on.
+
+    memcompiler train need RUN           # RUN/need.safetensors and need.json, for the delivery `compiled_needed`
+
+The threshold is the highest at which `recall` of the steps that the teacher guides are still compiled, on tasks that it
+was not fitted to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from torch.utils.data import ConcatDataset
+
+from agent.records import compile_request
+from compiler.checkpoint import CheckpointError
+from compiler.need import Need, features
+from compiler.records import CompileRequest
+from configs.load import ConfigError, load_config
+from configs.run_folder import CONFIG
+from configs.training import SftConfig
+from data_gen.rows import SftRow, StoredRows, held_out, row_folders, without_brief_state
+from memory.linear import fit_head
+from runtime.progress import progress
+
+CS = (0.01, 0.1, 1.0)
+HELD_OUT = 0.2  # share of the tasks on which C and threshold are chosen
+console = Console(width=120)
+
+
+def train_need(run: Path, recall: float = 0.95, seed: int = 0) -> Need:
+    """Fit it to the rows of an SFT run, and leave it in the run's folder, beside its checkpoints.
+
+    Raises:
+        CheckpointError: the folder is not of an SFT run.
+        FileNotFoundError: its rows are not there.
+        ConfigError: all or none of them are guided.
+    """
+    if not (run / CONFIG).is_file():
+        raise CheckpointError(f"{run} is no folder of an SFT run: it has no {CONFIG}")
+    config = load_config(SftConfig, str(run / CONFIG), [])
+    edits = {} if config.brief_state else {"edit": without_brief_state}
+    parts = [StoredRows(folder, **edits) for folder in row_folders(config.rows)]
+    told, guided = _read(ConcatDataset[SftRow](parts))
+    fitted, held = held_out([task for part in parts for task in part.tasks], HELD_OUT, seed)
+    if any(len(set(guided[part])) < 2 for part in (fitted, held)):
+        raise ConfigError(f"of {len(guided)} rows {guided.sum()} are guided: too few, or too many, to tell them apart")
+    need, facts = fit(told[fitted], guided[fitted], told[held], guided[held], recall)
+    need = replace(need, manifest={**facts, "rows": len(guided), "seed": seed})
+    need.save(run)
+    console.print(
+        f"  need: {guided.mean():.0%} of {len(guided)} steps are guided; compiling {facts['share']:.0%} of those of "
+        f"held-out tasks finds {facts['recall']:.0%} of theirs (C = {facts['c']:g}, p >= {need.threshold:.2f})"
+    )
+    return need
+
+
+def _read(rows: Sequence[SftRow]) -> tuple[Any, NDArray[np.int64]]:
+    """Hash the rows (n, WIDTH), and say which are guided (n,)."""
+    requests, guided = list[CompileRequest](), list[bool]()
+    with progress("rows", len(rows)) as advance:
+        for row in rows:
+            step = replace(row, image=None, memory_ids=(), memory_texts=(), memory_images=()).step_input()
+            requests.append(compile_request(step))
+            guided.append(step.emission is not None and bool(step.emission.guidance))
+            advance(None)
+    return features(requests), np.array(guided, dtype=np.int64)
+
+
+def fit(
+    x: Any, guided: NDArray[np.int64], held_x: Any, held_guided: NDArray[np.int64], recall: float
+) -> tuple[Need, dict[str, float]]:  # fmt: skip
+    """Fit (n, WIDTH) features to labels (n,); C is the one that needs the fewest compilations for this recall of the
+    held-out ones."""
+    found = []
+    for c in CS:
+        head = fit_head(x, guided, c)
+        p = head(held_x)
+        threshold = _threshold(p[held_guided == 1], recall)
+        found.append(((p >= threshold).mean(), c, head, threshold, (p[held_guided == 1] >= threshold).mean()))
+    share, c, head, threshold, kept = min(found, key=lambda each: each[:2])
+    return Need(head, threshold), {"c": c, "share": float(share), "recall": float(kept)}
+
+
+def _threshold(guided: NDArray[np.float64], recall: float) -> float:
+    """Return the highest threshold that at least this share reaches."""
+    ranked = np.sort(guided)[::-1]
+    return float(ranked[max(0, int(np.ceil(recall * len(ranked))) - 1)])
