@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from torch.utils.data import ConcatDataset
 
 from agent.records import compile_request
 from compiler.checkpoint import CheckpointError
@@ -25,7 +25,7 @@ from compiler.records import CompileRequest
 from configs.load import ConfigError, load_config
 from configs.run_folder import CONFIG
 from configs.training import SftConfig
-from data_gen.rows import SftRow, StoredRows, held_out, row_folders, without_brief_state
+from data_gen.rows import StoredRows, held_out, row_folders, without_brief_state
 from memory.linear import fit_head
 from runtime.progress import progress
 
@@ -47,7 +47,7 @@ def train_need(run: Path, recall: float = 0.95, seed: int = 0) -> Need:
     config = load_config(SftConfig, str(run / CONFIG), [])
     edits = {} if config.brief_state else {"edit": without_brief_state}
     parts = [StoredRows(folder, **edits) for folder in row_folders(config.rows)]
-    told, guided = _read(ConcatDataset[SftRow](parts))
+    told, guided = _read(parts)
     fitted, held = held_out([task for part in parts for task in part.tasks], HELD_OUT, seed)
     if any(len(set(guided[part])) < 2 for part in (fitted, held)):
         raise ConfigError(f"of {len(guided)} rows {guided.sum()} are guided: too few, or too many, to tell them apart")
@@ -61,11 +61,11 @@ def train_need(run: Path, recall: float = 0.95, seed: int = 0) -> Need:
     return need
 
 
-def _read(rows: Sequence[SftRow]) -> tuple[Any, NDArray[np.int64]]:
+def _read(parts: Sequence[StoredRows]) -> tuple[Any, NDArray[np.int64]]:
     """Hash the rows (n, WIDTH), and say which are guided (n,)."""
     requests, guided = list[CompileRequest](), list[bool]()
-    with progress("rows", len(rows)) as advance:
-        for row in rows:
+    with progress("rows", sum(map(len, parts))) as advance:
+        for row in chain.from_iterable(parts):
             step = replace(row, image=None, memory_ids=(), memory_texts=(), memory_images=()).step_input()
             requests.append(compile_request(step))
             guided.append(step.emission is not None and bool(step.emission.guidance))

@@ -85,7 +85,8 @@ def test_every_entry_makes_what_it_says() -> None:
             return []
 
     for name, spec in DELIVERIES.items():
-        made = find(name).make(Trained(), 0)
+        made = find(name).make(Trained(), 0, need=lambda request: 1.0)
+        assert (made.need is not None) == spec.where_needed
         assert (made.name, made.kind, made.soft, made.brief_state) == (name, spec.kind, spec.soft, spec.brief_state)
         assert (made.compiler is not None) == (spec.kind == "compiled")
         if spec.needs_checkpoint:
