@@ -94,10 +94,7 @@ class DeliverySpec:
         if self.needs_checkpoint and trained is None:
             raise ValueError(f"delivery {self.name} needs a trained compiler: set compiler.checkpoint")
         if self.where_needed and need is None:
-            raise ValueError(
-                f"delivery {self.name} asks what `memcompiler train need RUN` leaves beside checkpoints: nothing is "
-                "beside compiler.checkpoint"
-            )
+            raise ValueError(f"delivery {self.name} needs what `memcompiler train need` leaves beside a checkpoint")
         compiler = self.compiler(trained, seed, reader or TrajectoryReader())
         need = need if self.where_needed else None
         return Delivery(self.name, self.kind, compiler, self.soft, self.brief_state, self.where_unsure, need)

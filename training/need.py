@@ -2,6 +2,7 @@
 
     memcompiler train need RUN           # RUN/need.safetensors and need.json, for the delivery `compiled_needed`
 
+SFT does so at its end; the command is for runs of an older version, and for another `recall`.
 The threshold is the highest at which `recall` of the steps that the teacher guides are still compiled, on tasks that it
 was not fitted to.
 """
@@ -59,6 +60,14 @@ def train_need(run: Path, recall: float = 0.95, seed: int = 0) -> Need:
         f"held-out tasks finds {facts['recall']:.0%} of theirs (C = {facts['c']:g}, p >= {need.threshold:.2f})"
     )
     return need
+
+
+def leave_need(run: Path, seed: int) -> None:
+    """Fit it at the end of SFT, where the rows tell anything; where they do not, say why."""
+    try:
+        train_need(run, seed=seed)
+    except ValueError as error:  # of too few tasks, or guided always or never
+        console.print(f"  need: nothing says which steps need compiling ({error})")
 
 
 def _read(parts: Sequence[StoredRows]) -> tuple[Any, NDArray[np.int64]]:

@@ -48,6 +48,7 @@ from training.backend import BACKENDS
 from training.engines import Engines, ray_compiler, ray_executor
 from training.evaluation import HeldOutTasks, greedy
 from training.grpo import GrpoTrainer, ModelExecutor
+from training.need import leave_need
 from training.rollout import Group, RolloutEngine
 from training.sft import SftTrainer
 from training.trackers import open_trackers, require
@@ -102,6 +103,8 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             played = HeldOutTasks(config.evaluation, engine, specs, greedy(config.compiler))
         trainer = SftTrainer(config, compiler, executor, rows, out, facts, others, played)
         train(trainer, run, config, lambda metrics: (metrics, _sft_line(metrics)))
+    if run is not None:
+        leave_need(out, config.seed)
     return compiler
 
 

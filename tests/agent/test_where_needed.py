@@ -13,13 +13,13 @@ from agent.records import compile_request, episode_from_json, executor_request
 from compiler.checkpoint import CheckpointError
 from compiler.need import FILE, features, keep_need, need_of
 from configs.evaluation import EvalConfig
-from configs.load import load_config, to_yaml
+from configs.load import ConfigError, load_config, to_yaml
 from configs.training import SftConfig
 from data_gen.rows import SftRow, save_rows
 from eval.players import needed_by
 from memcompiler.cli import app
 from tests.fakes import CountingEnv, Recorder, spec
-from training.need import train_need
+from training.need import leave_need, train_need
 
 TASKS = 40
 
@@ -76,8 +76,13 @@ def test_steps_that_are_not_likely_to_need_it_are_not_compiled_but_for_the_first
 
 
 def test_without_it_the_delivery_says_what_makes_it():
-    with pytest.raises(ValueError, match=r"compiled_needed asks what `memcompiler train need RUN` leaves"):
+    with pytest.raises(ValueError, match="compiled_needed needs what `memcompiler train need` leaves"):
         find("compiled_needed").make(Recorder(), 0)
+    asked = ["deliveries=[none, compiled_needed]", "compiler.checkpoint=zoo/alfworld/checkpoint/adapter"]
+    with pytest.raises(ConfigError, match=r"asks what `memcompiler train need RUN` leaves"):
+        needed_by(load_config(EvalConfig, None, ["deliveries=[compiled_needed]"]))
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        needed_by(load_config(EvalConfig, None, asked))
     assert needed_by(load_config(EvalConfig, None, ["deliveries=[compiled]", "compiler.checkpoint=/nowhere"])) is None
 
 
@@ -107,7 +112,7 @@ def test_it_sees_state_view_and_last_actions_and_neither_memory_nor_a_words_plac
     assert (features([one]) != features([compile_request(moved.step_input())])).nnz > 0
 
 
-def test_what_cannot_be_fitted_or_read_is_a_clear_error(run: Path, tmp_path: Path):
+def test_what_cannot_be_fitted_or_read_is_a_clear_error(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(CheckpointError, match="no folder of an SFT run"):
         train_need(tmp_path)
     train_need(run)
@@ -119,5 +124,7 @@ def test_what_cannot_be_fitted_or_read_is_a_clear_error(run: Path, tmp_path: Pat
         need_of(str(run))
     save_rows([row(task, 1) for task in range(0, 8, 2)], tmp_path / "silent")
     (run / "config.resolved.yaml").write_text(to_yaml(SftConfig(rows=str(tmp_path / "silent"))))
+    leave_need(run, 0)  # SFT does not end by it
+    assert "0 are guided" in " ".join(capsys.readouterr().out.split())
     silent = CliRunner().invoke(app, ["train", "need", str(run)])
     assert silent.exit_code and "of 4 rows 0 are guided" in silent.output
