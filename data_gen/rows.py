@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 TUPLES = ("memory_ids", "memory_texts", "history", "commands")
+PICTURES = ("image", "memory_images")
 SOME = 100  # rows that are read at a time
 Pictures = tuple[tuple[bytes, ...], ...]  # PNG, by entry
 
@@ -178,14 +179,17 @@ def load_rows(rows: str | Path | Sequence[str | Path]) -> list[SftRow]:
 
 
 class StoredRows(Stored[SftRow]):
-    """The rows of a folder, which stay on disk: one is read when it is asked for. `edit` makes of it what is given.
+    """The rows of a folder, which stay on disk: one is read when it is asked for. `edit` makes of it what is given;
+    without `pictures` theirs are not read.
 
     Raises:
         ValueError: the folder holds another dataset.
     """
 
-    def __init__(self, folder: Path, edit: Callable[[SftRow], SftRow] = lambda row: row) -> None:
-        self._dataset: Any = _stored(folder)  # gives tables (pyright takes it for dicts)
+    def __init__(
+        self, folder: Path, edit: Callable[[SftRow], SftRow] = lambda row: row, pictures: bool = True
+    ) -> None:  # fmt: skip
+        self._dataset: Any = _stored(folder, () if pictures else PICTURES)  # gives tables (pyright takes it for dicts)
         self._edit = edit
 
     @property
@@ -210,19 +214,20 @@ class StoredRows(Stored[SftRow]):
         return self._edit(_row_of(self._dataset[index : index + 1].to_pylist()[0]))
 
 
-def _stored(folder: Path) -> Dataset:
+def _stored(folder: Path, without: Collection[str] = ()) -> Dataset:
     from datasets import Dataset
 
     dataset = Dataset.load_from_disk(str(folder))
     needed = {field.name for field in fields(SftRow) if field.default is MISSING}
     if missing := sorted(needed - set(dataset.column_names)):
         raise ValueError(f"{folder} holds a dataset, but not of SFT rows: it lacks {', '.join(missing)}")
-    dataset = dataset.select_columns([field.name for field in fields(SftRow) if field.name in dataset.column_names])
+    there = set(dataset.column_names).difference(without)
+    dataset = dataset.select_columns([field.name for field in fields(SftRow) if field.name in there])
     return dataset.with_format("arrow")  # as it is stored: pictures are not decoded
 
 
 def _row_of(values: dict[str, Any]) -> SftRow:
-    image = values.pop("image")
+    image = values.pop("image", None)
     lists = {name: tuple(values.pop(name, ())) for name in TUPLES}
     png = image["bytes"] if isinstance(image, dict) else image  # rows of an older version hold plain bytes
     pictures = tuple(tuple(one["bytes"] for one in entry) for entry in values.pop("memory_images", ()))

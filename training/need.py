@@ -9,9 +9,10 @@ was not fitted to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from memory.linear import fit_head
 from runtime.progress import progress
 
 CS = (0.01, 0.1, 1.0)
+MOST = 50_000  # rows that are read: a few thousand weights want no more
 HELD_OUT = 0.2  # share of the tasks on which C and threshold are chosen
 console = Console(width=120)
 
@@ -47,9 +49,10 @@ def train_need(run: Path, recall: float = 0.95, seed: int = 0) -> Need:
         raise CheckpointError(f"{run} is no folder of an SFT run: it has no {CONFIG}")
     config = load_config(SftConfig, str(run / CONFIG), [])
     edits = {} if config.brief_state else {"edit": without_brief_state}
-    parts = [StoredRows(folder, **edits) for folder in row_folders(config.rows)]
-    told, guided = _read(parts)
-    fitted, held = held_out([task for part in parts for task in part.tasks], HELD_OUT, seed)
+    parts = [StoredRows(folder, **edits, pictures=False) for folder in row_folders(config.rows)]
+    every = max(1, math.ceil(sum(map(len, parts)) / MOST))
+    told, guided = _read(parts, every)
+    fitted, held = held_out([task for part in parts for task in part.tasks][::every], HELD_OUT, seed)
     if any(len(set(guided[part])) < 2 for part in (fitted, held)):
         raise ConfigError(f"of {len(guided)} rows {guided.sum()} are guided: too few, or too many, to tell them apart")
     need, facts = fit(told[fitted], guided[fitted], told[held], guided[held], recall)
@@ -70,16 +73,19 @@ def leave_need(run: Path, seed: int) -> None:
         console.print(f"  need: nothing says which steps need compiling ({error})")
 
 
-def _read(parts: Sequence[StoredRows]) -> tuple[Any, NDArray[np.int64]]:
-    """Hash the rows (n, WIDTH), and say which are guided (n,)."""
-    requests, guided = list[CompileRequest](), list[bool]()
-    with progress("rows", sum(map(len, parts))) as advance:
-        for row in chain.from_iterable(parts):
-            step = replace(row, image=None, memory_ids=(), memory_texts=(), memory_images=()).step_input()
-            requests.append(compile_request(step))
-            guided.append(step.emission is not None and bool(step.emission.guidance))
-            advance(None)
-    return features(requests), np.array(guided, dtype=np.int64)
+def _read(parts: Sequence[StoredRows], every: int) -> tuple[Any, NDArray[np.int64]]:
+    """Hash one row of so many (n, WIDTH), and say which are guided (n,)."""
+    guided = list[bool]()
+
+    def requests() -> Iterator[CompileRequest]:
+        with progress("rows", len(range(0, sum(map(len, parts)), every))) as advance:
+            for row in islice(chain.from_iterable(parts), 0, None, every):
+                step = replace(row, memory_ids=(), memory_texts=()).step_input()
+                guided.append(step.emission is not None and bool(step.emission.guidance))
+                advance(None)
+                yield compile_request(step)
+
+    return features(requests()), np.array(guided, dtype=np.int64)
 
 
 def fit(

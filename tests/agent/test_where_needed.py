@@ -86,7 +86,9 @@ def test_without_it_the_delivery_says_what_makes_it():
     assert needed_by(load_config(EvalConfig, None, ["deliveries=[compiled]", "compiler.checkpoint=/nowhere"])) is None
 
 
-def test_it_learns_from_rows_which_steps_are_guided_and_stands_beside_their_checkpoints(run: Path, tmp_path: Path):
+def test_it_learns_from_rows_which_steps_are_guided_and_stands_beside_their_checkpoints(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     made = CliRunner().invoke(app, ["train", "need", str(run), "--recall", "0.9"])
     assert made.exit_code == 0 and "steps are guided" in made.output, made.output
     need = need_of(str(run))
@@ -101,6 +103,8 @@ def test_it_learns_from_rows_which_steps_are_guided_and_stands_beside_their_chec
     assert (tmp_path / "on" / FILE).read_bytes() == (run / FILE).read_bytes()
     again = train_need(run, recall=0.9)
     assert again.sha256 == need.sha256 and train_need(run, recall=1.0).threshold <= need.threshold
+    monkeypatch.setattr("training.need.MOST", 2 * TASKS)
+    assert train_need(run).manifest["rows"] == 2 * TASKS  # every third of six steps
 
 
 def test_it_sees_state_view_and_last_actions_and_neither_memory_nor_a_words_place_in_another_line():

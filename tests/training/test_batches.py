@@ -104,5 +104,7 @@ def test_stored_rows_are_those_that_were_saved_one_by_one_and_edited(tmp_path):
     assert len(stored) == len(ROWS) and stored.tasks == [row.task_id for row in ROWS]
     assert [stored[i] for i in range(len(stored))] == list(stored) == ROWS
     assert StoredRows(tmp_path / "rows", without_brief_state)[1] == without_brief_state(ROWS[1])
+    blind = StoredRows(tmp_path / "rows", pictures=False)
+    assert list(blind) == [replace(row, image=None, memory_images=()) for row in ROWS]
     with pytest.raises(IndexError):
         stored[len(ROWS)]
