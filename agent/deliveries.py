@@ -23,7 +23,7 @@ from agent.expert import ExpertTeacher
 from agent.records import Episode, StepInput
 from compiler.brief_state import parse_brief_state
 from compiler.language import Emission
-from compiler.records import Compilation, Compiler, CompileRequest
+from compiler.records import Compilation, Compiler, CompileRequest, Guess
 from envs.trajectories import TrajectoryReader
 from executor.prompt import memory_text
 from memory.entry import MemoryEntry
@@ -31,8 +31,6 @@ from memory.trajectory import stated_goal
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from compiler.need import Need
 
 Kind = Literal["none", "static", "live", "compiled"]
 
@@ -47,7 +45,7 @@ class Delivery:
     soft: bool = True
     brief_state: bool = True
     where_unsure: bool = False  # nothing is compiled where the executor is sure of its action without
-    need: Need | None = None  # nothing is compiled where a step is not likely to need it, but for the first
+    need: Guess | None = None  # nothing is compiled where a step is not likely to need it, but for the first
 
     def __post_init__(self) -> None:
         if (self.kind == "compiled") != (self.compiler is not None):
@@ -87,7 +85,7 @@ class DeliverySpec:
         return self.needs_checkpoint and self.soft and not self.interdependent
 
     def make(
-        self, trained: Compiler | None, seed: int, reader: TrajectoryReader | None = None, need: Need | None = None
+        self, trained: Compiler | None, seed: int, reader: TrajectoryReader | None = None, need: Guess | None = None
     ) -> Delivery:  # fmt: skip
         """Make the delivery that the loop plays; `reader` (of the environment) is what teachers need, `need` what
         stands beside the compiler's checkpoint. Raises: ValueError, where it needs what is not there."""

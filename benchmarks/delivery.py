@@ -1,4 +1,5 @@
-"""`memcompiler bench delivery`: what a step costs without memory, where memory is pasted (static), and compiled.
+"""`memcompiler bench delivery`: what a step costs without memory, where memory is pasted (static), and compiled: at
+every step, or where a guess says that it is needed (at the share of steps at which `--needed` says that it is).
 
     memcompiler bench delivery                                           # small shapes, random weights, PyTorch
     memcompiler bench delivery --shapes paper --engine vllm              # the paper's: a GPU, 45 GB of disk
@@ -52,7 +53,7 @@ from benchmarks.scripted import (
 from benchmarks.shapes import ROLES, Shapes, made_pair
 from compiler import checkpoint
 from compiler.build import load_compiler, load_served_compiler
-from compiler.records import soft_is_read
+from compiler.records import Guess, soft_is_read
 from configs.models import CompilerConfig, Dtype, ExecutorConfig, Soft, Speed, VllmEngine, model_path
 from configs.run_folder import RunFolder
 from envs.household.environment import INSTRUCTIONS
@@ -62,7 +63,8 @@ from runtime.progress import progress, quiet
 from runtime.settings import Settings
 
 console = Console(width=160)
-DELIVERIES = ("none", "static", "compiled")
+COMPILED, NEEDED = "compiled", "compiled_needed"
+DELIVERIES = ("none", "static", COMPILED, NEEDED)
 ENGINES: dict[str, tuple[Literal["hf", "vllm"], ...]] = {"hf": ("hf",), "vllm": ("vllm",), "both": ("hf", "vllm")}
 
 
@@ -80,12 +82,13 @@ class DeliveryBench(Settings):
     dtype: Dtype
     n_soft: int
     prefix_mib: float
+    needed: float
     seed: int = 0
 
 
 def run_bench_delivery(
     compiler: str | None, executor: str | None, shapes: Shapes, memory_tokens: int, steps: int, concurrency: str,
-    engine: str, dtype: str, n_soft: int, prefix_mib: float, lengths: Path | None, out: Path | None,
+    engine: str, dtype: str, n_soft: int, prefix_mib: float, lengths: Path | None, needed: float, out: Path | None,
 ) -> None:  # fmt: skip
     """Print one table; write results.json into `out`, if it is given; end with `ratio: R`, compiled over static seconds
     of a step in steady state, of the last engine at the first of `concurrency`.
@@ -93,6 +96,7 @@ def run_bench_delivery(
     Args:
         compiler, executor: a pair of models, or one that plays both; without either, `shapes` with random weights.
         lengths: where what is written is taken from (`benchmarks.scripted.said_in`).
+        needed: share of the steps after the first that are compiled where a guess says so.
 
     Raises:
         ValueError: numbers that are none or not positive, an unknown engine or dtype, a record without steps, or a
@@ -106,7 +110,7 @@ def run_bench_delivery(
     config = DeliveryBench(
         compiler=compiler or executor or "", executor=executor or compiler or "", shapes=None if named else shapes,
         lengths=str(lengths or MEASURED.name), memory_tokens=memory_tokens, steps=steps, n_soft=n_soft,
-        concurrency=_numbers(concurrency), engines=ENGINES[engine], prefix_mib=prefix_mib,
+        concurrency=_numbers(concurrency), engines=ENGINES[engine], prefix_mib=prefix_mib, needed=needed,
         dtype=auto if dtype == "auto" else dtype,  # type: ignore[arg-type]
     )  # fmt: skip
     said = said_in(lengths or MEASURED)
@@ -128,12 +132,19 @@ def run_bench_delivery(
         "means of the steps after the first",
         *(f"floor of the {role}: {floor.words}" for role, floor in floors.items()),
     ]
-    compared = [f"compiled / static, {name}, {n} at a time: {ratio:.2f}" for (name, n), ratio in ratios.items()]
+    where = _ratios(rows, NEEDED)
+    compared = [
+        f"over static, {name}, {n} at a time: compiled {ratio:.2f}, compiled where needed {where[name, n]:.2f}"
+        for (name, n), ratio in ratios.items()
+    ]
     for line in (*notes, *compared):
         console.print(f"  {line}", highlight=False)
     if run is not None:
-        named = {f"{name} {episodes}": ratio for (name, episodes), ratio in ratios.items()}
-        run.write_json("results.json", {"settings": config.model_dump(), "notes": notes, "ratio": named, "rows": rows})
+        ratio, ratio_needed = (
+            {f"{name} {episodes}": ratio for (name, episodes), ratio in of.items()} for of in (ratios, where)
+        )
+        facts = {"settings": config.model_dump(), "notes": notes, "ratio": ratio, "ratio_needed": ratio_needed}
+        run.write_json("results.json", {**facts, "rows": rows})
     console.print(f"ratio: {ratios[config.engines[-1], config.concurrency[0]]:.2f}", highlight=False)
 
 
@@ -153,7 +164,8 @@ def _measured(config: DeliveryBench, pair: tuple[str, str], script: Script) -> l
         turns = [(episodes, delivery) for episodes in config.concurrency for delivery in DELIVERIES]
         with _players(name, config, pair, script) as players, progress(name, len(turns)) as advance:
             for episodes, delivery in turns:
-                rows.append(row := _measure(players, delivery, episodes, script, config.steps))
+                need = script.need(config.needed)
+                rows.append(row := _measure(players, delivery, episodes, script, config.steps, need))
                 advance(f"{delivery} x{episodes}: {row['seconds']['total']['mean']:.2f} s a step")
     return rows
 
@@ -173,7 +185,7 @@ def _players(
     engine: Literal["hf", "vllm"], config: DeliveryBench, pair: tuple[str, str], script: Script
 ) -> Iterator[Players]:
     """Load both models, clocked, with what they write forced; give them up again at the end."""
-    needed = script.longest(DELIVERIES, config.steps)
+    needed = script.longest([name for name in DELIVERIES if name != NEEDED], config.steps)
     windows = [AutoConfig.from_pretrained(name).get_text_config().max_position_embeddings for name in pair]
     if needed > min(windows):
         raise ValueError(f"prompts of {needed} tokens, but a model reads {min(windows)}: lower --memory-tokens")
@@ -249,7 +261,9 @@ def _cache_gib(config: DeliveryBench, pair: tuple[str, str], needed: int) -> int
     return max(1, -(-max(map(bytes_of, pair)) // 2**30))
 
 
-def _measure(players: Players, delivery: str, episodes: int, script: Script, steps: int) -> dict[str, Any]:
+def _measure(
+    players: Players, delivery: str, episodes: int, script: Script, steps: int, need: Guess
+) -> dict[str, Any]:  # fmt: skip
     """Play all steps of `episodes` episodes side by side, after a warm-up at this batch size (one step of others).
 
     Returns:
@@ -258,15 +272,15 @@ def _measure(players: Players, delivery: str, episodes: int, script: Script, ste
     """
     first = 1000 * episodes
     other, specs = ([script.spec(start + i) for i in range(episodes)] for start in (first + 500, first))
-    play(players.compiler, players.executor, delivery, other, 1)
-    players.compiler.second_pass.clear()
-    played = play(players.compiler, players.executor, delivery, specs, steps)
+    play(players.compiler, players.executor, delivery, other, 1, need)
+    players.compiler.clear()
+    played = play(players.compiler, players.executor, delivery, specs, steps, need)
     of_step = partial(_of_step, played, steps)
-    second = players.compiler.second_pass or [0.0] * steps
+    second = players.compiler.second_pass_of(steps)
     executor = of_step("seconds", "executor", sum)  # each episode has its share of the batch's time
     emission = [whole - part for whole, part in zip(of_step("seconds", "compiler", sum), second, strict=True)]
     total = [sum(parts) for parts in zip(emission, second, executor, strict=True)]
-    seconds = {"total": total, "emission": emission, "second_pass": list(second), "executor": executor}
+    seconds = {"total": total, "emission": emission, "second_pass": second, "executor": executor}
     names = [f"{role}_{what}" for role in ("compiler", "executor") for what in ("in", "cached", "out")]
     tokens = {name: of_step("tokens", name, statistics.fmean) for name in names}
     later = [step for episode in played for step in episode.steps[1:]]
@@ -277,6 +291,7 @@ def _measure(players: Players, delivery: str, episodes: int, script: Script, ste
         "n": steps,
         "memory_tokens": statistics.fmean(script.count(episode.memory_text) for episode in played),
         "cache_block": players.cache_block,
+        "compiled": statistics.fmean("compiler" in step.seconds for step in later),
         "noaction": statistics.fmean(step.emission_kind == "NOACTION" for step in later),
         "soft_read": statistics.fmean(step.soft_read for step in later),
         "steps_per_second": episodes * (steps - 1) / sum(total[1:]),
@@ -309,11 +324,11 @@ def _floor(row: dict[str, Any], floors: dict[str, Floor]) -> float:
     )  # fmt: skip
 
 
-def _ratios(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], float]:
-    """Divide seconds of a step in steady state, compiled by static, by engine and episodes at a time."""
+def _ratios(rows: Sequence[dict[str, Any]], delivery: str = COMPILED) -> dict[tuple[str, int], float]:
+    """Divide seconds of a step in steady state, this delivery's by static's, by engine and episodes at a time."""
     means = {(row["engine"], row["episodes"], row["delivery"]): row["seconds"]["total"]["mean"] for row in rows}
     places = dict.fromkeys((row["engine"], row["episodes"]) for row in rows)
-    return {place: means[*place, "compiled"] / means[*place, "static"] for place in places}
+    return {place: means[*place, delivery] / means[*place, "static"] for place in places}
 
 
 def _table(config: DeliveryBench, rows: Sequence[dict[str, Any]]) -> Table:
@@ -323,8 +338,7 @@ def _table(config: DeliveryBench, rows: Sequence[dict[str, Any]]) -> Table:
     names = (
         "engine", "episodes", "delivery", "compiler in (cached)", "out", "executor in (cached)", "out",
         "first step, ms", "emission, ms", "second pass, ms", "executor, ms", "step, ms", "floor, ms",
-        "share of second pass",
-        "NOACTION", "steps/s",
+        "share of second pass", "steps compiled", "NOACTION", "steps/s",
     )  # fmt: skip
     for name in names:
         table.add_column(name, justify="right")
@@ -333,9 +347,9 @@ def _table(config: DeliveryBench, rows: Sequence[dict[str, Any]]) -> Table:
         reads = [f"{mean[f'{role}_in']} ({mean[f'{role}_cached']})" for role in ("compiler", "executor")]
         writes = [f"{row['tokens'][f'{role}_out']['mean']:.1f}" for role in ("compiler", "executor")]
         parts = [_milliseconds(row["seconds"][name]) for name in ("emission", "second_pass", "executor", "total")]
-        shares = [f"{100 * row[name]:.1f} %" for name in ("second_pass_share", "noaction")]
-        if row["delivery"] != "compiled":
-            reads[0], writes[0], parts[:2], shares = "-", "-", ["-", "-"], ["-", "-"]
+        shares = [f"{100 * row[name]:.1f} %" for name in ("second_pass_share", "compiled", "noaction")]
+        if row["delivery"] not in (COMPILED, NEEDED):
+            reads[0], writes[0], parts[:2], shares = "-", "-", ["-", "-"], ["-", "-", "-"]
         first = f"{1e3 * row['seconds']['total']['first']:.0f}"
         where = (row["engine"], str(row["episodes"]), row["delivery"], reads[0], writes[0], reads[1], writes[1])
         table.add_row(*where, first, *parts, f"{1e3 * row['floor']:.1f}", *shares, f"{row['steps_per_second']:.2f}")

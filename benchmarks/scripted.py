@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,9 @@ from agent.deliveries import find
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode, read_episodes
 from compiler.decoding import Decoder
-from compiler.language import Emission, parse
+from compiler.language import Emission, Kind, parse
 from compiler.prompt import INSTRUCTIONS, compiler_parts
-from compiler.records import Compilation, Compiler, CompileRequest
+from compiler.records import Compilation, Compiler, CompileRequest, Guess
 from envs.base import Observation, Task, Transition
 from envs.household.environment import INSTRUCTIONS as RULES
 from eval.runs import EPISODES
@@ -156,6 +157,10 @@ class Script:
     def count(self, text: str) -> int:
         return len(self.executor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def need(self, share: float) -> Drawn:
+        """Say which steps need compiling, so that this share of those after the first is compiled, or more."""
+        return Drawn(self, share)
+
     def longest_said(self) -> tuple[int, int]:
         """Count the tokens of the longest emission and of the longest action, ends of turn included."""
         steps = [step for episode in self.episodes for step in episode]
@@ -168,6 +173,27 @@ class Script:
         for name in deliveries:
             play(stand_in, stand_in, name, [self.spec(0)], steps)
         return stand_in.longest + sum(self.longest_said()) + 128
+
+
+class Drawn:
+    """A guess of which steps need compiling: all at which something is said, and others by lot."""
+
+    threshold = 0.5
+
+    def __init__(self, script: Script, share: float) -> None:
+        silent = [self._silent(step.emission) for steps in script.episodes for step in steps[1:]]
+        rest = statistics.fmean(silent)
+        self.script, self.lot = script, max(0.0, (share - (1 - rest)) / rest) if rest else 0.0
+
+    def __call__(self, request: CompileRequest) -> float:
+        if not self._silent(self.script.said(request).emission):
+            return 1.0
+        draw = random.Random(f"{self.script.seed} {request.goal} {len(request.history)}")
+        return float(draw.random() < self.lot)
+
+    @staticmethod
+    def _silent(emission: str) -> bool:
+        return parse(emission).emission.kind is Kind.NOACTION
 
 
 class _Rehearsal:
@@ -246,6 +272,7 @@ class ScriptedCompiler:
     script: Script | None = None
     force: Callable[[list[tuple[int, ...]]], None] = lambda ids: None
     second_pass: list[float] = field(default_factory=list)  # seconds, by call
+    asked_at: list[list[int]] = field(default_factory=list)  # the steps that a call's requests are of
     _clock: float = 0.0
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Compilation]:
@@ -254,9 +281,23 @@ class ScriptedCompiler:
             self.force([script.emission_ids(request) for request in requests])
         made = self.model.compile(requests)
         self.second_pass.append(self._clock)
+        self.asked_at.append([len(request.history) for request in requests])
         if script is None:
             return made
         return [replace(c, emission=script.emission(r)) for c, r in zip(made, requests, strict=True)]
+
+    def clear(self) -> None:
+        """Forget the calls so far."""
+        self.second_pass.clear()
+        self.asked_at.clear()
+
+    def second_pass_of(self, steps: int) -> list[float]:
+        """Return the seconds by step: each request has its share of its call's."""
+        of = [0.0] * steps
+        for at, seconds in zip(self.asked_at, self.second_pass, strict=True):
+            for t in at:
+                of[t] += seconds / len(at)
+        return of
 
     def clocked(self, call: Callable[..., Any], counts: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
         """Wrap `call`, whose seconds are those of the second pass where `counts` says so of its arguments."""
@@ -293,14 +334,15 @@ class ScriptedExecutor:
 
 
 def play(
-    compiler: Compiler, executor: Executor, delivery: str, specs: Sequence[EpisodeSpec], steps: int
-) -> list[Episode]:
-    """Play all episodes side by side.
+    compiler: Compiler, executor: Executor, delivery: str, specs: Sequence[EpisodeSpec], steps: int,
+    need: Guess | None = None,
+) -> list[Episode]:  # fmt: skip
+    """Play all episodes side by side. `need`: for the delivery that asks which steps need compiling.
 
     Raises:
         ValueError: one broke.
     """
-    made = find(delivery).make(compiler, seed=0)
+    made = find(delivery).make(compiler, seed=0, need=need)
     episodes = run_episodes(ScriptedHome, specs, made, executor, Limits(steps), len(specs))
     if broken := next((episode.error for episode in episodes if episode.error), None):
         raise ValueError(broken)

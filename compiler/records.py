@@ -109,6 +109,15 @@ def always(i: int) -> bool:
     return True
 
 
+class Guess(Protocol):
+    """Guesses before a step is compiled how likely it needs that: where it says `threshold` or more, it is compiled."""
+
+    @property
+    def threshold(self) -> float: ...
+
+    def __call__(self, request: CompileRequest) -> float: ...
+
+
 class Compiler(Protocol):
     """A backend: compiles a batch of states. Order of results is order of requests. With an attribute `batched = False`
     the loop asks for one state at a time, and at once."""

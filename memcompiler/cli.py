@@ -388,6 +388,7 @@ def bench_delivery(
     lengths: Annotated[
         Path | None, typer.Option(help="What is written: a run of eval, or a file (default: the shipped pair's).")
     ] = None,
+    needed: Annotated[float, typer.Option(min=0, max=1, help="Share of steps that need compiling.")] = 0.6,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder, for results.json.")] = None,
 ) -> None:  # fmt: skip
     """Measure what a step costs in whole episodes, with no memory, a pasted and a compiled one: tokens, latency and
@@ -395,8 +396,9 @@ def bench_delivery(
     from benchmarks.delivery import run_bench_delivery
 
     run_bench_delivery(
-        compiler, executor, shapes, memory_tokens, steps, concurrency, engine, dtype, n_soft, prefix_mib, lengths, out
-    )
+        compiler, executor, shapes, memory_tokens, steps, concurrency, engine, dtype, n_soft, prefix_mib, lengths,
+        needed, out,
+    )  # fmt: skip
 
 
 @bench_app.command("cost")

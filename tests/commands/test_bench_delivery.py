@@ -113,7 +113,7 @@ def test_the_last_line_is_the_ratio_of_what_the_file_holds(measured: tuple[str, 
 def test_every_row_holds_every_step_and_its_parts_make_the_whole(measured: tuple[str, dict[str, Any]]) -> None:
     _, results = measured
     assert [(r["engine"], r["episodes"], r["delivery"]) for r in results["rows"]] == [
-        ("hf", n, delivery) for n in (1, 2) for delivery in ("none", "static", "compiled")
+        ("hf", n, delivery) for n in (1, 2) for delivery in ("none", "static", "compiled", "compiled_needed")
     ]
     for found in results["rows"]:
         seconds = {name: found["seconds"][name]["values"] for name in found["seconds"]}
@@ -122,8 +122,11 @@ def test_every_row_holds_every_step_and_its_parts_make_the_whole(measured: tuple
         assert seconds["total"] == pytest.approx([sum(part) for part in parts])
         for name, of in found["seconds"].items():
             assert of["first"] == seconds[name][0] and of["mean"] == pytest.approx(sum(seconds[name][1:]) / (STEPS - 1))
-        compiled = found["delivery"] == "compiled"
-        assert all((first > 0) == compiled for first in seconds["emission"])
+        compiled = [found["delivery"].startswith("compiled")] * STEPS
+        if found["delivery"] == "compiled_needed":
+            compiled = [t == 0 or RECORD.index((said(t).emission, said(t).action)) != 1 for t in range(STEPS)]
+            assert found["compiled"] == pytest.approx(sum(compiled[1:]) / (STEPS - 1))
+        assert [first > 0 for first in seconds["emission"]] == compiled
         later = sum(seconds["total"][1:])
         assert found["second_pass_share"] == pytest.approx(sum(seconds["second_pass"][1:]) / later)
         assert found["steps_per_second"] == pytest.approx(found["episodes"] * (STEPS - 1) / later)
