@@ -388,7 +388,9 @@ def bench_delivery(
     lengths: Annotated[
         Path | None, typer.Option(help="What is written: a run of eval, or a file (default: the shipped pair's).")
     ] = None,
-    needed: Annotated[float, typer.Option(min=0, max=1, help="Share of steps that need compiling.")] = 0.6,
+    needed: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of steps that need compiling (default: the shipped pair's).")
+    ] = 0.35,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder, for results.json.")] = None,
 ) -> None:  # fmt: skip
     """Measure what a step costs in whole episodes, with no memory, a pasted and a compiled one: tokens, latency and
