@@ -271,7 +271,8 @@ def _measure(
         episodes; `first` is the first of them, `mean` (and `p95`) of all others.
     """
     # What is compiled where needed has homes of its own, in which the same is said: a cache knows the others' by then.
-    first = 1000 * episodes + (16 * len(script.episodes) if delivery == NEEDED else 0)
+    n = len(script.episodes)
+    first = 1000 * episodes + (10**5 // n * n if delivery == NEEDED else 0)
     other, specs = ([script.spec(start + i) for i in range(episodes)] for start in (first + 500, first))
     play(players.compiler, players.executor, delivery, other, 1, need)
     players.compiler.clear()
