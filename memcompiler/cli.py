@@ -1,18 +1,19 @@
 """The `memcompiler` command. Heavy imports happen inside the commands, so that --help answers at once.
 
-Commands around banks and rows are in data.py, those around environments in env.py.
+Commands around banks and rows are in data.py, those around environments in env.py, measurements in bench.py, the models
+that ship in zoo.py.
 """
 
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from memcompiler.bench import bench_app
 from memcompiler.data import bank_app, data_app, leakage
-from memcompiler.env import bench_env, env_app, parity
+from memcompiler.env import env_app, parity
 from memcompiler.options import (
     Config,
     DryRun,
@@ -30,12 +31,12 @@ from memcompiler.options import (
     load_settings,
     with_settings,
 )
+from memcompiler.zoo import zoo_app
 
 if TYPE_CHECKING:
     from configs.collect import CollectConfig
     from configs.evaluation import EvalConfig, QuickstartConfig
     from configs.training import GrpoConfig, SftConfig
-    from zoo.gates import Share
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, cls=OneLineErrors,
@@ -45,8 +46,6 @@ app = typer.Typer(
 
 train_app = command_group("Train the compiler and the soft-token projector.")
 serve_app = command_group("Serve compiler and executor over HTTP, on loopback.")
-bench_app = command_group("Measure side by side; the last line is the ratio.")
-zoo_app = command_group("Reproduce and test the tiny models that the repository ships.")
 report_app = command_group(
     "Evaluations as a page that opens offline, one (RUN) or several compared (RUN RUN ...), or beside the paper.",
     RunsByDefault,
@@ -351,204 +350,6 @@ def serve_executor(
     typer.echo(f"executor.engine=http executor.model={model} executor.url={http_url(host, port)}")
     if status := serve(command):
         raise typer.Exit(status)
-
-
-# measurements ---------------------------------------------------------------------------------------------------------
-
-
-bench_app.command("env")(bench_env)
-
-
-@bench_app.command("rollout")
-@with_settings("configs.training:GrpoConfig", "grpo/quickstart")
-def bench_rollout(
-    settings: "GrpoConfig", out: Out = Path("out/bench-rollout"),
-    updates: Annotated[int, typer.Option(min=1, help="Updates whose rollouts are played, each way.")] = 2,
-) -> None:  # fmt: skip
-    """Rollouts with all episodes batched against one episode at a time."""
-    from benchmarks.rollout import run_bench_rollout
-
-    run_bench_rollout(settings, out, updates)
-
-
-@bench_app.command("delivery")
-def bench_delivery(
-    compiler: Annotated[str | None, typer.Option(help="Name or folder (default: as the executor).")] = None,
-    executor: Annotated[str | None, typer.Option(help="Name or folder (default: as the compiler).")] = None,
-    shapes: Annotated[
-        Literal["small", "paper"], typer.Option(help="Where neither is named: random weights in these proportions.")
-    ] = "small",
-    memory_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an episode's task memory.")] = 1500,
-    steps: Annotated[int, typer.Option(min=10, help="Steps of each episode.")] = 12,
-    concurrency: Annotated[str, typer.Option(help="Episodes side by side, such as 1,4,16.")] = "1,4,16",
-    engine: Annotated[str, typer.Option(help="hf, vllm or both.")] = "hf",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: bfloat16 on a GPU.")] = "auto",
-    n_soft: Annotated[int, typer.Option(min=1, help="Soft tokens.")] = 16,
-    prefix_mib: Annotated[float, typer.Option(min=0, help="compiler.speed.prefix_mib, of engine hf.")] = 0,
-    lengths: Annotated[
-        Path | None, typer.Option(help="What is written: a run of eval, or a file (default: the shipped pair's).")
-    ] = None,
-    needed: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of steps that need compiling (default: the shipped pair's).")
-    ] = 0.35,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder, for results.json.")] = None,
-) -> None:  # fmt: skip
-    """Measure what a step costs in whole episodes, with no memory, a pasted and a compiled one: tokens, latency and
-    where it goes, throughput. The last line is compiled over static, after the first step."""
-    from benchmarks.delivery import run_bench_delivery
-
-    run_bench_delivery(
-        compiler, executor, shapes, memory_tokens, steps, concurrency, engine, dtype, n_soft, prefix_mib, lengths,
-        needed, out,
-    )  # fmt: skip
-
-
-@bench_app.command("cost")
-def bench_cost(
-    run: Annotated[Path, typer.Argument(help="Run folder of `memcompiler eval`.")],
-    steps: Annotated[int | None, typer.Option(min=1, help="Of every episode (default: all of them).")] = None,
-    delivery: Annotated[str, typer.Option(help="Whose cost is divided.")] = "compiled",
-    over: Annotated[str, typer.Option(help="By whose it is divided.")] = "static",
-    compiler_parameters: Annotated[float | None, typer.Option(help="Default: of the run's model.")] = None,
-    executor_parameters: Annotated[float | None, typer.Option(help="Default: of the run's model.")] = None,
-) -> None:
-    """Divide what an evaluation took, failed episodes included, by its solved tasks: tokens, seconds, FLOPs."""
-    from benchmarks.cost import run_bench_cost
-
-    run_bench_cost(run, steps, delivery, over, compiler_parameters, executor_parameters)
-
-
-@bench_app.command("recall")
-def bench_recall(
-    data: Annotated[Path, typer.Option(help="LoCoMo's JSON, or another file of questions with evidence.")],
-    memory: Annotated[str, typer.Option(help="A memory system, or a baseline: bm25, windows, oracle, ...")] = "s3mem",
-    tokens: Annotated[str, typer.Option(help="Budgets, such as 500,1000,2000.")] = "500,1000,2000",
-    facts: Annotated[bool, typer.Option("--facts", help="Read the file's notes of the records instead.")] = False,
-    models: MemoryModelsOption = None,
-    settings: Annotated[list[str] | None, typer.Argument(help="The memory's own settings, as a.b=c.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for recall.json.")] = None,
-) -> None:
-    """Measure the share of each question's evidence that a memory packs within a budget; no model is needed."""
-    from configs.collect import MemoryModels
-    from eval.qa.recall import run_recall
-    from memcompiler.options import own_settings
-
-    budgets, used = [int(budget) for budget in tokens.split(",")], MemoryModels.model_validate(own_settings(models))
-    run_recall(data, memory, budgets, own_settings(settings), facts, out, used)
-
-
-@bench_app.command("hit-rate")
-def bench_hit_rate(
-    stream: Annotated[Literal["uniform", "skewed", "drifting"], typer.Option(help="How objects are drawn.")],
-    objects: Annotated[int, typer.Option(min=1, help="Objects that may be asked for.")] = 40,
-    capacity: Annotated[int, typer.Option(min=1, help="Units that short-term memory holds.")] = 10,
-    policy: Annotated[Literal["fifo", "lru", "wtinylfu"], typer.Option(help="Which unit leaves.")] = "wtinylfu",
-    window: Annotated[int | None, typer.Option(min=1, help="Of wtinylfu (default: all units but one).")] = None,
-    queries: Annotated[int, typer.Option(min=1, help="Objects that are asked for.")] = 20_000,
-    drift: Annotated[int, typer.Option(min=1, help="Queries for which favourites of drifting last.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of the stream.")] = 0,
-) -> None:
-    """How often KARMA's short-term memory holds what is asked for, by replacement policy, on a trace."""
-    from benchmarks.hit_rate import run_bench_hit_rate
-
-    run_bench_hit_rate(stream, objects, capacity, policy, window, queries, seed, drift)
-
-
-# shipped models -------------------------------------------------------------------------------------------------------
-
-
-World = Annotated[Literal["household", "alfworld"], typer.Option(help="Generated homes, or ALFWorld's real games.")]
-Work = Annotated[Path, typer.Option(help="Stages and their checkpoints; the recipes of a world may share it.")]
-MadeIn = Annotated[Path | None, typer.Option(help="The model's folder (default: zoo/WORLD/NAME).", show_default=False)]
-Threads = Annotated[int, typer.Option(min=1, help="CPU threads; another number gives other weights.")]
-WORK = Path("out/zoo/work")
-
-
-@zoo_app.command("gate")
-def zoo_gate(
-    model: Annotated[str, typer.Option(help="Compiler base to test (household).")] = "zoo/household/compiler",
-    scenes: Annotated[int, typer.Option(help="Held-out scenes (household).")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the scenes (household).")] = 1,
-    pictures: Annotated[int, typer.Option(help="Pictures an entry keeps, which are asked for (household).")] = 0,
-    world: World = "household",
-    executor: Annotated[str | None, typer.Option(help="Executor to test, or `script`, its teacher (alfworld).")] = None,
-    compiler: Annotated[str | None, typer.Option(help="Compiler or compiler base to test (alfworld).")] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="The compiler's, after SFT or GRPO (alfworld).")] = None,
-    split: Annotated[str, typer.Option(help="Games to test on (alfworld).")] = "valid_seen",
-    limit: Annotated[int | None, typer.Option(help="The first so many of them (alfworld).")] = None,
-    work: Work = WORK,
-) -> None:
-    """Test whether shipped models can do what all else rests on; exits 1 where one cannot.
-
-    household: does the compiler base name the places that entries say and pictures mark? alfworld: does an executor
-    find its own way, follow guidance and read pasted memory; does a compiler name the right place, keep silent, leave
-    out what is ruled out and cite entries that exist?
-    """
-    from configs.models import model_path
-
-    if world == "alfworld":
-        _alfworld_gates(executor, compiler, checkpoint, split, limit, work / world / "gate")
-    from zoo.household.gate import gate
-
-    _told(gate(model_path(model), scenes, seed, pictures))
-
-
-def _alfworld_gates(
-    executor: str | None, compiler: str | None, checkpoint: str | None, split: str, limit: int | None, work: Path
-) -> NoReturn:
-    """Print the gates of what is named, and exit."""
-    from configs.models import model_path
-    from runtime.progress import quiet
-    from zoo.alfworld.gate import SCRIPT, compiler_gates, executor_gates
-
-    quiet()
-    named = executor if executor in (None, SCRIPT) else model_path(executor)
-    shares = executor_gates(named, work, split, limit) if named else []
-    shares += compiler_gates(model_path(compiler), checkpoint, work, split, limit) if compiler else []
-    if not shares:
-        raise typer.BadParameter("name what to test: --executor FOLDER, --compiler FOLDER, or both")
-    _told(shares)
-
-
-def _told(shares: "Sequence[Share]") -> NoReturn:
-    """Print gates, and exit."""
-    for share in shares:
-        typer.echo(share)
-    raise typer.Exit(0 if all(share.passed for share in shares) else 1)
-
-
-@zoo_app.command("compiler")
-def zoo_compiler(
-    out: MadeIn = None, work: Work = WORK, seed: int = 0, world: World = "household", threads: Threads = 1
-) -> None:
-    """Train a small compiler base from nothing on CPU; writes the model and RECORD.json."""
-    _make("compiler", world, out, work, seed, threads)
-
-
-@zoo_app.command("executor")
-def zoo_executor(
-    out: MadeIn = None, work: Work = WORK, seed: int = 0, world: World = "household", threads: Threads = 1
-) -> None:
-    """Train a small executor from nothing on CPU; writes the model and RECORD.json."""
-    _make("executor", world, out, work, seed, threads)
-
-
-def _make(name: str, world: str, out: Path | None, work: Path, seed: int, threads: int) -> None:
-    """Make a model: its recipe gives the same weights again with as many threads."""
-    import torch
-
-    from runtime.progress import quiet
-
-    quiet()
-    torch.set_num_threads(threads)
-    if world == "household":
-        from zoo.household import recipes
-    else:
-        from zoo.alfworld import recipes
-
-        work = work / world
-    recipe = {"compiler": recipes.train_compiler, "executor": recipes.train_executor}[name]
-    recipe(out or Path("zoo") / world / name, work / f"seed-{seed}", seed)
 
 
 def main() -> None:
