@@ -187,10 +187,10 @@ class StoredRows(Stored[SftRow]):
     """
 
     def __init__(
-        self, folder: Path, edit: Callable[[SftRow], SftRow] = lambda row: row, pictures: bool = True
+        self, folder: Path, edit: Callable[[SftRow], SftRow] | None = None, pictures: bool = True
     ) -> None:  # fmt: skip
         self._dataset: Any = _stored(folder, () if pictures else PICTURES)  # gives tables (pyright takes it for dicts)
-        self._edit = edit
+        self._edit = edit or (lambda row: row)
 
     @property
     def tasks(self) -> list[str]:

@@ -48,8 +48,8 @@ def train_need(run: Path, recall: float = 0.95, seed: int = 0) -> Need:
     if not (run / CONFIG).is_file():
         raise CheckpointError(f"{run} is no folder of an SFT run: it has no {CONFIG}")
     config = load_config(SftConfig, str(run / CONFIG), [])
-    edits = {} if config.brief_state else {"edit": without_brief_state}
-    parts = [StoredRows(folder, **edits, pictures=False) for folder in row_folders(config.rows)]
+    edit = None if config.brief_state else without_brief_state
+    parts = [StoredRows(folder, edit, pictures=False) for folder in row_folders(config.rows)]
     every = max(1, math.ceil(sum(map(len, parts)) / MOST))
     told, guided = _read(parts, every)
     fitted, held = held_out([task for part in parts for task in part.tasks][::every], HELD_OUT, seed)

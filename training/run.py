@@ -73,8 +73,8 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
         raise ConfigError("SFT's gradient passes through the executor: it needs executor.engine=hf")
     require(config.trackers)
     with distributed.group(), ExitStack() as opened:
-        edits = {} if config.brief_state else {"edit": without_brief_state}
-        parts = {folder: StoredRows(folder, **edits) for folder in row_folders(config.rows)}
+        edit = None if config.brief_state else without_brief_state
+        parts = {folder: StoredRows(folder, edit) for folder in row_folders(config.rows)}
         problems: list[str] = []
         for folder, part in parts.items():
             problems += guard_rows(folder, part.tasks, config.allow_leakage)
