@@ -2,9 +2,8 @@
 
     memcompiler train need RUN           # RUN/need.safetensors and need.json, for the delivery `compiled_needed`
 
-SFT does so at its end; the command is for runs of an older version, and for another `recall`.
-The threshold is the highest at which `recall` of the steps that the teacher guides are still compiled, on tasks that it
-was not fitted to.
+SFT does so at its end; the command is for runs of an older version, and for another `recall`. The threshold is the
+highest at which `recall` of the steps that the teacher guides are still compiled, on tasks that it was not fitted to.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def _read(parts: Sequence[StoredRows], every: int) -> tuple[Any, NDArray[np.int6
     def requests() -> Iterator[CompileRequest]:
         with progress("rows", len(range(0, sum(map(len, parts)), every))) as advance:
             for row in islice(chain.from_iterable(parts), 0, None, every):
-                step = replace(row, memory_ids=(), memory_texts=()).step_input()
+                step = row.step_input()
                 guided.append(step.emission is not None and bool(step.emission.guidance))
                 advance(None)
                 yield compile_request(step)
@@ -98,7 +97,8 @@ def fit(
         head = fit_head(x, guided, c)
         p = head(held_x)
         threshold = _threshold(p[held_guided == 1], recall)
-        found.append(((p >= threshold).mean(), c, head, threshold, (p[held_guided == 1] >= threshold).mean()))
+        compiled = p >= threshold
+        found.append((compiled.mean(), c, head, threshold, compiled[held_guided == 1].mean()))
     share, c, head, threshold, kept = min(found, key=lambda each: each[:2])
     return Need(head, threshold), {"c": c, "share": float(share), "recall": float(kept)}
 
