@@ -5,6 +5,7 @@ Many episodes run at once, and what they wait for goes to each backend in batche
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,7 +103,7 @@ async def run_episode(
     try:
         state, history = BriefState(spec.goal), ()
         observed = await ask(env, living(env).proceed if goes_on else env.reset, spec.task)
-        first = observed.text
+        first, spares = observed.text, random.Random(f"{limits.seed} {spec.task.id}").random() < delivery.sparing
         for t in range(limits.max_steps):
             record = StepRecord(t, observed.text, observed.image, observed.admissible, render_brief_state(state))
             episode.steps.append(record)
@@ -114,7 +115,7 @@ async def run_episode(
                 state if delivery.brief_state else None, text, expert=expert, first=first,
             )  # fmt: skip
             step, action = await roles.decide(step, record)
-            if step.emission is not None:
+            if step.emission is not None and (not spares or step.emission.guidance or not t):
                 state, record.op_errors = apply_ops(step.emission.ops, state)  # the change of b_t, Eq. 4
             record.brief_after = render_brief_state(state)
             started = time.perf_counter()

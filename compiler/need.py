@@ -2,7 +2,7 @@
 
 A compiler that reads M to say that there is nothing to say costs as much as one that guides. Which steps are guided
 hardly depends on M: where the agent is on its way to what it knows, nobody says anything. So a linear function of the
-words of state, view and last actions tells beforehand, fitted to the rows that the compiler was trained on
+words of state, view and actions tells beforehand, fitted to the rows that the compiler was trained on
 (`training.need`), and kept beside its checkpoints.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from memory.linear import Head, heads_sha256, load_heads, save_heads
 
 FILE, HEAD = "need.safetensors", "need"
 WIDTH = 2**13  # dimensions of phi
-LAST = 2  # actions that are read: what was done before them is in the view and the Brief State
+MANY = 3  # in common: more are not told apart
+FEATURES = "2"  # raised where phi becomes another: what was fitted to the old one says nothing then
+MANY = 3  # words in common that are told apart from more
 _WORD = re.compile(r"[^\W\d_]+|\d+")
 
 
@@ -46,7 +48,8 @@ class Need:
 
     def save(self, folder: Path) -> None:
         """Write need.safetensors and, with the manifest, need.json."""
-        save_heads(folder / FILE, {HEAD: self.head}, {**self.manifest, "threshold": str(self.threshold)}, "threshold")
+        told = {**self.manifest, "features": FEATURES, "threshold": str(self.threshold)}
+        save_heads(folder / FILE, {HEAD: self.head}, told, "threshold")
 
 
 def features(requests: Iterable[CompileRequest]) -> csr_matrix:
@@ -57,11 +60,19 @@ def features(requests: Iterable[CompileRequest]) -> csr_matrix:
 
 
 def _words(request: CompileRequest) -> list[str]:
-    did = f"did: {' ; '.join(request.history[-LAST:])}"
-    found = ["bias"]
-    for line in (*state_text(replace(request, history=())).splitlines(), did, f"see: {request.observation}"):
-        head, said = line.split(":", 1)[0], _WORD.findall(line.lower())
+    """Every line's words and pairs of words; and of every two lines how many they have in common, for whether what is
+    looked for is in view, or was taken, shows in any environment's words alike."""
+    found, lines = ["bias"], dict[str, tuple[set[str], set[tuple[str, str]]]]()
+    state = state_text(replace(request, history=())).splitlines()
+    before, did = request.history[:-1], request.history[-1:]
+    for line in (*state, f"before: {' ; '.join(before)}", f"did: {' ; '.join(did)}", f"see: {request.observation}"):
+        head, _, text = line.partition(":")
+        said = _WORD.findall(text.lower())
         found += [f"{head} {word}" for word in said] + [f"{head} {a} {b}" for a, b in pairwise(said)]
+        lines[head] = set(said), set(pairwise(said))
+    for (head, one), (other, two) in combinations(lines.items(), 2):
+        for what, a, b in zip(("words", "pairs"), one, two, strict=True):
+            found.append(f"{head} {other} {what} {min(len(a & b), MANY)}")
     return found
 
 
@@ -75,6 +86,9 @@ def need_of(checkpoint: str | None, threshold: float | None = None) -> Need | No
         heads, manifest = load_heads(path, (HEAD,), hashed="threshold")
     except ValueError as error:
         raise CheckpointError(str(error)) from error
+    if manifest.get("features") != FEATURES:
+        again = "`memcompiler train need RUN` fits another"
+        raise CheckpointError(f"{path} was fitted to features of another version of this program: {again}")
     return Need(heads[HEAD], float(manifest["threshold"]) if threshold is None else threshold, manifest)
 
 

@@ -104,6 +104,9 @@ class CollectConfig(Settings):
     split: str = "train"
     limit: int | None = None
     brief_state: bool = True  # False: teacher and rows without one, for compilers that are to do without (Table 3)
+    # Share of the episodes in which an unguided step leaves the Brief State as it was, but for the first: rows for
+    # compilers that are only asked where there is something to say (delivery compiled_needed), and have to catch up.
+    sparing: float = Field(default=0.0, ge=0, le=1)
     noise: float = Field(default=0.15, ge=0, le=1)  # share of steps on which the expert strays: rows cover recovery
     successful_only: bool = True  # False: rows of episodes that failed, too; their labels are the expert's all the same
     deduplicate: bool = False  # one row of those with the same compiler input and emission

@@ -58,6 +58,7 @@ class Collection:
     k: int  # entries retrieved for a task
     limits: Limits
     brief_state: bool  # whether the teacher has one
+    sparing: float  # share of the episodes in which only what is guided changes it
     seeded: int  # episodes that a bank which grows held before the first round
     grows: bool  # every round's episodes go to the bank, each with why it went so
     views: Views  # that their entries keep
@@ -86,7 +87,8 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
     limits = Limits(config.max_steps, config.seed)
     views = kept_views(config)
     k, record = config.memory.k, run.path / EPISODES
-    return Collection(mine, bank, record, size, k, limits, config.brief_state, seeded, grows, views)
+    states = config.brief_state, config.sparing
+    return Collection(mine, bank, record, size, k, limits, *states, seeded, grows, views)
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, 
         EndpointStop: a budget is spent, or an endpoint is gone. All whole rounds are kept.
         RecordError, BankError: record or bank are of another collection.
     """
-    left, delivery = what_is_left(of), taught(teacher, of.brief_state)
+    left, delivery = what_is_left(of), taught(teacher, of.brief_state, of.sparing)
     rounds = play_round if of.grows else run_episodes  # with further attempts where there is something that learns
     with progress("teacher", len(of.tasks), len(of.tasks) - len(left)) as advance:
         for start in range(0, len(left), of.size):
@@ -114,9 +116,9 @@ def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, 
     arrange(of)
 
 
-def taught(teacher: Teacher, brief_state: bool) -> Delivery:
+def taught(teacher: Teacher, brief_state: bool, sparing: float = 0.0) -> Delivery:
     """Return the delivery under which a teacher plays."""
-    return Delivery("teacher", "compiled", teacher, soft=False, brief_state=brief_state)
+    return Delivery("teacher", "compiled", teacher, soft=False, brief_state=brief_state, sparing=sparing)
 
 
 def expert_actor(config: CollectConfig) -> ExpertExecutor:

@@ -69,7 +69,7 @@ class CollectWorker:
             done(episode.task_id, line_of(episode))
 
         config, specs = self._config, specs_for(list(unit.items.values()), self._bank, self._config.memory.k)
-        delivery, actor = taught(self._teacher, config.brief_state), expert_actor(config)
+        delivery, actor = taught(self._teacher, config.brief_state, config.sparing), expert_actor(config)
         limits = Limits(config.max_steps, config.seed)
         run_episodes(self._envs.lease, specs, delivery, actor, limits, len(specs), tell)
 

@@ -9,9 +9,9 @@ highest at which `recall` of the steps that the teacher guides are still compile
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,18 @@ from rich.console import Console
 
 from agent.records import compile_request
 from compiler.checkpoint import CheckpointError
+from compiler.language import parse
 from compiler.need import Need, features
 from compiler.records import CompileRequest
 from configs.load import ConfigError, load_config
 from configs.run_folder import CONFIG
 from configs.training import SftConfig
-from data_gen.rows import StoredRows, held_out, row_folders, without_brief_state
+from data_gen.rows import SftRow, StoredRows, held_out, row_folders, shuffled, without_brief_state
 from memory.linear import fit_head
 from runtime.progress import progress
 
 CS = (0.01, 0.1, 1.0)
-MOST = 50_000  # rows that are read: a few thousand weights want no more
+MOST = 25_000  # rows that are read: a few thousand weights want no more
 HELD_OUT = 0.2  # share of the tasks on which C and threshold are chosen
 console = Console(width=120)
 
@@ -49,16 +50,15 @@ def train_need(run: Path, recall: float = 0.95, seed: int = 0) -> Need:
     config = load_config(SftConfig, str(run / CONFIG), [])
     edit = None if config.brief_state else without_brief_state
     parts = [StoredRows(folder, edit, pictures=False) for folder in row_folders(config.rows)]
-    every = max(1, math.ceil(sum(map(len, parts)) / MOST))
-    told, guided = _read(parts, every)
-    fitted, held = held_out([task for part in parts for task in part.tasks][::every], HELD_OUT, seed)
+    told, guided, tasks = _read(parts, seed)
+    fitted, held = held_out(tasks, HELD_OUT, seed)
     if any(len(set(guided[part])) < 2 for part in (fitted, held)):
-        raise ConfigError(f"of {len(guided)} rows {guided.sum()} are guided: too few, or too many, to tell them apart")
+        raise ConfigError(f"of {len(guided) // 2} rows {guided.sum() // 2} are guided: too few, or too many, to tell them apart")
     need, facts = fit(told[fitted], guided[fitted], told[held], guided[held], recall)
-    need = replace(need, manifest={**facts, "rows": len(guided), "seed": seed})
+    need = replace(need, manifest={**facts, "rows": len(guided) // 2, "seed": seed})
     need.save(run)
     console.print(
-        f"  need: {guided.mean():.0%} of {len(guided)} steps are guided; compiling {facts['share']:.0%} of those of "
+        f"  need: {guided.mean():.0%} of {len(guided) // 2} steps are guided; compiling {facts['share']:.0%} of those of "
         f"held-out tasks finds {facts['recall']:.0%} of theirs (C = {facts['c']:g}, p >= {need.threshold:.2f})"
     )
     return need
@@ -72,19 +72,38 @@ def leave_need(run: Path, seed: int) -> None:
         console.print(f"  need: nothing says which steps need compiling ({error})")
 
 
-def _read(parts: Sequence[StoredRows], every: int) -> tuple[Any, NDArray[np.int64]]:
-    """Hash one row of so many (n, WIDTH), and say which are guided (n,)."""
-    guided = list[bool]()
+def _read(parts: Sequence[StoredRows], seed: int) -> tuple[Any, NDArray[np.int64], list[str]]:
+    """Hash each step twice, as it was and as it is where nothing is compiled without need (2n, WIDTH); say which are
+    guided (2n,), and of which tasks. Of more than MOST rows, those of a share of the tasks."""
+    guided, tasks, length = list[bool](), list[str](), sum(map(len, parts))
+    names = shuffled(chain.from_iterable(part.tasks for part in parts), seed)
+    chosen = set(names[: math.ceil(len(names) * min(1.0, MOST / max(length, 1)))])
 
     def requests() -> Iterator[CompileRequest]:
-        with progress("rows", len(range(0, sum(map(len, parts)), every))) as advance:
-            for row in islice(chain.from_iterable(parts), 0, None, every):
-                step = row.step_input()
-                guided.append(step.emission is not None and bool(step.emission.guidance))
+        with progress("rows", length) as advance:
+            for row, old in _old_states(chain.from_iterable(parts)):
+                for state in (row.state, old) if row.task_id in chosen else ():
+                    guided.append(_guided(row))
+                    tasks.append(row.task_id)
+                    yield compile_request(replace(row, state=state).step_input())
                 advance(None)
-                yield compile_request(step)
 
-    return features(requests()), np.array(guided, dtype=np.int64)
+    return features(requests()), np.array(guided, dtype=np.int64), tasks
+
+
+def _old_states(rows: Iterable[SftRow]) -> Iterator[tuple[SftRow, str]]:
+    """Add to each row the Brief State that it would have had if none but the guided steps before it had been compiled:
+    who spares a compilation spares its operations, too."""
+    state, before = "", None
+    for row in rows:
+        if before is None or _guided(before) or row.task_id != before.task_id or row.t <= before.t:
+            state = row.state
+        before = row
+        yield row, state
+
+
+def _guided(row: SftRow) -> bool:
+    return bool(parse(row.emission).emission.guidance)
 
 
 def fit(

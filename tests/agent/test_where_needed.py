@@ -11,15 +11,18 @@ from agent.deliveries import find, recorded_step
 from agent.episode import Limits, run_episodes
 from agent.records import compile_request, episode_from_json, executor_request
 from compiler.checkpoint import CheckpointError
+from compiler.language import parse
 from compiler.need import FILE, features, keep_need, need_of
+from compiler.records import Compilation
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config, to_yaml
 from configs.training import SftConfig
-from data_gen.rows import SftRow, save_rows
+from data_gen.collect import taught
+from data_gen.rows import SftRow, rows_of, save_rows
 from eval.players import needed_by
 from memcompiler.cli import app
-from tests.fakes import CountingEnv, Recorder, spec
-from training.need import leave_need, train_need
+from tests.fakes import CountingEnv, Recorder, entry, spec
+from training.need import _old_states, leave_need, train_need
 
 TASKS = 40
 
@@ -104,10 +107,57 @@ def test_it_learns_from_rows_which_steps_are_guided_and_stands_beside_their_chec
     again = train_need(run, recall=0.9)
     assert again.sha256 == need.sha256 and train_need(run, recall=1.0).threshold <= need.threshold
     monkeypatch.setattr("training.need.MOST", 2 * TASKS)
-    assert train_need(run).manifest["rows"] == 2 * TASKS  # every third of six steps
+    assert train_need(run).manifest["rows"] == 6 * 14  # all steps of every third task
 
 
-def test_it_sees_state_view_and_last_actions_and_neither_memory_nor_a_words_place_in_another_line():
+def test_what_two_lines_share_tells_in_words_that_it_was_not_fitted_to(run: Path, tmp_path: Path):
+    def row_of(thing: str, t: int) -> SftRow:
+        """Who looks for a thing is guided, until it is in view."""
+        view = f"You see a {thing if t % 2 else 'bowl'} 1." if t else "You see nothing."
+        return replace(
+            row(0, t), task_id=f"find {thing}", goal=f"take a {thing}", state=f"goal: take a {thing}\nnow: find {thing}",
+            observation=view, emission="." if t % 2 else "> it was there | go to sink 1",
+        )  # fmt: skip
+
+    save_rows([row_of(f"thing{n:c}", t) for n in range(ord("a"), ord("z")) for t in range(6)], tmp_path / "rows2")
+    (run / "config.resolved.yaml").write_text(to_yaml(SftConfig(rows=str(tmp_path / "rows2"))))
+    need = train_need(run)
+    assert need.manifest["share"] == 0.5 and need.manifest["recall"] == 1
+    new = [compile_request(row_of("vase", t).step_input()) for t in range(4)]
+    assert [need(step) >= need.threshold for step in new] == [True, False, True, False]
+
+
+def test_rows_are_read_with_the_states_of_a_compiler_that_is_asked_where_it_guides():
+    def told(task: str, t: int, guided: bool) -> SftRow:
+        return replace(row(0, t), task_id=task, state=f"goal: {task}{t}", emission="> b | a" if guided else ".")
+
+    rows = [told("a", 0, False), told("a", 1, False), told("a", 2, True), told("a", 3, False), told("a", 4, True)]
+    rows += [told("b", 0, False), told("b", 1, True), told("b", 0, False), told("b", 1, False)]  # b was played twice
+    states = [(row.task_id, state.removeprefix(f"goal: {row.task_id}")) for row, state in _old_states(rows)]
+    assert states == [*(("a", x) for x in "00033"), *(("b", x) for x in "0000")]
+
+
+def test_a_sparing_teacher_leaves_the_state_as_it_was_where_it_does_not_guide():
+    class Notes:
+        """Notes every step, and guides at the third alone."""
+
+        def compile(self, requests):
+            made = (f"{'> a | go' if len(r.history) == 2 else ''}\n+ step{len(r.history)}: seen" for r in requests)
+            return [Compilation(text, parse(text).emission) for text in (one.strip() for one in made)]
+
+    executor, shares = Recorder(), (0.0, 1.0)
+    played = [
+        run_episodes(CountingEnv, [spec(5)], taught(Notes(), True, share), executor, Limits(5))[0] for share in shares
+    ]
+    noted = [[step.brief_after.count("seen") for step in episode.steps] for episode in played]
+    assert noted == [[1, 2, 3, 4, 5], [1, 1, 2, 2, 2]]
+    assert [step.emission_text for step in played[0].steps] == [step.emission_text for step in played[1].steps]
+    assert [row.state.count("seen") for row in rows_of(played[1], {"e1": entry(1, "the memory")})] == [0, 1, 1, 2, 2]
+    half = run_episodes(CountingEnv, [spec(100 + n) for n in range(40)], taught(Notes(), True, 0.5), executor, Limits(3))
+    assert 8 < sum("step1" in episode.steps[1].brief_after for episode in half) < 32
+
+
+def test_it_sees_state_view_and_actions_and_neither_memory_nor_a_words_place_in_another_line():
     one, other = (compile_request(row(0, 3, memory).step_input()) for memory in ("the mug was in sink 1", "a lamp"))
     assert (features([one]) != features([other])).nnz == 0
     apart = features([one]).indices.tolist()
@@ -122,6 +172,10 @@ def test_what_cannot_be_fitted_or_read_is_a_clear_error(run: Path, tmp_path: Pat
     train_need(run)
     (run / FILE).write_bytes((run / FILE).read_bytes()[:-8] + bytes(8))
     with pytest.raises(CheckpointError, match=r"is not what need.json tells of"):
+        need_of(str(run))
+    train_need(run)
+    (run / "need.json").write_text((run / "need.json").read_text().replace('"features": "2"', '"features": "1"'))
+    with pytest.raises(CheckpointError, match="another version of this program: `memcompiler train need RUN` fits"):
         need_of(str(run))
     (run / FILE).write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match="holds no need that can be read"):
