@@ -46,7 +46,7 @@ class Delivery:
     brief_state: bool = True
     where_unsure: bool = False  # nothing is compiled where the executor is sure of its action without
     need: Guess | None = None  # nothing is compiled where a step is not likely to need it, but for the first
-    sparing: float = 0.0  # share of the episodes in which b_t is as if no step but the first and the guided were compiled
+    sparing: float = 0.0  # share of the episodes in which no step but the first and the guided ones changes b_t
 
     def __post_init__(self) -> None:
         if (self.kind == "compiled") != (self.compiler is not None):

@@ -150,7 +150,7 @@ def train_grpo(
 @train_app.command("need")
 def train_need(
     run: Annotated[Path, typer.Argument(help="Folder of an SFT run, whose rows are read.")],
-    recall: Annotated[float, typer.Option(min=0, max=1, help="Share of guided steps to be compiled.")] = 0.95,
+    recall: Annotated[float, typer.Option(min=0, max=1, help="Share of guided steps to be compiled.")] = 0.98,
     seed: int = 0,
 ) -> None:
     """Fit what guesses which steps need compiling, for the delivery `compiled_needed`: seconds, without a model."""

@@ -37,7 +37,7 @@ HELD_OUT = 0.2  # share of the tasks on which C and threshold are chosen
 console = Console(width=120)
 
 
-def train_need(run: Path, recall: float = 0.95, seed: int = 0) -> Need:
+def train_need(run: Path, recall: float = 0.98, seed: int = 0) -> Need:
     """Fit it to the rows of an SFT run, and leave it in the run's folder, beside its checkpoints.
 
     Raises:
@@ -52,14 +52,15 @@ def train_need(run: Path, recall: float = 0.95, seed: int = 0) -> Need:
     parts = [StoredRows(folder, edit, pictures=False) for folder in row_folders(config.rows)]
     told, guided, tasks = _read(parts, seed)
     fitted, held = held_out(tasks, HELD_OUT, seed)
+    rows = len(tasks) // 2
     if any(len(set(guided[part])) < 2 for part in (fitted, held)):
-        raise ConfigError(f"of {len(guided) // 2} rows {guided.sum() // 2} are guided: too few, or too many, to tell them apart")
+        raise ConfigError(f"of {rows} rows {guided.sum() // 2} are guided: too few, or too many, to tell them apart")
     need, facts = fit(told[fitted], guided[fitted], told[held], guided[held], recall)
-    need = replace(need, manifest={**facts, "rows": len(guided) // 2, "seed": seed})
+    need = replace(need, manifest={**facts, "rows": rows, "seed": seed})
     need.save(run)
     console.print(
-        f"  need: {guided.mean():.0%} of {len(guided) // 2} steps are guided; compiling {facts['share']:.0%} of those of "
-        f"held-out tasks finds {facts['recall']:.0%} of theirs (C = {facts['c']:g}, p >= {need.threshold:.2f})"
+        f"  need: {guided.mean():.0%} of {rows} steps are guided; compiling {facts['share']:.0%} of those of held-out "
+        f"tasks finds {facts['recall']:.0%} of theirs (C = {facts['c']:g}, p >= {need.threshold:.2f})"
     )
     return need
 
@@ -92,11 +93,11 @@ def _read(parts: Sequence[StoredRows], seed: int) -> tuple[Any, NDArray[np.int64
 
 
 def _old_states(rows: Iterable[SftRow]) -> Iterator[tuple[SftRow, str]]:
-    """Add to each row the Brief State that it would have had if none but the guided steps before it had been compiled:
-    who spares a compilation spares its operations, too."""
+    """Add to each row the Brief State that it would have had if none but the first and the guided steps before it had
+    been compiled: who spares a compilation spares its operations, too."""
     state, before = "", None
     for row in rows:
-        if before is None or _guided(before) or row.task_id != before.task_id or row.t <= before.t:
+        if before is None or not before.t or _guided(before) or row.task_id != before.task_id or row.t <= before.t:
             state = row.state
         before = row
         yield row, state
