@@ -92,6 +92,17 @@ def need_of(checkpoint: str | None, threshold: float | None = None) -> Need | No
     return Need(heads[HEAD], float(manifest["threshold"]) if threshold is None else threshold, manifest)
 
 
+def need_for(delivery: str, checkpoint: str | None, threshold: float | None = None) -> Need:
+    """Read it for a delivery that asks it, as `need_of`. Raises: CheckpointError, also where nothing stands there."""
+    need = need_of(checkpoint, threshold)
+    if need is None:
+        raise CheckpointError(
+            f"delivery {delivery} asks what `memcompiler train need RUN` leaves beside an SFT run's checkpoints: "
+            f"beside compiler.checkpoint={checkpoint} there is nothing"
+        )
+    return need
+
+
 def keep_need(checkpoint: str | None, run: Path) -> None:
     """Copy what stands beside a checkpoint that a run goes on from into the run's folder."""
     need = need_of(checkpoint)

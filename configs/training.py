@@ -69,7 +69,7 @@ class Evaluation(Settings):
 
     tasks: int = Field(default=0, ge=0)  # 0: none, and no step is other than without the setting
     every: int = Field(default=50, ge=1)  # steps or updates from one to the next; there is one at the end, too
-    delivery: Literal["compiled", "compiled_text", "compiled_no_brief"] = "compiled"
+    delivery: Literal["compiled", "compiled_text", "compiled_no_brief", "compiled_needed"] = "compiled"
     max_steps: int = Field(default=15, ge=1)  # of an episode
     decides: bool = True  # success, instead of the validation loss, says which checkpoint is the best one
     patience: int | None = Field(default=None, ge=1)  # stop after so many in a row without more success; null: never
@@ -124,6 +124,8 @@ class SftConfig(Settings):
             raise ValueError(f"evaluation plays with whole models, which backend {self.backend} has in slices")
         if self.evaluation.decides and self.validation.patience:
             raise ValueError("success decides (evaluation.decides): set evaluation.patience, not validation.patience")
+        if self.evaluation.delivery == "compiled_needed":
+            raise ValueError("which steps need compiling is fitted when SFT is over: evaluation.delivery=compiled")
         fitting = None if self.soft and self.brief_state else "compiled_no_brief" if self.soft else "compiled_text"
         if fitting and self.evaluation.delivery != fitting:
             raise ValueError(f"what is trained without is evaluated without: evaluation.delivery={fitting}")
@@ -189,6 +191,9 @@ class GrpoConfig(Settings):
     tasks: int = Field(default=4, ge=1)  # per update, N of C.3.2
     group_size: int = Field(default=4, ge=2)  # episodes per task, K
     max_steps: int = Field(default=15, ge=1)
+    # compiled_needed: only steps of which the guess beside the checkpoint says so are compiled (docs/training.md), and
+    # learnt from.
+    delivery: Literal["compiled", "compiled_needed"] = "compiled"
     # Taken from the reward of a solved episode for every token that its emissions have at a step on average, down to 0
     # at most; a failed one has nothing to lose. The paper's reward is 0: success alone.
     token_cost: float = Field(default=0.0, ge=0)

@@ -16,10 +16,9 @@ from agent.episode import EpisodeSpec, Limits, lost_episode, run_episodes
 from agent.records import Episode
 from compiler import checkpoint
 from compiler.build import load_compiler, load_remote_compiler, load_served_compiler, report_reading
-from compiler.need import Need, need_of
+from compiler.need import Need, need_for
 from compiler.records import Compiler
 from configs.evaluation import EvalConfig
-from configs.load import ConfigError
 from data_gen.memories import open_memory
 from data_gen.tasks import specs_for
 from envs.base import Environment, Task, TaskSequence
@@ -121,18 +120,12 @@ def limits_of(config: EvalConfig) -> Limits:
 
 
 def needed_by(config: EvalConfig) -> Need | None:
-    """Read what guesses which steps need compiling, where a delivery asks it. Raises: ConfigError, where it does not
-    stand beside the checkpoint; CheckpointError."""
+    """Read what guesses which steps need compiling, where a delivery asks it. Raises: CheckpointError, where it
+    does not stand beside the checkpoint, or cannot be read."""
     asked = [name for name in config.deliveries if find(name).where_needed]
     if not asked:
         return None
-    need = need_of(config.compiler.checkpoint, config.needed)
-    if need is None:
-        raise ConfigError(
-            f"deliveries: {asked[0]} asks what `memcompiler train need RUN` leaves beside an SFT run's checkpoints: "
-            f"beside compiler.checkpoint={config.compiler.checkpoint} there is nothing"
-        )
-    return need
+    return need_for(asked[0], config.compiler.checkpoint, config.needed)
 
 
 def needs_checkpoint(config: EvalConfig) -> list[str]:

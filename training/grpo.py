@@ -154,7 +154,7 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
 
         def play() -> Rollout:
             started = time.perf_counter()
-            episodes = self.engine.run(self.sampler, [chosen[place] for place in places])
+            episodes = self.engine.run(self.sampler, [chosen[place] for place in places], self.config.delivery)
             check_versions(episodes, self.sampler.weight_version)
             return Rollout(places, episodes, self.sampler.weight_version, time.perf_counter() - started)
 

@@ -20,6 +20,7 @@ from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.records import Episode, StepRecord
 from compiler.checkpoint import save_weights
 from compiler.hf import MemoryCompiler
+from compiler.need import Need
 from compiler.records import Compilation, Compiler, CompileRequest, Decoding
 from envs.base import Environment
 from executor.records import Executor
@@ -156,10 +157,11 @@ class RolloutEngine:
     limits: Limits
     concurrency: int = 64
     served: RolloutPolicy | None = None
+    need: Need | None = None  # for the delivery that asks it
 
     def run(self, compiler: MemoryCompiler, specs: Sequence[EpisodeSpec], name: str = COMPILED) -> list[Episode]:
         """Play an episode of each spec, in their order, under a delivery."""
-        delivery = find(name).make(self._up_to_date(compiler), self.limits.seed)
+        delivery = find(name).make(self._up_to_date(compiler), self.limits.seed, need=self.need)
         return run_episodes(self.make_env, specs, delivery, self.executor, self.limits, self.concurrency)
 
     def _up_to_date(self, compiler: MemoryCompiler) -> Compiler:

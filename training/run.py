@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from torch.utils.data import ConcatDataset, Subset
 
+from agent.deliveries import find as find_delivery
 from agent.episode import EpisodeSpec, Limits
 from compiler import checkpoint
 from compiler.build import (
@@ -26,7 +27,7 @@ from compiler.build import (
     report_reading,
 )
 from compiler.hf import MemoryCompiler
-from compiler.need import keep_need
+from compiler.need import Need, keep_need, need_for
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
@@ -118,6 +119,7 @@ def train_grpo(
         run = _run_folder(config, out, on_exists)
         if run is not None:
             keep_need(config.compiler.checkpoint, out)
+        needed_by(config)  # what lacks is said before anything is loaded
         if engines is not None:
             engines.tell({"role": "trainer", "number": distributed.rank(), "event": "began", "pid": os.getpid()})
         with Environments(config.env) as envs:
@@ -295,7 +297,14 @@ def rollout_engine(
     elif config.compiler.engine == "vllm":
         served = load_served_compiler(config.compiler, config.seed, compiler_told(config.env))
     limits = Limits(config.max_steps, config.seed, config.pipelined)
-    return RolloutEngine(envs.lease, executor, limits, config.concurrency, served)
+    return RolloutEngine(envs.lease, executor, limits, config.concurrency, served, needed_by(config))
+
+
+def needed_by(config: GrpoConfig) -> Need | None:
+    """Read what guesses which steps need compiling, where they are played so. Raises: CheckpointError, where it does
+    not stand beside the checkpoint, or cannot be read."""
+    asked = [name for name in (config.delivery, config.evaluation.delivery) if find_delivery(name).where_needed]
+    return need_for(asked[0], config.compiler.checkpoint) if asked else None
 
 
 def _rollout_rows(update: int, groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -16,13 +16,14 @@ from compiler.need import FILE, features, keep_need, need_of
 from compiler.records import Compilation
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config, to_yaml
-from configs.training import SftConfig
+from configs.training import GrpoConfig, SftConfig
 from data_gen.collect import taught
 from data_gen.rows import SftRow, rows_of, save_rows
 from eval.players import needed_by
 from memcompiler.cli import app
 from tests.fakes import CountingEnv, Recorder, entry, spec
 from training.need import _old_states, leave_need, train_need
+from training.run import needed_by as needed_in_rollouts
 
 TASKS = 40
 
@@ -82,8 +83,17 @@ def test_without_it_the_delivery_says_what_makes_it():
     with pytest.raises(ValueError, match="compiled_needed needs what `memcompiler train need` leaves"):
         find("compiled_needed").make(Recorder(), 0)
     asked = ["deliveries=[none, compiled_needed]", "compiler.checkpoint=zoo/alfworld/checkpoint/adapter"]
-    with pytest.raises(ConfigError, match=r"asks what `memcompiler train need RUN` leaves"):
+    with pytest.raises(CheckpointError, match=r"asks what `memcompiler train need RUN` leaves"):
         needed_by(load_config(EvalConfig, None, ["deliveries=[compiled_needed]"]))
+    with pytest.raises(
+        CheckpointError, match=r"delivery compiled_needed asks what `memcompiler train need RUN` leaves"
+    ):
+        needed_in_rollouts(load_config(GrpoConfig, None, ["delivery=compiled_needed"]))
+    assert needed_in_rollouts(load_config(GrpoConfig, None, [])) is None
+    with pytest.raises(ConfigError, match="fitted when SFT is over"):
+        load_config(SftConfig, None, [
+            "rows=x", "validation.share=0.1", "evaluation.tasks=4", "evaluation.delivery=compiled_needed",
+        ])  # fmt: skip
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         needed_by(load_config(EvalConfig, None, asked))
     assert needed_by(load_config(EvalConfig, None, ["deliveries=[compiled]", "compiler.checkpoint=/nowhere"])) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -372,6 +373,24 @@ def test_a_dead_environment_costs_its_episode_only(tmp_path):
         reasons = [episode.stop_reason for episode in group.episodes]
         assert reasons.count(StopReason.ENVIRONMENT_FAILURE) == 1 and len(group.counted) == 3
         assert "simulator is gone" in next(e.error for e in group.episodes if e.error)
+
+
+@pytest.mark.parametrize(("likely", "compiled"), [(0.1, 1), (0.9, 2)])
+def test_where_need_is_asked_only_what_was_compiled_is_learnt_from(tmp_path, likely, compiled):
+    class Guess:
+        threshold = 0.5
+
+        def __call__(self, request):
+            return likely
+
+    t = trainer(tmp_path, delivery="compiled_needed")
+    with pytest.raises(ValueError, match="compiled_needed needs what `memcompiler train need` leaves"):
+        t.take_step()
+    t.engine = replace(t.engine, need=Guess())
+    metrics, groups = t.take_step()
+    assert metrics["steps"] == 8 * 2 and metrics["samples"] == 8 * compiled
+    made = [step.compilation is not None for group in groups for e in group.episodes for step in e.steps]
+    assert made == [True, compiled == 2] * 8
 
 
 def test_when_everything_fails_the_run_stops(tmp_path):
