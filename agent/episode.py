@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,9 +20,16 @@ from envs.base import Environment, Task, living
 from executor.records import Action, Executor
 from lm.ledger import EndpointStop
 from memory.entry import MemoryEntry
-from memory.protocol import Fixed, Recall, Session, Trace
+from memory.protocol import BankError, Fixed, Recall, Session, Trace
 from memory.trajectory import stated_goal
-from runtime.errors import CompilerFailure, EnvironmentFailure, EpisodeFailure, ExecutorFailure, StopReason
+from runtime.errors import (
+    CompilerFailure,
+    EnvironmentFailure,
+    EpisodeFailure,
+    ExecutorFailure,
+    MemoryFailure,
+    StopReason,
+)
 
 _BROKE = "the world of the sequence broke"
 T = TypeVar("T")
@@ -95,19 +103,21 @@ async def run_episode(
     index: int, goes_on: bool = False,
 ) -> Episode:  # fmt: skip
     """Play one episode, in a world of its own or, where it `goes_on`, in the one that an earlier one left. A failure of
-    environment, compiler or executor ends it with a named reason. Raises: EndpointStop, where no endpoint may be asked
-    any more, for any episode."""
+    environment, memory, compiler or executor ends it with a named reason. Raises: EndpointStop, where no endpoint may
+    be asked any more, for any episode; BankError, where memory is not what it was for any of them."""
     episode, expert = _begin(spec, delivery, limits), EpisodeExpert(env)
-    session = spec.begin() if delivery.kind != "none" else Fixed(Recall(spec.memory))
     roles = _Roles(delivery, executor, env, expert, batcher, index, limits.sure)
     try:
+        with _remembering():
+            session = spec.begin() if delivery.kind != "none" else Fixed(Recall(spec.memory))
         state, history = BriefState(spec.goal), ()
         observed = await ask(env, living(env).proceed if goes_on else env.reset, spec.task)
         first, spares = observed.text, random.Random(f"{limits.seed} {spec.task.id}").random() < delivery.sparing
         for t in range(limits.max_steps):
             record = StepRecord(t, observed.text, observed.image, observed.admissible, render_brief_state(state))
             episode.steps.append(record)
-            recalled = session.recall(observed.text)
+            with _remembering():
+                recalled = session.recall(observed.text)
             episode.note_recall(recalled, record)
             text = pasted(delivery.kind, episode.memory_text, recalled.entries)
             step = StepInput(
@@ -122,7 +132,8 @@ async def run_episode(
             transition = await ask(env, env.step, action)
             record.seconds["environment"] = time.perf_counter() - started
             record.note_transition(transition)
-            session.observe(record.told())
+            with _remembering():
+                session.observe(record.told())
             episode.progress = transition.progress
             observed, history = transition.observation, (*history, action)
             if transition.success or transition.done:
@@ -132,6 +143,17 @@ async def run_episode(
     except EpisodeFailure as error:
         episode.stop_reason, episode.error = error.stop_reason, str(error)
     return episode
+
+
+@contextmanager
+def _remembering() -> Iterator[None]:
+    """Put what goes wrong down to memory, and to this episode alone, but for what no other would be spared."""
+    try:
+        yield
+    except (EndpointStop, BankError):
+        raise
+    except Exception as error:
+        raise MemoryFailure(f"{type(error).__name__}: {error}") from error
 
 
 def _begin(spec: EpisodeSpec, delivery: Delivery, limits: Limits) -> Episode:

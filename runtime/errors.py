@@ -13,6 +13,7 @@ class StopReason(StrEnum):
     ENVIRONMENT_FAILURE = "environment_failure"
     EXECUTOR_FAILURE = "executor_failure"
     COMPILER_FAILURE = "compiler_failure"
+    MEMORY_FAILURE = "memory_failure"
     WORKER_FAILURE = "worker_failure"  # who played it was lost, again and again (`cluster: ray`)
 
 
@@ -40,9 +41,16 @@ class CompilerFailure(EpisodeFailure):
     stop_reason = StopReason.COMPILER_FAILURE
 
 
+class MemoryFailure(EpisodeFailure):
+    """The memory system failed when it was asked or told of this step."""
+
+    stop_reason = StopReason.MEMORY_FAILURE
+
+
 FAILURES = (
-    *(kind.stop_reason for kind in (EnvironmentFailure, ExecutorFailure, CompilerFailure)), StopReason.WORKER_FAILURE
-)  # fmt: skip
+    *(kind.stop_reason for kind in (EnvironmentFailure, ExecutorFailure, CompilerFailure, MemoryFailure)),
+    StopReason.WORKER_FAILURE,
+)
 
 
 def is_failure(stop_reason: str) -> bool:

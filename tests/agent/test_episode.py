@@ -14,9 +14,29 @@ from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import compile_request, episode_from_json, executor_request
 from data_gen.rows import rows_of
 from envs.base import EnvironmentFailure
-from runtime.errors import StopReason
+from lm.ledger import EndpointStop
+from memory.protocol import BankError, Recall
+from runtime.errors import StopReason, is_failure
 from tests.fakes import COMMANDS, CountingEnv, Recorder, spec
 from tests.memory.entries import by_id
+
+
+class Forgets:
+    """A session that fails the third time that it is asked, or told."""
+
+    def __init__(self, asked: bool, error: Exception):
+        self.left, self.told, self.asked, self.error = 3, 3, asked, error
+
+    def recall(self, observation):
+        self.left -= 1
+        if self.asked and not self.left:
+            raise self.error
+        return Recall(())
+
+    def observe(self, record):
+        self.told -= 1
+        if not self.asked and not self.told:
+            raise self.error
 
 
 def run(specs, delivery=None, executor=None, **kwargs):
@@ -37,6 +57,22 @@ def test_the_executor_reads_b_t_and_operations_apply_after_it_acts():
     assert (episode.bank_version, episode.memory_ids) == (7, ("e1",))
     assert episode.steps[1].feedback == episode.steps[2].observation == "after north"
     assert episode.steps[0].tokens == {"compiler_in": 3, "compiler_out": 2, "executor_in": 2, "executor_out": 1}
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_memory_that_fails_costs_its_episode_only(asked):
+    broken = replace(spec(4), session=lambda: Forgets(asked, KeyError("a node that is not there")))
+    nothing = replace(spec(2), session=lambda: 1 / 0)
+    first, whole, none = run([broken, spec(3), nothing])[0]
+    assert (str(first.stop_reason), first.error) == ("memory_failure", "KeyError: 'a node that is not there'")
+    assert [bool(step.action) for step in first.steps] == [True, True, not asked] and is_failure(first.stop_reason)
+    assert whole.success and not none.steps and none.error == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize("error", [EndpointStop("budget spent"), BankError("no such version")])
+def test_a_memory_that_no_episode_can_ask_any_more_ends_the_run(error):
+    with pytest.raises(type(error)):
+        run([replace(spec(4), session=lambda: Forgets(True, error)), spec(2)])
 
 
 def test_step_limit():
