@@ -26,7 +26,6 @@ FILE, HEAD = "need.safetensors", "need"
 WIDTH = 2**13  # dimensions of phi
 MANY = 3  # in common: more are not told apart
 FEATURES = "2"  # raised where phi becomes another: what was fitted to the old one says nothing then
-MANY = 3  # words in common that are told apart from more
 _WORD = re.compile(r"[^\W\d_]+|\d+")
 
 
