@@ -9,7 +9,7 @@ words of state, view and actions tells beforehand, fitted to the rows that the c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -91,12 +91,15 @@ def need_of(checkpoint: str | None, threshold: float | None = None) -> Need | No
     return Need(heads[HEAD], float(manifest["threshold"]) if threshold is None else threshold, manifest)
 
 
-def need_for(delivery: str, checkpoint: str | None, threshold: float | None = None) -> Need:
-    """Read it for a delivery that asks it, as `need_of`. Raises: CheckpointError, also where nothing stands there."""
+def need_for(asked: Sequence[str], checkpoint: str | None, threshold: float | None = None) -> Need | None:
+    """Read it for the deliveries that ask it, as `need_of`; None where none does. Raises: CheckpointError, also where
+    nothing stands there."""
+    if not asked:
+        return None
     need = need_of(checkpoint, threshold)
     if need is None:
         raise CheckpointError(
-            f"delivery {delivery} asks what `memcompiler train need RUN` leaves beside an SFT run's checkpoints: "
+            f"delivery {asked[0]} asks what `memcompiler train need RUN` leaves beside an SFT run's checkpoints: "
             f"beside compiler.checkpoint={checkpoint} there is nothing"
         )
     return need

@@ -123,9 +123,7 @@ def needed_by(config: EvalConfig) -> Need | None:
     """Read what guesses which steps need compiling, where a delivery asks it. Raises: CheckpointError, where it
     does not stand beside the checkpoint, or cannot be read."""
     asked = [name for name in config.deliveries if find(name).where_needed]
-    if not asked:
-        return None
-    return need_for(asked[0], config.compiler.checkpoint, config.needed)
+    return need_for(asked, config.compiler.checkpoint, config.needed)
 
 
 def needs_checkpoint(config: EvalConfig) -> list[str]:

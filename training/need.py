@@ -82,9 +82,9 @@ def _read(parts: Sequence[StoredRows], seed: int) -> tuple[Any, NDArray[np.int64
 
     def requests() -> Iterator[CompileRequest]:
         with progress("rows", length) as advance:
-            for row, old in _old_states(chain.from_iterable(parts)):
+            for row, old, guides in _old_states(chain.from_iterable(parts)):
                 for state in (row.state, old) if row.task_id in chosen else ():
-                    guided.append(_guided(row))
+                    guided.append(guides)
                     tasks.append(row.task_id)
                     yield compile_request(replace(row, state=state).step_input())
                 advance(None)
@@ -92,19 +92,15 @@ def _read(parts: Sequence[StoredRows], seed: int) -> tuple[Any, NDArray[np.int64
     return features(requests()), np.array(guided, dtype=np.int64), tasks
 
 
-def _old_states(rows: Iterable[SftRow]) -> Iterator[tuple[SftRow, str]]:
+def _old_states(rows: Iterable[SftRow]) -> Iterator[tuple[SftRow, str, bool]]:
     """Add to each row the Brief State that it would have had if none but the first and the guided steps before it had
-    been compiled: who spares a compilation spares its operations, too."""
-    state, before = "", None
+    been compiled (who spares a compilation spares its operations, too), and whether it is guided itself."""
+    state, before, guided = "", None, False
     for row in rows:
-        if before is None or not before.t or _guided(before) or row.task_id != before.task_id or row.t <= before.t:
+        if before is None or not before.t or guided or row.task_id != before.task_id or row.t <= before.t:
             state = row.state
-        before = row
-        yield row, state
-
-
-def _guided(row: SftRow) -> bool:
-    return bool(parse(row.emission).emission.guidance)
+        before, guided = row, bool(parse(row.emission).emission.guidance)
+        yield row, state, guided
 
 
 def fit(

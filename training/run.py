@@ -119,7 +119,7 @@ def train_grpo(
         run = _run_folder(config, out, on_exists)
         if run is not None:
             keep_need(config.compiler.checkpoint, out)
-        needed_by(config)  # what lacks is said before anything is loaded
+        need = needed_by(config)  # what lacks is said before anything is loaded
         if engines is not None:
             engines.tell({"role": "trainer", "number": distributed.rank(), "event": "began", "pid": os.getpid()})
         with Environments(config.env) as envs:
@@ -135,7 +135,7 @@ def train_grpo(
             if config.compiler.checkpoint and run is not None:
                 found = checkpoint.find(Path(config.compiler.checkpoint))
                 report_reading(checkpoint.executor_reading(found), config.executor, str(found))
-            engine = rollout_engine(config, envs, acts, engines)
+            engine = rollout_engine(config, envs, acts, engines, need)
             facts |= {"environment": config.env.name}
             played = None
             if held:
@@ -288,7 +288,8 @@ def _is_served(config: GrpoConfig, engines: Engines | None) -> bool:
 
 
 def rollout_engine(
-    config: GrpoConfig, envs: Environments, executor: Executor, engines: Engines | None = None
+    config: GrpoConfig, envs: Environments, executor: Executor, engines: Engines | None = None,
+    need: Need | None = None,
 ) -> RolloutEngine:  # fmt: skip
     """Make what plays episodes: the compiler in training compiles, or a vLLM engine, or engines beside it."""
     served: Any = None
@@ -297,14 +298,14 @@ def rollout_engine(
     elif config.compiler.engine == "vllm":
         served = load_served_compiler(config.compiler, config.seed, compiler_told(config.env))
     limits = Limits(config.max_steps, config.seed, config.pipelined)
-    return RolloutEngine(envs.lease, executor, limits, config.concurrency, served, needed_by(config))
+    return RolloutEngine(envs.lease, executor, limits, config.concurrency, served, need)
 
 
 def needed_by(config: GrpoConfig) -> Need | None:
     """Read what guesses which steps need compiling, where they are played so. Raises: CheckpointError, where it does
     not stand beside the checkpoint, or cannot be read."""
     asked = [name for name in (config.delivery, config.evaluation.delivery) if find_delivery(name).where_needed]
-    return need_for(asked[0], config.compiler.checkpoint) if asked else None
+    return need_for(asked, config.compiler.checkpoint)
 
 
 def _rollout_rows(update: int, groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -143,7 +143,8 @@ def test_rows_are_read_with_the_states_of_a_compiler_that_is_asked_where_it_guid
 
     rows = [told("a", 0, False), told("a", 1, False), told("a", 2, True), told("a", 3, False), told("a", 4, True)]
     rows += [told("b", 0, False), told("b", 1, True), told("b", 0, False), told("b", 1, False)]  # b was played twice
-    states = [(row.task_id, state.removeprefix(f"goal: {row.task_id}")) for row, state in _old_states(rows)]
+    states = [(row.task_id, state.removeprefix(f"goal: {row.task_id}")) for row, state, _ in _old_states(rows)]
+    assert [guided for *_, guided in _old_states(rows)] == [row.emission != "." for row in rows]
     assert states == [*(("a", x) for x in "01133"), *(("b", x) for x in "0101")]
 
 
