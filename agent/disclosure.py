@@ -21,9 +21,10 @@ from collections.abc import Iterator, Sequence
 from compiler.brief_state import BriefState, Create, Op, Update
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
+from memory.words import folded
 
 SHARED, PIECES, STRETCH = 2, 2, 3
-_WORD = re.compile(r"[a-z]+(?: \d+)?")
+_WORD = re.compile(r"[^\0-@\[-`{-\x7f]+(?: \d+)?")  # letters, beyond ASCII of any script
 _PLAIN = frozenset(
     "a an the in on of to it is and or with from under at put find look examine place some them you your".split()
 )
@@ -49,7 +50,7 @@ def disclose(request: CompileRequest) -> Emission:
 
 def words(text: str) -> frozenset[str]:
     """List the content words; a thing with its number counts as itself and as its kind."""
-    found = _WORD.findall(text.lower())
+    found = _WORD.findall(folded(text, pairs=True))
     return frozenset(w for word in found for w in (word, word.split()[0]) if w.split()[0] not in _PLAIN)
 
 

@@ -39,7 +39,7 @@ import numpy as np
 from envs.base import Task
 from memory.bm25 import BM25, idf
 from memory.trajectory import goal_without_scene
-from memory.words import terms
+from memory.words import terms, words
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -135,8 +135,9 @@ class Retriever:
 
 def query_words(task: Task) -> list[str]:
     """List each word of the goal once."""
-    words = " ".join(dict.fromkeys(encodable(goal_without_scene(task.goal, task.scene)).lower().split()))
-    return words[:MAX_QUERY].split()[:MAX_WORDS]
+    goal = encodable(goal_without_scene(task.goal, task.scene)).lower()
+    parts = (part for chunk in goal.split() for part in ([chunk] if chunk.isascii() else words(chunk)))
+    return " ".join(dict.fromkeys(parts))[:MAX_QUERY].split()[:MAX_WORDS]
 
 
 def repeats_last(found: Sequence[Found]) -> list[Found]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from envs.base import Task
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import Trace
+from memory.words import SPACED
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -59,7 +60,7 @@ def stated_goal(goal: str, scene: str) -> str:
 
 def goal_without_scene(goal: str, scene: str) -> str:
     """Return a goal as retrieval searches for it: without the scene's label, whose number would match other numbers."""
-    return re.sub(rf"(?<!\w){re.escape(scene)}(?!\w)", " ", goal) if scene else goal
+    return re.sub(rf"(?<!{SPACED}){re.escape(scene)}(?!{SPACED})", " ", goal) if scene else goal
 
 
 def trajectory_id(task_id: str, actions: Sequence[str], success: bool) -> str:

@@ -20,9 +20,10 @@ from memory.registry import RESPONSES, names
 from memory.retrieval import Embed
 from memory.s3mem.lexical import dense, embedded, ranks, windows
 from memory.s3mem.pool import RRF
-from memory.s3mem.text import stems, words
-from memory.s3mem.units import Unit, word_tokens
+from memory.s3mem.text import stems
+from memory.s3mem.units import Unit
 from memory.s3mem.writing import record_ids, written
+from memory.words import word_tokens, words
 
 EMBED = "embed"  # the baseline that ranks by vectors of a model that settings name
 MOST = 256  # entries of a memory system that knows no budget

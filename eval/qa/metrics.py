@@ -1,4 +1,7 @@
-"""Scores of short answers: set F1 and BLEU-1 as A-Mem's scorer has them, and LoCoMo's own."""
+"""Scores of short answers: set F1 and BLEU-1 as A-Mem's scorer has them, and LoCoMo's own.
+
+Beyond ASCII answers are folded first (`memory.words`): a character of a script without spaces is a token, as in MLQA.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from memory.stemming import stem
+from memory.words import folded
 
 ABSTAINED = ("not mentioned", "no information available")
+_COMMA = re.compile("[,，、،]")
 _NOUGHT = 0.1  # of nltk's smoothing method 1: matches that are counted where there are none
 
 
 def tokens_of(text: str) -> list[str]:
-    return re.sub(r"[.,!?]", " ", str(text).lower()).split()
+    return re.sub(r"[.,!?]", " ", folded(str(text))).split()
 
 
 def set_f1(answer: str, gold: str) -> float:
@@ -39,10 +44,10 @@ def locomo_score(answer: str, gold: str, category: str) -> float:
     if category == "adversarial":
         return float(abstains(answer))
     if category == "multi-hop":
-        told = [part.strip() for part in str(answer).split(",")]
-        best = [max(_stem_f1(each, part.strip()) for each in told) for part in str(gold).split(",")]
+        told = _COMMA.split(str(answer))
+        best = [max(_stem_f1(each, part) for each in told) for part in _COMMA.split(str(gold))]
         return sum(best) / len(best)
-    return _stem_f1(answer, str(gold).split(";")[0].strip() if category == "open-domain" else gold)
+    return _stem_f1(answer, re.split("[;；؛]", str(gold))[0] if category == "open-domain" else gold)
 
 
 def abstains(answer: str) -> bool:
@@ -55,7 +60,7 @@ def _stem_f1(answer: str, gold: str) -> float:
 
 
 def _stems(text: str) -> list[str]:
-    plain = str(text).replace(",", "").lower().translate(str.maketrans("", "", string.punctuation))
+    plain = folded(str(text)).translate(str.maketrans("", "", string.punctuation))
     return [stem(word) for word in re.sub(r"\b(a|an|the|and)\b", " ", plain).split()]
 
 

@@ -100,7 +100,7 @@ def merged(texts: Sequence[str], ask: Ask) -> str:
 def line(text: str) -> str:
     """Make one short line of whatever a model wrote: no line break, no leading mark of a list or heading."""
     flat = " ".join(text.split())
-    return re.sub(r"^[-*#>\d.\s]+", "", flat)[:LONGEST].strip()
+    return re.sub(r"^(?:[-*#>•·.\s]|\d+(?:[.)](?=\s)|[、．]))+", "", flat)[:LONGEST].strip()
 
 
 def _texts(value: Any) -> list[str]:

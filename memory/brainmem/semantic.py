@@ -12,11 +12,12 @@ listing, utility decays by the episodes since the last use.
 from __future__ import annotations
 
 import heapq
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, groupby
+
+from memory.words import words as words_of
 
 SATURATION = 10  # successes from which use adds nothing
 CONFIDENCE_WEIGHT, USAGE_WEIGHT = 0.7, 0.3
@@ -226,4 +227,4 @@ def _agree(one: str, other: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _words(text: str) -> frozenset[str]:
-    return frozenset(re.findall(r"[a-z0-9]+", text.lower()))
+    return frozenset(words_of(text))

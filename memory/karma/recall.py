@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import log
 from typing import TYPE_CHECKING
 
-from memory.karma.units import Unit
+from memory.karma.units import Unit, letters
 from memory.retrieval import unit_rows
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from memory.retrieval import Embed
 
-_WORD = re.compile(r"[a-z]+")
 _PLAIN = frozenset("a an the in on of to it is and or with from under at put find look examine some them".split())
 
 
@@ -57,7 +56,7 @@ def _bags(texts: Sequence[str]) -> np.ndarray:
 
 def words(text: str) -> list[str]:
     """List the stems of a text's words that mean something."""
-    return [_stem(word) for word in _WORD.findall(text.lower()) if word not in _PLAIN]
+    return [_stem(word) for word in letters(text) if word not in _PLAIN]
 
 
 def _stem(word: str) -> str:

@@ -15,6 +15,7 @@ from envs.household.telling import Body, Deed, deed, kind, views
 from memory.karma.cache import Cache, make_cache
 from memory.karma.settings import KarmaSettings
 from memory.protocol import Record
+from memory.words import words
 
 HAND = "hand"
 STATES = {"heat": "heated", "cool": "cooled", "clean": "cleaned", "slice": "sliced", "on": "on", "off": "off"}
@@ -62,7 +63,12 @@ def read_unit(text: str) -> Unit | None:
 
 def said(goal: str) -> frozenset[str]:
     """Return the words of an instruction, by which it names kinds of things."""
-    return frozenset(re.findall(r"[a-z]+", goal.lower()))
+    return frozenset(letters(goal))
+
+
+def letters(text: str) -> list[str]:
+    """List the words of a text without digits."""
+    return re.findall(r"[^\d ]+", " ".join(words(text)))
 
 
 @dataclass
@@ -184,6 +190,6 @@ def read_states(answer: str, ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
     for line in answer.splitlines():
         name, colon, states = line.strip(" -*`").partition(":")
         if colon and (id := name.strip().lower()) in ids:
-            words = dict.fromkeys(word.strip(" .`").lower() for word in states.split(","))
-            found[id] = tuple(word for word in words if word in NAMED)
+            named = dict.fromkeys(word.strip(" .`").lower() for word in states.split(","))
+            found[id] = tuple(word for word in named if word in NAMED)
     return found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Set
+from dataclasses import dataclass, field
 from typing import Literal
 
-from memory.s3mem.text import MONTHS, NUMBERED, STOP_WORDS, words
+from memory.s3mem.text import MONTHS, NUMBERED, STOP_WORDS, folded_dates, key_of
+from memory.words import words
 
 Kind = Literal["event", "state", "source"]
 _OPS = {
@@ -30,7 +31,7 @@ _STEPS = re.compile(r"\bsteps? (\d+)(?:(?: to | and |-)(?:step )?(\d+))?")
 _DATE = re.compile(
     rf"\b(\d{{1,2}})?(?:st|nd|rd|th)?(?: of)? ?\b({'|'.join(MONTHS)})\b(?: (\d{{1,2}})\b)?(?:,? (\d{{4}}))?"
 )
-_QUOTED = re.compile(r"['\"“`]([^'\"”`]{2,80})['\"”`]")
+_QUOTED = re.compile(r"['\"“`「『«]([^'\"”`」』»]{2,80})['\"”`」』»]")
 _STATE = re.compile(r"\bstate\b|\blocation\b|\bwhere (?:was|is|were|are)\b|\btemperature\b|\bcondition\b|\bopen or\b")
 _SOURCE = re.compile(
     r"\bwho said\b|\baccording to\b|\bmention|\bsay\b|\bsaid\b|\btell\b|\btold\b|in which (?:session|turn)"
@@ -63,36 +64,45 @@ class Known:
     objects: Collection[str] = ()
     places: Collection[str] = ()
     actors: Collection[str] = ()
+    _by_key: dict[str, dict[str, str]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        for kind in ("events", "objects", "places", "actors"):
+            self._by_key[kind] = {key_of(name): name for name in getattr(self, kind) if name}
+
+    def named(self, kind: str, keys: Set[str]) -> set[str]:
+        """Return what is named by any of the keys."""
+        return {self._by_key[kind][key] for key in keys & self._by_key[kind].keys()}
 
 
 def anchor_of(question: str, known: Known) -> Anchor:
     """Parse a question by rule."""
-    text = " ".join(question.lower().split())
-    ops = {op for op, pattern in _COMPILED.items() if pattern.search(text)}
-    nth = _NUMBERS.get(m[1]) or int(m[2] or 0) if (m := _NTH.search(text)) else None
+    text, plain = " ".join(question.lower().split()), folded_dates(question)
+    ops = {op for op, pattern in _COMPILED.items() if pattern.search(plain)}
+    nth = _NUMBERS.get(m[1]) or int(m[2] or 0) if (m := _NTH.search(plain)) else None
     ops |= {"nth"} if nth else set()
     named = _spans(text)
     events = [*dict.fromkeys(quoted for quoted in _QUOTED.findall(text) if quoted in known.events)]
-    events = events or _longest(named & set(known.events), text)
-    objects = [each for each in _longest(named & set(known.objects), text) if each not in STOP_WORDS]
-    places = _longest(named & set(known.places), text)
-    sources = [actor for actor in known.actors if actor and actor in named]
-    steps = (int(m[1]), int(m[2] or m[1])) if (m := _STEPS.search(text)) else None
-    kind: Kind = "state" if _STATE.search(text) else "source" if _SOURCE.search(text) else "event"
+    events = events or _longest(known.named("events", named), text)
+    objects = [each for each in _longest(known.named("objects", named), text) if each not in STOP_WORDS]
+    places = _longest(known.named("places", named), text)
+    sources = sorted(known.named("actors", named))
+    steps = (int(m[1]), int(m[2] or m[1])) if (m := _STEPS.search(plain)) else None
+    kind: Kind = "state" if _STATE.search(plain) else "source" if _SOURCE.search(plain) else "event"
     numbered = {each for each in objects if NUMBERED.fullmatch(each)} - {part for e in events for part in _spans(e)}
     linked = len(events) > 1 or len(numbered) > 1
     return Anchor(
         question, kind, frozenset(ops), tuple(events), tuple(objects), tuple(places), tuple(sources), steps,
-        tuple(" ".join(filter(None, (d[0] or d[2], d[1], d[3]))) for d in _DATE.findall(text) if d[0] or d[2] or d[3]),
+        tuple(" ".join(filter(None, (d[0] or d[2], d[1], d[3]))) for d in _DATE.findall(plain) if d[0] or d[2] or d[3]),
         nth, bool(ops & MULTI_HOP) or linked,
     )  # fmt: skip
 
 
 def _spans(text: str) -> set[str]:
-    """List all runs of up to six words, and the numbered things."""
+    """List all runs of up to six words, the numbered things, and characters that may be a name."""
     told = words(text)
     runs = {" ".join(told[i : i + n]) for n in range(1, 7) for i in range(len(told) - n + 1)}
-    return runs | set(NUMBERED.findall(text))
+    return runs | set(NUMBERED.findall(text)) | {each for each in text if not each.isascii()}
 
 
 def _longest(found: Collection[str], text: str) -> list[str]:
@@ -103,5 +113,5 @@ def _longest(found: Collection[str], text: str) -> list[str]:
 
 def dated(when: str, dates: Collection[str]) -> bool:
     """Tell whether a time such as "1:56 pm on 8 May, 2023" is of one of the dates."""
-    told = words(when)
+    told = words(folded_dates(when))
     return any(set(date.split()) <= set(told) for date in dates)

@@ -15,8 +15,9 @@ from sklearn.feature_extraction import FeatureHasher
 
 from memory.s3mem.pool import BEST, Asked, event_of
 from memory.s3mem.settings import Features
-from memory.s3mem.text import tells_number, tells_time, words
+from memory.s3mem.text import is_question, tells_number, tells_time
 from memory.s3mem.units import Unit
+from memory.words import WORD_TOKENS, word_tokens, words
 
 NODE, EDGE = 2048, 1024  # dimensions (B.1)
 NEAR = 5  # units apart
@@ -56,8 +57,8 @@ def _retrieval(asked: Asked, rows: NDArray[np.int64]) -> Columns:
     at = lambda i: np.where(i >= 0, asked.own[i], 0.0) / top
     before, after = index.before[rows], index.after[rows]
     further = np.maximum(at(_of(index.before, before)), at(_of(index.after, after)))
-    asks = np.array(["?" in index.searched[i] for i in rows], dtype=float)
-    prior = np.array([i >= 0 and "?" in index.searched[i] for i in before], dtype=float)
+    asks = np.array([is_question(index.searched[i]) for i in rows], dtype=float)
+    prior = np.array([i >= 0 and is_question(index.searched[i]) for i in before], dtype=float)
     own, actor = asked.own[rows] / top, asked.by_actor[rows].astype(float)
     window = asked.window[rows] / max(float(asked.window.max(initial=0)), 1e-9)
     return {
@@ -94,7 +95,7 @@ def _fields(asked: Asked, rows: NDArray[np.int64], units: Sequence[Unit]) -> Col
         "changes": numbers(bool(unit.changes) for unit in units), "changes_object": numbers(changes_object),
         "time": numbers(tells_time(unit.event) for unit in units),
         "number": numbers(tells_number(unit.event) for unit in units),
-        "length": numbers(min(len(unit.event.split()) / 50, 2.0) for unit in units),
+        "length": numbers(min(word_tokens(unit.event) / (50 * WORD_TOKENS), 2.0) for unit in units),
     }  # fmt: skip
 
 

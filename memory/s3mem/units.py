@@ -14,11 +14,11 @@ from memory.pictures import at_hand, read_picture
 from memory.retrieval import encodable
 from memory.s3mem.text import NUMBERED
 from memory.trajectory import one_line
+from memory.words import word_tokens
 
 NAME = "s3mem"
 Representation = Literal["full", "chunk", "event", "objects"]
 REFUSED = " (refused)"
-WORD_TOKENS = 1.3  # tokens of a word, where no tokenizer counts them
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,6 @@ def unit_id(history: str, pointers: Sequence[str], ordinal: int, event: str) -> 
 
 def changed(change: Change) -> str:
     return f"{change.key} {change.before or '?'} -> {change.after}"
-
-
-def word_tokens(text: str) -> float:
-    """Estimate the tokens of a text from its words."""
-    return WORD_TOKENS * len(text.split())
 
 
 def _what(unit: Unit) -> str:

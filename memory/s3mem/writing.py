@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from envs.household.telling import Body, views
 from memory.protocol import Record, Trace
-from memory.s3mem.text import NUMBERED, STOP_WORDS, names, words
+from memory.s3mem.text import NUMBERED, STOP_WORDS, names
 from memory.s3mem.units import REFUSED, Change, Origin, Unit, unit_id
 from memory.trajectory import trajectory_id
+from memory.words import shortened, words
 
 RARE_WORDS = 5  # of a turn that count as its objects
 HELD = "held"
@@ -77,7 +78,8 @@ def _turns(trace: Trace) -> Iterator[Unit]:
         often.update(set(words(record.action)))
     for order, (record, session) in enumerate(zip(trace.records, sessions(trace.records), strict=True)):
         said = set(words(record.action))
-        rare = sorted((w for w in said if len(w) > 2 and w not in STOP_WORDS), key=lambda w: (often[w], w))
+        telling = (w for w in said if (len(w) > 2 or not w.isascii()) and w not in STOP_WORDS)
+        rare = sorted(telling, key=lambda w: (often[w], w))
         objects = dict.fromkeys([*names(record.action), *rare[:RARE_WORDS]])
         yield Unit(
             order, record.when, record.action, origin_of(trace, record.actor), (ids[order],), "say",
@@ -154,8 +156,8 @@ def _result(record: Record, read: bool) -> str:
     """Write how an action ended, where no rule has read it."""
     if record.refused:
         return REFUSED
-    told = record.feedback.split()
-    return f": {' '.join(told[:_RESULT_WORDS])}" if told and not read else ""
+    told = shortened(record.feedback, _RESULT_WORDS)
+    return f": {told}" if told and not read else ""
 
 
 # relations -----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,20 @@ from memory.words import terms
         ("पानी का गिलास", "पानी का गिलास"),  # whose vowel signs are marks, not letters
         ("把杯子放进柜子", "把杯 杯子 子放 放进 进柜 柜子"),
         ("がmug杯2", "が mug 杯 2"),
-        (f"{'x' * 39} {'x' * 40} \U0001f600 -- \0", "x" * 39),
+        (f"{'x' * 40} -- \0", "x" * 40),
+        (f"{'x' * 41} {'ß' * 21}", f"{'x' * 40} x {'s' * 40} ss"),  # LONGEST counts characters, folded
+        ("கணினிவிஞ்ஞானிகளுக்காக", "கணினிவிஞ்ஞானிகளுக்காக"),  # 62 bytes
+        ("Donaudampfschifffahrtsgesellschaftskapitän", "donaudampfschifffahrtsgesellschaftskapit an"),
+        ("แมวดำกินปลา ๒๐๒๓", "แม มว วดํ ดํา ากิ กิน นป ปล ลา 2023"),  # marks stay with their letter
+        ("고양이는", "고양 양이 이는"),  # particles follow without a space
+        ("\u1112\u1161\u11ab\u1100\u116e\u11a8 한국", "한국 한국"),  # decomposed
+        ("ＦＵＬＬ ｗｉｄｔｈ １２３ ｶﾀｶﾅ ガ", "full width 123 カタ タカ カナ ガ"),
+        ("STRASSE Straße İzmir", "strass strass izmir"),
+        ("مُحَمَّد مـحـمد أحمد ٢٠٢٣", "محمد محمد احمد 2023"),  # vowel points, tatweel, hamza, digits
+        ("שָׁלוֹם \u200fשלום\u200e، ok", "שלום שלום ok"),  # marks of direction, Arabic comma
+        ("می\u200cخواهم ភាសា\u200bខ្មែរ", "میخواهم ភាសា ខ្មែ មែរ"),  # a joiner, a space of no width
+        ("👍🏽👍 👨‍👩‍👧 ❤️❤ 🇯🇵🇨🇳 1️⃣", "👍 👍 👨 👩 👧 ❤ ❤ 🇯🇵 🇨🇳 1"),
+        ("「猫」と、犬。", "猫 と 犬"),
         ("", ""),
     ],
 )
