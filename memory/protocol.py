@@ -8,13 +8,14 @@ whole attempt, and every system makes of it what it keeps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from envs.base import Task, TaskSequence
 from memory.entry import MemoryEntry, Written
+from memory.words import word_tokens
 
 
 class BankError(RuntimeError):
@@ -62,23 +63,36 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
+class Costs:
+    """How a reader's tokens are counted: those of a text, estimated where its tokenizer is not known, and of a picture,
+    0 for a reader that sees none."""
+
+    text: Callable[[str], float] = word_tokens
+    picture: int = 0
+
+
+ESTIMATED = Costs()
+
+
+@dataclass(frozen=True, slots=True)
 class Query:
     """What is asked outside of a session: for a task, as it begins, at most `k` entries. With `text`, a question about
-    what was committed, `tokens` of which are to be read at most; systems that know of none take the task's goal.
-    `picture`: tokens of a picture to whoever is to read, who is shown those of the records; 0 for who sees none."""
+    what was committed, of which at most `tokens` at the reader's `costs` are returned; systems that answer no questions
+    take the task's goal."""
 
     task: Task
     k: int = 4
     text: str = ""
     tokens: int | None = None
-    picture: int = 0
+    costs: Costs = ESTIMATED
 
     @classmethod
     def question(
-        cls, text: str, tokens: int | None = None, id: str = "", scene: str = "", k: int = 1_000, picture: int = 0
-    ) -> Query:
+        cls, text: str, tokens: int | None = None, id: str = "", scene: str = "", k: int = 1_000,
+        costs: Costs = ESTIMATED,
+    ) -> Query:  # fmt: skip
         """Ask a question, which no episode is played for."""
-        return cls(Task(id, text, scene, "", "question"), k, text, tokens, picture)
+        return cls(Task(id, text, scene, "", "question"), k, text, tokens, costs)
 
 
 @dataclass(frozen=True, slots=True)

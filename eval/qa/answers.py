@@ -10,16 +10,19 @@ import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from configs.collect import MemoryModels
 from data_gen.cases import Case, Question
 from eval.intervals import bootstrap_mean
-from eval.qa.evidence import asking
+from eval.qa.evidence import Asking, Evidence, asking
 from eval.qa.metrics import abstains, bleu_1, locomo_score, set_f1
 from eval.qa.readers import ABSTAIN, Reader, prompt_of, shown_of
 from eval.table import markdown_table
+from memory.protocol import Costs
+from memory.words import word_tokens
 from runtime.progress import progress
 from runtime.store import JsonLines, to_json, write_atomically
 
@@ -41,10 +44,12 @@ class Asked:
     limit: int | None = None
     models: Mapping[str, str] = field(default_factory=dict)  # those that the memory uses, by what for
     picture: int = 0  # tokens of a picture, where the reader is shown those of the records
+    counted: str = ""  # "reader": the budget is of its own tokens; "": of estimated ones
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as the run's files say it; of models and pictures only where there are any."""
-        return {name: value for name, value in asdict(self).items() if name not in ("models", "picture") or value}
+        """Return it as the run's files say it, without defaults of fields that older runs lack."""
+        later = ("models", "picture", "counted")
+        return {name: value for name, value in asdict(self).items() if name not in later or value}
 
 
 def run_answers(
@@ -60,16 +65,18 @@ def run_answers(
     lines = JsonLines(out / ANSWERS, ("id", "answer"))
     known = {row["id"] for row in lines}
     chosen = chosen_questions(cases, asked.limit)
+    count = lru_cache(2**14)(lambda text: reader.count((f"{text}\n",))) if asked.counted else word_tokens
+    costs = Costs(count, asked.picture)
     with progress("questions", sum(map(len, chosen.values())), len(known)) as advance:
         for n, case in enumerate(cases):
             left = [q for q in chosen[case.id] if q.id not in known]
             if not left:
                 continue
             folder = out / "memory" / _name(n, case)
-            ask = asking(asked.memory, case, asked.settings, folder, asked.facts, models, asked.picture)
+            ask = asking(asked.memory, case, asked.settings, folder, asked.facts, models, costs)
             for start in range(0, len(left), BATCH):
                 batch = left[start : start + BATCH]
-                lines.append(*_answered(batch, ask, reader, asked.tokens))
+                lines.append(*_answered(batch, ask, reader, asked.tokens, asked.picture))
                 for question in batch:
                     advance(question)
     results = {**asked.to_json(), **summary(list(lines))}
@@ -99,7 +106,9 @@ def chosen_questions(cases: Sequence[Case], limit: int | None) -> dict[str, list
     return found
 
 
-def _answered(batch: Sequence[Question], ask: Any, reader: Reader, tokens: int) -> Iterable[dict[str, Any]]:
+def _answered(
+    batch: Sequence[Question], ask: Asking, reader: Reader, tokens: int, picture: int
+) -> Iterable[dict[str, Any]]:
     """Pack evidence, have it read, and score the answers. The reader sees pack, question and options alone."""
     packs = [ask(question, tokens) for question in batch]
     prompts = [prompt_of(p.texts, q.text, q.options, p.pictures) for p, q in zip(packs, batch, strict=True)]
@@ -109,11 +118,12 @@ def _answered(batch: Sequence[Question], ask: Any, reader: Reader, tokens: int) 
     liked = reader.liked(prompts, [_right(question) for question in batch])
     for question, pack, answer, logprob in zip(batch, packs, answers, liked, strict=True):
         text, shown = answer.text if answer else "", shown_of(pack.texts, pack.pictures)
+        estimated = Evidence.of(pack.texts, (), Costs(picture=picture), pack.pictures).tokens
         yield {
             "id": question.id, "category": question.category, "answer": text, "gold": question.answer,
             "failed": answer is None, "abstained": abstains(text), "absent": question.absent,
             "recall": pack.recall(question.evidence) if question.evidence else None,
-            "tokens": reader.count(shown) if shown else 0, "word_tokens": pack.tokens,
+            "tokens": reader.count(shown) if shown else 0, "word_tokens": estimated,
             "reader_in": answer.tokens_in if answer else 0, "reader_out": answer.tokens_out if answer else 0,
             "seconds": seconds, "f1": set_f1(text, question.answer), "bleu_1": bleu_1(text, question.answer),
             "locomo": locomo_score(text, question.answer, "adversarial" if question.absent else question.category),
@@ -161,6 +171,7 @@ def to_markdown(results: Mapping[str, Any]) -> str:
     by_reader, by_words = results["tokens_per_question"], results["word_tokens_per_question"]
     told = (
         f"abstained where that is right: {right} (n = {apart['n']}); evidence tokens per question: {by_reader:.0f} by "
-        f"the reader's tokenizer, {by_words:.0f} by words; answers that failed: {results['failed']}"
+        f"the reader's tokenizer, {by_words:.0f} estimated; budget: {results['tokens']} "
+        f"{'of the reader' if results.get('counted') else 'estimated'}; answers that failed: {results['failed']}"
     )
     return "\n".join([*markdown_table(heads, rows), "", told])

@@ -24,7 +24,10 @@ def run_qa(
     cases = read_cases(data)
     out.mkdir(parents=True, exist_ok=True)
     read = load_reader(*reader, out, picture > 0)
-    asked = Asked(data.name, memory, settings, tokens, facts, f"{reader[0]}:{reader[1]}", limit, models.told(), picture)
+    counted = "" if reader[0] == "endpoint" else "reader"  # whose tokenizer is not known
+    asked = Asked(
+        data.name, memory, settings, tokens, facts, f"{reader[0]}:{reader[1]}", limit, models.told(), picture, counted
+    )
     typer.echo(to_markdown(run_answers(asked, cases, read, out, models.cached_in(out / RESPONSES))))
 
 

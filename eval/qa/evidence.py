@@ -15,7 +15,7 @@ from configs.collect import MemoryConfig, MemoryModels
 from data_gen.cases import Case, Question
 from data_gen.memories import embedder, make_memory, open_memory
 from memory.bm25 import BM25, Scores
-from memory.protocol import MemorySystem, Query, Trace
+from memory.protocol import ESTIMATED, Costs, MemorySystem, Query, Trace
 from memory.registry import RESPONSES, names
 from memory.retrieval import Embed
 from memory.s3mem.lexical import dense, embedded, ranks, windows
@@ -23,7 +23,7 @@ from memory.s3mem.pool import RRF
 from memory.s3mem.text import stems
 from memory.s3mem.units import Unit
 from memory.s3mem.writing import record_ids, written
-from memory.words import word_tokens, words
+from memory.words import words
 
 EMBED = "embed"  # the baseline that ranks by vectors of a model that settings name
 MOST = 256  # entries of a memory system that knows no budget
@@ -31,8 +31,8 @@ MOST = 256  # entries of a memory system that knows no budget
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a reader is shown: texts in reading order, ids of the records behind them, their tokens (words x 1.3, and
-    those of pictures); for each text, its pictures (PNG), where the reader sees any."""
+    """What a reader is shown: texts in reading order, ids of the records behind them, their tokens with those of
+    pictures; for each text, its pictures (PNG), where the reader sees any."""
 
     texts: tuple[str, ...]
     pointers: frozenset[str]
@@ -41,10 +41,10 @@ class Evidence:
 
     @classmethod
     def of(
-        cls, texts: Sequence[str], pointers: Iterable[str], pictures: Sequence[tuple[bytes, ...]] = (), picture: int = 0
+        cls, texts: Sequence[str], pointers: Iterable[str], costs: Costs, pictures: Sequence[tuple[bytes, ...]] = ()
     ) -> Evidence:
-        """Count the tokens; `picture`: of each picture."""
-        tokens = sum(map(word_tokens, texts)) + picture * sum(map(len, pictures))
+        """Count the tokens."""
+        tokens = sum(map(costs.text, texts)) + costs.picture * sum(map(len, pictures))
         return cls(tuple(texts), frozenset(pointers), tokens, tuple(pictures) if any(pictures) else ())
 
     def recall(self, wanted: Sequence[str]) -> float:
@@ -58,38 +58,37 @@ Ranking = Callable[[Question], Scores]
 
 def asking(
     name: str, case: Case, settings: Mapping[str, Any], folder: Path, facts: bool = False,
-    models: MemoryModels | None = None, picture: int = 0,
+    models: MemoryModels | None = None, costs: Costs = ESTIMATED,
 ) -> Asking:  # fmt: skip
     """Open what is asked about a case: a baseline or a memory system by name; a system's memory lies in `folder`.
     `facts`: what was noted of the records is read in their place; `models`: those that a system, or the baseline
-    `embed`, may use; `picture`: tokens of a picture to a reader that is shown those of the records, 0 for one that sees
-    none. Raises: ValueError for an unknown name."""
+    `embed`, may use; `costs`: by which budgets are counted. Raises: ValueError for an unknown name."""
     histories, models = case.facts if facts else case.histories, models or MemoryModels()
     if name == EMBED:
-        return _ranked(_embedded(embedder(models, folder / RESPONSES)), histories, picture)
+        return _ranked(_embedded(embedder(models, folder / RESPONSES)), histories, costs)
     if name in BASELINES:
-        return _ranked(BASELINES[name], histories, picture)
+        return _ranked(BASELINES[name], histories, costs)
     if name not in names():
         baselines = ", ".join([*BASELINES, EMBED])
         raise ValueError(f"no memory {name!r}: baselines are {baselines}; systems are {', '.join(names())}")
-    return _remembered(MemoryConfig(system=name, settings=dict(settings), **dict(models)), histories, folder, picture)
+    return _remembered(MemoryConfig(system=name, settings=dict(settings), **dict(models)), histories, folder, costs)
 
 
 # memory systems ------------------------------------------------------------------------------------------------------
 
 
-def _remembered(config: MemoryConfig, histories: Sequence[Trace], folder: Path, picture: int) -> Asking:
+def _remembered(config: MemoryConfig, histories: Sequence[Trace], folder: Path, costs: Costs) -> Asking:
     """Commit whole histories to a system that points to records; to any other one, each record as a history of its own,
     whose task's id is the pointer."""
     memory = _filled(config, histories, folder / "whole")
     if not any(memory.recall([Query.question(_any_text(histories), MOST)])[0].pointers):
         memory = _filled(config, [part for trace in histories for part in _apart(trace)], folder / "records")
-        return lambda question, tokens: _fitting(memory, question, tokens)
+        return lambda question, tokens: _fitting(memory, question, tokens, costs)
 
     def ask(question: Question, tokens: int) -> Evidence:
-        [recalled] = memory.recall([Query.question(question.text, tokens, question.id, picture=picture)])
-        texts, shown = [e.text for e in recalled.entries], [e.images if picture else () for e in recalled.entries]
-        return Evidence.of(texts, (p for ids in recalled.pointers for id in ids for p in id.split()), shown, picture)
+        [recalled] = memory.recall([Query.question(question.text, tokens, question.id, costs=costs)])
+        texts, shown = [e.text for e in recalled.entries], [e.images if costs.picture else () for e in recalled.entries]
+        return Evidence.of(texts, (p for ids in recalled.pointers for id in ids for p in id.split()), costs, shown)
 
     return ask
 
@@ -114,14 +113,15 @@ def _apart(trace: Trace) -> list[Trace]:
     ]
 
 
-def _fitting(memory: MemorySystem, question: Question, tokens: int) -> Evidence:
+def _fitting(memory: MemorySystem, question: Question, tokens: int, costs: Costs) -> Evidence:
     """Take as many entries as fit, asked for fewer or more of them."""
     low, high, best = 0, MOST, Evidence((), frozenset(), 0.0)
     while low < high:
         k = (low + high + 1) // 2
         [recalled] = memory.recall([Query.question(question.text, tokens, question.id, k=k)])
         entries = recalled.entries
-        found = Evidence.of([e.provenance.goal or e.text for e in entries], (e.provenance.task_id for e in entries))
+        texts, ids = [e.provenance.goal or e.text for e in entries], [e.provenance.task_id for e in entries]
+        found = Evidence.of(texts, ids, costs)
         if found.tokens <= tokens:
             best, low = found, k
         else:
@@ -132,22 +132,22 @@ def _fitting(memory: MemorySystem, question: Question, tokens: int) -> Evidence:
 # baselines -----------------------------------------------------------------------------------------------------------
 
 
-def _ranked(make: Callable[[Sequence[Unit]], Ranking], histories: Sequence[Trace], picture: int) -> Asking:
+def _ranked(make: Callable[[Sequence[Unit]], Ranking], histories: Sequence[Trace], costs: Costs) -> Asking:
     """Take records in the order of their rank until the first that does not fit."""
     units = [unit for trace in histories for unit in written(trace)]
-    costs = [unit.cost("chunk", picture) for unit in units]
+    spent = [unit.cost("chunk", costs) for unit in units]
     score = make(units)
 
     def ask(question: Question, tokens: int) -> Evidence:
         chosen, left = list[int](), float(tokens)
         for i in np.argsort(-score(question), kind="stable"):
-            if costs[i] > left:
+            if spent[i] > left:
                 break
-            left -= costs[i]
+            left -= spent[i]
             chosen.append(int(i))
         ids = (id for i in chosen for pointer in units[i].pointers for id in pointer.split())
-        entries = [units[i].entry("chunk", picture > 0) for i in sorted(chosen)]
-        return Evidence.of([entry.text for entry in entries], ids, [entry.images for entry in entries], picture)
+        entries = [units[i].entry("chunk", costs.picture > 0) for i in sorted(chosen)]
+        return Evidence.of([entry.text for entry in entries], ids, costs, [entry.images for entry in entries])
 
     return ask
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memory.bm25 import BM25, Scores
+from memory.protocol import ESTIMATED, Costs
 from memory.retrieval import Embed
 from memory.s3mem.anchors import Anchor, Known, anchor_of, dated
 from memory.s3mem.lexical import dense, embedded, ranks, windows
@@ -64,12 +65,11 @@ class Index:
         following[self.before[known]] = np.flatnonzero(known)
         return following
 
-    def ask(self, question: str, anchor: Anchor | None = None, picture: int = 0) -> Asked:
-        """Score all units for a question. `anchor`: what it is after, where that is known already; `picture`: tokens of
-        a picture to who reads."""
+    def ask(self, question: str, anchor: Anchor | None = None, costs: Costs = ESTIMATED) -> Asked:
+        """Score all units for a question. `anchor`: what it is after, where that is known already."""
         if anchor is None:
             anchor = anchor_of(question, self.known) if self.settings.anchors else Anchor(question)
-        return Asked(self, anchor, picture)
+        return Asked(self, anchor, costs)
 
 
 def event_of(unit: Unit) -> str:
@@ -80,8 +80,8 @@ def event_of(unit: Unit) -> str:
 class Asked:
     """A question to an index: the scores of all its units."""
 
-    def __init__(self, index: Index, anchor: Anchor, picture: int = 0) -> None:
-        self.index, self.anchor, self.picture = index, anchor, picture
+    def __init__(self, index: Index, anchor: Anchor, costs: Costs = ESTIMATED) -> None:
+        self.index, self.anchor, self.costs = index, anchor, costs
         self.terms = terms(anchor.text)
         self.own, self.window = index.own(self.terms), index.window(self.terms)
         self.dense = np.maximum(index.vectors(anchor.text), 0.0) if "dense" in index.settings.channels else 0 * self.own

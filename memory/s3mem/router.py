@@ -110,7 +110,7 @@ def candidates(
     how = asked.index.settings.representation
     units = asked.index.units
     return [
-        Candidate(units[i], units[i].cost(how, asked.picture), round(float(s), 9), round(float(a), 9), int(i))
+        Candidate(units[i], units[i].cost(how, asked.costs), round(float(s), 9), round(float(a), 9), int(i))
         for i, s, a in zip(rows, support, anchor, strict=True)
     ]
 

@@ -16,7 +16,7 @@ from envs.base import Task
 from envs.household.telling import kind, objects
 from memory.entry import MemoryEntry, Written
 from memory.journal import Journal, Row
-from memory.protocol import Fixed, Query, Recall, Trace
+from memory.protocol import ESTIMATED, Costs, Fixed, Query, Recall, Trace
 from memory.registry import Ask, MemorySpec, Tools
 from memory.retrieval import Embed
 from memory.s3mem import llm
@@ -83,18 +83,18 @@ class S3Mem:
         index = self._index(query.task)
         budget, how = float(query.tokens or self.settings.tokens), self.settings.representation
         if query.text:
-            picks = self.pack(index, query.text, budget, query.picture).picks
+            picks = self.pack(index, query.text, budget, query.costs).picks
         else:
             picks = self._of_goal(index, query.task, budget, query.k)
-        entries = tuple(pick.unit.entry(how, pictures=query.picture > 0) for pick in picks)
+        entries = tuple(pick.unit.entry(how, pictures=query.costs.picture > 0) for pick in picks)
         return Recall(entries, pointers=tuple(pick.unit.pointers for pick in picks))
 
-    def pack(self, index: Index, question: str, budget: float, picture: int = 0) -> Pack:
-        """Pack the evidence for one question; `picture`: tokens of a picture to who reads."""
-        settings, asked = self.settings, index.ask(question, picture=picture)
+    def pack(self, index: Index, question: str, budget: float, costs: Costs = ESTIMATED) -> Pack:
+        """Pack the evidence for one question."""
+        settings, asked = self.settings, index.ask(question, costs=costs)
         if settings.anchors and self._ask is not None and settings.writer == "llm":
             anchor = llm.anchor(question, asked.anchor, self._ask)
-            asked = index.ask(question, anchor, picture)
+            asked = index.ask(question, anchor, costs)
         return packed(asked.anchor, *scored(asked, settings), budget, settings)
 
     def _of_goal(self, index: Index, task: Task, budget: float, k: int) -> list[Candidate]:

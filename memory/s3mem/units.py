@@ -11,10 +11,10 @@ from typing import Literal
 from envs.household.trajectories import fetching
 from memory.entry import MemoryEntry, Provenance
 from memory.pictures import at_hand, read_picture
+from memory.protocol import ESTIMATED, Costs
 from memory.retrieval import encodable
 from memory.s3mem.text import NUMBERED
 from memory.trajectory import one_line
-from memory.words import word_tokens
 
 NAME = "s3mem"
 Representation = Literal["full", "chunk", "event", "objects"]
@@ -94,10 +94,10 @@ class Unit:
         what = self.raw if how == "chunk" or self.origin.kind == "turn" else _what(self)
         return f"{self.origin.actor}: {what}" if self.origin.actor else f"{self.place} {what}"
 
-    def cost(self, how: Representation = "full", picture: int = 0) -> float:
-        """Estimate its tokens as it is rendered; with `picture`, so many more for each of its pictures."""
-        shown = picture * len(at_hand(self.pictures)) if picture else 0
-        return word_tokens(self.rendered(how)) + shown
+    def cost(self, how: Representation = "full", costs: Costs = ESTIMATED) -> float:
+        """Count its tokens as it is rendered, with those of its pictures for a reader that sees them."""
+        shown = costs.picture * len(at_hand(self.pictures)) if costs.picture else 0
+        return costs.text(self.rendered(how)) + shown
 
     def entry(self, how: Representation = "full", pictures: bool = False) -> MemoryEntry:
         """Return it as a memory's entry, on request with its pictures. Raises: ValueError, where one cannot be read."""

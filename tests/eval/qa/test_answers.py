@@ -28,6 +28,7 @@ from lm.ledger import Answer
 from memory.protocol import Record, Trace
 from tests.commands.running import memcompiler
 from tests.faulty_server import MODEL, FaultyServer
+from tests.memory.languages import LANGUAGES, Language
 from tests.tiny_models import lm_backbone
 
 KINDS = ("single-hop", "temporal")
@@ -93,6 +94,30 @@ def test_answers_are_scored_by_category_and_abstention_stands_apart(tmp_path: Pa
     assert results["logprob_without_absent"]["mean"] == pytest.approx(-0.1)
     assert json.loads((tmp_path / "results.json").read_text())["n"] == 18
     assert "| all | 18 |" in to_markdown(results)
+
+
+class Quoting(Echo):
+    """Answers right, as a sentence, where the memory says it; its tokens are characters."""
+
+    def __init__(self, language: Language) -> None:
+        super().__init__()
+        self.language = language
+
+    def _one(self, prompt: str) -> Answer:
+        memory, _, question = prompt.partition("\n\nQuestion: ")
+        [right] = [right for asked, right, _ in self.language.asked if question.startswith(asked)]
+        return Answer(f"{right}{self.language.stop}" if right in memory else ABSTAIN, 0, 0)
+
+    def count(self, shown: Prompt) -> int:
+        return len(text_of(shown))
+
+
+@pytest.mark.parametrize("language", LANGUAGES.values(), ids=LANGUAGES)
+def test_budgets_are_of_the_readers_own_tokens_in_any_language(language: Language, tmp_path: Path) -> None:
+    results = run_answers(asked("s3mem", 80, counted="reader"), [language.case()], Quoting(language), tmp_path)
+    rows = list(map(json.loads, (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()))
+    assert results["recall"] == results["overall"]["f1"]["mean"] == results["overall"]["bleu_1"]["mean"] == 1.0
+    assert all(0 < row["tokens"] <= 80 for row in rows) and "budget: 80 of the reader" in to_markdown(results)
 
 
 def test_a_run_asks_nothing_twice_and_takes_no_other_question(tmp_path: Path) -> None:

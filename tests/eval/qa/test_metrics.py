@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from unicodedata import normalize
 
 import pytest
 
 from eval.qa.metrics import abstains, bleu_1, locomo_score, set_f1, weighted
+from tests.memory.languages import LANGUAGES, Language
 
+every_language = pytest.mark.parametrize("language", LANGUAGES.values(), ids=LANGUAGES)
 COUNTS = (282, 321, 96, 841, 446)  # LoCoMo's questions: multi-hop, temporal, open-domain, single-hop, adversarial
 TABLE_1 = {  # of each category, and as printed overall
     "LoCoMo": ((0.28, 0.09, 0.16, 0.62, 0.53), (0.18, 0.06, 0.15, 0.54, 0.51), (0.44, 0.39)),
@@ -43,3 +47,39 @@ def test_locomos_own_score_goes_by_category() -> None:
     assert locomo_score("That is not mentioned.", "blue", "adversarial") == 1.0
     assert locomo_score("blue", "blue", "adversarial") == 0.0
     assert abstains("No information available") and not abstains("blue")
+
+
+@every_language
+def test_a_right_answer_of_any_script_scores_one_and_a_wrong_one_nothing(language: Language) -> None:
+    scores = (
+        set_f1, bleu_1, *(partial(locomo_score, category=each) for each in ("single-hop", "multi-hop", "open-domain"))
+    )  # fmt: skip
+    for _, right, wrong in language.asked:
+        for written in (
+            right,
+            f"{right}{language.stop}",
+            f"“{right}”",
+            f"\u200f{right}\ufeff",
+            normalize("NFD", right),
+        ):
+            assert [score(written, right) for score in scores] == [1] * len(scores)
+        assert set_f1(wrong, right) == locomo_score(wrong, right, "single-hop") == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "f1"),
+    [
+        ("２０２３年", "2023年", 1), ("٢٠٢٣", "2023", 1), ("STRASSE", "Straße", 1), ("ﾋﾟｱﾉ", "ピアノ", 1),
+        ("مُحَمَّد", "محمد", 1), ("“it’s”", "it's", 1), ("👍🏽", "👍", 1), ("🇵🇱", "🇯🇵", 0), ("má", "mà", 0), ("。", "X", 0),
+        ("黒い猫", "黒い犬", 2 / 3),  # by characters, as in MLQA
+        ("cat — dog", "cat dog", 1),
+    ],
+)  # fmt: skip
+def test_answers_are_folded_before_they_are_compared(answer: str, gold: str, f1: float) -> None:
+    assert set_f1(answer, gold) == locomo_score(answer, gold, "single-hop") == pytest.approx(f1)
+
+
+def test_commas_of_any_script_part_a_multi_hop_answer() -> None:
+    for comma in "，、،":
+        assert locomo_score(f"猫{comma}犬", "犬,猫", "multi-hop") == 1.0
+    assert locomo_score("猫", "猫；理由", "open-domain") == 1.0

@@ -22,19 +22,23 @@ from lm.endpoint import Endpoint
 from lm.ledger import Answer
 from lm.prompt import Part
 from memory.journal import trace_from_json, trace_json
+from memory.protocol import Costs
 from memory.s3mem.system import S3Mem
 from memory.s3mem.writing import written
 from memory.trajectory import png_bytes
 from tests.faulty_server import FaultyServer
 from tests.tiny_models import lm_backbone, vlm_backbone
 
+SEES = Costs(picture=50)
 SAID = ("I put the mug on a shelf.", "Look at this!", "I sold my old pen.", "And here is my garden.")
 
 
 def sample(folder: Path, **more: object) -> Path:
     """Write a dialogue whose second turn has a picture with a caption, and whose last has one that lies nowhere."""
     Image.new("RGB", (64, 64), (200, 30, 30)).save(folder / "cat.jpg")
-    turns = [{"speaker": "Ann", "dia_id": f"D1:{t}", "text": text} for t, text in enumerate(SAID)]
+    turns: list[dict[str, object]] = [
+        {"speaker": "Ann", "dia_id": f"D1:{t}", "text": text} for t, text in enumerate(SAID)
+    ]
     turns[1] |= {"blip_caption": "a red cat on a sofa", "picture": "cat.jpg"} | more
     turns[3] |= {"img_url": ["https://example.org/garden.jpg"]}
     qa = [{"question": "Which animal is on the sofa?", "answer": "cat", "evidence": ["D1:1"], "category": 4}]
@@ -82,7 +86,7 @@ def test_records_point_to_files_beside_the_data(case: Case, tmp_path: Path) -> N
     [image] = units[1].entry(pictures=True).images
     assert Image.open(io.BytesIO(image)).size == (64, 64) and units[1].entry().images == ()
     assert units[3].entry(pictures=True).images == ()  # nothing is fetched
-    assert units[1].cost(picture=50) == units[1].cost() + 50 and units[3].cost(picture=50) == units[3].cost()
+    assert units[1].cost(costs=SEES) == units[1].cost() + 50 and units[3].cost(costs=SEES) == units[3].cost()
 
 
 @pytest.mark.parametrize("picture", ["../outside.jpg", "/etc/hostname"])
@@ -107,11 +111,11 @@ def test_a_picture_counts_in_the_budget_and_goes_with_its_record(case: Case, tmp
     """Found by its caption's words. Where it does not fit, its record does not either; who sees none is not charged."""
     settings = {"fill": True} if memory == "s3mem" else {}
     [question] = case.questions
-    seen = asking(memory, case, settings, tmp_path / "a", picture=50)(question, 75)
+    seen = asking(memory, case, settings, tmp_path / "a", costs=SEES)(question, 75)
     assert "D1:1" in seen.pointers and 50 < seen.tokens <= 75
     [pictures] = [own for own in seen.pictures if own]
     assert len(pictures) == 1 and seen.texts[seen.pictures.index(pictures)].endswith("a red cat on a sofa]")
-    small = asking(memory, case, settings, tmp_path / "b", picture=50)(question, 50)
+    small = asking(memory, case, settings, tmp_path / "b", costs=SEES)(question, 50)
     assert "D1:1" not in small.pointers and small.pictures == ()
     blind = asking(memory, case, settings, tmp_path / "c")(question, 75)
     assert "D1:1" in blind.pointers and blind.pictures == () and blind.tokens < 60
@@ -135,7 +139,7 @@ def test_a_reader_is_shown_it_behind_its_line(case: Case, tmp_path: Path) -> Non
 
 
 def test_a_model_behind_an_endpoint_gets_the_picture(case: Case, tmp_path: Path) -> None:
-    evidence = asking("oracle", case, {}, tmp_path, picture=50)(case.questions[0], 75)
+    evidence = asking("oracle", case, {}, tmp_path, costs=SEES)(case.questions[0], 75)
     prompt = prompt_of(evidence.texts, "Which animal?", (), evidence.pictures)
     with FaultyServer(answer=lambda messages: "cat") as server:
         reader = EndpointReader("m", Endpoint(server.config()))
