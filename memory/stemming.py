@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import lru_cache
 
 _STEP_2 = (
     "ational:ate tional:tion enci:ence anci:ance izer:ize abli:able alli:al entli:ent eli:e ousli:ous ization:ize "
@@ -22,7 +22,7 @@ _SUFFIXES = (_longest_first(_STEP_2), _longest_first(_STEP_3))
 _ENDINGS = [suffix for suffix, _ in _longest_first(_STEP_4)]
 
 
-@cache
+@lru_cache(2**16)
 def stem(word: str) -> str:
     """Return the stem of a word in lower case."""
     if len(word) <= 2:
@@ -77,7 +77,7 @@ def _step_4(word: str) -> str:
     return word
 
 
-@cache
+@lru_cache(2**16)
 def _form(word: str) -> str:
     """Write c for each consonant and v for each vowel."""
     form = ""

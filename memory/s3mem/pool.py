@@ -196,7 +196,7 @@ class Candidate:
 def _number(unit: Unit) -> int:
     """Return the number of a step, as its history counts them."""
     told = unit.when.rpartition(" ")[2]
-    return int(told) if told.isdigit() else unit.order
+    return int(told) if told.isdecimal() else unit.order
 
 
 def _top(scores: Scores, n: int) -> NDArray[np.int64]:

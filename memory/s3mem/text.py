@@ -1,4 +1,4 @@
-"""Words, stems and what is said of times: what indexes, anchors and features read of a text."""
+"""Stems, names and what is said of times: what indexes, anchors and features read of a text."""
 
 from __future__ import annotations
 
