@@ -32,7 +32,7 @@ OPENENV := $(call stamp,.venv-openenv,test,openenv)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help sync quickstart alfworld test test-beside test-alone test-fast lint types doctor FORCE
+.PHONY: help sync quickstart alfworld test test-beside test-alone test-fast lint types gpu-check doctor FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -67,6 +67,17 @@ lint: $(FAST)  ## ruff: rules and format
 
 types: $(TEST)  ## pyright
 	.venv/bin/pyright
+
+# Wheels of the packages that GPU images with torch and transformers usually lack, for scripts/gpu_check.sh.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := pydantic pydantic-core omegaconf tenacity annotated-types typing-inspection
+gpu-check: $(CORE)  ## fetch what scripts/gpu_check.sh needs on a GPU machine without a network
+	@set -e; $(call find_python,.venv); $(call find_uv,.venv); mkdir -p .whl; rm -f .whl/*.whl; \
+	.venv/bin/python -c 'import sys; from importlib.metadata import version; print(*[f"{n}=={version(n)}" for n in sys.argv[1:]])' \
+		$(GPU_WHEELS) | xargs "$$uv" tool run -q pip download -q --no-deps --only-binary=:all: -d .whl \
+		--python-version $(GPU_PYTHON) --implementation cp $(addprefix --platform manylinux,_2_28_x86_64 _2_17_x86_64 2014_x86_64)
+	@echo "Copy this folder, .whl/ and zoo/ included, to the GPU machine, and run there:"
+	@echo "  OUT=results PYTHON=python3 bash scripts/gpu_check.sh --minutes 9"
 
 doctor: $(CORE)  ## check every part and say how to mend it
 	.venv/bin/memcompiler doctor

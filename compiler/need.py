@@ -13,14 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
-
-from scipy.sparse import csr_matrix
+from typing import TYPE_CHECKING, Any
 
 from compiler.checkpoint import CheckpointError, beside, find
 from compiler.prompt import state_text
 from compiler.records import CompileRequest
 from memory.linear import Head, heads_sha256, load_heads, save_heads
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 FILE, HEAD = "need.safetensors", "need"
 WIDTH = 2**13  # dimensions of phi
@@ -53,6 +54,7 @@ class Need:
 
 def features(requests: Iterable[CompileRequest]) -> csr_matrix:
     """Hash the words of each step, and their pairs, by the line that they stand in: phi (n, WIDTH)."""
+    from scipy.sparse import csr_matrix
     from sklearn.feature_extraction import FeatureHasher
 
     return csr_matrix(FeatureHasher(WIDTH, input_type="string").transform(map(_words, requests)))

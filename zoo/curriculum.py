@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from zoo.models import END_OF_TURN, SPECIAL, Lexicon
 
 IGNORE = -100
+Batch = dict[str, Tensor]
 ANSWER = f"{END_OF_TURN}\n<|im_start|>assistant\n"  # where one begins
 ROOM = "You are in the middle of a room. Looking quickly around you, you see"
 MOST_ROOMS, MOST_ACTIONS, MOST_GONE, MOST_BEEN = 12, 4, 6, 3

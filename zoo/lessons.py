@@ -9,8 +9,7 @@ from compiler.prompt import compiler_parts
 from compiler.records import CompileRequest
 from lm.backbone import Backbone
 from lm.prompt import Part, Prompt
-from zoo.curriculum import IGNORE, pad
-from zoo.stages import Batch
+from zoo.curriculum import IGNORE, Batch, pad
 
 Talk = Sequence[tuple[str, str]]  # questions with their answers
 

@@ -21,9 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalPrediction, get_last_checkpoint
 from trl.trainer.sft_trainer import SFTTrainer
 
-from zoo.curriculum import IGNORE
-
-Batch = dict[str, Tensor]
+from zoo.curriculum import IGNORE, Batch
 
 
 class Batches(Dataset):

@@ -7,13 +7,14 @@ missing.
 from __future__ import annotations
 
 import logging
+import subprocess
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
-from benchmarks.gpu.kit import RECORD, TABLE, Kit
-from benchmarks.gpu.parts import PARTS, Device, Setup, Size, run_inside
+from benchmarks.gpu.kit import ARCHIVE, RECORD, TABLE, Kit
+from benchmarks.gpu.parts import PARTS, Device, Setup, Size, largest_pair, run_inside
 
 
 def main(
@@ -24,6 +25,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="For all parts together.")] = 25.0,
     again: Annotated[bool, typer.Option(help="Run also what is recorded.")] = False,
     processes: Annotated[int, typer.Option(help="That share a model; 0: one for each GPU.")] = 0,
+    pair: Annotated[int, typer.Option(hidden=True, help="Index of the models; -1: the largest that fit.")] = -1,
     inside: Annotated[str, typer.Option(hidden=True, help="Run module:function here, rows into OUT.")] = "",
 ) -> None:
     """Measure what is not recorded yet."""
@@ -31,21 +33,33 @@ def main(
         raise typer.BadParameter("--size is tiny or paper, --device cuda, cpu or auto")
     if inside:
         logging.basicConfig(level=logging.INFO)
-        good = run_inside(inside, Setup(cast(Device, device), cast(Size, size), processes), out)
+        good = run_inside(inside, Setup(cast(Device, device), cast(Size, size), processes, pair), out)
         raise typer.Exit(0 if good else 1)
-    import torch
-
+    free = free_gib()
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = processes or (torch.cuda.device_count() if device == "cuda" else 1)
+        device = "cuda" if free else "cpu"
+    found = processes or (len(free) if device == "cuda" else 1)
+    if pair < 0 and size == "paper":
+        pair = largest_pair(min(free) if device == "cuda" and free else 0.0)
     out.mkdir(parents=True, exist_ok=True)
-    kit = Kit(out, Setup(cast(Device, device), cast(Size, size), max(1, found)), PARTS)
+    kit = Kit(out, Setup(cast(Device, device), cast(Size, size), max(1, found), max(0, pair)), PARTS)
     try:
         good = kit.run(part or (), minutes, again)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    print(f"{out / RECORD}, {out / TABLE}")
+    print(f"\n{kit.summary()}\n\n{out / RECORD}, {out / TABLE}, {out / ARCHIVE}")
     raise typer.Exit(0 if good else 1)
+
+
+def free_gib() -> list[float]:
+    """Ask the driver for the free memory (GiB) of each GPU, so that this process holds none of it; none where there is
+    no driver."""
+    asked = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout
+        return [float(line) / 1024 for line in answer.splitlines()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
 
 
 if __name__ == "__main__":

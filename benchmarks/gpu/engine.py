@@ -1,4 +1,4 @@
-"""Part 7: vLLM, where it is installed, beside PyTorch on the same device: the small models that ship, with adapters
+"""vLLM, where it is installed, beside PyTorch on the same device: the small models that ship, with adapters
 that change what they say.
 
 measure      the extension that reads hidden states, under CUDA graphs; an adapter that is swapped while the engine
@@ -8,7 +8,6 @@ speculate    emissions with n-gram guesses are those without (an engine that gue
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch
 
 from benchmarks.gpu.measuring import seconds_of
 from benchmarks.gpu.parity import share_alike
-from benchmarks.gpu.parts import Row, Setup, Skipped
+from benchmarks.gpu.parts import Row, Setup
 from compiler import checkpoint
 from compiler.base import TokenCompiler
 from compiler.build import load_compiler, load_served_compiler
@@ -39,8 +38,7 @@ COMMANDS = ("go to shelf 1", "go to cabinet 2", "take mug 1 from shelf 1", "look
 
 
 def measure(setup: Setup) -> Iterator[Row]:
-    """Yield a row for everything that is compared. Raises: Skipped, where vLLM is not installed."""
-    _ask_for_vllm()
+    """Yield a row for everything that is compared."""
     asked = requests()
     with tempfile.TemporaryDirectory(prefix="memcompiler-gpu-") as folder:
         theirs = [trained(setup, seed) for seed in (1, 2)]
@@ -60,8 +58,7 @@ def measure(setup: Setup) -> Iterator[Row]:
 
 
 def speculate(setup: Setup) -> Iterator[Row]:
-    """Yield what an engine that guesses says beside PyTorch, and its steps. Raises: Skipped, without vLLM."""
-    _ask_for_vllm()
+    """Yield what an engine that guesses says beside PyTorch, and its steps."""
     asked, compiler = requests(), trained(setup, 1)
     with tempfile.TemporaryDirectory(prefix="memcompiler-gpu-") as folder:
         served = load_served_compiler(compiler_config(setup, _save(compiler, Path(folder)), NGRAM))
@@ -163,12 +160,6 @@ def alike(
         gap = _gap(*(_means([made[i] for i in equal]) for made in (theirs, ours)))
         shown = f"{what}: soft tokens (mu) of {len(equal)} emissions"
         yield {"what": shown, "relative": gap, "tolerated": allowed["values"], "passed": gap <= allowed["values"]}
-
-
-def _ask_for_vllm() -> None:
-    for name, what in (("vllm", "vLLM"), ("datasets", "datasets, which loading a folder wants,")):
-        if importlib.util.find_spec(name) is None:
-            raise Skipped(f"{what} is not installed (extra vllm)")
 
 
 def _save(compiler: MemoryCompiler, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Part 6: SFT on several GPUs, both models in slices (FSDP2), beside whole ones where these fit.
+"""SFT on several GPUs, both models in slices (FSDP2), beside whole ones where these fit.
 
 Every process runs this under torchrun and takes one row of a step. The loss of the first step has to be the one that
 whole models have, from the same weights.
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from benchmarks.gpu.measuring import OUTCOME, peak_beyond, seconds_of, tried
 from benchmarks.gpu.models import Steps, chosen, lengths_of, make_compiler, make_executor, sft_config
-from benchmarks.gpu.parts import Row, Setup, Skipped
+from benchmarks.gpu.parts import Row, Setup
 from benchmarks.plan_check import Case, staying
 from compiler.hf import MemoryCompiler
 from executor.hf import FrozenExecutor
@@ -24,16 +24,14 @@ TOLERATED = {"float32": 1e-4, "bfloat16": 2e-2}  # relative difference of the lo
 
 
 def measure(setup: Setup) -> Iterator[Row]:
-    """Yield a row for each backend; `fsdp` last, for models stay in slices. Raises: Skipped, on one GPU."""
-    if setup.processes < 2:
-        raise Skipped(f"one {setup.device} device: slices are for several")
+    """Yield a row for each backend; `fsdp` last, for models stay in slices."""
     with distributed.group():
         yield from compare(setup)
 
 
 def compare(setup: Setup) -> Iterator[Row]:
     """Take steps with whole models, then with slices; inside of a process group."""
-    case = replace(chosen(setup, "fsdp"), rows=setup.processes)
+    case = replace(chosen(setup), rows=setup.processes)
     config = sft_config(case)
     executor = make_executor(config, setup.device)
     compiler = make_compiler(config, executor.backbone.hidden_size, setup.device)

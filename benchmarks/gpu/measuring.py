@@ -1,6 +1,6 @@
-"""Seconds, bytes and rates, on a GPU or a CPU; running out of memory is a result like others.
+"""Seconds and bytes, on a GPU or a CPU; running out of memory is a result like others.
 
-It imports torch alone, and the plan where it is asked for, so that the first part answers where packages are missing.
+It imports torch alone, so that the first part answers where packages are missing.
 """
 
 from __future__ import annotations
@@ -9,14 +9,10 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks.gpu.parts import Row, Setup
-
-if TYPE_CHECKING:
-    from plan.budget import Gpu
 
 OUTCOME, FULL = "outcome", "out of memory"
 
@@ -63,20 +59,3 @@ def tried(setup: Setup, row: Row, measure: Callable[[], Row]) -> Row:
     if setup.device == "cuda":
         torch.cuda.empty_cache()
     return found
-
-
-def data_sheet() -> Gpu | None:
-    """Find this GPU among those whose dense bf16 rate the plan knows; None for another one, or a CPU."""
-    from plan.budget import GPUS
-
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name().lower().replace(" ", "").replace("geforce", "")
-    return next((gpu for key, gpu in GPUS.items() if key.partition("-")[0] in name), None)
-
-
-def rates(flops: float, seconds: float) -> Row:
-    """Say what so many FLOPs in so many seconds are: TFLOP/s, and the share of the data sheet's (MFU)."""
-    gpu = data_sheet()
-    reached = flops / seconds / 1e12
-    return {"tflop_per_s": reached, "mfu": reached / gpu.tflops if gpu else None}

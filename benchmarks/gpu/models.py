@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.parts import Setup, Skipped
+from benchmarks.gpu.parts import PAIRS, Setup
 from benchmarks.plan_check import Case
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
@@ -19,16 +17,11 @@ from configs.models import Speed
 from configs.training import SftConfig
 from executor.hf import FrozenExecutor
 from lm.backbone import Backbone, dtype_of
-from plan.budget import GIB, Gpu, Lengths
+from plan.budget import Lengths
 from plan.models import WordlessBackbone, untrained
-from plan.stages import plan_sft
 from soft_mem.projector import Projector, ProjectorConfig
-from training import distributed
 from training.sft import Example, SftTrainer
 
-SEES_7B, READS_7B, READS_14B = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-14B-Instruct"
-SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PAIRS = ((SEES_7B, READS_14B), (READS_7B, READS_14B), (SEES_7B, READS_7B), (READS_7B, READS_7B), (SMALL, SMALL))
 TINY = ("zoo/household/compiler", "zoo/household/executor")
 SHORT = Lengths(prompt=64, emission=12, acting=40, action=4, memory=30, candidates=3)
 FOR_EVER = 10**6  # steps: no checkpoint is due before
@@ -70,27 +63,14 @@ def sft_config(case: Case, *more: str) -> SftConfig:
     return load_config(SftConfig, "sft/paper", case.settings(*steps, *more))
 
 
-def chosen(setup: Setup, backend: str = "replicated") -> Case:
-    """Choose the models: the first pair of which the plan says that SFT, one row at a time with gradient checkpointing,
-    fits into what is free on this device. Raises: Skipped, where none does."""
+def chosen(setup: Setup) -> Case:
+    """Return the models of this setup, for one row at a time with gradient checkpointing."""
     if setup.size == "tiny":
         return Case("tiny", *TINY, "float32", 1, recompute=True)
-    n = setup.processes if backend != "replicated" else 1
-    gpu = Gpu("what is free", free_bytes(setup) / GIB)
-    for compiler, executor in PAIRS:
-        first, second = (model.rpartition("/")[2] for model in (compiler, executor))
-        name = f"{first} twice" if first == second else f"{first} and {second}"
-        case = Case(name, compiler, executor, "bfloat16", 1, recompute=True)
-        if plan_sft(sft_config(replace(case, rows=n), f"backend={backend}"), lengths_of(setup), gpu, n).fits(gpu, n):
-            return case
-    raise Skipped(f"none of the known pairs of models fits into {gpu.gib:.1f} GiB")
-
-
-def free_bytes(setup: Setup) -> int:
-    """Say how much memory the device has to give; of several processes' devices the one that has least."""
-    if setup.device == "cuda":
-        return min(distributed.gather(torch.cuda.mem_get_info()[0]))
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    compiler, executor, _ = PAIRS[setup.pair]
+    first, second = (model.rpartition("/")[2] for model in (compiler, executor))
+    name = f"{first} twice" if first == second else f"{first} and {second}"
+    return Case(name, compiler, executor, "bfloat16", 1, recompute=True)
 
 
 def make_executor(config: SftConfig, device: str) -> RandomExecutor:

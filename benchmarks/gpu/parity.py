@@ -1,4 +1,4 @@
-"""Part 2: the same tiny models on the CPU and on this device say the same, in fp32 (without TF32) and in bf16.
+"""The same tiny models on the CPU and on this device say the same, in fp32 (without TF32) and in bf16.
 
 What is compared: every loss of SFT and its gradients, log-probabilities of candidates behind soft tokens, soft tokens,
 and greedy emissions, token for token in fp32. A difference is the largest one over the largest value on the CPU; of
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from benchmarks.gpu.models import SHORT, TINY, make_compiler, make_executor, sft_config
@@ -22,12 +23,14 @@ from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
 from configs.training import SftConfig
 from executor.hf import FrozenExecutor
+from lm.backbone import load_encoder
 from lm.prompt import Prompt
 from plan.models import MEMORY, WORD
 from plan.replay import commands, requests_of
 from training.sft import Example, sft_losses
 
-ROWS, EMISSION, WORDS = 4, 24, 1000  # WORDS: ids that prompts are drawn from
+ROWS, EMISSION, EMITTED, WIDE = 4, 24, 14, 192
+WORDS = 1000  # WORDS: ids that prompts are drawn from
 LARGER = 3.0  # weights than fresh ones, with which all tokens are about as likely and a wrong product hardly shows
 DTYPES = ("float32", "bfloat16")
 LATENTS = ("gauss_nll", "soft_mse", "lm_head")
@@ -70,6 +73,7 @@ def make_side(dtype: str, device: str) -> Side:
                 parameter.normal_(std=0.1, generator=generator)
             elif name.endswith("linear.weight"):  # sigma, too, depends on what is read
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
+    compiler.backbone.image_id = compiler.backbone.model.config.image_token_id
     executor.model.to(device)
     compiler.to(device).eval()
     compiler.generator = torch.Generator(device=device)
@@ -80,13 +84,17 @@ def compare(dtype: str, cpu: Side, here: Side) -> Iterator[Row]:
     """Yield a row for everything that is compared: what, the largest absolute and the relative difference, what is
     tolerated, whether it passed."""
     allowed = TOLERANCES[dtype]
-    examples = _examples(cpu.compiler.n_tokens)
+    n = cpu.compiler.n_tokens
     for latent in LATENTS:
-        ours, theirs = (_losses(side, examples, latent) for side in (cpu, here))
+        ours, theirs = (_losses(side, _examples(n), latent) for side in (cpu, here))
         for name in ours[0] if latent == LATENTS[0] else ("latent",):
             shown = f"loss {name}" + (f" ({latent})" if name == "latent" else "")
             yield _row(dtype, shown, ours[0][name], theirs[0][name], allowed["values"])
         yield _row(dtype, f"gradients ({latent})", ours[1], theirs[1], allowed["gradients"], by_norm=True)
+    for what, examples in (("192 wide", _examples(n, WIDE)), ("with a picture", _examples(n, picture=True))):
+        ours, theirs = (_losses(side, examples, LATENTS[0]) for side in (cpu, here))
+        yield _row(dtype, f"loss text ({what})", ours[0]["text"], theirs[0]["text"], allowed["values"])
+        yield _row(dtype, f"gradients ({what})", ours[1], theirs[1], allowed["gradients"], by_norm=True)
     a, b = (_scores(side) for side in (cpu, here))
     yield _row(dtype, "log-probabilities of candidates", a, b, allowed["values"])
     ours, theirs = (_compiled(side) for side in (cpu, here))
@@ -145,10 +153,23 @@ def _compiled(side: Side) -> tuple[list[tuple[int, ...]], Tensor]:
     return [c.emission_ids for c in made], torch.stack([c.mu for c in made if c.mu is not None])
 
 
-def _examples(n: int) -> list[Example]:
-    emissions, actions, memories = (_prompts(size, seed) for size, seed in ((14, 6), (5, 7), (30, 8)))
-    rows = zip(_prompts(50, 9), emissions, _prompts(40, 10, n), actions, memories, strict=True)
+def _examples(n: int, width: int = 50 + EMITTED, picture: bool = False) -> list[Example]:
+    """Draw a micro-batch of rows of unequal length whose prompts and emissions are at most `width` tokens together
+    with the N memory tokens, and which begin with a picture where one is asked for."""
+    emissions, actions, memories = (_prompts(size, seed) for size, seed in ((EMITTED, 6), (5, 7), (30, 8)))
+    prompts = _prompts(width - EMITTED - (n if width == WIDE else 0), 9)
+    if picture:
+        seen = [_picture(seed) for seed in range(ROWS)]
+        prompts = [Prompt((*s.ids, *p.ids), pictures=s.pictures) for s, p in zip(seen, prompts, strict=True)]
+    rows = zip(prompts, emissions, _prompts(40, 10, n), actions, memories, strict=True)
     return [Example(p, e.ids, acting, a.ids, m.ids, True) for p, e, acting, a, m in rows]
+
+
+def _picture(seed: int) -> Prompt:
+    """Draw a picture, as the shipped compiler's processor reads it."""
+    encoder = load_encoder(TINY[0])
+    values = torch.randint(0, 256, (64, 64, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return encoder.pictures([Image.fromarray(values.numpy())])
 
 
 def _prompts(tokens: int, seed: int, soft: int = 0) -> list[Prompt]:

@@ -1,8 +1,5 @@
-"""Part 3: a step of SFT at the paper's shapes: tokens/s, MFU, and peak memory beside what the plan predicts.
-
-With and without gradient checkpointing, by rows of a micro-batch, and by kernels of attention. FLOPs are the plan's,
-for a step that computes nothing twice; its memory is for sdpa.
-"""
+"""A step of SFT at the paper's shapes: tokens/s and peak memory; by gradient checkpointing, rows of a micro-batch, and
+kernels of attention."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import replace
 
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from benchmarks.gpu.measuring import OUTCOME, peak_beyond, rates, seconds_of, tried
+from benchmarks.gpu.measuring import OUTCOME, peak_beyond, seconds_of, tried
 from benchmarks.gpu.models import (
     RandomExecutor,
     Steps,
@@ -33,27 +30,41 @@ SDPA, FLASH = "sdpa", "flash_attention_2"
 ROWS = (1, 2, 4)
 
 
-def measure(setup: Setup) -> Iterator[Row]:
-    """Yield a row for each way of taking a step; all rows with sdpa first."""
+def ways(setup: Setup) -> Iterator[tuple[Row, Case]]:
+    """Yield each way of taking a step, as the first columns of its row, with its models; most useful first."""
     first = chosen(setup)
-    config = sft_config(first)
-    executor = make_executor(config, setup.device)
-    compiler = make_compiler(config, executor.backbone.hidden_size, setup.device)
-    ways = [(SDPA, rows) for rows in ROWS] + [("eager", 1), (FLASH, 1)]
-    for kind, rows in ways:
+    for kind, rows in [(SDPA, rows) for rows in ROWS] + [("eager", 1), (FLASH, 1)]:
         for recompute in (True, False):
             case = replace(first, rows=rows, recompute=recompute)
-            row = {"models": case.name, "attention": kind, "rows": rows, "checkpointing": recompute}
-            if kind == FLASH and not is_flash_attn_2_available():
-                yield {**row, OUTCOME: "skipped: flash-attn is not installed, or there is no GPU"}
-                continue
-            yield tried(setup, row, lambda case=case, kind=kind: _step(setup, case, kind, compiler, executor))
-            compiler.zero_grad(set_to_none=True)
+            yield {"models": case.name, "attention": kind, "rows": rows, "checkpointing": recompute}, case
+
+
+def measure(setup: Setup) -> Iterator[Row]:
+    """Yield a row for each way of taking a step."""
+    config = sft_config(chosen(setup))
+    executor = make_executor(config, setup.device)
+    compiler = make_compiler(config, executor.backbone.hidden_size, setup.device)
+    for row, case in ways(setup):
+        if row["attention"] == FLASH and not is_flash_attn_2_available():
+            yield {**row, OUTCOME: "skipped: flash-attn is not installed, or there is no GPU"}
+            continue
+        yield tried(setup, row, lambda r=row, c=case: _step(setup, c, r["attention"], compiler, executor))
+        compiler.zero_grad(set_to_none=True)
+
+
+def plan(setup: Setup) -> Iterator[Row]:
+    """Yield the plan of each way: peak memory (for sdpa), and TFLOPs of a step that computes nothing twice."""
+    lengths, gpu = lengths_of(setup), setup.device == "cuda"
+    for row, case in ways(setup):
+        once = replay_sft(sft_config(replace(case, recompute=False)), lengths, case.rows, gpu)
+        made = replay_sft(sft_config(case), lengths, case.rows, gpu) if row["attention"] == SDPA else None
+        tflop = case.rows * sum(once.flops.values()) / 1e12
+        yield {**row, "tflop": tflop, "plan_gib": made and made.total / GIB}
 
 
 def _step(setup: Setup, case: Case, kind: str, compiler: MemoryCompiler, executor: RandomExecutor) -> Row:
     """Take steps after one that makes AdamW's moments."""
-    config, lengths, gpu = sft_config(case), lengths_of(setup), setup.device == "cuda"
+    config, lengths = sft_config(case), lengths_of(setup)
     attend_by(kind, compiler.backbone, executor.backbone)
     keep_layers(compiler.backbone, executor.backbone)
     trainer = Steps(config, compiler, executor, rows_of(config, lengths, case.rows))
@@ -62,10 +73,4 @@ def _step(setup: Setup, case: Case, kind: str, compiler: MemoryCompiler, executo
     beyond = peak_beyond(setup, trainer.take_step)
     held = staying([compiler, executor.model], trainer.backend.optimizer) + beyond
     seconds = seconds_of(setup, trainer.take_step)
-    once = sft_config(replace(case, recompute=False))
-    flops = case.rows * sum(replay_sft(once, lengths, case.rows, gpu).flops.values())
-    predicted = replay_sft(config, lengths, case.rows, gpu).total if kind == SDPA else None
-    return {
-        "seconds": seconds, "tokens_per_s": tokens / seconds, **rates(flops, seconds), "peak_gib": held / GIB,
-        "plan_gib": predicted and predicted / GIB, "plan_over_peak": predicted and predicted / held,
-    }  # fmt: skip
+    return {"seconds": seconds, "tokens_per_s": tokens / seconds, "peak_gib": held / GIB}

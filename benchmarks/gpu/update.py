@@ -1,4 +1,4 @@
-"""Part 5: an update of GRPO at the paper's shapes: seconds, tokens/s, and peak memory beside what the plan predicts.
+"""An update of GRPO at the paper's shapes: seconds, tokens/s and peak memory.
 
 `score` is the paper's gradient of the soft tokens, in which the executor has no part and is not even loaded; `pathwise`
 goes through it.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.measuring import peak_beyond, rates, seconds_of, tried
+from benchmarks.gpu.measuring import peak_beyond, seconds_of, tried
 from benchmarks.gpu.models import chosen, keep_layers, lengths_of, make_compiler, make_executor, sft_config
 from benchmarks.gpu.parts import Row, Setup
-from benchmarks.plan_check import Case, staying
+from benchmarks.plan_check import staying
 from compiler.hf import MemoryCompiler
 from configs.load import load_config
 from configs.training import GrpoConfig
@@ -30,30 +31,45 @@ ROWS = (1, 2)  # samples of a micro-batch
 MICRO_BATCHES = 2  # of an update
 
 
-def measure(setup: Setup) -> Iterator[Row]:
-    """Yield a row for each gradient, number of samples, and with and without gradient checkpointing."""
+def ways(setup: Setup) -> Iterator[tuple[Row, GrpoConfig]]:
+    """Yield each way of updating, as the first columns of its row, with its settings."""
     first = chosen(setup)
-    settings = sft_config(first)
-    executor: FrozenExecutor | None = None
-    compiler = make_compiler(settings, hidden_size(settings.executor), setup.device)
     for gradient, more in (("score", ()), ("pathwise", PATHWISE)):
-        if gradient == "pathwise":
-            executor = make_executor(settings, setup.device)
         for rows in ROWS:
             for recompute in (True, False):
-                case = Case(first.name, first.compiler, first.executor, first.dtype, rows, recompute)
-                config = load_config(GrpoConfig, "grpo/paper", case.settings(*ALONE, *more))
+                case = replace(first, rows=rows, recompute=recompute)
                 row = {"models": case.name, "gradient": gradient, "rows": rows, "checkpointing": recompute}
-                yield tried(setup, row, lambda c=config, r=rows, e=executor: _update(setup, c, r, compiler, e))
-                compiler.zero_grad(set_to_none=True)
-                gc.collect()
+                yield row, load_config(GrpoConfig, "grpo/paper", case.settings(*ALONE, *more))
+
+
+def measure(setup: Setup) -> Iterator[Row]:
+    """Yield a row for each gradient, number of samples, and with and without gradient checkpointing."""
+    settings = sft_config(chosen(setup))
+    executor: FrozenExecutor | None = None
+    compiler = make_compiler(settings, hidden_size(settings.executor), setup.device)
+    for row, config in ways(setup):
+        if row["gradient"] == "pathwise" and executor is None:
+            executor = make_executor(settings, setup.device)
+        yield tried(setup, row, lambda c=config, r=row["rows"], e=executor: _update(setup, c, r, compiler, e))
+        compiler.zero_grad(set_to_none=True)
+        gc.collect()
+
+
+def plan(setup: Setup) -> Iterator[Row]:
+    """Yield what the plan says of each way: peak memory, and TFLOPs of an update that computes nothing twice."""
+    lengths, gpu = lengths_of(setup), setup.device == "cuda"
+    for row, config in ways(setup):
+        once = config.model_copy(update={"gradient_checkpointing": False})
+        flops = MICRO_BATCHES * row["rows"] * sum(replay_update(once, lengths, row["rows"], gpu).flops.values())
+        total = replay_update(config, lengths, row["rows"], gpu).total
+        yield {**row, "tflop": flops / 1e12, "plan_gib": total / GIB}
 
 
 def _update(
     setup: Setup, config: GrpoConfig, rows: int, compiler: MemoryCompiler, executor: FrozenExecutor | None
 ) -> Row:
     """Make updates after one that makes AdamW's moments."""
-    lengths, gpu = lengths_of(setup), setup.device == "cuda"
+    lengths = lengths_of(setup)
     keep_layers(*(part.backbone for part in (compiler, executor) if part is not None))
     acting: Any = executor or NoExecutor()
     nobody: Any = None  # plays nothing here
@@ -68,11 +84,5 @@ def _update(
     beyond = peak_beyond(setup, learn)
     held = staying(models, trainer.backend.optimizer) + beyond
     seconds = seconds_of(setup, learn)
-    once = config.model_copy(update={"gradient_checkpointing": False})
-    flops = len(samples) * sum(replay_update(once, lengths, rows, gpu).flops.values())
-    plan = replay_update(config, lengths, rows, gpu).total
     tokens = sum(len(s.prompt.ids) + len(s.emission) + compiler.n_tokens for s in samples)
-    return {
-        "samples": len(samples), "seconds": seconds, "tokens_per_s": tokens / seconds, **rates(flops, seconds),
-        "peak_gib": held / GIB, "plan_gib": plan / GIB, "plan_over_peak": plan / held,
-    }  # fmt: skip
+    return {"samples": len(samples), "seconds": seconds, "tokens_per_s": tokens / seconds, "peak_gib": held / GIB}

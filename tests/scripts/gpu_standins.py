@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.gpu.kit import Kit
-from benchmarks.gpu.parts import Part, Row, Setup, Skipped
+from benchmarks.gpu.parts import Part, Row, Setup
 
 TRACE = "GPU_STANDINS"  # names the file with a line for every part that ran
 SETUP = Setup("cpu", "tiny")
@@ -39,12 +39,6 @@ def unlike(setup: Setup) -> Iterator[Row]:
     yield {"what": "y", "passed": False}
 
 
-def absent(setup: Setup) -> Iterator[Row]:
-    _ran("absent")
-    raise Skipped("not installed")
-    yield {}
-
-
 def killed(setup: Setup) -> Iterator[Row]:
     _ran("killed")
     yield {"what": "last"}
@@ -57,8 +51,15 @@ def endless(setup: Setup) -> Iterator[Row]:
     time.sleep(600)
 
 
-def part(name: str, limit_s: float = 120.0) -> Part:
-    return Part(name, f"tests.scripts.gpu_standins:{name}", limit_s)
+def slow(setup: Setup) -> Iterator[Row]:
+    _ran("slow")
+    time.sleep(1)
+    yield {"part": "sft", "rows": 2, "tflop": 6.0, "plan_gib": 3.0}
+
+
+def part(name: str, share: float = 1.0, beside: bool = False) -> Part:
+    packages = ("nosuchpackage",) if name == "absent" else ()
+    return Part(name, f"tests.scripts.gpu_standins:{name}", share, packages, beside=beside)
 
 
 if __name__ == "__main__":  # OUT NAME...

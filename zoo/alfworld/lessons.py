@@ -28,9 +28,8 @@ from lm.backbone import Backbone
 from memory.entry import MemoryEntry
 from zoo.alfworld.play import GO, READER, Example, Situation, Why
 from zoo.alfworld.words import SCENES, THINGS
-from zoo.curriculum import IGNORE, NOTHING, PROPOSED, REFUSED, pad
+from zoo.curriculum import IGNORE, NOTHING, PROPOSED, REFUSED, Batch, pad
 from zoo.lessons import Lesson, Talk, collate, questions
-from zoo.stages import Batch
 
 EMISSION, UNASKED = "emission", ""
 TOLD, UNTOLD = 4, 2  # questions in a situation about what M tells and does not tell, at most

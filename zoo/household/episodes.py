@@ -25,6 +25,7 @@ from zoo.curriculum import NOTHING
 from zoo.household.lessons import Situation
 
 SPLIT = "pretrain"
+VISUAL = 0.5  # share of tasks that the view decides, where memory holds no pictures
 TEACHER = ExpertTeacher(reader=HouseholdReader())
 
 
@@ -91,7 +92,7 @@ def material(scenes: int, seed: int, pictures: int = 0) -> tuple[HouseholdEnviro
     """Make an environment of pretraining scenes, and its tasks, each with a task memory of two to six entries from a
     pool; with pictures in memory a third of the tasks are such as only they decide, and a third such as views do."""
     rng = random.Random(seed)
-    visual, remembered = (0.34, 0.33) if pictures else (0.5, 0.0)
+    visual, remembered = (0.34, 0.33) if pictures else (VISUAL, 0.0)
     env = HouseholdEnvironment(seed, {SPLIT: scenes}, visual_share=visual, remembered_share=remembered)
     pool = EntryPool.collect(env, env.tasks(f"{SPLIT}_experience"), pictures)
     specs = []

@@ -20,9 +20,8 @@ from envs.household.trajectories import location, taken
 from lm.backbone import Backbone
 from memory.entry import MemoryEntry
 from zoo import lessons as shared
-from zoo.curriculum import IGNORE, NOTHING
+from zoo.curriculum import IGNORE, NOTHING, Batch
 from zoo.lessons import Lesson, collate
-from zoo.stages import Batch
 
 
 @dataclass(frozen=True)

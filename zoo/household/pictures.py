@@ -21,10 +21,9 @@ from lm.prompt import Part
 from memory.entry import MemoryEntry, Provenance
 from memory.trajectory import png_bytes
 from zoo import lessons as shared
-from zoo.curriculum import FORMS, NOTHING, ROOM
+from zoo.curriculum import FORMS, NOTHING, ROOM, Batch
 from zoo.household.words import LEXICON
 from zoo.lessons import Lesson, collate
-from zoo.stages import Batch
 
 
 def picture_batch(backbone: Backbone, rng: random.Random, batch: int, views: bool) -> Batch:

@@ -1,0 +1,100 @@
+"""SFT of the shipped models on generated homes: steps per second on this device and on the CPU, the losses, and
+success on held-out tasks before and after.
+
+Rows are the environment's expert's, made here, so that no package for data sets is needed.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from agent.deliveries import Delivery
+from agent.episode import EpisodeSpec, Limits, run_episodes
+from agent.expert import ExpertExecutor
+from benchmarks.gpu.parts import Row, Setup
+from configs.load import load_config
+from configs.training import SftConfig
+from data_gen.rows import SftRow, rows_of
+from envs.household.environment import HouseholdEnvironment
+from envs.registry import find
+from training.evaluation import HeldOutTasks, greedy
+from training.rollout import RolloutEngine
+from training.run import load_models
+from training.sft import SftTrainer
+from zoo.household.episodes import SPLIT, TEACHER, VISUAL, EntryPool, material
+
+SEED, MAX_STEPS = 901, 12  # of scenes that no shipped model was trained on; steps of an episode
+SCENES = {"paper": 48, "tiny": 4}
+HELD_OUT = {"paper": 64, "tiny": 4}  # tasks
+STEPS = {"paper": 300, "tiny": 4}
+CPU_STEPS = {"paper": 5, "tiny": 2}
+SHOWN = 6  # rows of losses
+
+
+def measure(setup: Setup) -> Iterator[Row]:
+    """Yield the CPU's speed, then losses and speed of a run on the device, between two evaluations."""
+    env, specs, pool = material(SCENES[setup.size], SEED)
+    apart = HELD_OUT[setup.size]
+    rows = expert_rows(env, specs[:-apart], pool)
+    yield {"what": "rows", "value": len(rows)}
+    with tempfile.TemporaryDirectory() as folder:
+        cpu = make_trainer("cpu", rows, Path(folder) / "cpu", setup)
+        steps = CPU_STEPS[setup.size]
+        cpu.take_step()
+        started = time.perf_counter()
+        for _ in range(steps):
+            cpu.take_step()
+        yield {"what": "steps/s on the CPU", "value": steps / (time.perf_counter() - started)}
+        trainer = make_trainer(setup.device, rows, Path(folder) / "here", setup)
+        played = held_out(trainer, setup, specs[-apart:])
+        yield {"what": f"success on {apart} held-out tasks before", "value": success(played, trainer)}
+        yield from train(setup, trainer)
+        yield {"what": f"success on {apart} held-out tasks after", "value": success(played, trainer)}
+
+
+def expert_rows(env: HouseholdEnvironment, specs: Sequence[EpisodeSpec], pool: EntryPool) -> list[SftRow]:
+    """Have the environment's expert teach and act; return the rows of its steps."""
+    teacher = Delivery("teacher", "compiled", TEACHER, soft=False)
+    played = run_episodes(lambda: env, specs, teacher, ExpertExecutor(obeys=True), Limits(MAX_STEPS), 1)
+    entries = {entry.id: entry for entry in pool.entries}
+    return [row for episode in played for row in rows_of(episode, entries)]
+
+
+def make_trainer(device: str, rows: Sequence[SftRow], folder: Path, setup: Setup) -> SftTrainer:
+    """Load the shipped models on a device, and make the quickstart's trainer for them."""
+    where = [f"{role}.device={device}" for role in ("compiler", "executor")]
+    more = [f"max_steps={STEPS[setup.size]}", "save_every=1000000", "loader_workers=0"]
+    config = load_config(SftConfig, "sft/quickstart", [*where, *more])
+    compiler, executor = load_models(config, find("household"))
+    return SftTrainer(config, compiler, executor, rows, folder)
+
+
+def train(setup: Setup, trainer: SftTrainer) -> Iterator[Row]:
+    """Take all steps; yield the mean losses now and then, and the speed without the first step."""
+    trainer.compiler.train()
+    steps, seen = STEPS[setup.size], list[dict[str, float]]()
+    every = math.ceil(steps / SHOWN)
+    for number in range(1, steps + 1):
+        seen.append(trainer.take_step())
+        if number % every == 0 or number == steps:
+            last = seen[-every:]
+            means = {name: sum(m[name] for m in last) / len(last) for name in last[0] if name.startswith("loss")}
+            yield {"what": f"loss, steps {number - len(last) + 1} to {number}", "value": means.pop("loss"), **means}
+    timed = seen[1:] or seen
+    yield {"what": f"steps/s on {setup.device}", "value": len(timed) / sum(m["seconds"] for m in timed)}
+
+
+def held_out(trainer: SftTrainer, setup: Setup, specs: Sequence[EpisodeSpec]) -> HeldOutTasks:
+    """Return the tasks on which success is measured, with greedy decoding."""
+    make_env = lambda: HouseholdEnvironment(SEED, {SPLIT: SCENES[setup.size]}, visual_share=VISUAL)
+    engine = RolloutEngine(make_env, trainer.executor, Limits(MAX_STEPS), len(specs))
+    return HeldOutTasks(trainer.config.evaluation, engine, specs, greedy(trainer.config.compiler))
+
+
+def success(played: HeldOutTasks, trainer: SftTrainer) -> float:
+    """Return the share of the held-out tasks that is solved."""
+    return played.play(trainer.compiler)["eval_success"]
