@@ -168,7 +168,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     total = lambda key: sum(row[key] for row in rows)
     used = {"calls": len(rows), "tokens_in": total("reader_in"), "tokens_out": total("reader_out")}
     return {
-        "n": len(rows), "failed": sum(row["failed"] for row in rows), 
+        "n": len(rows), "failed": sum(row["failed"] for row in rows),
         "broken": broken_facts((row["id"], _failure(row), row.get("broken", ())) for row in rows),
         "by_category": {c: {"n": len(of), **(scored(of) or {})} for c in categories
                         if (of := [row for row in rows if row["category"] == c])},
