@@ -222,7 +222,7 @@ def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Map
         steps = [replace(row, state="") for row in steps]
     outcomes = [(e.task_id, e.failure, e.broken) for e in episodes]
     broken, broke = broken_facts(outcomes), broken_line(outcomes, of.attempts, "episode_attempts")
-    if broken["n"] == len(episodes):
+    if all(is_failure(episode.stop_reason) for episode in episodes):
         raise ValueError(f"every episode broke: {broke}")
     rows, dropped = filtered(steps, config)
     if broke and not rows:

@@ -58,6 +58,7 @@ from eval.table import print_results
 from memory.protocol import MemorySystem
 from runtime.attempts import broken_line
 from runtime.cluster import MAY_CHANGE_ON_RESUME, require_ray
+from runtime.errors import is_failure
 
 console = Console(width=120)
 Episodes = Mapping[str, Sequence[Episode]]  # by delivery
@@ -168,8 +169,9 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, record: EpisodeRecord,
     elif evaluation is not None:
         streams = _play_here(config, evaluation, run.path, bank, record)
     episodes = record.episodes(config.deliveries, [spec.task.id for spec in specs])
-    outcomes = [(f"{e.task_id} under {name}", e.failure, e.broken) for name, of in episodes.items() for e in of]
-    if all(cause for _, cause, _ in outcomes):
+    played = [episode for of in episodes.values() for episode in of]
+    if all(is_failure(episode.stop_reason) for episode in played):
+        outcomes = [(f"{e.task_id} under {e.delivery}", e.failure, e.broken) for e in played]
         broke = broken_line(outcomes, config.episode_attempts, "episode_attempts")
         raise ValueError(f"no results of {run.path}, every episode broke: {broke}")
     facts = {
