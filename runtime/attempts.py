@@ -86,6 +86,6 @@ def broken_line(outcomes: Sequence[Outcome], most: int, setting: str) -> str:
     if not (facts := broken_facts(outcomes))["n"]:
         return ""
     due = sum(bool(cause) and len(earlier) + 1 < most for _, cause, earlier in outcomes)
-    again = f"{due} have some left: run the same command again, --on-exists resume" if due else f"raise {setting} for more"
+    again = f"{due} have some left: run the same command again, --on-exists resume" if due else f"raise {setting}"
     limit = f"{setting}={most} attempts each"
     return f"{facts['n']} of {len(outcomes)} broke ({limit}: {again}), the first {facts['first']}"
