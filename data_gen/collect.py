@@ -213,9 +213,12 @@ def restore(of: Collection, record: Attempts[str]) -> int:
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Mapping[str, Any]) -> dict[str, Any]:
+def write_rows(
+    config: CollectConfig, of: Collection, run: RunFolder, facts: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
     """Make rows of what was played, and write them with their statistics and card; last, collect.json says that the
-    collection is whole. Returns what it says, `facts` among it."""
+    collection is whole. Returns what it says, `facts` among it, and a line about broken episodes ("": there are none).
+    Raises: ValueError, where there are no rows."""
     listed = executor_told(config.env).lists_commands
     steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.acts != "expert", listed)
     if not of.brief_state:
@@ -223,10 +226,10 @@ def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Map
     outcomes = [(e.task_id, e.failure, e.broken) for e in episodes]
     broken, broke = broken_facts(outcomes), broken_line(outcomes, of.attempts, "episode_attempts")
     if all(is_failure(episode.stop_reason) for episode in episodes):
-        raise ValueError(f"every episode broke: {broke}")
+        raise ValueError(f"there is nothing to make rows of: {broke}")
     rows, dropped = filtered(steps, config)
     if broke and not rows:
-        raise ValueError(f"there are no rows to save, and of the episodes {broke}")
+        raise ValueError(f"there are no rows to save, and {broke}")
     save_rows(rows, run.path / "rows")
     played = [step for episode in episodes for step in episode.steps]
     summary = {
@@ -241,9 +244,7 @@ def write_rows(config: CollectConfig, of: Collection, run: RunFolder, facts: Map
     }  # fmt: skip
     describe_rows(run, rows, summary)
     run.write_json("collect.json", summary)
-    if broke:
-        console.print(f"  episodes: {broke}", markup=False, highlight=False, soft_wrap=True)
-    return summary
+    return summary, broke
 
 
 def rows_from_record(

@@ -173,7 +173,7 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, record: EpisodeRecord,
     if all(is_failure(episode.stop_reason) for episode in played):
         outcomes = [(f"{e.task_id} under {e.delivery}", e.failure, e.broken) for e in played]
         broke = broken_line(outcomes, config.episode_attempts, "episode_attempts")
-        raise ValueError(f"no results of {run.path}, every episode broke: {broke}")
+        raise ValueError(f"no results for {run.path}: {broke}")
     facts = {
         "environment": config.env.name,
         "split": split,

@@ -63,12 +63,14 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
         else:
             facts |= _play_here(config, collection, envs, run)
     quiet()
-    summary = write_rows(config, collection, run, facts)
+    summary, broke = write_rows(config, collection, run, facts)
     console.print(f"  success: {summary['success_filter']}")
     console.print(
         f"  {summary['bank_entries']} memory entries, {summary['rows']} rows from "
         f"{summary['successes']} of {summary['episodes']} teacher episodes"
     )
+    if broke:
+        console.print(f"  {broke}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _play_here(config: CollectConfig, of: Collection, envs: Environments, run: RunFolder) -> dict[str, Any]:

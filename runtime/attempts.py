@@ -77,7 +77,7 @@ def broken_facts(outcomes: Iterable[Outcome]) -> dict[str, Any]:
 
 
 def broken_line(outcomes: Sequence[Outcome], most: int, setting: str) -> str:
-    """Say in one line how many results broke, the first cause, and how they are made again; "" where none broke.
+    """Say in one line how many episodes broke, the first cause, and how they are played again; "" where none broke.
 
     Args:
         most: attempts at one.
@@ -86,6 +86,6 @@ def broken_line(outcomes: Sequence[Outcome], most: int, setting: str) -> str:
     if not (facts := broken_facts(outcomes))["n"]:
         return ""
     due = sum(bool(cause) and len(earlier) + 1 < most for _, cause, earlier in outcomes)
-    again = f"{due} have some left: run the same command again, --on-exists resume" if due else f"raise {setting}"
-    limit = f"{setting}={most} attempts each"
-    return f"{facts['n']} of {len(outcomes)} broke ({limit}: {again}), the first {facts['first']}"
+    left = f"{due} have attempts left ({setting}={most}): run the same command again, --on-exists resume"
+    last = left if due else f"None has an attempt left: raise {setting}={most}"
+    return f"{facts['n']} of {len(outcomes)} episodes broke, the first {facts['first']}. {last}"

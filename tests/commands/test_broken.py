@@ -115,8 +115,9 @@ def test_a_collection_plays_what_broke_again_and_nothing_else(
     collect(tmp_path)
     summary = read(tmp_path / "collect.json")
     assert summary["broken"] == {"n": 2, "played_again": 0, "first": f"{ids[1]}: environment_failure: {CAUSE}"}
-    last = " ".join(capsys.readouterr().out.split()).rpartition("episodes: ")[2]
-    assert last.startswith("2 of 4 broke (episode_attempts=3 attempts each: 2 have some left: run the same command")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("  2 of 4 episodes broke, the first ")
+    assert "2 have attempts left (episode_attempts=3): run the same command again" in last
     for again in range(times):
         found = collect(tmp_path)
         assert outage.begun == {ids[0]: 1, ids[1]: 2 + again, ids[2]: 1, ids[3]: 2}
@@ -151,7 +152,8 @@ def test_where_every_episode_broke_one_line_names_the_cause_and_the_same_command
     command = ["collect", "-c", "collect/quickstart", *GAMES, "--out", str(tmp_path / "run")]
     told = CliRunner().invoke(app, command)
     [line] = [line for line in told.output.splitlines() if line.startswith("error: ")]
-    assert told.exit_code == 1 and "4 of 4 broke" in line and CAUSE in line and not (tmp_path / "run/rows").exists()
+    assert told.exit_code == 1 and "4 of 4 episodes broke" in line and CAUSE in line
+    assert not (tmp_path / "run/rows").exists()
     told = CliRunner().invoke(app, command)
     assert told.exit_code == 0 and "4 broken ones are played again" in told.output
     assert whole(rows(tmp_path / "run")) == whole(collected)
@@ -338,8 +340,8 @@ def test_where_every_episode_broke_there_are_no_results_and_the_command_fails_in
     with Environments(of.env) as envs:
         tasks = [task.id for task in envs.tasks("test")[:5]]
     outage.left.update(dict.fromkeys(tasks, 4))  # under two deliveries
-    for says in ("10 have some left: run the same command", "raise episode_attempts"):
-        with pytest.raises(ValueError, match=f"every episode broke: 10 of 10 broke .*{says}.*{CAUSE}") as told:
+    for says in ("10 have attempts left .*: run the same command", "raise episode_attempts=2"):
+        with pytest.raises(ValueError, match=f"10 of 10 episodes broke, the first .*{CAUSE}.*{says}") as told:
             played(of, tmp_path)
         assert "\n" not in str(told.value) and not (tmp_path / "results.json").exists()
     assert played(config("frozen"), tmp_path)["broken_due"] == 0  # three attempts are the default
@@ -393,5 +395,5 @@ def test_rows_that_are_there_twice_without_having_broken_are_not_hidden(tmp_path
 @pytest.mark.parametrize("cause", ["OSError: a\nb\tc", "E: " + "word " * 500])
 def test_a_cause_is_one_short_line(cause: str) -> None:
     line = broken_line([("t", cause, ()), ("u", "", ())], 3, "episode_attempts")
-    assert line.startswith("1 of 2 broke") and "\n" not in line and len(line) < 600
+    assert line.startswith("1 of 2 episodes broke") and "\n" not in line and len(line) < 600
     assert broken_line([("u", "", ("x",))], 3, "episode_attempts") == ""

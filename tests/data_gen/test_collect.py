@@ -280,7 +280,7 @@ def test_an_endpoint_that_is_not_there_is_named_and_the_same_command_goes_on_whe
     ])  # fmt: skip
     told = command(gone)
     [line] = [line for line in told.output.splitlines() if line.startswith("error: ")]
-    assert told.exit_code == 1 and "2 of 2 broke" in line and "onnection" in line, told.output
+    assert told.exit_code == 1 and "2 of 2 episodes broke" in line and "onnection" in line, told.output
     with FaultyServer(answer=model) as server:
         told = command(server.url)
     assert told.exit_code == 0, told.output
