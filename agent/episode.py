@@ -108,15 +108,16 @@ async def run_episode(
     episode, expert = _begin(spec, delivery, limits), EpisodeExpert(env)
     roles = _Roles(delivery, executor, env, expert, batcher, index, limits.sure)
     try:
-        with _remembering():
+        with _failures_as(MemoryFailure):
             session = spec.begin() if delivery.kind != "none" else Fixed(Recall(spec.memory))
         state, history = BriefState(spec.goal), ()
-        observed = await ask(env, living(env).proceed if goes_on else env.reset, spec.task)
+        with _failures_as(EnvironmentFailure):
+            observed = await ask(env, living(env).proceed if goes_on else env.reset, spec.task)
         first, spares = observed.text, random.Random(f"{limits.seed} {spec.task.id}").random() < delivery.sparing
         for t in range(limits.max_steps):
             record = StepRecord(t, observed.text, observed.image, observed.admissible, render_brief_state(state))
             episode.steps.append(record)
-            with _remembering():
+            with _failures_as(MemoryFailure):
                 recalled = session.recall(observed.text)
             episode.note_recall(recalled, record)
             text = pasted(delivery.kind, episode.memory_text, recalled.entries)
@@ -129,10 +130,11 @@ async def run_episode(
                 state, record.op_errors = apply_ops(step.emission.ops, state)  # the change of b_t, Eq. 4
             record.brief_after = render_brief_state(state)
             started = time.perf_counter()
-            transition = await ask(env, env.step, action)
+            with _failures_as(EnvironmentFailure):
+                transition = await ask(env, env.step, action)
             record.seconds["environment"] = time.perf_counter() - started
             record.note_transition(transition)
-            with _remembering():
+            with _failures_as(MemoryFailure):
                 session.observe(record.told())
             episode.progress = transition.progress
             observed, history = transition.observation, (*history, action)
@@ -146,14 +148,14 @@ async def run_episode(
 
 
 @contextmanager
-def _remembering() -> Iterator[None]:
-    """Put what goes wrong down to memory, and to this episode alone, but for what no other would be spared."""
+def _failures_as(kind: type[EpisodeFailure]) -> Iterator[None]:
+    """Convert exceptions to `kind`; re-raise those that name who failed, and errors that end the run."""
     try:
         yield
-    except (EndpointStop, BankError):
+    except (EpisodeFailure, EndpointStop, BankError):
         raise
     except Exception as error:
-        raise MemoryFailure(f"{type(error).__name__}: {error}") from error
+        raise kind(f"{type(error).__name__}: {error}") from error
 
 
 def _begin(spec: EpisodeSpec, delivery: Delivery, limits: Limits) -> Episode:

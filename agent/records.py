@@ -31,7 +31,7 @@ from executor.prompt import ExecutorRequest, MemoryBlock, executor_text, memory_
 from memory.entry import MemoryEntry, entry_from_json
 from memory.protocol import Kept, Recall, Record
 from memory.trajectory import png_bytes
-from runtime.errors import StopReason
+from runtime.errors import StopReason, is_failure
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -197,6 +197,7 @@ class Episode:
     error: str = ""
     rationale: str = ""  # why it went so, where a teacher has said it
     retries: list[Episode] = field(default_factory=list)  # further attempts, from which memory learns; never scored
+    broken: tuple[str, ...] = ()  # what broke earlier attempts, which this one replaces (`runtime.attempts`)
 
     def to_json(self, images: bool = False) -> dict[str, Any]:
         """Return a JSON-ready dict: tensors left out, images as base64 PNG only when asked for."""
@@ -205,6 +206,12 @@ class Episode:
         steps = [_step_json(step, images) for step in self.steps]
         retries = [retry.to_json(images) for retry in self.retries]
         return {**head, "made": made, "stop_reason": str(self.stop_reason), "steps": steps, "retries": retries}
+
+    @property
+    def failure(self) -> str:
+        """Say what broke this episode or one of its further attempts; "" where nothing did."""
+        attempts = (self, *self.retries)
+        return next((f"{e.stop_reason}: {e.error}" for e in attempts if is_failure(e.stop_reason)), "")
 
     def note_recall(self, recalled: Recall, step: StepRecord) -> None:
         """Record what was recalled for a step; the first is what the episode begins with."""
@@ -258,6 +265,7 @@ def episode_from_json(row: Mapping[str, Any], images: bool = True) -> Episode:
         head["memory_ids"] = tuple(head.get("memory_ids", ()))
         head["made"] = {entry["id"]: entry_from_json(entry) for entry in head.get("made", ())}
         head["stop_reason"] = StopReason(head["stop_reason"])
+        head["broken"] = tuple(head.get("broken", ()))
         head["retries"] = [episode_from_json(retry, images) for retry in head.get("retries", ())]
         return Episode(**head, steps=[_step_from_json(step, images) for step in row["steps"]])
     except (KeyError, TypeError, AttributeError) as error:

@@ -27,7 +27,7 @@ from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.load import load_config
 from configs.run_folder import RunFolder
-from data_gen.collect import expert_actor, play, prepare
+from data_gen.collect import expert_actor, play, prepare, what_is_left
 from envs.registry import Environments, reader_of
 from eval import evaluate, players
 from eval.runs import EPISODES, EpisodeRecord
@@ -65,7 +65,9 @@ def collected(tasks: int, rounds: int, size: int, folder: Path) -> dict[str, Any
         with ray_crew(config.ray, make) as crew:
             return _compared(
                 lambda out: play(replace(of, record=out / EPISODES), envs.lease, teacher, actor),
-                lambda out: data_gen.crew.play_by(crew, replace(of, record=out / EPISODES), size),
+                lambda out: data_gen.crew.play_by(
+                    crew, there := replace(of, record=out / EPISODES), what_is_left(there), size
+                ),
                 crew, tasks, rounds, folder,
             )  # fmt: skip
 

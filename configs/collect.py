@@ -11,6 +11,7 @@ from configs.models import EndpointConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings, find
 from memory.registry import DEFAULT
 from memory.registry import find as find_memory
+from runtime.attempts import ATTEMPTS
 from runtime.cluster import Cluster, RaySettings
 from runtime.settings import Settings
 
@@ -90,6 +91,7 @@ class CollectConfig(Settings):
     api: EndpointConfig = EndpointConfig()  # the endpoint teacher's
     max_new_tokens: int = Field(default=512, ge=1)  # of an endpoint teacher's emission
     attempts: int = Field(default=3, ge=1)  # at an emission, before one that cannot be read counts as NOACTION
+    episode_attempts: int = Field(default=ATTEMPTS, ge=1)  # at one that machinery breaks, over all resumes
     # Who acts while an endpoint teacher compiles; default: the environment's expert, where it has none the teacher.
     actor: Literal["expert", "teacher", "executor"] | None = None
     executor: ExecutorConfig = ExecutorConfig()  # of actor executor

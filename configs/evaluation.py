@@ -10,6 +10,7 @@ from configs.collect import CollectConfig, MemoryConfig, refuse_budgets_on_ray
 from configs.models import CompilerConfig, ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
 from envs.registry import AnyEnvSettings, default_settings
+from runtime.attempts import ATTEMPTS
 from runtime.cluster import Cluster, RaySettings
 from runtime.settings import Settings
 
@@ -53,6 +54,7 @@ class EvalConfig(Settings):
     # Under `compiled_needed`: a step is compiled that needs it with so much probability; default: as it was fitted.
     needed: float | None = Field(default=None, ge=0, le=1)
     concurrency: int = Field(default=64, ge=1)
+    episode_attempts: int = Field(default=ATTEMPTS, ge=1)  # at one that machinery breaks, over all resumes
     pipelined: bool = False  # half of the episodes compile while the other half acts (docs/serving.md)
     cluster: Cluster = "local"  # ray: workers play, on this machine or on many (docs/cluster.md)
     ray: RaySettings = RaySettings()

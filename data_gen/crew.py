@@ -14,16 +14,16 @@ from agent.episode import Limits, lost_episode, run_episodes
 from agent.expert import ExpertTeacher
 from agent.records import Episode
 from configs.collect import CollectConfig
-from data_gen.collect import Collection, arrange, expert_actor, taught, what_is_left
+from data_gen.collect import Collection, arrange, expert_actor, line_of, taught, what_is_left
 from data_gen.experience import explain
 from data_gen.memories import open_memory
 from data_gen.tasks import specs_for
 from envs.base import Task
 from envs.registry import Environments, reader_of
+from runtime.attempts import Attempts
 from runtime.crew import Crew, Line, Unit, units_of
 from runtime.progress import progress
 from runtime.ray_fleet import ray_crew
-from runtime.store import JsonLines, to_json
 
 UNIT = 8  # tasks of a unit, where settings do not say
 
@@ -31,15 +31,16 @@ UNIT = 8  # tasks of a unit, where settings do not say
 def play_on_ray(config: CollectConfig, of: Collection) -> None:
     """Have workers play what the record does not hold yet. A kill of the driver costs what they have not sent. Raises:
     as `data_gen.collect.play`, and ClusterError."""
-    if what_is_left(of):
+    record, left = todo = what_is_left(of)
+    if left:
         with ray_crew(config.ray, partial(CollectWorker, config, of.bank.path.resolve(), of.bank.snapshot())) as crew:
-            play_by(crew, of, config.ray.unit or UNIT)
-    arrange(of)
+            play_by(crew, of, todo, config.ray.unit or UNIT)
+    arrange(record, of)
 
 
-def play_by(crew: Crew, of: Collection, unit: int) -> None:
-    """Have a crew play what the record does not hold yet, which is recorded as it comes."""
-    left, store = what_is_left(of), JsonLines(of.record)
+def play_by(crew: Crew, of: Collection, todo: tuple[Attempts[str], Sequence[Task]], unit: int) -> None:
+    """Have a crew play what is left (`what_is_left`), which is recorded as it comes."""
+    rows, left = todo
 
     def lost(what: None, id: str, task: Task, why: str) -> str:
         return line_of(lost_episode(task, "teacher", of.limits.seed, why, of.bank.snapshot()))
@@ -47,7 +48,7 @@ def play_by(crew: Crew, of: Collection, unit: int) -> None:
     with progress("teacher", len(of.tasks), len(of.tasks) - len(left)) as advance:
 
         def record(lines: Sequence[Line]) -> None:
-            store.append_lines(*(line for _, line in lines))
+            rows.add(lines)
             for key, _ in lines:
                 advance(key)
 
@@ -72,8 +73,3 @@ class CollectWorker:
         delivery, actor = taught(self._teacher, config.brief_state, config.sparing), expert_actor(config)
         limits = Limits(config.max_steps, config.seed)
         run_episodes(self._envs.lease, specs, delivery, actor, limits, len(specs), tell)
-
-
-def line_of(episode: Episode) -> str:
-    """Write an episode as the record holds it."""
-    return to_json(episode.to_json(images=True), ascii=True)

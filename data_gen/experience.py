@@ -36,6 +36,7 @@ from envs.registry import Environments, environment_version, find, reader_of
 from envs.spec import installed_versions, source_sha256
 from memory.protocol import MemorySystem, Trace
 from memory.trajectory import png_bytes
+from runtime.attempts import ATTEMPTS
 from runtime.errors import is_failure
 from runtime.progress import progress
 from runtime.store import locked, to_json, write_atomically
@@ -132,7 +133,11 @@ def filled_bank(
     with locked(folder / ".lock", lambda: console.print(f"  experience: another process fills {folder}; waiting")):
         bank = open_memory(config.memory, folder / "bank")
         if (folder / WHOLE).exists():
-            console.print(f"  experience: {len(bank)} episodes are in {folder}")
+            missing = len(not_experienced(experience, bank))
+            console.print(
+                f"  experience: {len(bank)} episodes are in {folder}"
+                + (f"; {missing} tasks broke and have none: delete it to fill it again" if missing else "")
+            )
         else:
             _fill(config, envs, experience, bank, follows_from, folder / WHOLE)
     _lead(out / "bank", folder / "bank")
@@ -168,12 +173,16 @@ def _fill(
     config: Config, envs: Environments, experience: Sequence[Task], bank: MemorySystem, facts: dict[str, Any],
     whole: Path,
 ) -> None:  # fmt: skip
-    """Play what the bank does not hold yet, and write down that it is whole."""
+    """Play what the bank does not hold yet, what breaks up to `ATTEMPTS` times, and write down that it is whole:
+    runs that share the bank would not compare if it changed later."""
     make_memory(bank)
     left, started = not_experienced(experience, bank), time.monotonic()
     teacher, views = ExpertTeacher(reader=reader_of(config.env)), kept_views(config)
     with progress("experience", len(experience), len(experience) - len(left)) as advance:
         lost = collect_experience(envs.lease, left, bank, teacher, views, on_episode=advance)
+    for _ in range(ATTEMPTS - 1):
+        if left := not_experienced(experience, bank):
+            lost = collect_experience(envs.lease, left, bank, teacher, views)
     if lost:
         console.print(f"  experience: {len(lost)} of {len(experience)} tasks left no episode, first {_told(lost[0])}")
     made = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -73,6 +74,15 @@ def asking(endpoint: Endpoint) -> Ask:
         return None if isinstance(answer, EndpointFailure) else answer.text
 
     return ask
+
+
+def renew_memory(path: Path) -> None:
+    """Empty a memory's folder, so that it is grown again from a record; answers of endpoints, which were paid, stay."""
+    for entry in path.iterdir() if path.exists() else ():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif not entry.name.startswith(RESPONSES):
+            entry.unlink()
 
 
 def growing_memory(config: MemoryConfig, path: Path) -> tuple[MemorySystem, int]:

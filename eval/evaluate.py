@@ -56,10 +56,13 @@ from eval.sequences import REFERENCE, Worlds, living
 from eval.sequences import pooled as sequences_pooled
 from eval.table import print_results
 from memory.protocol import MemorySystem
+from runtime.attempts import broken_line
 from runtime.cluster import MAY_CHANGE_ON_RESUME, require_ray
+from runtime.errors import is_failure
 
 console = Console(width=120)
 Episodes = Mapping[str, Sequence[Episode]]  # by delivery
+MAY_CHANGE = (*MAY_CHANGE_ON_RESUME, "episode_attempts")  # on resume
 
 
 # one cell -------------------------------------------------------------------------------------------------------------
@@ -86,12 +89,14 @@ def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dic
 def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, beside: Path | None = None) -> dict[str, Any]:
     """Play what a cell has not played yet, then write results.json and report.html. Banks that are filled for
     it lie beside OUT, or beside the folder that is named."""
-    run = RunFolder.create(out, cell.config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)
-    if (out / RESULTS).exists():
+    run = RunFolder.create(out, cell.config, on_exists=on_exists, ignore=MAY_CHANGE)
+    record = EpisodeRecord(out, cell.levels, cell.config.episode_attempts)
+    record.load()
+    if (out / RESULTS).exists() and not record.due:
         made = json.loads((out / RESULTS).read_text(encoding="utf-8"))
         console.print(f"  {out} is complete already")
     else:
-        made = _play(cell, run, loaded, beside)
+        made = _play(cell, run, loaded, record, beside)
         run.write_json(RESULTS, made)
         write_run_report(out)
     print_results(made, console)
@@ -136,7 +141,7 @@ def _evaluation(config: EvalConfig, loaded: ModelCache, chosen: Chosen, title: s
     )  # fmt: skip
 
 
-def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -> dict[str, Any]:
+def _play(cell: Cell, run: RunFolder, loaded: ModelCache, record: EpisodeRecord, beside: Path | None) -> dict[str, Any]:
     config, split = cell.config, cell.config.split or evaluation_split(cell.config.env)
     frozen = config.memory.protocol == "frozen"
     chosen = _choose(config, loaded, run.path, beside)
@@ -156,7 +161,7 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
             "Evaluate into another folder (--out), or start anew (--on-exists overwrite)"
         )
     record_evaluation(run, config, specs, bank)
-    record = EpisodeRecord(run.path, cell.levels)
+    (run.path / RESULTS).unlink(missing_ok=True)  # of before broken episodes are played again
     _drop_unfinished(record, len(specs))
     streams = dict[str, stream.Stream]()
     if part is not None:
@@ -164,6 +169,11 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
     elif evaluation is not None:
         streams = _play_here(config, evaluation, run.path, bank, record)
     episodes = record.episodes(config.deliveries, [spec.task.id for spec in specs])
+    played = [episode for of in episodes.values() for episode in of]
+    if all(is_failure(episode.stop_reason) for episode in played):
+        outcomes = [(f"{e.task_id} under {e.delivery}", e.failure, e.broken) for e in played]
+        broke = broken_line(outcomes, config.episode_attempts, "episode_attempts")
+        raise ValueError(f"no results for {run.path}: {broke}")
     facts = {
         "environment": config.env.name,
         "split": split,
@@ -172,6 +182,7 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, beside: Path | None) -
         "n_tasks": len(specs),
         **read,
         "max_steps": config.max_steps,
+        "broken_due": len(record.due),
         **({"chance_lookup": chance(specs)} if frozen else {"memory_protocol": config.memory.protocol}),
         **depends_on,
     }
@@ -243,7 +254,7 @@ def _results(
 def _drop_unfinished(record: EpisodeRecord, tasks: int) -> None:
     """Drop a torn line, and what was played of deliveries whose episodes depend on each other."""
     partial = {name for name, done in record.played().items() if find(name).interdependent and len(done) < tasks}
-    record.lines.keep(lambda row: row["delivery"] not in partial)
+    record.keep(lambda key: key[0] not in partial)
 
 
 def _check_checkpoints(made: Sequence[Cell]) -> None:
@@ -264,7 +275,7 @@ def _run_matrix(
     config: EvalConfig, made: Sequence[Cell], out: Path, loaded: ModelCache, on_exists: str
 ) -> dict[str, Any]:
     """Play every cell in turn, each resumed by itself; then put all of them in one table."""
-    run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)
+    run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE)
     done: dict[str, dict[str, Any]] = {}
     described: dict[str, dict[str, Any]] = {}  # what each finished cell's results say about it, and where it lies
     for number, cell in enumerate(made, start=1):
@@ -278,6 +289,7 @@ def _run_matrix(
     meta = {
         **{key: varying(cell[key] for cell in described.values()) for key in ("environment", "split", "seed")},
         "complete": True, "baseline": config.baseline,
+        "broken_due": sum(of.get("broken_due", 0) for of in described.values()),
         "axes": {axis: list(levels) for axis, levels in axes(config).items()}, "cells": described,
         "higher_is_better": HIGHER_IS_BETTER, "git": first["git"], "versions": first["versions"],
     }  # fmt: skip

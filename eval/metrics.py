@@ -22,6 +22,7 @@ from agent.deliveries import DELIVERIES
 from agent.records import Episode, StepRecord
 from eval.errors import analyse
 from eval.intervals import Interval, PairedDifference, bootstrap_mean, paired, wilson
+from runtime.attempts import broken_facts
 from runtime.errors import StopReason, is_failure
 
 EMISSION_KINDS = ("EXPERIENCE", "BRIEF", "HYBRID", "NOACTION")
@@ -93,6 +94,7 @@ def summarise(episodes: Sequence[Episode], budgets: Sequence[int] = ()) -> dict[
         "planner_steps": fmean(sum(bool(step.grounding) for step in episode.steps) for episode in episodes),
         "environment_steps": fmean(sum("environment" in s.seconds for s in episode.steps) for episode in episodes),
         "errors": analyse(episodes),
+        "broken": broken_facts([(e.task_id, e.failure, e.broken) for e in episodes]),
         "stop_reasons": {str(reason): stops[reason] for reason in StopReason if stops[reason]},
         "by_family": {
             family: _reached(members, budgets) for family, members in _groups(episodes, lambda e: e.family).items()

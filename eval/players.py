@@ -25,7 +25,7 @@ from envs.base import Environment, Task, TaskSequence
 from envs.registry import Environments, compiler_told, executor_told, reader_of
 from envs.trajectories import TrajectoryReader
 from eval.provenance import identity_of_models
-from eval.runs import EpisodeRecord, line_of
+from eval.runs import EpisodeRecord, Key, line_of
 from executor.build import load_executor
 from executor.records import Executor
 from memory.protocol import MemorySystem
@@ -257,7 +257,7 @@ def play_by(crew: Crew, part: Part, tasks: Sequence[Task], record: EpisodeRecord
     with progress(" ".join(part.cell.values()) or "episodes", total, total - left) as advance:
 
         def note(lines: Sequence[Line]) -> None:
-            record.lines.append_lines(*(line for _, line in lines))
+            record.add((_from_key(key), line) for key, line in lines)
             for key, _ in lines:
                 advance(key)
 
@@ -270,3 +270,8 @@ def _lost(part: Part, key: str, task: Task, why: str) -> str:
 
 def _key(part: Part, task: str) -> str:
     return f"{part.delivery} {task}"
+
+
+def _from_key(key: str) -> Key:
+    delivery, _, task = key.partition(" ")
+    return delivery, task

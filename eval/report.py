@@ -122,6 +122,7 @@ def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
         "budgets": budgets_of(results["results"].values()),
         "telling": table.telling_budgets(results["results"]),
         "counted": table.counted(results["results"]),
+        "broken": table.broken_notes(results),
         "facts": {k: short(v) for k, v in meta.items() if isinstance(v, str | int | float) and k != "complete"},
         "meta": json.dumps(meta, indent=2, ensure_ascii=False, default=str),
         "pairs": [{"a": a, "b": b, "all": pair} for a, b, pair in compared_pairs(results)],

@@ -6,34 +6,37 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from agent.records import Episode, read_episodes
 from eval.metrics import grouped, joined
+from runtime.attempts import ATTEMPTS, Attempts
 from runtime.store import JsonLines, RecordError, to_json
 
 EPISODES, RESULTS = "episodes.jsonl", "results.json"
+Key = tuple[str, str]  # delivery, task
 EpisodeSource = Callable[[bool], Iterable[Episode]]  # called with whether pictures are wanted: numbers need none
 
 
-class EpisodeRecord:
-    """What one evaluation has played, in `lines`. Every line says its `cell` of a matrix. An episode whose line a kill
-    has torn is played again."""
+class EpisodeRecord(Attempts[Key]):
+    """What one evaluation has played, in `lines`, by delivery and task. Every line says its `cell` of a matrix. An
+    episode whose line a kill has torn is played again, and one that machinery broke up to `attempts` times."""
 
-    def __init__(self, folder: Path, cell: Mapping[str, str] | None = None) -> None:
-        self.lines, self.cell = JsonLines(folder / EPISODES, needs=("delivery", "task_id")), dict(cell or {})
+    def __init__(self, folder: Path, cell: Mapping[str, str] | None = None, attempts: int = ATTEMPTS) -> None:
+        lines = JsonLines(folder / EPISODES, needs=("delivery", "task_id", "stop_reason"))
+        super().__init__(lines, itemgetter("delivery", "task_id"), attempts)
+        self.cell = dict(cell or {})
 
     def append(self, episode: Episode) -> None:
         """Append an episode. It is on disk when this returns."""
-        self.lines.append_lines(line_of(episode, self.cell))
+        self.add([((episode.delivery, episode.task_id), line_of(episode, self.cell))])
 
     def played(self) -> dict[str, list[str]]:
-        """Return the ids of the tasks that were played, by delivery, in the order in which they ended."""
-        done: dict[str, list[str]] = {}
-        for row in self.lines:
-            done.setdefault(row["delivery"], []).append(row["task_id"])
-        return done
+        """Return the ids of the tasks that were played, by delivery, in the order in which they ended; without those
+        whose episodes broke and are to be played again."""
+        return {name: [task for _, task in keys] for name, keys in grouped(self.load(), itemgetter(0)).items()}
 
     def episodes(self, deliveries: Sequence[str], tasks: Sequence[str]) -> dict[str, list[Episode]]:
         """Return all episodes by delivery, in the order of `tasks`, without pictures.
@@ -42,6 +45,7 @@ class EpisodeRecord:
             RecordError: one is missing, there twice, or of another task: there is no result then.
         """
         path = self.lines.path
+        self.load()
         there = read_episodes(path, images=False) if path.exists() else ()
         found = grouped(there, lambda episode: (episode.delivery, episode.task_id))
         expected = Counter((name, task) for name in deliveries for task in tasks)

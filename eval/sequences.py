@@ -59,11 +59,12 @@ class Worlds:
     record: EpisodeRecord
 
     def play(self, make_env: Callable[[], Environment], executor: Executor) -> None:
-        """Play the sequences that the record does not hold whole; one that a kill cut short begins again."""
+        """Play the sequences that the record does not hold whole; one that a kill cut short, or in which an episode
+        broke, begins again."""
         done = set(self.record.played().get(self.wanted.name, ()))
         left = [(n, s) for n, s in enumerate(self.sequences) if not all(task.id in done for task in s.tasks)]
         again = {task.id for _, sequence in left for task in sequence.tasks}
-        self.record.lines.keep(lambda row: row["delivery"] != self.wanted.name or row["task_id"] not in again)
+        self.record.keep(lambda key: key[0] != self.wanted.name or key[1] not in again)
         lives = {sequence.id: self._life(number, sequence) for number, sequence in left}
         of_task = {task.id: lives[sequence.id] for _, sequence in left for task in sequence.tasks}
         total, views = sum(len(sequence.tasks) for sequence in self.sequences), kept_views(self.config)

@@ -3,7 +3,8 @@
 Each delivery that recalls anything has a memory of its own, in OUT/memory/DELIVERY. A task is played with what memory
 learned from earlier ones; then the episode goes into the record, and from there to memory, with further attempts where
 memory asks for them. Scored are first attempts alone. Memory follows from the record: what a kill kept from it is
-committed when the run goes on, and nothing is played twice.
+committed when the run goes on, and nothing is played twice. Where an episode broke, a resume plays the stream again
+from its round on, with memory grown anew up to there: later episodes learned without it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from agent.records import Episode, read_episodes
 from configs.evaluation import EvalConfig
 from data_gen.experience import Views, kept_views, traces_of
 from data_gen.lifetime import play_round
-from data_gen.memories import grown_from
+from data_gen.memories import grown_from, renew_memory
 from data_gen.tasks import specs_for
 from envs.base import Environment, Task
 from eval.intervals import wilson
@@ -60,6 +61,9 @@ class Stream:
         self.tasks, self.k, self.delivery, self.record = tasks, k, delivery, record
         self.limits, self.size = limits_of(config), config.memory.round
         self.views: Views = kept_views(config)
+        self._finished = set(record.played().get(delivery.name, ()))
+        if any(name == delivery.name for name, _ in record.due):  # what came after learned without them
+            renew_memory(out / FOLDER / delivery.name)
         self.memory, self._seeded = grown_from(config.memory, out / FOLDER / delivery.name, given)
 
     def play(self, make_env: Callable[[], Environment], executor: Executor) -> None:
@@ -78,20 +82,16 @@ class Stream:
                     advance(episode)
                 self.memory.commit(traces_of(played, self.views))
 
-    def _played(self) -> list[Episode]:
-        path = self.record.lines.path
-        played = read_episodes(path) if path.exists() else ()
-        return [episode for episode in played if episode.delivery == self.delivery.name]
-
     def _restore(self) -> int:
-        """Return how many tasks are done: whole rounds; what is recorded of another is played again. Memory is brought
-        to that state."""
-        played = self._played()
-        done = len(played) if len(played) == len(self.tasks) else len(played) // self.size * self.size
-        torn = {episode.task_id for episode in played[done:]}
-        if torn:
-            own = self.delivery.name
-            self.record.lines.keep(lambda row: row["delivery"] != own or row["task_id"] not in torn)
+        """Return how many tasks are done: whole rounds, up to the first that is to be played again. What is recorded of
+        later ones is dropped, and memory brought to that state."""
+        own, left = self.delivery.name, (n for n, task in enumerate(self.tasks) if task.id not in self._finished)
+        whole = next(left, len(self.tasks))
+        done = whole if whole == len(self.tasks) else whole // self.size * self.size
+        kept = {task.id for task in self.tasks[:done]}
+        self.record.keep(lambda key: key[0] != own or key[1] in kept)
+        there = read_episodes(self.record.lines.path) if kept else ()
+        played = [episode for episode in there if episode.delivery == own and episode.task_id in kept]
         told = [traces_of(played[start : start + self.size], self.views) for start in range(0, done, self.size)]
         for traces in told:
             self.memory.commit(traces)

@@ -183,9 +183,22 @@ def _notes(results: Mapping[str, Any]) -> list[str]:
         lines.append("Per success: steps of successes [95% bootstrap interval]; tokens and seconds of all episodes.")
     if any(summary["emission_mix"] for summary in summaries.values()):
         lines.append("Emissions: E experience, B brief, H hybrid, N no action. Times: compiler/executor/environment.")
+    return [*lines, *broken_notes(results)]
+
+
+def broken_notes(results: Mapping[str, Any]) -> list[str]:
+    """Say how many episodes stayed broken, with the first cause, and how many were or will be played again."""
+    summaries, lines = results["results"], list[str]()
     broken = {name: broken_episodes(summaries[name]) for name in ordered(summaries)}
     if parts := [f"{display_name(name)}: {counts}" for name, counts in broken.items() if counts]:
         lines.append(f"Broken episodes, counted as failed: {'; '.join(parts)}.")
+    facts = [of["broken"] for of in summaries.values() if "broken" in of]  # results of before have none
+    if first := next((of["first"] for of in facts if of["first"]), None):
+        lines.append(f"The first that broke: {first}")
+    if again := sum(of["played_again"] for of in facts):
+        lines.append(f"{again} episodes were played again after they had broken.")
+    if due := results.get("broken_due"):
+        lines.append(f"{due} broken episodes have attempts left: run the same command with --on-exists resume.")
     return lines
 
 

@@ -199,6 +199,7 @@ def answer_questions(
     picture_tokens: Annotated[int, typer.Option(
         min=0, help="Show the reader the records' pictures, each of which counts so many tokens; 0: none are shown.",
     )] = 0,
+    attempts: Annotated[int, typer.Option(min=1, help="At a question whose answer fails, over all runs.")] = 3,
     models: MemoryModelsOption = None,
     settings: Annotated[list[str] | None, typer.Argument(help="The memory's own settings, as a.b=c.")] = None,
     out: Out = Path("out/qa"),
@@ -209,7 +210,7 @@ def answer_questions(
     from memcompiler.options import own_settings
 
     reader, used = (engine, model, base_url, key_env or None), MemoryModels.model_validate(own_settings(models))
-    run_qa(data, memory, own_settings(settings), tokens, facts, reader, limit, out, used, picture_tokens)
+    run_qa(data, memory, own_settings(settings), tokens, facts, reader, limit, out, used, picture_tokens, attempts)
 
 
 @app.command()

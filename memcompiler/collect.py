@@ -12,7 +12,7 @@ from agent.expert import ExpertTeacher
 from configs.collect import CollectConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
-from data_gen.collect import Collection, Teacher, expert_actor, play, prepare, write_rows
+from data_gen.collect import EPISODES, Collection, Teacher, expert_actor, open_record, play, prepare, write_rows
 from data_gen.crew import play_on_ray
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
 from envs.registry import Environments, compiler_told, find, reader_of
@@ -26,6 +26,7 @@ RESPONSES = "responses.sqlite"  # a collection's file of endpoints' answers
 
 # What a collection that is continued may change: it bears on how the endpoints are asked, not on what.
 MAY_CHANGE_ON_RESUME = (
+    "episode_attempts",
     *cluster.MAY_CHANGE_ON_RESUME,
     *(
         f"{block}.{name}"
@@ -49,23 +50,27 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
     if config.cluster == "ray":
         cluster.require_ray()
     run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)
-    if (out / "collect.json").exists():
+    (record := open_record(out / EPISODES, config.episode_attempts)).load()
+    if (out / "collect.json").exists() and not record.due:
         console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")
         return
     facts: dict[str, Any] = {"teacher": "the environment's expert"}
     with Environments(config.env) as envs:
         collection = prepare(config, envs, run)
+        (out / "collect.json").unlink(missing_ok=True)  # of before broken episodes are played again
         if config.cluster == "ray":
             play_on_ray(config, collection)
         else:
             facts |= _play_here(config, collection, envs, run)
     quiet()
-    summary = write_rows(config, collection, run, facts)
+    summary, broke = write_rows(config, collection, run, facts)
     console.print(f"  success: {summary['success_filter']}")
     console.print(
         f"  {summary['bank_entries']} memory entries, {summary['rows']} rows from "
         f"{summary['successes']} of {summary['episodes']} teacher episodes"
     )
+    if broke:
+        console.print(f"  {broke}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _play_here(config: CollectConfig, of: Collection, envs: Environments, run: RunFolder) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import shorten
 from typing import Protocol
 
 import torch
@@ -25,6 +26,7 @@ from compiler.records import Compilation, Compiler, CompileRequest, Decoding
 from envs.base import Environment
 from executor.records import Executor
 from lm.prompt import Prompt
+from runtime.attempts import CAUSE_LENGTH
 from runtime.errors import is_failure
 from soft_mem.projector import Projector
 from training import distributed
@@ -108,15 +110,19 @@ def reward(episode: Episode, token_cost: float = 0.0) -> float:
 
 def gather_groups(places: Sequence[int], episodes: Sequence[Episode], token_cost: float = 0.0) -> list[Group]:
     """Put this rank's episodes, each in its place among the update's groups, into groups that know all their rewards.
-    Every rank has to call it. Raises: RuntimeError, where every episode of every rank failed."""
+    Every rank has to call it. Broken episodes have no part in the update and are not played again: the policy has moved
+    on. Raises: ValueError, where every episode of every rank broke; the run resumes before this update."""
     mine: dict[int, list[Episode]] = {}
     for place, episode in zip(places, episodes, strict=True):
         mine.setdefault(place, []).append(episode)
     groups = {place: Group(tuple(played), token_cost=token_cost) for place, played in mine.items()}
     rewards = distributed.gather({place: group.rewards for place, group in groups.items()})
-    errors = distributed.gather([episode.error for episode in episodes if is_failure(episode.stop_reason)])
+    causes = [cause for part in distributed.gather([e.failure for e in episodes if e.failure]) for cause in part]
     if not any(values for share in rewards for values in share.values()):
-        raise RuntimeError(f"every episode of the update failed; the first: {next(e for part in errors for e in part)}")
+        raise ValueError(
+            f"every episode of the update broke ({len(causes)}), the first {shorten(causes[0], CAUSE_LENGTH)}. Mend "
+            "that and run the same command again: it resumes at the newest checkpoint"
+        )
     rank = distributed.rank()
     return [
         replace(

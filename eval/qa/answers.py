@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from eval.qa.evidence import Asking, Evidence, asking
 from eval.qa.metrics import abstains, bleu_1, locomo_score, set_f1
 from eval.qa.readers import ABSTAIN, Reader, prompt_of, shown_of
 from eval.table import markdown_table
+from lm.ledger import Answer
 from memory.protocol import Costs
 from memory.words import word_tokens
+from runtime.attempts import ATTEMPTS, Attempts, broken_facts
 from runtime.progress import progress
 from runtime.store import JsonLines, to_json, write_atomically
 
@@ -53,17 +56,26 @@ class Asked:
 
 
 def run_answers(
-    asked: Asked, cases: Sequence[Case], reader: Reader, out: Path, models: MemoryModels | None = None
-) -> dict[str, Any]:
-    """Answer what is not answered yet; return and write the results. `models`: that the memory may use. Raises:
-    ValueError, where OUT holds answers that follow from something else."""
+    asked: Asked, cases: Sequence[Case], reader: Reader, out: Path, models: MemoryModels | None = None,
+    attempts: int = ATTEMPTS,
+) -> dict[str, Any]:  # fmt: skip
+    """Answer what is not answered yet, or has failed with attempts left; return and write the results.
+
+    Args:
+        models: that the memory may use.
+        attempts: at a question whose answer fails, over all runs.
+
+    Raises:
+        ValueError: OUT holds answers that follow from something else, or every answer failed.
+    """
     out.mkdir(parents=True, exist_ok=True)
     mark, told = out / ASKED, to_json(asked.to_json())
     if mark.exists() and mark.read_text(encoding="utf-8") != told:
         raise ValueError(f"{out} holds answers of {mark.read_text(encoding='utf-8')}: name another folder for {told}")
     write_atomically(mark, told)
-    lines = JsonLines(out / ANSWERS, ("id", "answer"))
-    known = {row["id"] for row in lines}
+    lines = JsonLines(out / ANSWERS, ("id", "answer", "failed"))
+    rows = Attempts(lines, itemgetter("id"), attempts, _failure)
+    known = set(rows.load())
     chosen = chosen_questions(cases, asked.limit)
     count = lru_cache(2**14)(lambda text: reader.count((f"{text}\n",))) if asked.counted else word_tokens
     costs = Costs(count, asked.picture)
@@ -76,12 +88,29 @@ def run_answers(
             ask = asking(asked.memory, case, asked.settings, folder, asked.facts, models, costs)
             for start in range(0, len(left), BATCH):
                 batch = left[start : start + BATCH]
-                lines.append(*_answered(batch, ask, reader, asked.tokens, asked.picture))
+                made = _answered(batch, ask, reader, asked.tokens, asked.picture)
+                rows.add((row["id"], to_json(row, ascii=True)) for row in made)
                 for question in batch:
                     advance(question)
-    results = {**asked.to_json(), **summary(list(lines))}
+    rows.load()
+    results = {**asked.to_json(), **summary(list(lines)), "broken_due": len(rows.due)}
+    if results["n"] and results["failed"] == results["n"]:
+        raise ValueError(f"no results of {out}, {failed_line(results)}")
     write_atomically(out / RESULTS, to_json(results, indent=1))
     return results
+
+
+def _failure(row: Mapping[str, Any]) -> str:
+    """Say why a question has no answer; "" where it has one."""
+    return (row.get("error") or "no usable answer") if row["failed"] else ""
+
+
+def failed_line(results: Mapping[str, Any]) -> str:
+    """Say how many answers failed, with the first cause, and how they are asked for again."""
+    facts, due = results["broken"], results["broken_due"]
+    again = f"; {due} have attempts left: run the same command again" if due else ""
+    first = f", the first {facts['first']}" if facts["first"] else ""
+    return f"answers that failed: {facts['n']} of {results['n']}{first}{again}"
 
 
 def _name(n: int, case: Case) -> str:
@@ -116,12 +145,14 @@ def _answered(
     answers = reader.answer(prompts)
     seconds = (time.perf_counter() - started) / len(batch)
     liked = reader.liked(prompts, [_right(question) for question in batch])
-    for question, pack, answer, logprob in zip(batch, packs, answers, liked, strict=True):
+    for question, pack, got, logprob in zip(batch, packs, answers, liked, strict=True):
+        answer = got if isinstance(got, Answer) else None
         text, shown = answer.text if answer else "", shown_of(pack.texts, pack.pictures)
         estimated = Evidence.of(pack.texts, (), Costs(picture=picture), pack.pictures).tokens
         yield {
             "id": question.id, "category": question.category, "answer": text, "gold": question.answer,
-            "failed": answer is None, "abstained": abstains(text), "absent": question.absent,
+            "failed": answer is None, "error": f"{type(got).__name__}: {got}" if isinstance(got, Exception) else "",
+            "abstained": abstains(text), "absent": question.absent,
             "recall": pack.recall(question.evidence) if question.evidence else None,
             "tokens": reader.count(shown) if shown else 0, "word_tokens": estimated,
             "reader_in": answer.tokens_in if answer else 0, "reader_out": answer.tokens_out if answer else 0,
@@ -149,6 +180,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     used = {"calls": len(rows), "tokens_in": total("reader_in"), "tokens_out": total("reader_out")}
     return {
         "n": len(rows), "failed": sum(row["failed"] for row in rows),
+        "broken": broken_facts((row["id"], _failure(row), row.get("broken", ())) for row in rows),
         "by_category": {c: {"n": len(of), **(scored(of) or {})} for c in categories
                         if (of := [row for row in rows if row["category"] == c])},
         "overall": scored(rows), "overall_without_absent": scored(present),
@@ -172,6 +204,6 @@ def to_markdown(results: Mapping[str, Any]) -> str:
     told = (
         f"abstained where that is right: {right} (n = {apart['n']}); evidence tokens per question: {by_reader:.0f} by "
         f"the reader's tokenizer, {by_words:.0f} estimated; budget: {results['tokens']} "
-        f"{'of the reader' if results.get('counted') else 'estimated'}; answers that failed: {results['failed']}"
+        f"{'of the reader' if results.get('counted') else 'estimated'}"
     )
-    return "\n".join([*markdown_table(heads, rows), "", told])
+    return "\n".join([*markdown_table(heads, rows), "", told, failed_line(results)])

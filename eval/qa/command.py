@@ -14,12 +14,13 @@ from eval.qa.answers import Asked, run_answers, to_markdown
 from eval.qa.files import read_cases
 from eval.qa.readers import EndpointReader, HfReader, Reader, SeeingReader, VllmReader
 from memory.registry import RESPONSES
+from runtime.attempts import ATTEMPTS
 
 
 def run_qa(
     data: Path, memory: str, settings: Mapping[str, Any], tokens: int, facts: bool,
     reader: tuple[str, str, str, str | None], limit: int | None, out: Path, models: MemoryModels,
-    picture: int = 0,
+    picture: int = 0, attempts: int = ATTEMPTS,
 ) -> None:  # fmt: skip
     cases = read_cases(data)
     out.mkdir(parents=True, exist_ok=True)
@@ -28,7 +29,7 @@ def run_qa(
     asked = Asked(
         data.name, memory, settings, tokens, facts, f"{reader[0]}:{reader[1]}", limit, models.told(), picture, counted
     )
-    typer.echo(to_markdown(run_answers(asked, cases, read, out, models.cached_in(out / RESPONSES))))
+    typer.echo(to_markdown(run_answers(asked, cases, read, out, models.cached_in(out / RESPONSES), attempts)))
 
 
 def load_reader(engine: str, model: str, base_url: str, key_env: str | None, out: Path, sees: bool = False) -> Reader:

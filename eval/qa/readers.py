@@ -26,13 +26,14 @@ INSTRUCTION = (
 
 
 class Reader(Protocol):
-    """Answers prompts, in their order; None where there is no usable answer. `liked`: the mean log-probability of the
-    tokens of an answer that is given after each prompt, None where an engine does not tell; it is asked after the
-    answers are there, which cannot depend on it. `count`: tokens of what is shown, as it reads."""
+    """Answers prompts, in their order; None where there is no usable answer, or the failure that cost it. `liked`: the
+    mean log-probability of the tokens of an answer that is given after each prompt, None where an engine does not tell;
+    it is asked after the answers are there, which cannot depend on it. `count`: tokens of what is shown, as it reads.
+    """
 
     name: str
 
-    def answer(self, prompts: Sequence[Prompt]) -> list[Answer | None]: ...
+    def answer(self, prompts: Sequence[Prompt]) -> Sequence[Answer | Exception | None]: ...
 
     def liked(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]: ...
 
@@ -273,7 +274,7 @@ class EndpointReader:
 
         return cls(config.model, Endpoint(config, cache))
 
-    def answer(self, prompts: Sequence[Prompt]) -> list[Answer | None]:
+    def answer(self, prompts: Sequence[Prompt]) -> list[Answer | Exception]:
         """Ask for all of them. Raises: EndpointStop, where nothing more is asked."""
         from lm.endpoint import user_message
 
@@ -282,7 +283,7 @@ class EndpointReader:
         for answer in answers:
             if isinstance(answer, EndpointStop):
                 raise answer
-        return [answer if isinstance(answer, Answer) else None for answer in answers]
+        return answers
 
     def liked(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]:
         return [None] * len(prompts)

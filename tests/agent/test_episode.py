@@ -190,6 +190,29 @@ def test_an_environment_that_fails_while_it_plans_is_named():
     assert (episode.stop_reason, episode.error) == (StopReason.ENVIRONMENT_FAILURE, "the planner is gone")
 
 
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize("error", [ValueError("no game"), OSError(5, "gone")])
+def test_whatever_an_environment_raises_ends_its_episode_alone(monkeypatch, method, error):
+    whole = getattr(CountingEnv, method)
+
+    def fails(env, asked):
+        env.task = getattr(asked, "id", getattr(env, "task", ""))
+        if env.task == "2":
+            raise error
+        return whole(env, asked)
+
+    monkeypatch.setattr(CountingEnv, method, fails)
+    if method == "step":
+        reset = CountingEnv.reset
+        monkeypatch.setattr(CountingEnv, "reset", lambda env, task: setattr(env, "task", task.id) or reset(env, task))
+    broken, fine = run([spec(2), spec(1)])[0]
+    assert (str(broken.stop_reason), str(fine.stop_reason)) == ("environment_failure", "success")
+    assert (
+        broken.error == f"{type(error).__name__}: {error}" and broken.failure == f"environment_failure: {broken.error}"
+    )
+    assert broken.steps == [] if method == "reset" else len(broken.steps) == 1
+
+
 def test_shuffled_soft_keeps_text_and_moves_soft():
     import torch
 

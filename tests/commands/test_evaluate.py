@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from configs.run_folder import RunFolderError
 from eval import evaluate, players
 from eval.evaluate import run_eval
 from memcompiler.cli import app
+from runtime.errors import StopReason
 
 ROOT = Path(__file__).parents[2]
 TINY = {"model": "zoo/household/executor", "dtype": "float32", "instructions": "none", "max_new_tokens": 16}
@@ -225,3 +227,8 @@ def test_episodes_that_depend_on_each_other_are_played_again_as_a_whole(tmp_path
         record.append(episode("t0", name))
     evaluate._drop_unfinished(record, tasks=2)
     assert record.played() == {"none": ["t0"]}
+    lost = replace(episode("t1", "compiled_shuffled_soft"), stop_reason=StopReason.WORKER_FAILURE)
+    for each in (episode("t0", "compiled_shuffled_soft"), lost, episode("t1")):
+        record.append(each)
+    evaluate._drop_unfinished(record, tasks=2)
+    assert record.played() == {"none": ["t0", "t1"]}

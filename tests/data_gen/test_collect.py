@@ -256,6 +256,37 @@ def test_shards_are_disjoint_and_complete(whole, tmp_path):
         load_config(CollectConfig, None, ["shard=2/2", "teacher=endpoint", "api.model=m"])
 
 
+@pytest.mark.parametrize("answered", [0, 15, 29])
+def test_an_episode_that_an_endpoint_broke_is_played_again_with_all_that_learned_without_it(whole, tmp_path, answered):
+    with FaultyServer([*["answer"] * answered, "400"], model) as server:
+        out, settings = tmp_path / "run", ["api.concurrency=1"]
+        first = collect(out, server, *settings)
+        [lost] = [n for n, episode in enumerate(first) if episode["stop_reason"] == "compiler_failure"]
+        assert json.loads((out / "collect.json").read_text())["broken"]["n"] == 1
+        again, asked = collect(out, server, *settings), server.requests
+        assert collect(out, server, *settings) == again and server.requests == asked  # complete now
+    strip = lambda episodes: [{k: v for k, v in e.items() if k not in ("bank_version", "broken")} for e in episodes]
+    assert strip(again) == strip(records(whole)) and [len(e["broken"]) for e in again] == [n == lost for n in range(5)]
+    banks = [{e.id: e.text for e in MemoryBank(folder / "bank")} for folder in (out, whole)]
+    assert banks[0] == banks[1]
+
+
+def test_an_endpoint_that_is_not_there_is_named_and_the_same_command_goes_on_when_it_is(whole, tmp_path):
+    with FaultyServer(answer=model) as server:
+        gone = server.url
+    command = lambda url: CliRunner().invoke(app, [
+        "collect", "-c", "collect/quickstart", *settings(server, f"api.base_url={url}", "api.retries=0", "limit=2"),
+        "--out", str(tmp_path / "run"),
+    ])  # fmt: skip
+    told = command(gone)
+    [line] = [line for line in told.output.splitlines() if line.startswith("error: ")]
+    assert told.exit_code == 1 and "2 of 2 episodes broke" in line and "onnection" in line, told.output
+    with FaultyServer(answer=model) as server:
+        told = command(server.url)
+    assert told.exit_code == 0, told.output
+    assert [e["stop_reason"] for e in records(tmp_path / "run")] == [e["stop_reason"] for e in records(whole)[:2]]
+
+
 def test_one_lost_request_costs_one_episode(tmp_path):
     with FaultyServer(["400"], model) as server:
         episodes = collect(tmp_path / "run", server, "api.concurrency=1")

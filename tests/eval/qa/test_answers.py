@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,46 @@ def test_budgets_are_of_the_readers_own_tokens_in_any_language(language: Languag
     assert all(0 < row["tokens"] <= 80 for row in rows) and "budget: 80 of the reader" in to_markdown(results)
 
 
+class Flaky(Echo):
+    """Fails so many times at some questions."""
+
+    def __init__(self, *things: str, times: int = 1) -> None:
+        super().__init__()
+        self.left = dict.fromkeys(things, times)
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[Any]:
+        return [self._failure(text_of(prompt)) or Answer("room1", 3, 1) for prompt in prompts]
+
+    def _failure(self, prompt: str) -> Exception | None:
+        self.prompts.append(prompt)
+        thing = next((thing for thing in self.left if f"the {thing}?" in prompt), None)
+        if thing is None or not self.left[thing]:
+            return None
+        self.left[thing] -= 1
+        return ConnectionError("no route\nto the reader")
+
+
+@pytest.mark.parametrize(("times", "most", "failed"), [(2, 3, 0), (4, 2, 4)])
+def test_what_failed_is_asked_again_up_to_a_number_of_attempts(
+    tmp_path: Path, times: int, most: int, failed: int
+) -> None:
+    reader = Flaky("mug", "pen", times=2 * times)  # in two cases
+    results = run_answers(asked(), cases(), reader, tmp_path, attempts=most)
+    assert results["failed"] == 4 and results["broken_due"] == 4
+    assert "failed: 4 of 18, the first a/0: ConnectionError: no route to the reader; 4 have" in to_markdown(results)
+    for _ in range(times):
+        results = run_answers(asked(), cases(), reader, tmp_path, attempts=most)
+    assert (results["n"], results["failed"], results["broken_due"]) == (18, failed, 0)
+    assert results["broken"]["played_again"] == 4 and len(reader.prompts) == 18 + 4 * min(times, most - 1)
+
+
+def test_where_every_answer_failed_one_line_names_the_cause(tmp_path: Path) -> None:
+    reader = Flaky(*THINGS)
+    with pytest.raises(ValueError, match=r"no results of .*failed: 8 of 8.*no route to the reader") as told:
+        run_answers(asked(), [replace(cases()[0], questions=cases()[0].questions[:8])], reader, tmp_path)
+    assert "\n" not in str(told.value) and not (tmp_path / "results.json").exists()
+
+
 def test_a_run_asks_nothing_twice_and_takes_no_other_question(tmp_path: Path) -> None:
     first = Echo()
     run_answers(asked(limit=4), cases(), first, tmp_path / "some")
@@ -130,8 +171,8 @@ def test_a_run_asks_nothing_twice_and_takes_no_other_question(tmp_path: Path) ->
     before = json.loads((tmp_path / "whole" / "results.json").read_text())
     answers.write_bytes(b"".join(lines[:7]) + lines[7][:20])  # as a kill leaves it
     after = run_answers(asked(), cases(), again, tmp_path / "whole")
-    assert len(again.prompts) == 18 - 7
-    unlike = {"usage"}
+    assert len(again.prompts) == 18 - 7 + sum(json.loads(line)["failed"] for line in lines[:7])
+    unlike = {"usage", "broken", "broken_due"}
     assert {k: v for k, v in json.loads(json.dumps(after)).items() if k not in unlike} == {
         k: v for k, v in before.items() if k not in unlike
     }
