@@ -61,9 +61,10 @@ def test_a_bad_answer_is_asked_for_again_with_the_reason():
 
 
 def test_an_emission_that_stays_malformed_is_a_recorded_noaction():
+    """The same answer twice ends the attempts: a third would be paid for, too."""
     with FaultyServer(["garbage"] * 3) as server:
         [made] = teacher(server).compile([request()])
-        assert server.requests == 3
+        assert server.requests == 2
     assert made.parse_error == ParseError.UNKNOWN_LINE and made.emission == Emission() and "{0} %s" in made.text
 
 
