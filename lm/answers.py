@@ -21,7 +21,7 @@ FINAL = {
     "content_filter": "Ask another model, or have the provider's filter changed",
     "tool_call": "No tools were offered: have the server answer in text (tool_choice: none, or its tool parser off)",
     "length": "Give it more room (api.extra={%(length_key)s: N}), or turn its reasoning off (api.extra)",
-    "empty": "Turn its reasoning off, or the server's parser of it (api.extra)",
+    "empty": "Ask another model, or turn its reasoning off (api.extra)",
 }
 # Finish reasons, in lower case: of a filter, of the limit of tokens, of what may pass.
 _FILTERED = ("content_filter", "refusal", "safety", "recitation", "prohibited_content", "sensitive")

@@ -77,10 +77,20 @@ def test_a_failure_stands_in_the_place_of_one_compilation():
 @pytest.mark.parametrize(
     ("text", "truncated", "error"),
     [("```\n.\n```", False, None), ("```text\n^ did it\n```", False, None), ("^ did it", True, ParseError.TRUNCATED),
+     ("Here it is:\n```\n> a | b\n+ c: d\n```", False, None), ("Action: > a | b", False, None),
+     ("Thought: hm.\nEmission:\n^ did it", False, None), ("> Action: go | look", False, None),
+     ("```\n> a", True, ParseError.TRUNCATED), ("Action: look", False, ParseError.UNKNOWN_LINE),
      ("", False, ParseError.EMPTY), ("> a | b | c", False, ParseError.TOO_MANY_FIELDS)],
 )  # fmt: skip
 def test_reading_an_answer(text, truncated, error):
     assert read_emission(Answer(text, 1, 1, truncated)).error == error
+
+
+def test_reasoning_reaches_neither_emissions_nor_rationales():
+    with FaultyServer(answer=lambda messages: "<think>\n> no | never\nnot mentioned</think>\n^ did it") as server:
+        [made] = teacher(server).compile([request()])
+        assert (made.text, made.parse_error, server.requests) == ("^ did it", None, 1)
+        assert teacher(server).rationales([episode()]) == ["^ did it"]
 
 
 def episode(success: bool = True) -> Episode:

@@ -23,7 +23,8 @@ from eval.paper.questions import question_table
 from eval.paper.tables import MEASURED
 from eval.qa.answers import Asked, chosen_questions, run_answers, to_markdown
 from eval.qa.evidence import BASELINES, asking
-from eval.qa.readers import ABSTAIN, HfReader, Prompt, _chat, prompt_of, text_of
+from eval.qa.readers import ABSTAIN, EndpointReader, HfReader, Prompt, _answer, _chat, _ended, prompt_of, text_of
+from lm.endpoint import Endpoint
 from lm.ledger import Answer
 from memory.protocol import Record, Trace
 from tests.commands.running import memcompiler
@@ -93,6 +94,33 @@ def test_answers_are_scored_by_category_and_abstention_stands_apart(tmp_path: Pa
     assert results["logprob_without_absent"]["mean"] == pytest.approx(-0.1)
     assert json.loads((tmp_path / "results.json").read_text())["n"] == 18
     assert "| all | 18 |" in to_markdown(results)
+
+
+def test_scores_and_abstaining_look_at_answers_without_reasoning(tmp_path: Path) -> None:
+    think = "<think>\nIs it not mentioned? No information available?\n</think>\n\n"
+    told = lambda messages: think + ("Not mentioned" if "of Bo" in messages[0]["content"] else "room4")
+    with FaultyServer(answer=told) as server:
+        run_answers(asked("oracle"), cases(), EndpointReader(MODEL, Endpoint(server.config())), tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert {row["answer"] for row in rows} == {"room4", "Not mentioned"}
+    assert all(row["abstained"] == row["absent"] for row in rows) and sum(row["f1"] for row in rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "answer", "ended"),
+    [
+        ("\n\nroom4", "room4", False),
+        ("room4\nfor", "room4", True),
+        ("room4\n", "room4", True),
+        ("<think>a\nb", None, False),
+        ("<think>a\nb</think>\n\nroom4", "room4", False),
+        ("a\n</think>\nroom4.\n", "room4.", True),
+        ("", "", False),
+    ],
+)
+def test_readers_on_this_machine_say_the_first_line_behind_their_reasoning(written, answer, ended) -> None:
+    made = _answer(written, 1, 2)
+    assert (made.text if made else None) == answer and _ended(written) == ended
 
 
 def test_a_run_asks_nothing_twice_and_takes_no_other_question(tmp_path: Path) -> None:
