@@ -113,7 +113,8 @@ class EndpointTeacher:
         place = f"in {episode.scene}: " if episode.scene else ""
         told = "\n".join([f"goal: {place}{episode.goal}", *map(one_line, steps), outcome])
         system = {"role": "system", "content": WRITING}
-        return one_line((await self.endpoint.ask([system, user_message(told)], RATIONALE, RATIONALE_TOKENS)).text)
+        answer = await self.endpoint.ask([system, user_message(told)], RATIONALE, RATIONALE_TOKENS)
+        return one_line(marked(answer.text))
 
 
 def read_emission(answer: Answer) -> ParseResult:

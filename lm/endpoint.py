@@ -184,10 +184,12 @@ class Endpoint:
         self._failed[cause] += 1
         if self._failed[cause] < IN_A_ROW:
             return EndpointFailure(why)
-        mend = "Mend that" if last.final else "See that it answers"
+        mend = "See that it answers, then run the same command again"
+        if last.final:
+            mend = "Mend that and run it again (with other settings, into another folder)"
         return EndpointStop(
             f"{self.config.model} at {self.config.base_url} failed {self._failed[cause]} requests in a row ({why}). "
-            f"{mend}, then run the same command again"
+            f"{mend}"
         )
 
     async def _attempt(self, send: Callable[[], Awaitable[T]], role: str, estimate: int) -> T:

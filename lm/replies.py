@@ -14,8 +14,9 @@ _TAG = re.compile(
     re.IGNORECASE,
 )
 _BARE_CHANNELS = ("analysis", "assistantfinal")  # gpt-oss's, where a tokenizer has left out its special tokens
-_QUOTES = frozenset("\"'`“”")
+_QUOTED = ('""', "''", "``", "“”")
 _FENCE = ("```", "~~~")
+_NESTED = 10  # layers of marks that are taken off
 _WRAPPED = re.compile(r"<(answer|response)>(.*)</\1>", re.IGNORECASE | re.DOTALL)
 _LABEL = re.compile(
     r"[ \t>*#_-]{0,8}(?:(?:thought|thinking|reasoning)\b.*?\b)?(?:next )?(?:action|command|emission)[ \t]?\d{0,3}"
@@ -30,20 +31,29 @@ def answer_text(text: str) -> str:
     Reasoning is all between its tags, after a tag that is never closed, and before a closing tag that nothing opens
     (chat templates open it). Tags may be anywhere; one in quotes or backticks is text. "" where only reasoning is left.
     """
-    text = text.replace("\r\n", "\n").lstrip("\ufeff \t\n")
+    for _ in range(_NESTED):
+        if (inner := _stripped(text)) == text:
+            break
+        text = inner
+    return text
+
+
+def _stripped(text: str) -> str:
+    """Strip one layer of all that."""
+    text = text.replace("\r\n", "\n").strip("\ufeff \t\n")
     begin, end = _BARE_CHANNELS
     if text.startswith(begin) and end in text:
         text = text.rpartition(end)[2]
     answer, start, inside = "", 0, False
     for tag in _TAG.finditer(text):
-        if {text[tag.start() - 1 : tag.start()], text[tag.end() : tag.end() + 1]} <= _QUOTES:
+        if text[tag.start() - 1 : tag.start()] + text[tag.end() : tag.end() + 1] in _QUOTED:
             continue
         if tag["open"]:
             answer += "" if inside else text[start : tag.start()]
         elif not inside:
             answer = ""
         start, inside = tag.end(), bool(tag["open"])
-    answer = (answer if inside else answer + text[start:]).strip("\ufeff \t\n").removesuffix("<|return|>").rstrip()
+    answer = (answer if inside else answer + text[start:]).strip("\ufeff \t\n").removesuffix("<|return|>")
     if wrapped := _WRAPPED.fullmatch(answer):
         answer = wrapped[2].strip()
     return _unfenced(answer)

@@ -104,6 +104,11 @@ def episode(success: bool = True) -> Episode:
     return made
 
 
+def test_a_rationale_is_what_follows_its_thought():
+    with FaultyServer(answer=lambda messages: "Thought: hm.\nAction: the mug was there") as server:
+        assert teacher(server).rationales([episode()]) == ["the mug was there"]
+
+
 def test_rationales():
     with FaultyServer(["400"], lambda messages: "the mug\nwas there") as server:
         it = teacher(server, concurrency=1)

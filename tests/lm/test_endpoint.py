@@ -2,10 +2,12 @@
 
 import json
 import multiprocessing
+import socket
 import sqlite3
 import sys
 import threading
 import time
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -268,6 +270,7 @@ def test_half_a_surrogate_pair_in_a_request_is_replaced(half):
 
 @pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "ftp://me:secret@proxy:1", "http://[::1"])
 def test_a_proxy_that_cannot_be_used_is_one_line_before_anything_is_asked(monkeypatch, proxy):
+    Endpoint(EndpointConfig(model=MODEL, key_env=None))  # what it imports is imported as it is
     monkeypatch.setitem(sys.modules, "socksio", None)  # as where httpx came without its extra
     monkeypatch.setenv("ALL_PROXY", proxy)
     with pytest.raises(
@@ -277,6 +280,38 @@ def test_a_proxy_that_cannot_be_used_is_one_line_before_anything_is_asked(monkey
     assert "\n" not in str(stop.value) and "secret" not in str(stop.value)
     with FaultyServer() as server:  # on this machine, no proxy is asked
         assert isinstance(ask(Endpoint(server.config()), "one")[0], Answer)
+
+
+def relay_socks(listener, port):
+    """Serve one SOCKS5 client: whatever host it names, it is connected to this port of this machine."""
+    client, _ = listener.accept()
+    with client, socket.create_connection(("127.0.0.1", port)) as server:
+        client.recv(99)
+        client.sendall(b"\x05\x00")
+        client.recv(999)
+        client.sendall(b"\x05\x00\x00\x01" + bytes(6))
+        request = client.recv(99_999)
+        while not request.endswith(b"}"):
+            request += client.recv(99_999)
+        server.sendall(request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+        while reply := server.recv(99_999):
+            client.sendall(reply)
+
+
+@pytest.mark.parametrize("scheme", ["socks5", "http"])
+def test_other_hosts_are_asked_through_a_proxy(monkeypatch, scheme):
+    if scheme == "socks5":
+        pytest.importorskip("socksio")
+    with FaultyServer() as server, socket.create_server(("127.0.0.1", 0)) as listener:
+        port = urlsplit(server.url).port
+        threading.Thread(target=relay_socks, args=(listener, port), daemon=True).start()
+        proxy = (
+            listener.getsockname()[1] if scheme == "socks5" else port
+        )  # over HTTP, the server is asked as if the proxy
+        monkeypatch.setenv("ALL_PROXY", f"{scheme}://127.0.0.1:{proxy}")
+        config = server.config(retries=0).model_copy(update={"base_url": "http://models.invalid/v1"})
+        [answer] = ask(Endpoint(config), "one")
+    assert isinstance(answer, Answer) and server.requests == 1
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000/v1", "localhost", "ftp://host/v1", "https://", "http:///v1"])
