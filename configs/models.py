@@ -216,6 +216,8 @@ class EndpointConfig(Settings):
     def _no_secrets(cls, value: str) -> str:
         if "@" in value.partition("://")[2].partition("/")[0]:
             raise ValueError("base_url must hold no user name or password: name the key's variable in key_env")
+        if not re.match(r"https?://[^/?#\s]+", value):
+            raise ValueError("base_url must begin with http(s)://host, as in http://127.0.0.1:8000/v1")
         return value
 
 

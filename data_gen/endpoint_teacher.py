@@ -23,8 +23,10 @@ from envs.registry import executor_told
 from executor.api import ApiExecutor
 from executor.build import load_executor, reads_of
 from executor.records import Executor
-from lm.endpoint import Endpoint, EndpointFailure, Message, user_message
+from lm.answers import Message
+from lm.endpoint import Endpoint, EndpointFailure, user_message
 from lm.ledger import Answer
+from lm.replies import marked
 from memory.trajectory import png_bytes
 
 COMPILE, AGAIN, RATIONALE = "teacher", "teacher, again", "rationale"  # roles, in the endpoint's accounts
@@ -98,6 +100,8 @@ class EndpointTeacher:
             parsed = read_emission(answer)
             if not (problem := _problem(parsed, request)):
                 break
+            if chat[-2]["content"] == answer.text:
+                break  # it does not change for being asked again
             complaint = f"That cannot be used ({problem}). Answer again, with the lines and nothing else."
             chat = [*chat, {"role": "assistant", "content": answer.text}, user_message(complaint)]
         text = answer.text if parsed.error else render(parsed.emission)
@@ -109,15 +113,16 @@ class EndpointTeacher:
         place = f"in {episode.scene}: " if episode.scene else ""
         told = "\n".join([f"goal: {place}{episode.goal}", *map(one_line, steps), outcome])
         system = {"role": "system", "content": WRITING}
-        return one_line((await self.endpoint.ask([system, user_message(told)], RATIONALE, RATIONALE_TOKENS)).text)
+        answer = await self.endpoint.ask([system, user_message(told)], RATIONALE, RATIONALE_TOKENS)
+        return one_line(marked(answer.text))
 
 
 def read_emission(answer: Answer) -> ParseResult:
-    """Read the emission in a chat model's answer; a fence around it is forgiven."""
-    lines = answer.text.strip().split("\n")
-    if len(lines) > 1 and lines[0].startswith("```") and lines[-1].strip() == "```":
-        lines = lines[1:-1]
-    parsed = parse("\n".join(lines))
+    """Read the emission that a chat model's answer is, or else what a fence or a label marks out in it."""
+    parsed = parse(answer.text)
+    if parsed.error:
+        inner = parse(marked(answer.text))
+        parsed = parsed if inner.error else inner
     return ParseResult(Emission(), ParseError.TRUNCATED) if answer.truncated else parsed
 
 

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from data_gen.cases import Case, Question, save_cases
-from lm.endpoint import Endpoint, EndpointFailure, Message, user_message
+from lm.answers import Message
+from lm.endpoint import Endpoint, EndpointFailure, user_message
+from lm.ledger import Answer
 from memory.protocol import Trace
 from memory.s3mem.llm import parts, shown_record
 from memory.s3mem.writing import record_ids
@@ -86,26 +88,27 @@ class QuestionTeacher:
         pairs = zip(traces, by_text, strict=True)
         return [Case(trace.task.id, (trace,), tuple(kept.values())) for trace, kept in pairs if kept], rejected
 
-    async def _asked(self, trace: Trace, part: Sequence[int]) -> str:
-        """Ask about a part of a history; once more, where the answer is no JSON."""
+    async def _asked(self, trace: Trace, part: Sequence[int]) -> Answer:
+        """Ask about a part of a history; once more, where the answer is no JSON and was not cut off."""
         ids = record_ids(trace)
         shown = "\n".join(f"[{ids[i]}] {shown_record(trace, i)}" for i in part)
         wanted = f"Write {self.per_part} questions.\n\nRecords:\n{shown}"
         chat: list[Message] = [{"role": "system", "content": _WRITE}, user_message(wanted)]
         answer = await self.endpoint.ask(chat, ROLE, MAX_TOKENS)
-        if json_object(answer.text) is None:
+        if json_object(answer.text) is None and not answer.truncated:
             complaint = "That is not the JSON object that was asked for. Answer with it and nothing else."
             chat = [*chat, {"role": "assistant", "content": answer.text}, user_message(complaint)]
             answer = await self.endpoint.ask(chat, AGAIN, MAX_TOKENS)
-        return answer.text
+        return answer
 
 
 def _listed(answer: Any) -> tuple[list[Any], tuple[str, str] | None]:
     """List the questions in an answer, or say why there are none."""
     if isinstance(answer, EndpointFailure):
         return [], ("failed", str(answer)[:CLIPPED])
-    listed = (json_object(answer) or {}).get("questions")
-    return (listed, None) if isinstance(listed, list) else ([], ("no_questions", answer[:CLIPPED]))
+    listed = (json_object(answer.text) or {}).get("questions")
+    why = "truncated" if answer.truncated else "no_questions"
+    return (listed, None) if isinstance(listed, list) else ([], (why, answer.text[:CLIPPED]))
 
 
 def checked(told: Any, known: set[str]) -> Question | str:

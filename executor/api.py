@@ -8,7 +8,8 @@ from typing import Any
 
 from executor.prompt import ExecutorRequest, executor_parts, instructed
 from executor.records import PAPER, Action, Reads, ground
-from lm.endpoint import Endpoint, Message, user_message
+from lm.answers import Message
+from lm.endpoint import Endpoint, user_message
 from memory.trajectory import png_bytes
 
 

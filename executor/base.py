@@ -12,6 +12,7 @@ from torch import Tensor
 from executor.prompt import ExecutorRequest, executor_parts, instructed
 from executor.records import PAPER, Action, Grounding, Reads, ground
 from lm.prompt import Prompt, PromptEncoder, check_context
+from lm.replies import answer_text
 
 
 class TokenExecutor:
@@ -119,5 +120,5 @@ class TokenExecutor:
     ) -> Action:
         written, cached = answer
         ids = written[: written.index(self.end_id)] if self.end_id in written else written
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = answer_text(self.tokenizer.decode(ids, skip_special_tokens=True))
         return Action(*ground(text, candidates), text, prompt.ids, len(prompt.ids), len(ids), cached)

@@ -229,14 +229,18 @@ class ProgramExecutor:
         if self.endpoint is None:
             return [plan_by_rule(now) for now in situations]
         prompts = {json.dumps(prompt): prompt for prompt in map(plan_prompt, situations)}
-        fresh = [key for key in prompts if key not in self._plans]
+        fresh, failed = [key for key in prompts if key not in self._plans], dict[str, Exception]()
         answers = self.endpoint.run([self.endpoint.ask(prompts[key], "planner", PLAN_TOKENS) for key in fresh])
         for key, answer in zip(fresh, answers, strict=True):
             if isinstance(answer, EndpointStop):
                 raise answer
-            plan = answer if isinstance(answer, EndpointFailure) else read_plan(answer.text)
-            self._plans[key] = plan or EndpointFailure("the planner's answer holds no program")
-        return [self._plans[json.dumps(plan_prompt(now))] for now in situations]
+            if isinstance(answer, EndpointFailure):
+                failed[key] = answer
+            else:
+                none = EndpointFailure(f"the planner's answer holds no program, it begins {answer.text[:80]!r}")
+                self._plans[key] = read_plan(answer.text) or none
+        plans = self._plans | failed
+        return [plans[json.dumps(plan_prompt(now))] for now in situations]
 
     def _action(self, now: Situation, plan: Plan, request: ExecutorRequest) -> Action:
         skill, command = self.carried_on(now, plan, request.history)

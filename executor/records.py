@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from compiler.records import SoftOn
 from executor.prompt import HISTORY, ExecutorRequest
+from lm.replies import marked
+from runtime.told import json_object
 
 if TYPE_CHECKING:
     from lm.prompt import Prompt
@@ -29,16 +32,39 @@ class Match(NamedTuple):
 
 
 def ground(text: str, admissible: Sequence[str] | None) -> Match:
-    """Find the admissible command that the first non-empty line of an executor's free answer means: equal up to case
-    and white space, else the closest by difflib's similarity, if that is at least 0.8."""
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "").rstrip(".")
+    """Find the admissible command that an executor's free answer means.
+
+    Its first line, if that is a command up to case and white space; else the one that it marks out (`commanded`) or the
+    closest to that by difflib's similarity, if it is at least 0.8; else the first line or piece of code that is one.
+    """
+    meant = commanded(text)
     if admissible is None:
-        return Match(line, Grounding.FREE)
+        return Match(meant, Grounding.FREE)
     folded = {_fold(command): command for command in admissible}
-    if _fold(line) in folded:
-        return Match(folded[_fold(line)], Grounding.EXACT)
-    close = difflib.get_close_matches(_fold(line), list(folded), n=1, cutoff=0.8)
-    return Match(folded[close[0]], Grounding.FUZZY) if close else Match(line, Grounding.FAILED)
+    lines = [line for line in text.splitlines() if line.strip()]
+    for line in (*lines[:1], meant):
+        if (command := folded.get(_fold(line)) or folded.get(_fold(line.rstrip(".")))) is not None:
+            return Match(command, Grounding.EXACT)
+    if close := difflib.get_close_matches(_fold(meant), list(folded), n=1, cutoff=0.8):
+        return Match(folded[close[0]], Grounding.FUZZY)
+    spans = [*map(_bare, lines), *re.findall(r"`([^`\n]+)`", text)]
+    said = next((folded[_fold(span)] for span in spans if _fold(span) in folded), None)
+    return Match(meant, Grounding.FAILED) if said is None else Match(said, Grounding.EXACT)
+
+
+def commanded(text: str) -> str:
+    """Return the one command in a free answer: its JSON's `action` or `command`, else the first line of what a label or
+    a fence marks out (`lm.replies.marked`), of all of it where nothing does."""
+    said = json_object(text) or {}
+    named = [said[name] for name in ("action", "command") if isinstance(said.get(name), str)]
+    if named and said.keys() <= {"action", "command", "thought", "thoughts", "reasoning", "reason"}:
+        return named[0].strip()
+    return _bare(next((line for line in marked(text).splitlines() if line.strip()), ""))
+
+
+def _bare(line: str) -> str:
+    """Strip a line of marks of lists, quotations, code and emphasis, and of its full stop."""
+    return re.sub(r"^(?:[>*•-]+\s+|>+|\d{1,3}[.)]\s+)+", "", line.strip()).strip("`* ").rstrip(".")
 
 
 def _fold(text: str) -> str:

@@ -1,10 +1,10 @@
 """One client for every OpenAI-compatible endpoint: closed executors and endpoint teachers alike.
 
-What can go wrong is counted by kind and tried again: `rate_limit` (429), `server_error` (5xx), `timeout`, `connection`,
-`not_json` (a body that is no JSON, or half of one), `no_choice` (JSON without an answer in it), `no_vectors` (without
-a vector for each text). What is not worth
-another attempt (`refused`: any other 4xx) fails the one request; a wrong key or model, a spent budget, or an endpoint
-that does not answer any more stop the client: no request is sent after that.
+Faults are counted by kind. Those that pass are tried again: `rate_limit` (429), `server_error` (5xx), `timeout`,
+`connection`, `not_json` (a body that is no JSON, or half of one), `no_choice` (JSON without an answer in it),
+`no_vectors` (without a vector for each text). Those that would come again (`lm.answers.FINAL`) fail their request at
+once, and the same request is not sent a second time. A wrong key or model, a spent budget, or several requests in a row
+that failed for one cause stop the client: no request is sent after that.
 
 Answers and what they cost are kept in a file (`lm.ledger`): the same request is paid once.
 """
@@ -15,43 +15,37 @@ import asyncio
 import base64
 import hashlib
 import json
-import math
 import os
+import re
 import threading
 import time
-from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
 
 from configs.models import EndpointConfig
+from lm.answers import Fault, Message, estimate, read_answer, read_vectors
 from lm.ledger import Answer, EndpointStop, Ledger, price
-from runtime.http import MAX_WAIT_S, TransientError, as_asked, retry_after
+from runtime.http import MAX_WAIT_S, as_asked, is_loopback, retry_after
 
 if TYPE_CHECKING:
     from openai import APIStatusError, AsyncOpenAI
 
 T = TypeVar("T")
-Message = dict[str, Any]  # {"role", "content"}, as the chat protocol has it
 
-SILENT = 5  # requests in a row that were given up before the endpoint counts as gone
+IN_A_ROW = 5  # requests that fail for one cause, with no answer in between, before the client stops
 STOPPING = (401, 402, 403, 404)  # a key, an account or a model that no later request will find mended
 RETRIED = {408: "timeout", 409: "server_error", 425: "rate_limit", 429: "rate_limit"}
 
 
 class EndpointFailure(RuntimeError):
     """One request has no usable answer after all attempts."""
-
-
-class _Fault(TransientError):
-    """One attempt failed. `paid`: tokens read and written that are charged all the same."""
-
-    def __init__(self, kind: str, detail: str, wait_s: float = 0.0, paid: tuple[int, int] = (0, 0)) -> None:
-        super().__init__(f"{kind}: {detail}", wait_s)
-        self.kind, self.paid = kind, paid
 
 
 class Endpoint:
@@ -63,6 +57,7 @@ class Endpoint:
 
     Raises:
         ValueError: the environment variable that should hold the key does not.
+        EndpointStop: the address, a proxy or the file of answers cannot be used.
     """
 
     def __init__(self, config: EndpointConfig, cache: Path | None = None) -> None:
@@ -74,7 +69,9 @@ class Endpoint:
         self._ledger = Ledger(named, config.model)
         self._pace = Pace(config.rpm, config.tpm)
         self._slots = asyncio.Semaphore(config.concurrency)
-        self._silent = 0
+        self._failed = Counter[str]()  # requests since the last answer, by cause
+        self._hopeless = dict[str, str]()  # what was wrong, by request
+        self._client = self._make_client()
 
     def run(self, work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Give results in order; where a coroutine raised EndpointFailure or EndpointStop, that stands in its place."""
@@ -108,7 +105,7 @@ class Endpoint:
         parameters = {self.config.length_key: max_tokens, **self.config.extra}
         if self.config.temperature is not None:
             parameters["temperature"] = self.config.temperature
-        body = {"model": self.config.model, "messages": list(messages), **parameters}
+        body = _as_text({"model": self.config.model, "messages": list(messages), **parameters})
         key = _request_key([body, repeat])
         expected = estimate(body["messages"]) + max_tokens
         self.check()
@@ -116,8 +113,10 @@ class Endpoint:
             if (known := self._ledger.answer(key)) is not None:
                 self.from_cache += 1
                 return known
+            if key in self._hopeless:
+                raise EndpointFailure(self._hopeless[key])
             async with self._slots:
-                answer = await self._insist(lambda: self._chat(body), role, expected)
+                answer = await self._insist(lambda: self._chat(body), role, expected, key)
             self._pace.correct(answer.tokens_in + answer.tokens_out - expected)
             return self._ledger.keep(key, role, answer)
         except EndpointStop as stop:
@@ -132,6 +131,7 @@ class Endpoint:
             EndpointFailure: no usable answer.
             EndpointStop: nothing is asked any more.
         """
+        texts = _as_text(list(texts))
         keys = [_request_key([self.config.model, self.config.extra, text]) for text in texts]
         self.check()
         try:
@@ -159,26 +159,38 @@ class Endpoint:
         """Sum up what the ledger holds for this model; `from_cache` counts the answers of this process."""
         return self._ledger.account(self.config) | {"from_cache": self.from_cache}
 
-    async def _insist(self, send: Callable[[], Awaitable[T]], role: str, estimate: int) -> T:
-        """Return what the first attempt that succeeds gives; `estimate`: the tokens of one."""
+    async def _insist(self, send: Callable[[], Awaitable[T]], role: str, estimate: int, key: str = "") -> T:
+        """Return what the first attempt that succeeds gives; `estimate`: the tokens of one; `key`: of the request."""
         backoff_s, tries = self.config.backoff_s, self.config.retries + 1
         attempts = AsyncRetrying(
-            retry=retry_if_exception_type(_Fault), stop=stop_after_attempt(tries), reraise=True,
+            retry=retry_if_exception(lambda error: isinstance(error, Fault) and not error.final),
             wait=as_asked(wait_exponential(backoff_s, MAX_WAIT_S) + wait_random(0, backoff_s)),
+            stop=stop_after_attempt(tries), reraise=True,
         )  # fmt: skip
         try:
             answer = await attempts(self._attempt, send, role, estimate)
-        except _Fault as last:
-            self._silent += 1
-            why = self._scrubbed(f"no usable answer in {tries} attempts, the last: {last}")
-            if self._silent < SILENT:
-                raise EndpointFailure(why) from None
-            raise EndpointStop(
-                f"{self.config.model} at {self.config.base_url} failed {self._silent} requests in a row "
-                f"({why}). See that it answers, then run the same command again"
-            ) from None
-        self._silent = 0
+        except Fault as last:
+            raise self._given_up(last, tries, key) from None
+        self._failed.clear()
         return answer
+
+    def _given_up(self, last: Fault, tries: int, key: str) -> EndpointFailure | EndpointStop:
+        """Say why a request has no answer; that nothing more is asked, where too many in a row failed alike."""
+        why = str(last) if last.final else f"no usable answer in {tries} attempts, the last: {last}"
+        why = self._scrubbed(why)
+        if last.final:
+            self._hopeless[key] = why
+        cause = last.kind if last.final else "no answer"
+        self._failed[cause] += 1
+        if self._failed[cause] < IN_A_ROW:
+            return EndpointFailure(why)
+        mend = "See that it answers, then run the same command again"
+        if last.final:
+            mend = "Mend that and run it again (with other settings, into another folder)"
+        return EndpointStop(
+            f"{self.config.model} at {self.config.base_url} failed {self._failed[cause]} requests in a row ({why}). "
+            f"{mend}"
+        )
 
     async def _attempt(self, send: Callable[[], Awaitable[T]], role: str, estimate: int) -> T:
         """Send one request, if the budget allows it and when the pace does; a fault is counted."""
@@ -187,22 +199,20 @@ class Endpoint:
         await asyncio.sleep(self._pace.delay(estimate))
         try:
             return await send()
-        except _Fault as fault:
+        except Fault as fault:
             self._ledger.count(role, fault.kind, *fault.paid)
             self._pace.hold(fault.wait_s)
-            if fault.kind == "refused":
-                raise EndpointFailure(str(fault)) from None
             raise
 
     async def _chat(self, body: dict[str, Any]) -> Answer:
-        """One request for an answer. Raises: _Fault, EndpointStop."""
-        create = self._client.chat.completions.with_raw_response.create  # at first this imports a great deal
+        """One request for an answer. Raises: Fault, EndpointStop."""
+        create = self._client.chat.completions.with_raw_response.create
         others = {name: value for name, value in body.items() if name not in ("model", "messages")}
-        told = await self._body(create(model=body["model"], messages=body["messages"], extra_body=others))
-        return read_answer(told, body["messages"])
+        reply = await self._body(create(model=body["model"], messages=body["messages"], extra_body=others))
+        return read_answer(reply, body["messages"], self.config.length_key)
 
     async def _vectors(self, texts: list[str], estimate: int) -> tuple[list[bytes], int]:
-        """One request for vectors; also the tokens that were read. Raises: _Fault, EndpointStop."""
+        """One request for vectors; also the tokens that were read. Raises: Fault, EndpointStop."""
         create = self._client.embeddings.with_raw_response.create
         asked = create(
             model=self.config.model, input=texts, encoding_format="float", extra_body=dict(self.config.extra)
@@ -210,29 +220,34 @@ class Endpoint:
         return read_vectors(await self._body(asked), len(texts), estimate)
 
     async def _body(self, request: Awaitable[Any]) -> str:
-        """Make one HTTP request; return its body. Raises: _Fault, EndpointStop."""
+        """Make one HTTP request; return its body. Raises: Fault, EndpointStop."""
         import openai
 
         try:
             async with asyncio.timeout(self.config.timeout_s):  # whole: a server may also drip bytes for ever
                 raw = await request
         except (TimeoutError, openai.APITimeoutError):
-            raise _Fault("timeout", f"no answer in {self.config.timeout_s:g} s") from None
+            raise Fault("timeout", f"no answer in {self.config.timeout_s:g} s") from None
         except openai.APIStatusError as error:
             raise self._refusal(error) from None
         except openai.APIConnectionError as error:
-            raise _Fault("connection", str(error.__cause__ or error)) from None
+            cause = error.__cause__ or error
+            raise Fault("connection", f"{type(cause).__name__}: {cause}{_proxies(self.config.base_url)}") from None
         return raw.text
 
-    def _refusal(self, error: APIStatusError) -> _Fault | EndpointStop:
+    def _refusal(self, error: APIStatusError) -> Fault | EndpointStop:
         status, detail = error.status_code, self._scrubbed(f"{error.status_code} {error.message[:300]}")
+        settings = {"max_tokens": "length_key", "max_completion_tokens": "length_key", "temperature": "temperature"}
+        settings |= dict.fromkeys(self.config.extra, "extra")
+        named = [f"api.{set_by}" for name, set_by in settings.items() if name in re.findall(r"\w+", error.message)]
+        detail += f" (see {', '.join(dict.fromkeys(named))})" if named else ""
         if status in STOPPING:
             return EndpointStop(
                 f"{self.config.base_url} refuses {self.config.model}: {detail}. Check api.base_url, api.model, "
                 f"and the key in the environment variable {self.config.key_env}"
             )
         kind = RETRIED.get(status, "server_error" if status >= 500 else "refused")
-        return _Fault(kind, detail, retry_after(error.response.headers.get("retry-after")))
+        return Fault(kind, detail, retry_after(error.response.headers.get("retry-after")))
 
     def _check_budget(self) -> None:
         limits = self.config
@@ -247,13 +262,19 @@ class Endpoint:
                     f"{tokens_out} written). What is done is kept: raise api.{name} and run the same command again"
                 )
 
-    @cached_property
-    def _client(self) -> AsyncOpenAI:
-        """Make it late, in the thread that uses it: importing openai takes a second. It leaves retries to us."""
-        from openai import AsyncOpenAI
+    def _make_client(self) -> AsyncOpenAI:
+        """Make the connections, without a proxy to a server on this machine; retries are ours. Raises: EndpointStop."""
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        where, key = self.config.base_url, self._key or "none"
-        return AsyncOpenAI(base_url=where, api_key=key, timeout=self.config.timeout_s, max_retries=0)
+        url = self.config.base_url
+        try:
+            http = DefaultAsyncHttpxClient(trust_env=not is_loopback(urlsplit(url).hostname or ""))
+            return AsyncOpenAI(
+                base_url=url, api_key=self._key or "none", timeout=self.config.timeout_s, max_retries=0,
+                http_client=http,
+            )  # fmt: skip
+        except Exception as error:  # an address, a proxy, a certificate or a package: nothing could be asked
+            raise EndpointStop(f"cannot ask {url}{_proxies(url)}: {error or type(error).__name__}") from error
 
     def _scrubbed(self, text: str) -> str:
         """Take out the key, which servers quote in their complaints."""
@@ -274,55 +295,21 @@ def content_part(part: str | bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(part).decode()}}
 
 
-def read_answer(text: str, messages: Sequence[Message] = ()) -> Answer:
-    """Read the first choice of a response body. Servers that count no tokens get an estimate, four characters each.
-    Raises: _Fault, where it is not JSON, or has no answer in it."""
-    body, counts = _read_json(text)
-    read, written = _count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens"))
-    try:
-        choice = body["choices"][0]
-        content, reason = choice["message"]["content"], choice.get("finish_reason")
-    except (LookupError, TypeError, AttributeError):
-        content, reason = None, None
-    if not isinstance(content, str):
-        raise _Fault("no_choice", f"the body begins {text[:80]!r}", paid=(read or 0, written or 0))
-    content = content.encode("utf-8", "replace").decode()  # half a surrogate pair is legal JSON, but not text
-    read = estimate(messages) if read is None else read
-    written = len(content) // 4 + 1 if written is None else written
-    return Answer(content, read, written, reason == "length")
-
-
-def read_vectors(text: str, n: int, estimate: int) -> tuple[list[bytes], int]:
-    """Read the n vectors of a response body as float32 in bytes, in the order of their texts, and the tokens that were
-    read (`estimate`, where the server counts none). Raises: _Fault, where there are not n of one length."""
-    body, counts = _read_json(text)
-    read = _count(counts.get("prompt_tokens"))
-    read = estimate if read is None else read
-    try:
-        rows = sorted(body["data"], key=lambda row: row["index"])
-        vectors = [array("f", row["embedding"]) for row in rows]
-        whole = [row["index"] for row in rows] == list(range(n)) and len({len(vector) for vector in vectors}) == 1
-        finite = all(math.isfinite(value) for vector in vectors for value in vector)
-    except (LookupError, TypeError, AttributeError, OverflowError):
-        vectors, whole, finite = [], False, False
-    if not (whole and finite and vectors[0]):
-        raise _Fault("no_vectors", f"not {n} vectors of one length, the body begins {text[:80]!r}", paid=(read, 0))
-    return [vector.tobytes() for vector in vectors], read
-
-
-def _read_json(text: str) -> tuple[Any, dict[str, Any]]:
-    """Read a response body, and its counts of tokens. Raises: _Fault, where it is not JSON."""
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _Fault("not_json", f"{type(error).__name__}, the body begins {text[:80]!r}") from None
-    usage = body.get("usage") if isinstance(body, dict) else None
-    return body, usage if isinstance(usage, dict) else {}
-
-
 def _request_key(told: Any) -> str:
     """Name a request by all that is asked, whatever the address."""
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def _as_text(value: T) -> T:
+    """Replace what UTF-8 cannot encode in a JSON value: half a surrogate pair."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+
+
+def _proxies(base_url: str) -> str:
+    """Name the variables whose proxies an address may be asked through; their values may hold passwords."""
+    proxies = {} if is_loopback(urlsplit(base_url).hostname or "") else getproxies()
+    names = [f"{scheme.upper()}_PROXY" for scheme in proxies if scheme in ("all", "http", "https")]
+    return f" (through the proxy of {' or '.join(names)})" if names else ""
 
 
 def _key(name: str | None) -> str:
@@ -334,17 +321,6 @@ def _key(name: str | None) -> str:
             "that wants none"
         )
     return key
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**9 else None
-
-
-def estimate(messages: Sequence[Message]) -> int:
-    """Count tokens, at four characters each; a picture counts as a thousand."""
-    contents = [message["content"] for message in messages]
-    parts = [part for parts in contents for part in ([{"text": parts}] if isinstance(parts, str) else parts)]
-    return sum(len(part["text"]) // 4 + 1 if "text" in part else 1000 for part in parts)
 
 
 class Pace:

@@ -17,6 +17,7 @@ from typing import Any
 from tenacity import retry, retry_if_exception, stop_after_delay, wait_random
 
 from configs.models import EndpointConfig
+from lm.replies import answer_text
 
 ANSWER = "answer"  # the outcome that is no fault
 WAIT_S = 60.0  # for other processes
@@ -71,17 +72,20 @@ class Ledger:
             self._db = _connect(path or ":memory:")
 
     def answer(self, key: str) -> Answer | None:
-        """Return what was answered to the request with this key, None where nothing was."""
+        """Return what was answered to the request with this key, None where nothing usable was: earlier versions stored
+        answers with their reasoning, and empty ones."""
         rows = self._rows("SELECT text, tokens_in, tokens_out, truncated FROM answers WHERE request = ?", key)
-        return next((Answer(text, read, written, bool(cut)) for text, read, written, cut in rows), None)
+        found = (Answer(answer_text(text), read, written, bool(cut)) for text, read, written, cut in rows)
+        return next((answer for answer in found if answer.text), None)
 
     def keep(self, key: str, role: str, answer: Answer) -> Answer:
         """Store and count an answer. Returns what the file holds: another process may have been first."""
         with self._clear_errors(), self._db:  # one transaction
             self._db.execute("BEGIN IMMEDIATE")
             self.count(role, ANSWER, answer.tokens_in, answer.tokens_out)
-            self._rows("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?)", key, *astuple(answer))
-        return self.answer(key) or answer
+            if (known := self.answer(key)) is None:
+                self._rows("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", key, *astuple(answer))
+        return known or answer
 
     def vectors(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the vectors that are known, by key."""

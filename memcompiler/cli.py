@@ -194,6 +194,9 @@ def answer_questions(
     engine: Annotated[Literal["hf", "vllm", "endpoint"], typer.Option(help="What the reader runs on.")] = "hf",
     base_url: Annotated[str, typer.Option(help="Of engine endpoint.")] = "https://api.openai.com/v1",
     key_env: Annotated[str, typer.Option(help="Of engine endpoint: variable with its key; empty: none.")] = "",
+    api: Annotated[list[str] | None, typer.Option(
+        help="Of engine endpoint: a further setting, as extra.max_completion_tokens=4096; may be given several times.",
+    )] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="So many questions, of all categories.")] = None,
     facts: Annotated[bool, typer.Option("--facts", help="Read the file's notes of the records instead.")] = False,
     picture_tokens: Annotated[int, typer.Option(
@@ -209,7 +212,8 @@ def answer_questions(
     from eval.qa.command import run_qa
     from memcompiler.options import own_settings
 
-    reader, used = (engine, model, base_url, key_env or None), MemoryModels.model_validate(own_settings(models))
+    endpoint, used = own_settings(api), MemoryModels.model_validate(own_settings(models))
+    reader = (engine, model, {"base_url": base_url, "key_env": key_env or None, **endpoint})
     run_qa(data, memory, own_settings(settings), tokens, facts, reader, limit, out, used, picture_tokens, attempts)
 
 

@@ -183,13 +183,17 @@ def _said(response: httpx.Response) -> str:
 LOOPBACK = "127.0.0.1"
 
 
+def is_loopback(host: str) -> bool:
+    """Tell whether a host is this machine itself."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def check_loopback(host: str) -> None:
     """Raise ValueError, unless `host` is an address of this machine that no other can reach."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_loopback(host):
         raise ValueError(
             f"{host} is not loopback, and requests travel unencrypted here: serve on {LOOPBACK}, and put an SSH tunnel "
             "or a proxy with TLS and authentication in front"

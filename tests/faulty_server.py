@@ -29,13 +29,14 @@ class FaultyServer:
 
     Attributes:
         faults: what the next requests get, in this order; an answer when it is empty.
+        answer: what a request is answered; a dictionary is a whole choice, finish_reason and all.
         served: how many requests got which fault, or "answer".
         bodies, keys: what was asked, and with which key.
         on_request: called with the number of requests so far, before each is served.
     """
 
     def __init__(
-        self, faults: Iterable[str] = (), answer: Callable[[list[dict[str, Any]]], str] = hashed,
+        self, faults: Iterable[str] = (), answer: Callable[[list[dict[str, Any]]], Any] = hashed,
         on_request: Callable[[int], None] = lambda n: None,
         vector: Callable[[str], list[float]] = lambda text: [float(len(text)), 1.0],
     ) -> None:  # fmt: skip
@@ -134,9 +135,10 @@ class _Handler(BaseHTTPRequestHandler):
                 data = [{**row, "embedding": []} for row in data]
         return json.dumps({"data": data[::-1], "model": body["model"], "usage": {"prompt_tokens": 5 * len(data)}})
 
-    def _answer(self, body: dict[str, Any], text: str) -> str:
+    def _answer(self, body: dict[str, Any], said: Any) -> str:
         usage = {"prompt_tokens": 100, "completion_tokens": 10}
-        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        choice = {"message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+        choice = said if isinstance(said, dict) else choice
         return json.dumps({"id": "1", "model": body["model"], "choices": [choice], "usage": usage})
 
     def _send(

@@ -19,7 +19,7 @@ from runtime.attempts import ATTEMPTS
 
 def run_qa(
     data: Path, memory: str, settings: Mapping[str, Any], tokens: int, facts: bool,
-    reader: tuple[str, str, str, str | None], limit: int | None, out: Path, models: MemoryModels,
+    reader: tuple[str, str, Mapping[str, Any]], limit: int | None, out: Path, models: MemoryModels,
     picture: int = 0, attempts: int = ATTEMPTS,
 ) -> None:  # fmt: skip
     cases = read_cases(data)
@@ -32,10 +32,11 @@ def run_qa(
     typer.echo(to_markdown(run_answers(asked, cases, read, out, models.cached_in(out / RESPONSES), attempts)))
 
 
-def load_reader(engine: str, model: str, base_url: str, key_env: str | None, out: Path, sees: bool = False) -> Reader:
-    """Load what answers; `sees`: it is shown pictures. Raises: ValueError, where it cannot be."""
+def load_reader(engine: str, model: str, api: Mapping[str, Any], out: Path, sees: bool = False) -> Reader:
+    """Load what answers; `api`: settings of its endpoint; `sees`: it is shown pictures. Raises: ValueError, where it
+    cannot be."""
     if engine == "endpoint":
-        config = EndpointConfig(base_url=base_url, model=model, key_env=key_env)
+        config = EndpointConfig.model_validate({**api, "model": model})
         return EndpointReader.load(config, out / RESPONSES)
     if engine == "vllm":
         if sees:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from configs.models import EndpointConfig, VllmEngine, model_path
 from lm.ledger import Answer, EndpointStop
+from lm.replies import answer_text
 
 Prompt = tuple[str | bytes, ...]
 """Texts and pictures (PNG) in the order in which they are read."""
@@ -113,18 +114,18 @@ class HfReader:
         ids, cache = self._read[prompt]
         return ids, copy.deepcopy(cache)
 
-    def _one(self, prompt: str) -> Answer:
+    def _one(self, prompt: str) -> Answer | None:
         import torch
 
         ids, cache = self._prefill(prompt)
         given = ids.shape[1]
-        ended = lambda told, scores: torch.tensor(["\n" in self._told(each[given:]).lstrip() for each in told])
+        ended = lambda ids, scores: torch.tensor([_ended(self._told(each[given:])) for each in ids])
         with torch.no_grad():
             out = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=MAX_TOKENS,
                 do_sample=False, stopping_criteria=[ended],
             )  # fmt: skip
-        return Answer(_first_line(self._told(out[0, given:])), given, out.shape[1] - given)
+        return _answer(self._told(out[0, given:]), given, out.shape[1] - given)
 
     def _tensor(self, ids: Sequence[int]) -> Any:
         import torch
@@ -207,7 +208,7 @@ class SeeingReader:
                 pad_token_id=self.backbone.pad_id, **positions, **batch.vision,
             )  # fmt: skip
         told = self.backbone.tokenizer.decode(out[0, given:], skip_special_tokens=True)
-        return Answer(_first_line(told), given, out.shape[1] - given)
+        return _answer(told, given, out.shape[1] - given)
 
     def _mean_logprob(self, prompt: Prompt, answer: str) -> float | None:
         import torch
@@ -248,10 +249,7 @@ class VllmReader:
             [{"prompt_token_ids": _chat(tokenizer, text_of(prompt))} for prompt in prompts],
             SamplingParams(temperature=0, max_tokens=MAX_TOKENS),
         )
-        return [
-            Answer(_first_line(o.outputs[0].text), len(o.prompt_token_ids or ()), len(o.outputs[0].token_ids))
-            for o in outputs
-        ]
+        return [_answer(o.outputs[0].text, len(o.prompt_token_ids or ()), len(o.outputs[0].token_ids)) for o in outputs]
 
     def liked(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]:
         return [None] * len(prompts)
@@ -289,7 +287,8 @@ class EndpointReader:
         return [None] * len(prompts)
 
     def count(self, shown: Prompt) -> int:
-        from lm.endpoint import estimate, user_message
+        from lm.answers import estimate
+        from lm.endpoint import user_message
 
         return estimate([user_message(*shown)])
 
@@ -303,5 +302,13 @@ def _chat(tokenizer: Any, prompt: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+def _ended(written: str) -> bool:
+    """Tell whether the first line of an answer is complete."""
+    answer = answer_text(written)
+    return bool(answer) and ("\n" in answer or "\n" in written[len(written.rstrip()) :])
+
+
+def _answer(written: str, tokens_in: int, tokens_out: int) -> Answer | None:
+    """Return the first line of the answer in what a model wrote; None where that is reasoning alone."""
+    text = next((line.strip() for line in answer_text(written).splitlines() if line.strip()), "")
+    return Answer(text, tokens_in, tokens_out) if text or not written.strip() else None

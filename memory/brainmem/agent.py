@@ -73,8 +73,10 @@ def analysed(attempts: Sequence[Trace], topic: Topic, ask: Ask) -> Answers:
         if made.experience is not None:
             break
         made.failed(EXPERIENCE)
+        if answer is None:  # the endpoint has tried what can be tried
+            break
         complaint = "That is not the JSON object that was asked for. Answer with it and nothing else."
-        chat = [*chat, {"role": "assistant", "content": answer or ""}, {"role": "user", "content": complaint}]
+        chat = [*chat, {"role": "assistant", "content": answer}, {"role": "user", "content": complaint}]
     return made
 
 

@@ -70,7 +70,7 @@ def _asked(ask: Ask, text: str, role: str) -> dict[str, Any] | None:
     for attempt in range(2):
         again = "" if not attempt else "\n\nThe last answer was no JSON object."
         told = ask([{"role": "user", "content": text + again}], role, MOST)
-        if (value := json_object(told)) is not None:
+        if (value := json_object(told)) is not None or told is None:  # None: there is no answer to be had
             return value
     return None
 

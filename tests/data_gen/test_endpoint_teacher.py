@@ -61,9 +61,10 @@ def test_a_bad_answer_is_asked_for_again_with_the_reason():
 
 
 def test_an_emission_that_stays_malformed_is_a_recorded_noaction():
+    """The same answer twice ends the attempts: a third would be paid for, too."""
     with FaultyServer(["garbage"] * 3) as server:
         [made] = teacher(server).compile([request()])
-        assert server.requests == 3
+        assert server.requests == 2
     assert made.parse_error == ParseError.UNKNOWN_LINE and made.emission == Emission() and "{0} %s" in made.text
 
 
@@ -76,10 +77,20 @@ def test_a_failure_stands_in_the_place_of_one_compilation():
 @pytest.mark.parametrize(
     ("text", "truncated", "error"),
     [("```\n.\n```", False, None), ("```text\n^ did it\n```", False, None), ("^ did it", True, ParseError.TRUNCATED),
+     ("Here it is:\n```\n> a | b\n+ c: d\n```", False, None), ("Action: > a | b", False, None),
+     ("Thought: hm.\nEmission:\n^ did it", False, None), ("> Action: go | look", False, None),
+     ("```\n> a", True, ParseError.TRUNCATED), ("Action: look", False, ParseError.UNKNOWN_LINE),
      ("", False, ParseError.EMPTY), ("> a | b | c", False, ParseError.TOO_MANY_FIELDS)],
 )  # fmt: skip
 def test_reading_an_answer(text, truncated, error):
     assert read_emission(Answer(text, 1, 1, truncated)).error == error
+
+
+def test_reasoning_reaches_neither_emissions_nor_rationales():
+    with FaultyServer(answer=lambda messages: "<think>\n> no | never\nnot mentioned</think>\n^ did it") as server:
+        [made] = teacher(server).compile([request()])
+        assert (made.text, made.parse_error, server.requests) == ("^ did it", None, 1)
+        assert teacher(server).rationales([episode()]) == ["^ did it"]
 
 
 def episode(success: bool = True) -> Episode:
@@ -91,6 +102,11 @@ def episode(success: bool = True) -> Episode:
         step.compilation = Compilation(".", Emission(), request=request())
         made.steps.append(step)
     return made
+
+
+def test_a_rationale_is_what_follows_its_thought():
+    with FaultyServer(answer=lambda messages: "Thought: hm.\nAction: the mug was there") as server:
+        assert teacher(server).rationales([episode()]) == ["the mug was there"]
 
 
 def test_rationales():

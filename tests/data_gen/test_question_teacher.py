@@ -110,7 +110,7 @@ def test_an_answer_that_is_no_json_is_asked_for_once_more() -> None:
     assert {role: of["answers"] for role, of in endpoint.account()["roles"].items()} == {ROLE: 1, AGAIN: 1}
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"questions": 3}', "[" * 10_000, '{"questions": [' * 500, "no {braces"])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"questions": 3}', "[" * 10_000, '{"questions": [' * 500, "no {braces"])
 def test_garbage_is_counted_and_said(tmp_path: Path, text: str) -> None:
     with FaultyServer(answer=lambda messages: text) as server:
         teacher = QuestionTeacher(Endpoint(server.config()))

@@ -77,6 +77,21 @@ def test_soft_tokens_are_dropped_and_the_record_says_so():
     assert step.tokens == {"compiler_in": 0, "compiler_out": 0, "executor_in": 100, "executor_out": 10}
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "<think>\nI open fridge 1?\n</think>\n\nlook",
+        "I open fridge 1?</think>look",
+        "Thought: fridge 1?\nAction: look",
+    ],
+)
+def test_an_actor_does_what_it_answers_not_what_it_thinks(answer):
+    with FaultyServer(answer=lambda messages: answer) as server:
+        [episode], _ = play(server, 1)
+    assert [(step.action, step.grounding) for step in episode.steps] == [("look", "exact")] * 2
+    assert all("think>" not in step.executor_text for step in episode.steps)
+
+
 def test_a_picture_is_shown_where_the_settings_say_so():
     picture = Image.new("RGB", (8, 8), (200, 0, 0))
     request = ExecutorRequest("goal", MemoryBlock(), (), "a room", COMMANDS, image=picture)

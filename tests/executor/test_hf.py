@@ -98,6 +98,13 @@ def test_hash_changes_with_the_weights_only():
     assert a.hash() != b.hash()
 
 
+def test_a_model_that_reasons_before_it_acts():
+    model = executor(mode="generate")
+    model.generate = lambda prompts, admissible: [(list(model.encoder.ids("<think>go to shelf 1</think>look")), None)]
+    [made] = model.act([request(2)])
+    assert (made.action, made.how, made.text) == ("look", Grounding.EXACT, "look")
+
+
 def test_grounding():
     assert ground("Go to  shelf 1.", COMMANDS).action == "go to shelf 1"
     assert ground("go to shelf 1", COMMANDS).how is Grounding.EXACT

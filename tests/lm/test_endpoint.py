@@ -1,22 +1,21 @@
 """The client of endpoints against a server that misbehaves by script: every fault counted, nothing paid twice."""
 
+import json
 import multiprocessing
+import socket
 import sqlite3
+import sys
 import threading
 import time
+from urllib.parse import urlsplit
 
 import pytest
 
 from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config
 from configs.models import EndpointConfig
-from lm.endpoint import (
-    Endpoint,
-    EndpointFailure,
-    Pace,
-    read_answer,
-    user_message,
-)  # fmt: skip
+from lm.answers import Fault, read_answer
+from lm.endpoint import Endpoint, EndpointFailure, Pace, user_message
 from lm.ledger import Answer, EndpointStop, Ledger
 from tests.faulty_server import MODEL, FaultyServer
 
@@ -151,8 +150,174 @@ def test_answers_are_data():
     strange = "{0} %s ${HOME} \ud800 __import__('os')"
     answer = read_answer('{"choices": [{"message": {"content": "{0} %s ${HOME} \\ud800 __import__(\'os\')"}}]}')
     assert answer.text == strange.replace("\ud800", "?") and answer.tokens_out > 0  # estimated, not free
-    odd = '{"choices": [{"message": {"content": "x"}, "finish_reason": "length"}], "usage": {"prompt_tokens": -5}}'
+    odd = (
+        '\ufeff{"choices": [{"message": {"content": "x"}, "finish_reason": "length"}], "usage": {"prompt_tokens": -5}}'
+    )
     assert read_answer(odd, [user_message("abcdefgh")]) == Answer("x", 3, 1, True)
+
+
+def choice(content: object = None, reason: str | None = "stop", **message: object) -> dict[str, object]:
+    return {"message": {"content": content, **message}, "finish_reason": reason}
+
+
+THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        choice("look"),
+        choice("<think>\nWait.\n</think>\n\nlook"),
+        choice("Wait.\n</think>\r\n\r\nlook\r\n"),
+        choice("look", reasoning_content="Wait."),
+        choice([{"type": "text", "text": "look"}]),
+        choice("\ufeff look"),
+        choice([THOUGHT, {"type": "output_text", "text": "lo"}, {"type": "text", "text": "ok"}]),
+        choice({"type": "text", "text": "look"}),
+        choice("```text\nlook\n```"),
+        choice("look", tool_calls=[{"function": {"name": "f"}}]),
+        choice("look", refusal=None),
+    ],
+)
+def test_every_shape_of_an_answer_is_read(shape):
+    body = {"choices": [choice(None, "length"), shape], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+    assert read_answer(json.dumps(body)) == Answer("look", 3, 2)  # of several choices, the first that holds one
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "go", "arguments": "{}"}}
+NO_ANSWERS = [
+    (choice(None, "length"), "length", "max_completion_tokens"),
+    (choice("", "MAX_TOKENS", reasoning="Wait"), "length", "all of it is in reasoning"),
+    (choice("<think>\nOkay, the user", "length"), "length", "all of it was reasoning"),
+    (choice(" \n", "stop", reasoning_content="Wait"), "empty", "reasoning_content"),
+    (choice([THOUGHT]), "empty", "thinking"),
+    (choice(None, "content_filter"), "content_filter", "finish_reason content_filter"),
+    (choice("Half an ans", "content_filter"), "content_filter", "finish_reason content_filter"),
+    (choice(None, "SAFETY"), "content_filter", "finish_reason safety"),
+    (choice(None, "stop", refusal="I cannot help."), "refusal", "refusal I cannot help."),
+    (choice([{"type": "refusal", "refusal": "Never."}]), "refusal", "refusal Never."),
+    (choice(None, "tool_calls", tool_calls=[CALL]), "tool_call", "tool call go"),
+    (choice(None, "function_call", function_call={"name": "walk"}), "tool_call", "tool call walk"),
+]
+
+
+@pytest.mark.parametrize(("shape", "kind", "named"), NO_ANSWERS)
+def test_what_would_come_again_is_named_and_paid_for_once(shape, kind, named):
+    with FaultyServer(answer=lambda messages: shape) as server:
+        endpoint = Endpoint(server.config(concurrency=1))
+        [first], [again] = ask(endpoint, "one"), ask(endpoint, "one")
+        assert server.requests == 1 and isinstance(first, EndpointFailure) and str(again) == str(first)
+        assert str(first).startswith(f"{kind}: ") and named in str(first)
+    account = endpoint.account()
+    assert account["faults"] == {kind: 1} and (account["tokens_in"], account["tokens_out"]) == (100, 10)
+
+
+def test_failures_of_one_cause_in_a_row_stop_the_run_and_an_answer_between_them_does_not():
+    shapes = [choice("fine") if n == 4 else choice(None, "content_filter") for n in range(9)]
+    with FaultyServer(answer=lambda messages: shapes[server.requests - 1]) as server:
+        results = ask(Endpoint(server.config(concurrency=1)), *"abcdefghi")
+    assert [type(each) for each in results] == [EndpointFailure] * 4 + [Answer] + [EndpointFailure] * 4
+    with FaultyServer(answer=lambda messages: choice(None, "length")) as server:
+        results = ask(Endpoint(server.config(concurrency=1)), *"abcdefgh")
+        assert server.requests == 5 and [type(each) for each in results[4:]] == [EndpointStop] * 4
+    assert "5 requests in a row" in str(results[-1]) and "finish_reason length" in str(results[-1])
+
+
+@pytest.mark.parametrize("shape", [choice(None, None), choice(None, "error"), {"message": None}, {"text": "x"}])
+def test_a_body_without_a_reason_may_pass(shape):
+    with pytest.raises(Fault) as fault:
+        read_answer(json.dumps({"choices": [shape]}))
+    assert fault.value.kind == "no_choice" and not fault.value.final
+
+
+def test_reasoning_tokens_are_named():
+    usage = {"completion_tokens": 50, "completion_tokens_details": {"reasoning_tokens": 49}}
+    with pytest.raises(Fault, match="finish_reason length, 49 of 50 tokens were reasoning") as fault:
+        read_answer(json.dumps({"choices": [choice(None, "length")], "usage": usage}))
+    assert fault.value.paid == (0, 50)
+
+
+def test_a_refused_parameter_names_its_setting(monkeypatch):
+    monkeypatch.setenv("SOME_KEY", "temperature and max_tokens")  # what the server quotes
+    with FaultyServer(["400"]) as server:
+        [refused] = ask(Endpoint(server.config(key_env="SOME_KEY")), "one")
+    assert "(see api.length_key, api.temperature)" in str(refused)
+
+
+def test_cached_answers_of_earlier_versions_are_read_as_new_ones(tmp_path):
+    with FaultyServer(answer=lambda messages: "fine") as server:
+        ask(Endpoint(server.config(), tmp_path / "a.sqlite"), "one", "two", "three")
+        with sqlite3.connect(tmp_path / "a.sqlite") as db:
+            old = ["<think>\nhm\n</think>\n\ngo", "<think>\nnever ends", ""]
+            keys = [key for [key] in db.execute("SELECT request FROM answers")]
+            db.executemany("UPDATE answers SET text = ? WHERE request = ?", zip(old, keys, strict=True))
+        endpoint = Endpoint(server.config(), tmp_path / "a.sqlite")
+        assert sorted(answer.text for answer in ask(endpoint, "one", "two", "three")) == ["fine", "fine", "go"]
+        assert server.requests == 5 and (endpoint.account()["answers"], endpoint.account()["from_cache"]) == (5, 1)
+        ask(Endpoint(server.config(), tmp_path / "a.sqlite"), "one", "two", "three")
+        assert server.requests == 5
+
+
+@pytest.mark.parametrize("half", ["\ud800", "\udfff"])
+def test_half_a_surrogate_pair_in_a_request_is_replaced(half):
+    with FaultyServer() as server:
+        endpoint = Endpoint(server.config())
+        [answer] = ask(endpoint, f"a mug {half}!")
+        [[vector]] = endpoint.run([endpoint.embed([f"mug {half}"], "test")])
+    assert isinstance(answer, Answer) and vector
+    assert server.bodies[0]["messages"][0]["content"] == "a mug ?!" and server.bodies[1]["input"] == ["mug ?"]
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "ftp://me:secret@proxy:1", "http://[::1"])
+def test_a_proxy_that_cannot_be_used_is_one_line_before_anything_is_asked(monkeypatch, proxy):
+    Endpoint(EndpointConfig(model=MODEL, key_env=None))  # what it imports is imported as it is
+    monkeypatch.setitem(sys.modules, "socksio", None)  # as where httpx came without its extra
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(
+        EndpointStop, match=r"cannot ask http://x\.invalid/v1 \(through the proxy of ALL_PROXY\)"
+    ) as stop:
+        Endpoint(EndpointConfig(base_url="http://x.invalid/v1", model=MODEL, key_env=None))
+    assert "\n" not in str(stop.value) and "secret" not in str(stop.value)
+    with FaultyServer() as server:  # on this machine, no proxy is asked
+        assert isinstance(ask(Endpoint(server.config()), "one")[0], Answer)
+
+
+def relay_socks(listener, port):
+    """Serve one SOCKS5 client: whatever host it names, it is connected to this port of this machine."""
+    client, _ = listener.accept()
+    with client, socket.create_connection(("127.0.0.1", port)) as server:
+        client.recv(99)
+        client.sendall(b"\x05\x00")
+        client.recv(999)
+        client.sendall(b"\x05\x00\x00\x01" + bytes(6))
+        request = client.recv(99_999)
+        while not request.endswith(b"}"):
+            request += client.recv(99_999)
+        server.sendall(request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+        while reply := server.recv(99_999):
+            client.sendall(reply)
+
+
+@pytest.mark.parametrize("scheme", ["socks5", "http"])
+def test_other_hosts_are_asked_through_a_proxy(monkeypatch, scheme):
+    if scheme == "socks5":
+        pytest.importorskip("socksio")
+    with FaultyServer() as server, socket.create_server(("127.0.0.1", 0)) as listener:
+        port = urlsplit(server.url).port
+        threading.Thread(target=relay_socks, args=(listener, port), daemon=True).start()
+        proxy = (
+            listener.getsockname()[1] if scheme == "socks5" else port
+        )  # over HTTP, the server is asked as if the proxy
+        monkeypatch.setenv("ALL_PROXY", f"{scheme}://127.0.0.1:{proxy}")
+        config = server.config(retries=0).model_copy(update={"base_url": "http://models.invalid/v1"})
+        [answer] = ask(Endpoint(config), "one")
+    assert isinstance(answer, Answer) and server.requests == 1
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000/v1", "localhost", "ftp://host/v1", "https://", "http:///v1"])
+def test_an_address_is_checked_with_the_settings(url):
+    with pytest.raises(ConfigError, match=r"http\(s\)://host"):
+        load_config(EvalConfig, None, [f"executor.api.base_url={url}"])
 
 
 def _write(path, start, n):

@@ -142,6 +142,13 @@ def test_a_model_that_is_gone_leaves_the_journal_as_it_was(tmp_path: Path) -> No
     assert memory.snapshot() == 1 and prompt(memory) == before
 
 
+def test_what_an_endpoint_cannot_answer_is_asked_once(tmp_path: Path) -> None:
+    model = Model(experience=None)
+    memory = BrainMem(tmp_path, ask=model)
+    memory.commit([[trace(1)]])
+    assert model.asked == ["reflection", "experience"] and memory.failures == {"experience": 1}
+
+
 def test_settings_name_the_endpoint_and_it_is_paid_once(tmp_path: Path) -> None:
     with FaultyServer(["500"], answer=lambda messages: json.dumps(SAID)) as server:
         api = server.config().model_dump()

@@ -24,7 +24,8 @@ from eval.paper.questions import question_table
 from eval.paper.tables import MEASURED
 from eval.qa.answers import Asked, chosen_questions, run_answers, to_markdown
 from eval.qa.evidence import BASELINES, asking
-from eval.qa.readers import ABSTAIN, HfReader, Prompt, _chat, prompt_of, text_of
+from eval.qa.readers import ABSTAIN, EndpointReader, HfReader, Prompt, _answer, _chat, _ended, prompt_of, text_of
+from lm.endpoint import Endpoint
 from lm.ledger import Answer
 from memory.protocol import Record, Trace
 from tests.commands.running import memcompiler
@@ -159,6 +160,33 @@ def test_where_every_answer_failed_one_line_names_the_cause(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"no results of .*failed: 8 of 8.*no route to the reader") as told:
         run_answers(asked(), [replace(cases()[0], questions=cases()[0].questions[:8])], reader, tmp_path)
     assert "\n" not in str(told.value) and not (tmp_path / "results.json").exists()
+
+
+def test_scores_and_abstaining_look_at_answers_without_reasoning(tmp_path: Path) -> None:
+    think = "<think>\nIs it not mentioned? No information available?\n</think>\n\n"
+    told = lambda messages: think + ("Not mentioned" if "of Bo" in messages[0]["content"] else "room4")
+    with FaultyServer(answer=told) as server:
+        run_answers(asked("oracle"), cases(), EndpointReader(MODEL, Endpoint(server.config())), tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert {row["answer"] for row in rows} == {"room4", "Not mentioned"}
+    assert all(row["abstained"] == row["absent"] for row in rows) and sum(row["f1"] for row in rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "answer", "ended"),
+    [
+        ("\n\nroom4", "room4", False),
+        ("room4\nfor", "room4", True),
+        ("room4\n", "room4", True),
+        ("<think>a\nb", None, False),
+        ("<think>a\nb</think>\n\nroom4", "room4", False),
+        ("a\n</think>\nroom4.\n", "room4.", True),
+        ("", "", False),
+    ],
+)
+def test_readers_on_this_machine_say_the_first_line_behind_their_reasoning(written, answer, ended) -> None:
+    made = _answer(written, 1, 2)
+    assert (made.text if made else None) == answer and _ended(written) == ended
 
 
 def test_a_run_asks_nothing_twice_and_takes_no_other_question(tmp_path: Path) -> None:

@@ -185,12 +185,12 @@ def test_who_sees_nothing_is_shown_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sees no pictures"):
         text_of(("text", b"picture"))
     with pytest.raises(ValueError, match="shown no pictures here"):
-        load_reader("vllm", "m", "", None, tmp_path, sees=True)
+        load_reader("vllm", "m", {}, tmp_path, sees=True)
     backbone = lm_backbone()
     backbone.model.save_pretrained(tmp_path / "m")
     backbone.processor.save_pretrained(tmp_path / "m")
     with pytest.raises(ValueError, match=r"m sees no pictures"):
-        load_reader("hf", str(tmp_path / "m"), "", None, tmp_path, sees=True)
+        load_reader("hf", str(tmp_path / "m"), {}, tmp_path, sees=True)
 
 
 def test_steps_of_logs_have_pictures_too(tmp_path: Path) -> None:

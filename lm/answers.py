@@ -1,0 +1,148 @@
+"""Read the response bodies of endpoints: an answer or vectors, or a fault that names what is there instead."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm.ledger import Answer
+from lm.replies import answer_text
+from runtime.http import TransientError
+
+Message = dict[str, Any]  # {"role", "content"}, as the chat protocol has it
+
+# Kinds of faults that the same request would meet again, and what can be done about each.
+FINAL = {
+    "refused": "",  # any other 4xx
+    "refusal": "Ask another model",
+    "content_filter": "Ask another model, or have the provider's filter changed",
+    "tool_call": "No tools were offered: have the server answer in text (tool_choice: none, or its tool parser off)",
+    "length": "Give it more room (api.extra={%(length_key)s: N}), or turn its reasoning off (api.extra)",
+    "empty": "Ask another model, or turn its reasoning off (api.extra)",
+}
+# Finish reasons, in lower case: of a filter, of the limit of tokens, of what may pass.
+_FILTERED = ("content_filter", "refusal", "safety", "recitation", "prohibited_content", "sensitive")
+_CUT, _PASSING = ("length", "max_tokens"), ("none", "error", "abort", "other", "unknown")
+
+
+class Fault(TransientError):
+    """One attempt failed. `paid`: tokens read and written that are charged all the same."""
+
+    def __init__(self, kind: str, detail: str, wait_s: float = 0.0, paid: tuple[int, int] = (0, 0)) -> None:
+        super().__init__(f"{kind}: {detail}", wait_s)
+        self.kind, self.paid = kind, paid
+
+    @property
+    def final(self) -> bool:
+        return self.kind in FINAL
+
+
+def read_answer(text: str, messages: Sequence[Message] = (), length_key: str = "max_tokens") -> Answer:
+    """Read the first choice of a response body that holds an answer. Servers that count no tokens get an estimate, four
+    characters each. Raises: Fault, which names why there is no answer."""
+    body, counts = _read_json(text)
+    read, written = _count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens"))
+    choices = body.get("choices") if isinstance(body, dict) else None
+    faults = list[Fault]()
+    for choice in choices if isinstance(choices, list) else []:
+        content, kind, why = _read_choice(choice, counts)
+        if not kind:
+            read = estimate(messages) if read is None else read
+            written = len(content) // 4 + 1 if written is None else written
+            return Answer(content, read, written, _finish(choice) in _CUT)
+        advice = FINAL.get(kind, "") % {"length_key": length_key}
+        faults.append(Fault(kind, f"{why}. {advice}" if advice else why, paid=(read or 0, written or 0)))
+    raise next(iter(faults), Fault("no_choice", f"the body begins {text[:300]!r}", paid=(read or 0, written or 0)))
+
+
+def _read_choice(choice: Any, counts: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the answer in one choice; or "", a kind of fault, and what the choice says about it."""
+    message = choice.get("message") if isinstance(choice, dict) else None
+    if not isinstance(message, dict):
+        return "", "no_choice", f"a choice without a message: {str(choice)[:300]!r}"
+    content, reason = message.get("content"), _finish(choice)
+    parts = content if isinstance(content, list) else [content]
+    parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]
+    texts = [part.get("text") for part in parts if part.get("type") in ("text", "output_text")]
+    written = "".join(text for text in texts if isinstance(text, str))
+    answer = answer_text(written.encode("utf-8", "replace").decode())  # half a surrogate pair is JSON, but not text
+    if answer and reason not in _FILTERED:
+        return answer, "", ""
+    refusal = message.get("refusal") or next((part["refusal"] for part in parts if part.get("refusal")), None)
+    calls, reasoned = _tool_calls(message, parts), _reasoned(message, parts, counts)
+    if not answer and written.strip():
+        reasoned = reasoned or "all of it was reasoning"
+    kind = (
+        "refusal" if refusal else "content_filter" if reason in _FILTERED else "tool_call" if calls
+        else "length" if reason in _CUT else "no_choice" if reason in _PASSING and not reasoned else "empty"
+    )  # fmt: skip
+    facts = {"finish_reason": reason, "refusal": str(refusal or "")[:200], "tool call": ", ".join(calls)[:200]}
+    said = [f"{name} {fact}" for name, fact in facts.items() if fact]
+    return "", kind, ", ".join(filter(None, ["no answer", *said, reasoned]))
+
+
+def _finish(choice: Mapping[str, Any]) -> str:
+    """Return why a choice ended, in lower case; "none" where it does not say."""
+    return str(choice.get("finish_reason")).lower()[:40]
+
+
+def _tool_calls(message: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """List the names of the tools that a message calls."""
+    calls = message.get("tool_calls")
+    calls = [*(calls if isinstance(calls, list) else []), {"function": message.get("function_call")}]
+    named = [call.get("function") for call in calls if isinstance(call, dict)]
+    named += [part for part in parts if part.get("type") in ("tool_use", "tool_call", "function_call")]
+    return [str(each.get("name")) for each in named if isinstance(each, dict)]
+
+
+def _reasoned(message: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], counts: Mapping[str, Any]) -> str:
+    """Say how much of an answer was reasoning in fields of its own, which are not read; "" for none."""
+    details = counts.get("completion_tokens_details")
+    tokens = _count(details.get("reasoning_tokens")) if isinstance(details, dict) else None
+    if tokens:
+        return f"{tokens} of {counts.get('completion_tokens')} tokens were reasoning"
+    fields = [name for name in ("reasoning_content", "reasoning", "thinking") if message.get(name)]
+    fields += [str(part["type"]) for part in parts if part.get("type") in ("thinking", "reasoning")]
+    return f"all of it is in {fields[0]}" if fields else ""
+
+
+def read_vectors(text: str, n: int, estimate: int) -> tuple[list[bytes], int]:
+    """Read the n vectors of a response body as float32 in bytes, in the order of their texts, and the tokens that were
+    read (`estimate`, where the server counts none). Raises: Fault, where there are not n of one length."""
+    body, counts = _read_json(text)
+    read = _count(counts.get("prompt_tokens"))
+    read = estimate if read is None else read
+    try:
+        rows = sorted(body["data"], key=lambda row: row["index"])
+        vectors = [array("f", row["embedding"]) for row in rows]
+        whole = [row["index"] for row in rows] == list(range(n)) and len({len(vector) for vector in vectors}) == 1
+        finite = all(math.isfinite(value) for vector in vectors for value in vector)
+    except (LookupError, TypeError, AttributeError, OverflowError):
+        vectors, whole, finite = [], False, False
+    if not (whole and finite and vectors[0]):
+        raise Fault("no_vectors", f"not {n} vectors of one length, the body begins {text[:80]!r}", paid=(read, 0))
+    return [vector.tobytes() for vector in vectors], read
+
+
+def _read_json(text: str) -> tuple[Any, dict[str, Any]]:
+    """Read a response body, and its counts of tokens. Raises: Fault, where it is not JSON."""
+    try:
+        body = json.loads(text.removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as error:
+        raise Fault("not_json", f"{type(error).__name__}, the body begins {text[:80]!r}") from None
+    usage = body.get("usage") if isinstance(body, dict) else None
+    return body, usage if isinstance(usage, dict) else {}
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**9 else None
+
+
+def estimate(messages: Sequence[Message]) -> int:
+    """Count tokens, at four characters each; a picture counts as a thousand."""
+    contents = [message["content"] for message in messages]
+    parts = [part for parts in contents for part in ([{"text": parts}] if isinstance(parts, str) else parts)]
+    return sum(len(part["text"]) // 4 + 1 if "text" in part else 1000 for part in parts)
