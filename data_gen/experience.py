@@ -37,6 +37,7 @@ from envs.spec import installed_versions, source_sha256
 from memory.protocol import MemorySystem, Trace
 from memory.trajectory import png_bytes
 from runtime.errors import is_failure
+from runtime.lock import FolderLock
 from runtime.progress import progress
 from runtime.store import locked, to_json, write_atomically
 
@@ -134,7 +135,8 @@ def filled_bank(
         if (folder / WHOLE).exists():
             console.print(f"  experience: {len(bank)} episodes are in {folder}")
         else:
-            _fill(config, envs, experience, bank, follows_from, folder / WHOLE)
+            with FolderLock(folder / "bank", "memcompiler"):
+                _fill(config, envs, experience, bank, follows_from, folder / WHOLE)
     _lead(out / "bank", folder / "bank")
     return bank
 
@@ -192,7 +194,8 @@ def _lead(link: Path, bank: Path) -> None:
     link.parent.mkdir(parents=True, exist_ok=True)
     target = os.path.relpath(bank.resolve(), link.parent.resolve())
     if not link.is_symlink() or os.readlink(link) != target:
-        link.unlink(missing_ok=True)
+        if link.is_symlink():
+            link.unlink()
         link.symlink_to(target)
 
 

@@ -10,7 +10,8 @@ import typer
 
 from configs.collect import MemoryModels
 from configs.models import EndpointConfig
-from eval.qa.answers import Asked, run_answers, to_markdown
+from configs.run_folder import output_folder
+from eval.qa.answers import ANSWERS, ASKED, RESULTS, Asked, run_answers, to_markdown
 from eval.qa.files import read_cases
 from eval.qa.readers import EndpointReader, HfReader, Reader, SeeingReader, VllmReader
 from memory.registry import RESPONSES
@@ -22,10 +23,10 @@ def run_qa(
     picture: int = 0,
 ) -> None:  # fmt: skip
     cases = read_cases(data)
-    out.mkdir(parents=True, exist_ok=True)
-    read = load_reader(*reader, out, picture > 0)
     asked = Asked(data.name, memory, settings, tokens, facts, f"{reader[0]}:{reader[1]}", limit, models.told(), picture)
-    typer.echo(to_markdown(run_answers(asked, cases, read, out, models.cached_in(out / RESPONSES))))
+    with output_folder(out, "qa", (ASKED, ANSWERS, RESULTS, "memory"), "reader", [("--data", data)]):
+        read = load_reader(*reader, out, picture > 0)
+        typer.echo(to_markdown(run_answers(asked, cases, read, out, models.cached_in(out / RESPONSES))))
 
 
 def load_reader(engine: str, model: str, base_url: str, key_env: str | None, out: Path, sees: bool = False) -> Reader:
