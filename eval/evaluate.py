@@ -264,10 +264,6 @@ def _check_checkpoints(made: Sequence[Cell]) -> None:
 def _run_matrix(config: EvalConfig, made: Sequence[Cell], run: RunFolder, loaded: ModelCache) -> dict[str, Any]:
     """Play every cell in turn, each resumed by itself; then put all of them in one table."""
     out = run.path
-    if (out / RESULTS).exists() and (pooled := read_json(out / RESULTS))["complete"]:
-        console.print(f"  {out} is complete already")
-        print_results(pooled, console)
-        return pooled
     done: dict[str, dict[str, Any]] = {}
     described: dict[str, dict[str, Any]] = {}  # what each finished cell's results say about it, and where it lies
     for number, cell in enumerate(made, start=1):
