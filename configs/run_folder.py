@@ -128,7 +128,7 @@ class RunFolder:
         if self.lock is not None:
             self.lock.release()
         if error is not None:
-            error.add_note(f"while writing {self.path}:")
+            error.add_note(f"run folder {self.path}")
 
     def record(self, **facts: object) -> list[str]:
         """Add facts to environment.json: the environment's version, the data's hash, the device that is used.
@@ -179,7 +179,7 @@ def check_run(folder: Path, config: BaseModel, on_exists: str, ignore: Sequence[
     check_inputs(folder, _inputs(config))
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"{folder} is a file: choose another folder (--out)")
-    if not folder.exists() or all(_is_left_over(entry.name) for entry in folder.iterdir()):
+    if not folder.exists() or all(map(_is_left_over, folder.iterdir())):
         return "new"
     if not (folder / CONFIG).is_file():
         raise RunFolderError(f"{folder} is not empty and not a run (no {CONFIG}): choose another folder (--out)")
@@ -202,9 +202,11 @@ def check_run(folder: Path, config: BaseModel, on_exists: str, ignore: Sequence[
     return "overwrite" if on_exists == "overwrite" else "resume"
 
 
-def _is_left_over(name: str) -> bool:
-    """Tell whether a name is of what a killed command leaves in a new folder."""
-    return name in (LOCK, ENVIRONMENT) or (name.startswith(".") and name.endswith(TEMPORARY))
+def _is_left_over(path: Path) -> bool:
+    """Tell whether that is what a killed command leaves in a new folder."""
+    if path.name == ENVIRONMENT:
+        return "kind" in _read_environment(path.parent)
+    return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(TEMPORARY))
 
 
 def describe_run(folder: Path) -> str:

@@ -168,9 +168,12 @@ def train_router(
     questions: Annotated[Path | None, typer.Option(help="More of them: a file of `data questions`.")] = None,
 ) -> None:
     """Train S3Mem's evidence router on template questions about our own episodes (docs/s3mem.md)."""
+    from configs.run_folder import output_folder
     from training.router import train_router
 
-    train_router(out, environments.split(","), features, seed, questions=questions)
+    read = [("--questions", questions)] if questions else []
+    with output_folder(out, "train router", ("router.json", "router.safetensors"), "trained_on", read):
+        train_router(out, environments.split(","), features, seed, questions=questions)
 
 
 @app.command("eval")

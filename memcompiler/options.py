@@ -119,7 +119,7 @@ def _one_line(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
     elif _FULL.search(text) or _READ_ONLY.search(text):  # of a library, whatever the exception's type
-        text = " ".join([*getattr(error, "__notes__", [])[:1], text.partition("\n")[0]])
+        text = ": ".join([*getattr(error, "__notes__", [])[:1], text.partition("\n")[0]])
     elif not isinstance(error, _known_failures()):
         return None
     return text + (" (free some space and run the same command again)" if _FULL.search(text) else "")

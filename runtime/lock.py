@@ -21,7 +21,7 @@ from typing import Any
 
 from runtime.store import NO_LOCKS, naming
 
-LOCK = ".lock"
+LOCK = ".memcompiler.lock"
 _held: dict[tuple[int, Path], tuple[int, int]] = {}  # (process, lock file) -> (descriptor, locks of this process on it)
 _guard = threading.Lock()
 

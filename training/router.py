@@ -21,7 +21,6 @@ from rich.console import Console
 
 from configs.evaluation import EvalConfig
 from configs.load import load_config
-from configs.run_folder import output_folder
 from data_gen.cases import Case, Question, load_cases
 from data_gen.histories import lived, played
 from data_gen.questions import step_case
@@ -169,7 +168,6 @@ def train_router(
         sha = hashlib.sha256(questions.read_bytes()).hexdigest()[:16]
         manifest["asked"] = {"questions": sum(len(case.questions) for case in more), "sha256": sha}
     router = replace(chosen, manifest=manifest)
-    with output_folder(out, "train router", ("router.json", "router.safetensors"), "trained_on"):
-        router.save(out / "router.safetensors")
+    router.save(out / "router.safetensors")
     console.print(f"  {out / 'router.safetensors'}: sha256 {router.sha256[:16]}, {time.monotonic() - started:.0f} s")
     return router

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,14 @@ from configs import run_folder
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.load import load_config
-from configs.run_folder import RunFolder, RunFolderError, describe_environment
+from configs.run_folder import (
+    RunFolder,
+    RunFolderError,
+    describe_environment,
+    describe_run,
+    memory_lock,
+    output_folder,
+)
 from configs.training import GrpoConfig, SftConfig
 from runtime.lock import LOCK
 from runtime.store import RecordError
@@ -226,6 +234,82 @@ def test_a_file_and_an_unknown_choice(tmp_path):
         RunFolder.create(tmp_path / "file", Settings())
     with pytest.raises(RunFolderError, match="one of resume, raise, overwrite; received 'force'"):
         RunFolder.create(tmp_path / "new", Settings(), on_exists="force")  # type: ignore[arg-type]
+
+
+# --- one writer ---
+
+
+def in_child(call: Callable[[], object]) -> str:
+    """Call it in a forked process; returns what it raised, if anything."""
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        try:
+            call()
+        except Exception as error:
+            os.write(writes, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as said:
+        text = said.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def test_a_second_writer_of_a_run_or_of_a_memory_in_it_is_refused_and_readers_are_not(tmp_path):
+    def importing() -> None:
+        with memory_lock(tmp_path / "run" / "memory" / "static", "bank import"):
+            pass
+
+    create = lambda: RunFolder.create(tmp_path / "run", CollectConfig())
+    with create() as run:
+        run.metrics.append({"step": 1})
+        held = f"FolderInUse: {tmp_path / 'run'} is being written by `memcompiler collect` (process {os.getpid()} on "
+        assert in_child(create).startswith(held) and in_child(importing).startswith(held)
+        assert not in_child(lambda: describe_run(run.path)) and not in_child(lambda: list(run.metrics))
+        assert not in_child(lambda: RunFolder.create(tmp_path / "run", CollectConfig(), lock=False))  # a worker of it
+    assert not in_child(create) and not in_child(importing)
+    with memory_lock(tmp_path / "run" / "memory" / "static", "bank import"):
+        assert "is being written by `memcompiler bank import`" in in_child(create)
+
+
+def test_an_error_in_a_run_names_its_folder(tmp_path):
+    with pytest.raises(OSError, match="no space") as caught, RunFolder.create(tmp_path, Settings()):
+        _no_space()
+    assert caught.value.__notes__ == [f"run folder {tmp_path}"] and not (tmp_path / LOCK).exists()
+
+
+# --- commands that keep no run ---
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({"config.resolved.yaml": "", "environment.json": '{"kind": "eval"}'}, "holds a run of `eval`"),
+        ({"answers.jsonl": "mine"}, r"answers\.jsonl was not written by this command"),
+        ({"asked.json": '{"other": 1}'}, r"asked\.json was not written by this command"),
+        ({"asked.json": "{"}, r"asked\.json is damaged"),
+    ],
+)
+def test_a_command_leaves_files_alone_that_it_did_not_write(tmp_path, there, said):
+    for name, text in there.items():
+        (tmp_path / name).write_text(text)
+    before = content(tmp_path)
+    with (
+        pytest.raises(ValueError, match=said),
+        output_folder(tmp_path, "qa", ("asked.json", "answers.jsonl"), "reader"),
+    ):
+        pass
+    assert content(tmp_path) == before
+
+
+def test_a_command_writes_where_its_own_files_or_other_names_are(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    for _ in range(2):
+        with output_folder(tmp_path, "qa", ("asked.json", "answers.jsonl"), "reader"):
+            (tmp_path / "asked.json").write_text('{"reader": 1}')
+            (tmp_path / "answers.jsonl").touch()
+            again = lambda: output_folder(tmp_path, "qa", ("asked.json",), "reader").__enter__()
+            assert "is being written by `memcompiler qa`" in in_child(again)
 
 
 # --- metrics ---
