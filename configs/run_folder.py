@@ -45,12 +45,13 @@ PACKAGES = (
     "pydantic", "omegaconf", "openai",
 )  # fmt: skip
 # What each kind of run (the command that makes it) writes beside configuration, environment and checkpoints, which is
-# what `overwrite` deletes: names or patterns.
+# what `overwrite` deletes: names, or patterns of them.
 _LEARNED = ("manifest.json", "leakage.json")
 _TRAINED = (
-    METRICS, "held_out.json", "plots/*.png", "need.json", "need.safetensors", "trackers.json", "tensorboard", "wandb",
-    *_LEARNED,
+    METRICS, "held_out.json", "plots/training.png", "need.json", "need.safetensors", "trackers.json", "tensorboard",
+    "wandb", *_LEARNED,
 )  # fmt: skip
+_REPORTED = ("results.json", "report.html", "plots/deliveries.png", "plots/steps.png")
 WRITES = {
     "collect": (
         "episodes.jsonl", "collect.json", "statistics.json", "endpoints.json", "responses.sqlite*", "plots/rows.png",
@@ -58,8 +59,8 @@ WRITES = {
     ),
     "train sft": _TRAINED,
     "train grpo": (*_TRAINED, "rollouts.jsonl", "cluster.jsonl", "bank"),
-    "eval": ("episodes.jsonl", "results.json", "report.html", "plots/*.png", "bank", "memory", "worlds", *_LEARNED),
-    "quickstart": ("results.json", "report.html", "plots/*.png"),
+    "eval": ("episodes.jsonl", "bank", "memory", "worlds", *_REPORTED, *_LEARNED),
+    "quickstart": ("plots/training.png", "plots/grpo.png", *_REPORTED),
 }  # fmt: skip
 # Settings that name what a command reads. `model` counts where it is a folder that holds one.
 INPUTS = ("rows", "checkpoint", "bank", "model", "data_root")
@@ -184,12 +185,12 @@ def check_run(folder: Path, config: BaseModel, on_exists: str, ignore: Sequence[
     if not (folder / CONFIG).is_file():
         raise RunFolderError(f"{folder} is not empty and not a run (no {CONFIG}): choose another folder (--out)")
     there = _read_environment(folder)
-    replaced = "kind" in there and there["kind"] == kind and not _is_protected(folder)  # what overwrite may do
+    may_replace = lambda: there.get("kind") == kind and not _is_protected(folder)
     problem = ""
     if there.get("kind", kind) != kind:
         problem = f", not of `{kind}`"
     elif on_exists == "overwrite":
-        problem = "" if replaced else ", which --on-exists overwrite does not delete"
+        problem = "" if may_replace() else ", which --on-exists overwrite does not delete"
     elif differences := _differences(folder, config, ignore):
         problem = f" with other settings ({_some(differences)})"
     elif there.get("overwriting"):
@@ -197,7 +198,7 @@ def check_run(folder: Path, config: BaseModel, on_exists: str, ignore: Sequence[
     elif on_exists == "raise":
         problem = " of the same settings, which --on-exists resume continues"
     if problem:
-        advice = "choose another folder (--out)" + (" or --on-exists overwrite" if replaced else "")
+        advice = "choose another folder (--out)" + (" or --on-exists overwrite" if may_replace() else "")
         raise RunFolderError(f"{folder} holds {describe_run(folder)}{problem}: {advice}")
     return "overwrite" if on_exists == "overwrite" else "resume"
 

@@ -244,12 +244,18 @@ FOREIGN = {
 }
 
 
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("evaluated") / "run"
+    run_eval(load_config(EvalConfig, None, ["deliveries=[none]", "limit=1", "max_steps=1", "memory.k=0"]), run)
+    return run
+
+
 @pytest.mark.seconds
 @pytest.mark.parametrize("command", FOREIGN.values(), ids=FOREIGN)
-def test_no_command_writes_over_a_run_or_a_file_that_is_not_its_own(command, tmp_path):
-    config = load_config(EvalConfig, None, ["deliveries=[none]", "limit=1", "max_steps=1", "memory.k=0"])
-    run_eval(config, tmp_path / "a" / "run")
-    names = {name: tmp_path / "a" / name for name in ("run", "file", "data")} | {"folder": tmp_path / "a"}
+def test_no_command_writes_over_a_run_or_a_file_that_is_not_its_own(command, evaluated):
+    tmp_path = evaluated.parent
+    names = {name: tmp_path / name for name in ("run", "file", "data")} | {"folder": tmp_path}
     names["manifest"] = names["run"] / "manifest.json"
     names["file"].write_text('{"mine": 1}')
     names["data"].write_text(json.dumps([{"sample_id": "1", "qa": [], "conversation": {}}]))
