@@ -5,7 +5,7 @@ import pkgutil
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -14,7 +14,12 @@ Config = Annotated[str | None, typer.Option("--config", "-c", help="YAML file, o
 Out = Annotated[Path, typer.Option("--out", "-o", help="Run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as a.b=c, over the file's.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved settings and stop.")]
-OnExists = Annotated[str, typer.Option(help="For a run that is there: resume (same settings), overwrite, raise.")]
+OnExists = Annotated[
+    Literal["resume", "raise", "overwrite"],
+    typer.Option(
+        help="For a run that is there: resume it (same settings), refuse it, or delete what it wrote and start anew."
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the plan: what it needs, and whether it fits.")]
 MemoryModelsOption = Annotated[list[str] | None, typer.Option(
     "--with", help="A model that the memory uses: embed=NAME, or embed_api.model=NAME or api.model=NAME and further "

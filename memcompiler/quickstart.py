@@ -84,13 +84,13 @@ def _quickstart(config: QuickstartConfig, run: RunFolder) -> None:
     seconds["total"] = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     results |= {"seconds": seconds, "peak_memory_gib": peak}
-    run.write_json(RESULTS, results)
     plots = [
         *results_plots(results, out / "plots"),
         training_plot(out / "sft" / "metrics.jsonl", out / "plots" / "training.png"),
         *([training_plot(out / "grpo" / "metrics.jsonl", out / "plots" / "grpo.png")] if config.grpo else ()),
     ]
     write_report(results, episodes, out / "report.html", plots)
+    run.write_json(RESULTS, results)  # last: it says that the run is complete
     stages = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
     console.print(f"\nwall time: {stages}; peak memory {peak:.1f} GiB")
     console.print(f"results: {out / 'results.json'}   replay: {out / 'report.html'}   plots: {out / 'plots'}")
