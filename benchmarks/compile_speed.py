@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
@@ -60,6 +60,7 @@ Step = tuple[list[CompileRequest], list[tuple[int, ...]]]  # of all episodes: wh
 class SpeedBench(Settings):
     """What was asked, for the run folder."""
 
+    COMMAND: ClassVar[str] = "benchmarks.compile_speed"
     compiler: CompilerConfig
     rows: str
     episodes: int
@@ -83,7 +84,7 @@ def main() -> None:
     console.print(table_of(config, made))
     console.print(f"  floor of the passes that were made: {floor.words}", highlight=False)
     if asked.out is not None:
-        run = RunFolder.create(asked.out, config, on_exists="overwrite")
+        run = RunFolder.create(asked.out, config)
         run.write_json("results.json", {"settings": config.model_dump(), "levers": made, "floor": floor.words})
     console.print(f"ratio: {later(made['all']) / later(made['none']):.2f}", highlight=False)
 

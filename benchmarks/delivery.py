@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -71,6 +71,7 @@ ENGINES: dict[str, tuple[Literal["hf", "vllm"], ...]] = {"hf": ("hf",), "vllm": 
 class DeliveryBench(Settings):
     """What was asked, for the run folder."""
 
+    COMMAND: ClassVar[str] = "bench delivery"
     compiler: str  # names or folders; "" for shapes
     executor: str
     shapes: Shapes | None
@@ -114,7 +115,7 @@ def run_bench_delivery(
         dtype=auto if dtype == "auto" else dtype,  # type: ignore[arg-type]
     )  # fmt: skip
     said = said_in(lengths or MEASURED)
-    run = RunFolder.create(out, config, on_exists="overwrite") if out else None
+    run = RunFolder.create(out, config) if out else None
     with _pair(config) as pair:
         script = Script(*pair, memory_tokens, n_soft, said, config.seed)
         rows = _measured(config, pair, script)

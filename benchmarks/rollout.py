@@ -25,7 +25,7 @@ def run_bench_rollout(config: GrpoConfig, out: Path, updates: int) -> None:
     executor = load_executor(config.executor, executor_told(config.env))
     compiler = load_compiler(config.compiler, executor, config.seed, compiler_told(config.env))
     compiler.decoding = sampling(config)
-    run = RunFolder.create(out, config, on_exists="overwrite")
+    run = RunFolder.create(out, config, kind="bench rollout")
     rates: dict[str, list[float]] = {"batched": [], "one at a time": []}
     with Environments(config.env) as envs:
         specs, _ = training_specs(config, envs, run, out)

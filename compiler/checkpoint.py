@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from runtime.store import RecordError, read_json
 from soft_mem.projector import Projector, ProjectorConfig
 
 if TYPE_CHECKING:  # who asks for a checkpoint's name alone does not wait for transformers and PEFT
@@ -92,8 +93,11 @@ def sha256(folder: Path) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read what training recorded of a checkpoint."""
-    return json.loads((folder / "state.json").read_text())
+    """Read what training recorded of a checkpoint. Raises: CheckpointError."""
+    try:
+        return read_json(folder / "state.json")
+    except (OSError, RecordError) as error:
+        raise CheckpointError(f"no readable checkpoint in {folder}: {error}") from error
 
 
 def executor_reading(folder: Path) -> dict[str, Any] | None:

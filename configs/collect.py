@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -87,6 +87,7 @@ class LeakageConfig(Settings):
 class CollectConfig(Settings):
     """A teacher plays the training tasks: experience into the bank, teacher steps into SFT rows (docs/data.md)."""
 
+    COMMAND: ClassVar[str] = "collect"
     teacher: Literal["expert", "endpoint"] = "expert"  # who compiles: the environment's expert, or a model behind `api`
     api: EndpointConfig = EndpointConfig()  # the endpoint teacher's
     max_new_tokens: int = Field(default=512, ge=1)  # of an endpoint teacher's emission

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -35,6 +35,7 @@ class EvalMemoryConfig(MemoryConfig):
 
 
 class EvalConfig(Settings):
+    COMMAND: ClassVar[str] = "eval"
     env: AnyEnvSettings = Field(default_factory=default_settings)
     compiler: CompilerConfig = CompilerConfig()
     executor: ExecutorConfig = ExecutorConfig()
@@ -98,6 +99,7 @@ class EvalConfig(Settings):
 class QuickstartConfig(Settings):
     """The main job: collect, SFT, GRPO, evaluation. One file holds all of it."""
 
+    COMMAND: ClassVar[str] = "quickstart"
     seed: int = 0  # scenes, SFT and evaluation take it from here (quickstart.yaml refers to it)
     collect: CollectConfig
     sft: SftConfig

@@ -5,7 +5,7 @@ Defaults are the paper's (Table 7) unless a comment says why not.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -84,6 +84,7 @@ class Evaluation(Settings):
 class SftConfig(Settings):
     """Stage 1 (paper C.3.1, Table 7)."""
 
+    COMMAND: ClassVar[str] = "train sft"
     compiler: CompilerConfig = CompilerConfig()
     executor: ExecutorConfig = ExecutorConfig()
     rows: str | tuple[str, ...] = ""  # folders written by `memcompiler collect`, or patterns of such
@@ -180,6 +181,7 @@ class PolicyLoss(Settings):
 class GrpoConfig(Settings):
     """Stage 2 (paper C.3.2, Table 7)."""
 
+    COMMAND: ClassVar[str] = "train grpo"
     compiler: CompilerConfig = CompilerConfig()  # `checkpoint` names the SFT run to continue
     executor: ExecutorConfig = ExecutorConfig()
     env: AnyEnvSettings = Field(default_factory=default_settings)

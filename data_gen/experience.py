@@ -38,6 +38,7 @@ from memory.protocol import MemorySystem, Trace
 from memory.trajectory import png_bytes
 from runtime.attempts import ATTEMPTS
 from runtime.errors import is_failure
+from runtime.lock import FolderLock
 from runtime.progress import progress
 from runtime.store import locked, to_json, write_atomically
 
@@ -139,7 +140,8 @@ def filled_bank(
                 + (f"; {missing} tasks broke and have none: delete it to fill it again" if missing else "")
             )
         else:
-            _fill(config, envs, experience, bank, follows_from, folder / WHOLE)
+            with FolderLock(folder / "bank", "memcompiler"):
+                _fill(config, envs, experience, bank, follows_from, folder / WHOLE)
     _lead(out / "bank", folder / "bank")
     return bank
 
@@ -201,7 +203,8 @@ def _lead(link: Path, bank: Path) -> None:
     link.parent.mkdir(parents=True, exist_ok=True)
     target = os.path.relpath(bank.resolve(), link.parent.resolve())
     if not link.is_symlink() or os.readlink(link) != target:
-        link.unlink(missing_ok=True)
+        if link.is_symlink():
+            link.unlink()
         link.symlink_to(target)
 
 

@@ -28,6 +28,7 @@ from envs.manifest import Manifest, ManifestError
 from envs.registry import DEFAULT, find, known
 from envs.spec import EnvSpec, Rule
 from memory.protocol import MemorySystem
+from runtime.store import read_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -337,7 +338,7 @@ def _record_together(run: RunFolder, runs: Sequence[Path]) -> None:
     """Write one manifest of all tasks, none where one is missing (what was trained on is unknown then). Tasks of other
     seeds may share an id: each stays."""
     files = [folder / LEAKAGE for folder in runs]
-    audits = [json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in files]
+    audits = [read_json(path) if path.is_file() else {} for path in files]
     cleans = {audit.get("clean") for audit in audits}
     facts = {"clean": False if False in cleans else None if None in cleans else True, "rows": audits}
     if all((folder / MANIFEST).is_file() for folder in runs):

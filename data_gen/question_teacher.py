@@ -144,12 +144,12 @@ def write_questions(teacher: QuestionTeacher, traces: Sequence[Trace], out: Path
     """Have questions written, and write the files of OUT; return the counts. Raises: EndpointStop; ValueError, where
     not one question can be used."""
     cases, rejected = teacher.cases(traces)
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / REJECTED, "".join(f"{to_json(asdict(each))}\n" for each in rejected))
     account = teacher.endpoint.account()
     kept = sum(len(case.questions) for case in cases)
     counts = {"histories": len(traces), "questions": kept, "rejected": dict(Counter(r.reason for r in rejected))}
+    out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / TAUGHT, to_json({**counts, "teacher": account}, indent=1))
+    write_atomically(out / REJECTED, "".join(f"{to_json(asdict(each))}\n" for each in rejected))
     if not cases:
         raise ValueError(f"no question of {account['model']} can be used: {out / REJECTED} says why")
     save_cases(cases, out / QUESTIONS)

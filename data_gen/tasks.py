@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from data_gen.rows import shuffled
 from envs.base import Task
 from envs.registry import AnyEnvSettings, Environments
 from memory.protocol import MemorySystem, Query
+from runtime.store import read_json
 
 console = Console(width=120)
 
@@ -115,7 +115,7 @@ def held_out_of_rows(names: Mapping[Path, Collection[str]], n: int, seed: int, e
             raise ConfigError(
                 f"{collection.env.name} {collection.split} has no tasks {sorted(missing)[:3]} of {folder}"
             )
-        version = json.loads((folder.parent / "collect.json").read_text(encoding="utf-8"))["bank_version"]
+        version = read_json(folder.parent / "collect.json")["bank_version"]
         known = {"bank": collection.memory.bank or str(folder.parent / "bank"), "version": version}
         specs += specs_for(tasks, open_memory(collection.memory.model_copy(update=known), folder), collection.memory.k)
     return specs

@@ -8,12 +8,11 @@
       cells/NAME/               each cell as above; cells share their banks (`data_gen.experience`)
       results.json, report.html of all cells
 
-A run that was killed goes on with `--on-exists resume`, and plays no episode twice.
+The same command resumes a run that was killed, and plays no episode twice.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +58,7 @@ from memory.protocol import MemorySystem
 from runtime.attempts import broken_line
 from runtime.cluster import MAY_CHANGE_ON_RESUME, require_ray
 from runtime.errors import is_failure
+from runtime.store import read_json
 
 console = Console(width=120)
 Episodes = Mapping[str, Sequence[Episode]]  # by delivery
@@ -68,7 +68,7 @@ MAY_CHANGE = (*MAY_CHANGE_ON_RESUME, "episode_attempts")  # on resume
 # one cell -------------------------------------------------------------------------------------------------------------
 
 
-def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dict[str, Any]:
+def run_eval(config: EvalConfig, out: Path, on_exists: str = "resume") -> dict[str, Any]:
     """Evaluate what the configuration says, cell by cell if it holds a matrix.
 
     Raises:
@@ -82,23 +82,24 @@ def run_eval(config: EvalConfig, out: Path, on_exists: str = "overwrite") -> dic
         require_ray()
     with ModelCache() as loaded:
         if config.matrix:
-            return _run_matrix(config, made, out, loaded, on_exists)
+            with RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE) as run:
+                return _run_matrix(config, made, run, loaded)
         return evaluate(made[0], out, loaded, on_exists)
 
 
 def evaluate(cell: Cell, out: Path, loaded: ModelCache, on_exists: str, beside: Path | None = None) -> dict[str, Any]:
     """Play what a cell has not played yet, then write results.json and report.html. Banks that are filled for
     it lie beside OUT, or beside the folder that is named."""
-    run = RunFolder.create(out, cell.config, on_exists=on_exists, ignore=MAY_CHANGE)
-    record = EpisodeRecord(out, cell.levels, cell.config.episode_attempts)
-    record.load()
-    if (out / RESULTS).exists() and not record.due:
-        made = json.loads((out / RESULTS).read_text(encoding="utf-8"))
-        console.print(f"  {out} is complete already")
-    else:
-        made = _play(cell, run, loaded, record, beside)
-        run.write_json(RESULTS, made)
-        write_run_report(out)
+    with RunFolder.create(out, cell.config, on_exists=on_exists, ignore=MAY_CHANGE) as run:
+        record = EpisodeRecord(out, cell.levels, cell.config.episode_attempts)
+        record.load()
+        if (out / RESULTS).exists() and not record.due:
+            made = read_json(out / RESULTS)
+            console.print(f"  {out} is complete already")
+        else:
+            made = _play(cell, run, loaded, record, beside)
+            run.write_json(RESULTS, made)
+            write_run_report(out)
     print_results(made, console)
     return made
 
@@ -230,7 +231,7 @@ def _results(
     cell: Cell, run: RunFolder, episodes: Episodes, specs: Sequence[EpisodeSpec], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     config, levels = cell.config, dict(cell.levels)
-    ran = json.loads((run.path / ENVIRONMENT).read_text(encoding="utf-8"))
+    ran = read_json(run.path / ENVIRONMENT)
     looked_up = [name for name in episodes if find(name).needs_checkpoint and config.memory.protocol == "frozen"]
     meta = {
         **facts,
@@ -271,11 +272,9 @@ def _check_checkpoints(made: Sequence[Cell]) -> None:
 # matrix ---------------------------------------------------------------------------------------------------------------
 
 
-def _run_matrix(
-    config: EvalConfig, made: Sequence[Cell], out: Path, loaded: ModelCache, on_exists: str
-) -> dict[str, Any]:
+def _run_matrix(config: EvalConfig, made: Sequence[Cell], run: RunFolder, loaded: ModelCache) -> dict[str, Any]:
     """Play every cell in turn, each resumed by itself; then put all of them in one table."""
-    run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE)
+    out = run.path
     done: dict[str, dict[str, Any]] = {}
     described: dict[str, dict[str, Any]] = {}  # what each finished cell's results say about it, and where it lies
     for number, cell in enumerate(made, start=1):

@@ -29,6 +29,7 @@ from eval.metrics import EMISSION_KINDS, budgets_of, compared_pairs, display_nam
 from eval.plots import DPI, family_title, read_metrics, results_plots, training_plot
 from eval.replays import MAX_BYTES, REPLAYS, Replays, compared, episode_view, load_chosen, named, select, utf8
 from eval.runs import EpisodeSource, load_run
+from runtime.store import atomic_file
 
 SHORT_HASH = 12  # characters of a hash that a reader compares
 SCREEN_DPI = 96
@@ -86,8 +87,11 @@ def write_page(
         max_megabytes=replays.max_bytes / 1e6,
     )  # fmt: skip
     fitting = _fitting(environment, tasks, replays.max_bytes - len(utf8(render(tasks=[], left_out=len(tasks)))))
+    if out_path.exists() and b"MemCompiler" not in out_path.read_bytes():
+        raise FileExistsError(f"{out_path} is not a page that this command wrote: choose another file (--out)")
     out_path.parent.mkdir(parents=True, exist_ok=True)
-    out_path.write_bytes(utf8(render(tasks=fitting, left_out=len(tasks) - len(fitting))))
+    with atomic_file(out_path) as file:
+        file.write(utf8(render(tasks=fitting, left_out=len(tasks) - len(fitting))))
     return out_path
 
 

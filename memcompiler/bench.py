@@ -1,5 +1,6 @@
 """Measurements: what they take; all end with a ratio or a table."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -86,11 +87,14 @@ def bench_recall(
 ) -> None:
     """Measure the share of each question's evidence that a memory packs within a budget; no model is needed."""
     from configs.collect import MemoryModels
+    from configs.run_folder import output_folder
     from eval.qa.recall import run_recall
     from memcompiler.options import own_settings
 
     budgets, used = [int(budget) for budget in tokens.split(",")], MemoryModels.model_validate(own_settings(models))
-    run_recall(data, memory, budgets, own_settings(settings), facts, out, used)
+    mine = (("recall.json",), "recall", [("--data", data)])
+    with output_folder(out, "bench recall", *mine) if out else nullcontext():
+        run_recall(data, memory, budgets, own_settings(settings), facts, out, used)
 
 
 @bench_app.command("hit-rate")

@@ -101,9 +101,7 @@ def plan(
 
 @app.command()
 @with_settings("configs.evaluation:QuickstartConfig", "quickstart", _check_cells)
-def quickstart(
-    settings: "QuickstartConfig", out: Out = Path("out/quickstart"), on_exists: OnExists = "overwrite"
-) -> None:
+def quickstart(settings: "QuickstartConfig", out: Out = Path("out/quickstart"), on_exists: OnExists = "resume") -> None:
     """Run the whole system once, on two CPU cores: collect, train, roll out, evaluate, report."""
     from memcompiler.quickstart import run_quickstart
 
@@ -170,16 +168,19 @@ def train_router(
     questions: Annotated[Path | None, typer.Option(help="More of them: a file of `data questions`.")] = None,
 ) -> None:
     """Train S3Mem's evidence router on template questions about our own episodes (docs/s3mem.md)."""
+    from configs.run_folder import output_folder
     from training.router import train_router
 
-    train_router(out, environments.split(","), features, seed, questions=questions)
+    read = [("--questions", questions)] if questions else []
+    with output_folder(out, "train router", ("router.json", "router.safetensors"), "trained_on", read):
+        train_router(out, environments.split(","), features, seed, questions=questions)
 
 
 @app.command("eval")
 @with_settings("configs.evaluation:EvalConfig", check=_check_cells)
-def evaluate(settings: "EvalConfig", out: Out = Path("out/eval"), on_exists: OnExists = "overwrite") -> None:
+def evaluate(settings: "EvalConfig", out: Out = Path("out/eval"), on_exists: OnExists = "resume") -> None:
     """Evaluate deliveries side by side on the same tasks, or a matrix of settings; writes results.json, episodes.jsonl
-    and report.html. After a kill, --on-exists resume goes on."""
+    and report.html. The same command resumes after a kill; a finished one prints its table again."""
     from eval.evaluate import run_eval
 
     run_eval(settings, out, on_exists)
@@ -207,7 +208,7 @@ def answer_questions(
     settings: Annotated[list[str] | None, typer.Argument(help="The memory's own settings, as a.b=c.")] = None,
     out: Out = Path("out/qa"),
 ) -> None:  # fmt: skip
-    """Answer questions about long histories from what a memory packs. A killed run goes on where it was."""
+    """Answer questions about long histories from what a memory packs. The same command resumes after a kill."""
     from configs.collect import MemoryModels
     from eval.qa.command import run_qa
     from memcompiler.options import own_settings
@@ -237,9 +238,11 @@ def merge(
 ) -> None:
     """Merge a trained compiler's adapter into its base: a Hugging Face model with the projector beside its weights, for
     compiler.checkpoint=OUT (docs/training.md)."""
+    from configs.run_folder import check_inputs
     from runtime.progress import quiet
     from training.merge import merge as merged
 
+    check_inputs(out, [("RUN", run)])
     quiet()
     typer.echo(str(merged(run, out, overrides or [])))
 

@@ -49,7 +49,12 @@ def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> 
         )
     if config.cluster == "ray":
         cluster.require_ray()
-    run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)
+    with RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME) as run:
+        _collect(config, run)
+
+
+def _collect(config: CollectConfig, run: RunFolder) -> None:
+    out = run.path
     (record := open_record(out / EPISODES, config.episode_attempts)).load()
     if (out / "collect.json").exists() and not record.due:
         console.print(f"{out} is complete already: {(out / 'collect.json').read_text()}")

@@ -41,17 +41,23 @@ def bank_show(
 @bank_app.command("export")
 def bank_export(bank: Path, jsonl: Path) -> None:
     """Bank to JSON lines (pictures as base64)."""
+    from configs.run_folder import check_inputs
     from memory.bank import MemoryBank
 
+    check_inputs(jsonl, [("BANK", bank)])
+    if jsonl.exists():
+        raise FileExistsError(f"{jsonl} exists: choose another file")
     MemoryBank(bank).export_jsonl(jsonl)
 
 
 @bank_app.command("import")
 def bank_import(bank: Path, jsonl: Path) -> None:
     """JSON lines into a bank; entries that are there already are left alone."""
+    from configs.run_folder import memory_lock
     from memory.bank import MemoryBank
 
-    MemoryBank(bank).import_jsonl(jsonl)
+    with memory_lock(bank, "bank import"):
+        MemoryBank(bank).import_jsonl(jsonl)
 
 
 @data_app.command("inspect")
@@ -83,13 +89,16 @@ def data_inspect(
 def data_questions(settings: "QuestionsConfig", out: Out = Path("out/questions")) -> None:
     """Have a language model write questions, with the records that answer them, about what our own experts did; for
     train router --questions OUT/questions.jsonl (docs/s3mem.md)."""
-    from data_gen.question_teacher import RESPONSES, QuestionTeacher, write_questions
+    from configs.run_folder import output_folder
+    from data_gen.question_teacher import QUESTIONS, REJECTED, RESPONSES, TAUGHT, QuestionTeacher, write_questions
     from lm.endpoint import Endpoint
     from training.router import sources
 
-    teacher = QuestionTeacher(Endpoint(settings.api, out / RESPONSES), settings.per_part)
-    found = sources(settings.environments, settings.seed, settings.worlds)
-    typer.echo(json.dumps(write_questions(teacher, [t for source in found for t in source.histories], out), indent=1))
+    with output_folder(out, "data questions", (TAUGHT, QUESTIONS, REJECTED), "teacher"):
+        teacher = QuestionTeacher(Endpoint(settings.api, out / RESPONSES), settings.per_part)
+        found = sources(settings.environments, settings.seed, settings.worlds)
+        histories = [trace for source in found for trace in source.histories]
+        typer.echo(json.dumps(write_questions(teacher, histories, out), indent=1))
 
 
 @data_app.command("push")
@@ -115,6 +124,7 @@ def data_export(
 ) -> None:
     """Write rows as TRL conversations (prompt and completion, Parquet): `trl sft --dataset_name OUT` trains on them."""
     from compiler.prompt import compiler_instructions
+    from configs.run_folder import check_inputs
     from data_gen.conversations import export
     from data_gen.leakage import rows_environment
     from data_gen.rows import load_rows, row_folders
@@ -122,6 +132,7 @@ def data_export(
 
     quiet()
     folders = row_folders(rows)
+    check_inputs(out, [("ROWS", folder) for folder in folders])
     told = compiler_instructions(rows_environment(folders).compiling) if instructions else ""
     typer.echo(f"{out}: {export(load_rows(folders), out, told, images, held_out, seed)}")
 
@@ -151,7 +162,9 @@ def run_leakage(
     from rich.console import Console
 
     from configs.load import ConfigError
+    from configs.run_folder import output_folder
     from data_gen.leakage import LEAKAGE, MANIFEST
+    from runtime.store import write_atomically
 
     if config is None and (train is None or evaluation is None):
         raise ConfigError("give --train and --eval, or a collect configuration for what is not given")
@@ -160,9 +173,9 @@ def run_leakage(
     if audit.verdict:
         console.print(audit.verdict.table())
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        ours.write(out / MANIFEST)
-        (out / LEAKAGE).write_text(json.dumps(audit.to_json(), indent=2) + "\n", encoding="utf-8")
+        with output_folder(out, "leakage", (LEAKAGE, MANIFEST), "train_sha256"):
+            write_atomically(out / LEAKAGE, json.dumps(audit.to_json(), indent=2) + "\n")
+            ours.write(out / MANIFEST)
     if not audit.clean:
         raise ConfigError("; ".join(audit.leaks) or f"nothing was checked. {audit.summary}")
     if audit.unchecked:

@@ -48,6 +48,7 @@ def env_sequences(
     as a manifest, and its hash."""
     from collections import Counter
 
+    from configs.run_folder import check_own_files
     from envs.manifest import Manifest
     from envs.registry import Environments, evaluation_split
 
@@ -58,6 +59,7 @@ def env_sequences(
         tasks = sum(len(sequence.tasks) for sequence in sequences if sequence.family == family)
         typer.echo(f"{family}: {number} sequences, {tasks} tasks")
     if out is not None:
+        check_own_files(out.parent, (out.name,), "tasks")
         manifest.write(out)
     typer.echo(f"sha256: {manifest.sha256}")
 

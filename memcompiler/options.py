@@ -2,9 +2,10 @@
 
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -13,7 +14,12 @@ Config = Annotated[str | None, typer.Option("--config", "-c", help="YAML file, o
 Out = Annotated[Path, typer.Option("--out", "-o", help="Run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as a.b=c, over the file's.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved settings and stop.")]
-OnExists = Annotated[str, typer.Option(help="What to do when the run folder exists: resume, overwrite, raise or ask.")]
+OnExists = Annotated[
+    Literal["resume", "raise", "overwrite"],
+    typer.Option(
+        help="For a run that is there: resume it (same settings), refuse it, or delete what it wrote and start anew."
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the plan: what it needs, and whether it fits.")]
 MemoryModelsOption = Annotated[list[str] | None, typer.Option(
     "--with", help="A model that the memory uses: embed=NAME, or embed_api.model=NAME or api.model=NAME and further "
@@ -93,9 +99,9 @@ class OneLineErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            if not isinstance(error, _known_failures()):
+            if (message := _one_line(error)) is None:
                 raise
-            typer.secho(f"error: {error}", err=True, fg="red")
+            typer.secho(f"error: {message}", err=True, fg="red")
             raise typer.Exit(1) from error
 
 
@@ -106,6 +112,22 @@ class RunsByDefault(TyperGroup):
         if args and args[0] not in {*self.commands, *ctx.help_option_names}:
             args = ["runs", *args]
         return super().parse_args(ctx, args)
+
+
+_FULL = re.compile("no space left|quota exceeded|disk is full", re.IGNORECASE)
+_READ_ONLY = re.compile("read-only file system|readonly database|unable to open database", re.IGNORECASE)
+
+
+def _one_line(error: Exception) -> str | None:
+    """Return the line that a failure ends in; None where its traceback is wanted."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    elif _FULL.search(text) or _READ_ONLY.search(text):  # of a library, whatever the exception's type
+        text = ": ".join([*getattr(error, "__notes__", [])[:1], text.partition("\n")[0]])
+    elif not isinstance(error, _known_failures()):
+        return None
+    return text + (" (free some space and run the same command again)" if _FULL.search(text) else "")
 
 
 def _known_failures() -> tuple[type[Exception], ...]:

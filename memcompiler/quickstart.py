@@ -24,10 +24,11 @@ from eval.matrix import Cell
 from eval.metrics import difference
 from eval.plots import results_plots, training_plot
 from eval.report import write_report
-from eval.runs import EPISODES
-from eval.table import points
+from eval.runs import EPISODES, RESULTS
+from eval.table import points, print_results
 from executor.build import AnyExecutor, load_executor
 from memcompiler.collect import run_collect
+from runtime.store import read_json
 from training import distributed
 from training.run import train_grpo, train_sft
 
@@ -51,37 +52,45 @@ def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> 
             console.print(f"  curves: {curves()}")
 
 
-def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "overwrite") -> None:
+def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "resume") -> None:
     """Collect, train (SFT, then GRPO if asked for), evaluate, report; each stage is the command of the same name."""
-    started, seconds = time.perf_counter(), {}
-    run = RunFolder.create(out, config, on_exists=on_exists)
+    with RunFolder.create(out, config, on_exists=on_exists) as run:
+        if (out / RESULTS).exists():
+            console.print(f"  {out} is complete already")
+            print_results(read_json(out / RESULTS), console)
+        else:
+            _quickstart(config, run)
+
+
+def _quickstart(config: QuickstartConfig, run: RunFolder) -> None:
+    out, started, seconds = run.path, time.perf_counter(), {}
     with _stage("collect: the expert plays the training scenes", seconds, "collect"):
-        run_collect(config.collect, out / "collect", on_exists)
+        run_collect(config.collect, out / "collect")
     sft = config.sft.model_copy(update={"rows": str(out / "collect" / "rows")})
     with _stage("SFT: LoRA and projector against the frozen executor", seconds, "sft"):
-        train_sft(sft, out / "sft", on_exists)
+        train_sft(sft, out / "sft")
         executor = load_executor(config.eval.executor, executor_told(config.eval.env))
         state = checkpoint.read_state(checkpoint.find(out / "sft"))
         frozen = state["executor_hash"] == executor.hash()
         console.print(f"  executor unchanged: {frozen} (sha256 {executor.hash()[:16]}...)")
     if config.grpo is not None:
         with _stage("GRPO: text and soft tokens from success alone", seconds, "grpo"):
-            run_train_grpo(_from(config.grpo, out / "sft"), out / "grpo", on_exists)
+            run_train_grpo(_from(config.grpo, out / "sft"), out / "grpo")
     with _stage("evaluation on held-out scenes", seconds, "eval"):
-        results, episodes = _evaluated(config.eval, out, "sft", config.eval.deliveries, executor, on_exists)
+        results, episodes = _evaluated(config.eval, out, "sft", config.eval.deliveries, executor)
         if config.grpo is not None:
-            after, played = _evaluated(config.eval, out, "grpo", ("compiled",), executor, on_exists)
+            after, played = _evaluated(config.eval, out, "grpo", ("compiled",), executor)
             episodes += _add_after_grpo(results, episodes, after, played, config.eval.budgets)
     seconds["total"] = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     results |= {"seconds": seconds, "peak_memory_gib": peak}
-    run.write_json("results.json", results)
     plots = [
         *results_plots(results, out / "plots"),
         training_plot(out / "sft" / "metrics.jsonl", out / "plots" / "training.png"),
         *([training_plot(out / "grpo" / "metrics.jsonl", out / "plots" / "grpo.png")] if config.grpo else ()),
     ]
     write_report(results, episodes, out / "report.html", plots)
+    run.write_json(RESULTS, results)  # last: it says that the run is complete
     stages = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
     console.print(f"\nwall time: {stages}; peak memory {peak:.1f} GiB")
     console.print(f"results: {out / 'results.json'}   replay: {out / 'report.html'}   plots: {out / 'plots'}")
@@ -95,7 +104,7 @@ def _from(config: Starting, start: Path) -> Starting:
 
 
 def _evaluated(
-    config: EvalConfig, out: Path, stage: str, deliveries: tuple[str, ...], executor: AnyExecutor, on_exists: str
+    config: EvalConfig, out: Path, stage: str, deliveries: tuple[str, ...], executor: AnyExecutor
 ) -> tuple[dict[str, Any], list[Episode]]:
     """Evaluate deliveries with a stage's checkpoint: results and episodes."""
     cell = _from(config, out / stage).model_copy(update={"deliveries": deliveries})
@@ -103,7 +112,7 @@ def _evaluated(
     with ModelCache.holding(
         cell, executor, load_compiler(cell.compiler, executor, cell.seed, compiler_told(cell.env))
     ) as loaded:
-        results = evaluate(Cell({}, cell), folder, loaded, on_exists)
+        results = evaluate(Cell({}, cell), folder, loaded, "resume")
     return results, list(read_episodes(folder / EPISODES))
 
 

@@ -92,6 +92,8 @@ def _make(name: str, world: str, out: Path | None, work: Path, seed: int, thread
     """Make a model: its recipe gives the same weights again with as many threads."""
     import torch
 
+    from configs.run_folder import output_folder
+    from runtime.lock import FolderLock
     from runtime.progress import quiet
 
     quiet()
@@ -103,4 +105,9 @@ def _make(name: str, world: str, out: Path | None, work: Path, seed: int, thread
 
         work = work / world
     recipe = {"compiler": recipes.train_compiler, "executor": recipes.train_executor}[name]
-    recipe(out or Path("zoo") / world / name, work / f"seed-{seed}", seed)
+    out, work = out or Path("zoo") / world / name, work / f"seed-{seed}"
+    with (
+        FolderLock(work, f"memcompiler zoo {name}"),
+        output_folder(out, f"zoo {name}", ("RECORD.json", "config.json", "model.safetensors"), "sha256"),
+    ):
+        recipe(out, work, seed)

@@ -38,6 +38,7 @@ from memory.table import (
     take_entries,
 )
 from memory.trajectory import entry_of_trace, goal_without_scene
+from runtime.lock import LOCK
 from runtime.settings import Settings
 from runtime.store import atomic_file
 
@@ -304,7 +305,8 @@ class MemoryBank:
         """Find the bank's table; None where nothing has been committed yet (a process may die while it makes one)."""
         if self.path.exists() and not self.path.is_dir():
             raise BankError(f"{self.path} is a file, not a memory bank (a folder): to read an export, import it first")
-        if not self.path.exists() or all(path.name.startswith((UNFINISHED, RESPONSES)) for path in self.path.iterdir()):
+        other = (UNFINISHED, RESPONSES, LOCK)
+        if not self.path.exists() or all(path.name.startswith(other) for path in self.path.iterdir()):
             return None
         if not (self.path / f"{TABLE}.lance").is_dir():
             raise BankError(f"{self.path} is not a memory bank and not empty: name another folder")

@@ -53,9 +53,9 @@ def save_heads(path: Path, heads: Mapping[str, Head], manifest: Mapping[str, Any
     from safetensors.numpy import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: np.asarray([*head.weights, head.bias]) for name, head in heads.items()}, path)
     told = {**manifest, "sha256": heads_sha256(heads, manifest.get(hashed, ""))}  # not that of what it was read from
     write_atomically(path.with_suffix(".json"), to_json(told, indent=1) + "\n")
+    save_file({name: np.asarray([*head.weights, head.bias]) for name, head in heads.items()}, path)
 
 
 def load_heads(path: Path, names: Sequence[str], hashed: str = "") -> tuple[dict[str, Head], dict[str, Any]]:

@@ -12,6 +12,7 @@ from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.load import ConfigError, find_config, load_config
 from configs.models import ServeConfig
+from configs.run_folder import check_own_files
 from configs.training import GrpoConfig, SftConfig
 from plan.budget import Lengths, find_gpu, lines
 from plan.stages import plans, remedy
@@ -58,6 +59,8 @@ def dry_run(settings: Any) -> None:
 def run_plan(settings: Any, gpu: str, gpus: int | None, lengths: str, json: Path | None) -> None:
     """Print the plan of every part of a run. `gpus`: by default one, for GRPO a node of eight."""
     card, read = find_gpu(gpu), Lengths.read(lengths)
+    if json is not None:
+        check_own_files(json.parent, (json.name,), "plans")
     number = gpus or (NODE if isinstance(settings, GrpoConfig) else 1)
     records = []
     for own, made in plans(settings, read, card, number):

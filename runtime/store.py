@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 TEMPORARY = ".tmp"  # how the names of unfinished files end; they begin with a dot
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without locks answer
 Row = dict[str, Any]
 
 
@@ -49,12 +51,13 @@ class JsonLines:
         """Append rows that are strict JSON already, without line breaks. They are on disk when this returns."""
         lines = "".join(text + "\n" for text in texts).encode("ascii")
         is_new = not self.path.exists()
-        self.drop_torn_line()
-        with self.path.open("ab") as file:
-            file.write(lines)
-            _flush(file)
-        if is_new:
-            sync(self.path.parent)
+        with naming(self.path):
+            self.drop_torn_line()
+            with self.path.open("ab") as file:
+                file.write(lines)
+                _flush(file)
+            if is_new:
+                sync(self.path.parent)
 
     def drop_torn_line(self) -> None:
         """Cut what stands behind the last line break."""
@@ -109,10 +112,22 @@ class JsonLines:
                         raise ValueError(f"expected an object with {', '.join(self.needs) or 'any keys'}")
                 except ValueError as error:
                     raise RecordError(
-                        f"{self.path}, line {number} is damaged ({error}): restore the file, or start anew "
-                        "(--on-exists overwrite)"
+                        f"{self.path}, line {number} is damaged ({error}): restore the file, or start anew in another "
+                        "folder"
                     ) from error
                 yield line, row
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object. Raises: RecordError, which names the file, where it holds anything else.
+    OSError, where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RecordError(f"{path} is damaged ({error}): restore the file, or use another folder") from error
+    if not isinstance(value, dict):
+        raise RecordError(f"{path} is damaged (expected a JSON object): restore the file, or use another folder")
+    return value
 
 
 def to_json(value: object, indent: int | None = None, ascii: bool = False) -> str:
@@ -130,14 +145,26 @@ def write_atomically(path: Path, text: str) -> None:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a file that takes the place of `path` when the block ends, and leaves it alone when the block raises."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
+    with naming(path):
+        try:
+            with temporary.open("xb") as file:
+                yield file
+                _flush(file)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to an error of the operating system that names none, such as that of a full disk."""
     try:
-        with temporary.open("xb") as file:
-            yield file
-            _flush(file)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -168,6 +195,9 @@ def locked(path: Path, waits: Callable[[], object] = lambda: None) -> Iterator[N
         except BlockingIOError:
             waits()
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:  # else the lock of the run folder is all there is (`runtime.lock`)
+                raise
         yield
 
 

@@ -34,7 +34,7 @@ from compiler.checkpoint import (
     save_projector,
 )
 from compiler.hf import MemoryCompiler
-from runtime.store import sync
+from runtime.store import read_json, sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ IGNORED = ["optimizer.safetensors"]  # only resuming needs it
 def model_card(checkpoint: Path) -> str:
     """Say what the folder holds and how it was made, from the checkpoint's own records."""
     state = read_state(checkpoint)
-    projector = json.loads((checkpoint / "projector.json").read_text())
+    projector = read_json(checkpoint / "projector.json")
     facts = {k: v for k, v in state.items() if isinstance(v, int | float | str)}
     rows = "\n".join(f"| {name} | {value} |" for name, value in (facts | projector).items())
     return (

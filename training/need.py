@@ -29,6 +29,7 @@ from configs.run_folder import CONFIG
 from configs.training import SftConfig
 from data_gen.rows import SftRow, StoredRows, held_out, row_folders, shuffled, without_brief_state
 from memory.linear import fit_head
+from runtime.lock import FolderLock
 from runtime.progress import progress
 
 CS = (0.01, 0.1, 1.0)
@@ -47,6 +48,11 @@ def train_need(run: Path, recall: float = 0.98, seed: int = 0) -> Need:
     """
     if not (run / CONFIG).is_file():
         raise CheckpointError(f"{run} is no folder of an SFT run: it has no {CONFIG}")
+    with FolderLock(run, "memcompiler train need"):
+        return _train_need(run, recall, seed)
+
+
+def _train_need(run: Path, recall: float, seed: int) -> Need:
     config = load_config(SftConfig, str(run / CONFIG), [])
     edit = None if config.brief_state else without_brief_state
     parts = [StoredRows(folder, edit, pictures=False) for folder in row_folders(config.rows)]

@@ -18,10 +18,12 @@ from typing import Any
 from rich.console import Console
 
 from configs.load import ConfigError
-from configs.training import GrpoConfig
+from configs.run_folder import check_run
+from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig
 from envs.registry import compiler_told, executor_told
 from runtime.actors import Holder, Place, Runner, meeting, packed, surroundings, why
 from runtime.cluster import ClusterError, ray_cluster, require_ray
+from runtime.lock import FolderLock
 from runtime.store import JsonLines
 from training.engines import CompilerEngine, Engines, ExecutorEngine, Tell
 from training.run import train_grpo
@@ -79,7 +81,8 @@ def train_on_ray(config: GrpoConfig, out: Path, on_exists: str, lay: Lay) -> Non
         Exception: what a trainer raised.
     """
     require_ray()
-    with ray_cluster() as ray:
+    check_run(out, config, on_exists, MAY_CHANGE_ON_RESUME)
+    with FolderLock(out, f"memcompiler {config.COMMAND}"), ray_cluster() as ray:
         layout, tell = layout_here(ray, config, lay), _Record(out / RECORD)
         with _Seats(ray, config, layout) as seats:
             engines = _engines(seats, config, layout, tell)

@@ -5,7 +5,6 @@ All processes of a torchrun call these functions; rank 0 has the run folder and 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -44,6 +43,7 @@ from executor.hf import FrozenExecutor
 from executor.records import Executor
 from lm.backbone import Weights
 from runtime.progress import progress
+from runtime.store import read_json
 from training import distributed
 from training.backend import BACKENDS
 from training.engines import Engines, ray_compiler, ray_executor
@@ -87,8 +87,8 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             envs = opened.enter_context(Environments(rows_world(list(parts))))
             apart = {folder: names.intersection(part.tasks) for folder, part in parts.items()}
             make_env, specs = envs.lease, held_out_of_rows(apart, n, config.seed, envs)
-        run = _run_folder(config, out, on_exists)
-        if run is not None:
+        if (run := _run_folder(config, out, on_exists)) is not None:
+            opened.enter_context(run)
             record_rows(run, list(parts), problems)
             if validating:
                 run.write_json(HELD_OUT, {"rows": len(validating), "tasks": sorted(names), **_played(specs)})
@@ -115,9 +115,9 @@ def train_grpo(
     """Run stage 2, or go on with it. `engines`: that roll out and act beside the trainers (`training.on_ray`). Raises:
     ConfigError, where tasks share what they must not with evaluation's."""
     require(config.trackers)
-    with distributed.group():
-        run = _run_folder(config, out, on_exists)
-        if run is not None:
+    with distributed.group(), ExitStack() as opened:
+        if (run := _run_folder(config, out, on_exists, lock=engines is None)) is not None:  # on Ray the driver holds it
+            opened.enter_context(run)
             keep_need(config.compiler.checkpoint, out)
         need = needed_by(config)  # what lacks is said before anything is loaded
         if engines is not None:
@@ -210,11 +210,11 @@ def _weights(backend: str) -> Weights:
     return "host" if distributed.rank() == 0 else "nowhere"
 
 
-def _run_folder(config: SftConfig | GrpoConfig, out: Path, on_exists: str) -> RunFolder | None:
+def _run_folder(config: SftConfig | GrpoConfig, out: Path, on_exists: str, lock: bool = True) -> RunFolder | None:
     """Make the run's folder, on rank 0; the others wait for it."""
     run = None
     if distributed.rank() == 0:
-        run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME)
+        run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME, lock=lock)
     distributed.barrier()
     return run
 
@@ -225,7 +225,7 @@ def _run_folder(config: SftConfig | GrpoConfig, out: Path, on_exists: str) -> Ru
 def _bank_facts(rows: Sequence[Path]) -> dict[str, Any]:
     """Name the bank version that the rows were made from; for several folders a list, in their order."""
     records = [folder.parent / "collect.json" for folder in rows]
-    versions = [json.loads(path.read_text())["bank_version"] if path.exists() else None for path in records]
+    versions = [read_json(path)["bank_version"] if path.exists() else None for path in records]
     if len(versions) > 1:
         return {"bank_versions": versions}
     return {"bank_version": versions[0]} if versions[0] is not None else {}

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from configs.load import ConfigError
 from configs.run_folder import flatten
 from configs.training import TrackerName
-from runtime.store import write_atomically
+from runtime.store import read_json, write_atomically
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -78,4 +78,4 @@ def _identity(run: Path) -> str:
     path = run / IDENTITY
     if not path.exists():
         write_atomically(path, json.dumps({"id": uuid.uuid4().hex[:12]}))
-    return json.loads(path.read_text(encoding="utf-8"))["id"]
+    return read_json(path)["id"]

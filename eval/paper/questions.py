@@ -3,7 +3,6 @@ own, named by its data: other questions or another reader than the paper's are a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from memory.s3mem.pool import Index
 from memory.s3mem.router import load_router
 from memory.s3mem.settings import S3MemSettings
 from memory.s3mem.writing import written
+from runtime.store import read_json
 
 NAME = "s3mem"
 TOKENS = "tokens"
@@ -59,7 +59,7 @@ def _measured(run: Path, number: int) -> Row:
     """Read a run's results as a row: F1 and BLEU-1 by category in Table 1, F1 alone elsewhere."""
     if not (run / RESULTS).exists():
         raise ValueError(f"{run} has no {RESULTS}: make it with memcompiler qa --out {run}")
-    results: Mapping[str, Any] = json.loads((run / RESULTS).read_text(encoding="utf-8"))
+    results: Mapping[str, Any] = read_json(run / RESULTS)
     if "by_category" not in results:
         raise ValueError(f"{run} is no run of memcompiler qa, whose results S3Mem's tables are made of")
     parts = {**results["by_category"], "overall": results["overall"]}

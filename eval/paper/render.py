@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from configs.run_folder import check_own_files
 from eval.paper import questions
 from eval.paper.specs import EFFICIENCY, MILLIONS
 from eval.paper.tables import ABOUT, MEASURED, MEMCOMPILER, NOT_MEASURED, PAPER, Row, Table, TableCell, paper_table
@@ -33,6 +34,7 @@ def run_table(number: int, runs: Sequence[Path], out: Path | None, paper: str = 
 
 
 def write(out: Path, name: str, text: str, record: Mapping[str, Any]) -> None:
+    check_own_files(out, (f"{name}.json", f"{name}.md"), "table" if "table" in record else "figure")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / f"{name}.json", to_json(record))
     write_atomically(out / f"{name}.md", text)

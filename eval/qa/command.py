@@ -10,7 +10,8 @@ import typer
 
 from configs.collect import MemoryModels
 from configs.models import EndpointConfig
-from eval.qa.answers import Asked, run_answers, to_markdown
+from configs.run_folder import output_folder
+from eval.qa.answers import ANSWERS, ASKED, RESULTS, Asked, run_answers, to_markdown
 from eval.qa.files import read_cases
 from eval.qa.readers import EndpointReader, HfReader, Reader, SeeingReader, VllmReader
 from memory.registry import RESPONSES
@@ -23,13 +24,13 @@ def run_qa(
     picture: int = 0, attempts: int = ATTEMPTS,
 ) -> None:  # fmt: skip
     cases = read_cases(data)
-    out.mkdir(parents=True, exist_ok=True)
-    read = load_reader(*reader, out, picture > 0)
     counted = "" if reader[0] == "endpoint" else "reader"  # whose tokenizer is not known
     asked = Asked(
         data.name, memory, settings, tokens, facts, f"{reader[0]}:{reader[1]}", limit, models.told(), picture, counted
     )
-    typer.echo(to_markdown(run_answers(asked, cases, read, out, models.cached_in(out / RESPONSES), attempts)))
+    with output_folder(out, "qa", (ASKED, ANSWERS, RESULTS, "memory"), "reader", [("--data", data)]):
+        read = load_reader(*reader, out, picture > 0)
+        typer.echo(to_markdown(run_answers(asked, cases, read, out, models.cached_in(out / RESPONSES), attempts)))
 
 
 def load_reader(engine: str, model: str, api: Mapping[str, Any], out: Path, sees: bool = False) -> Reader:

@@ -48,7 +48,8 @@ def run_recall(
         out.mkdir(parents=True, exist_ok=True)
         about = {"data": data.name, "memory": memory, "settings": dict(settings), "facts": facts, **times}
         about |= {"models": models.told()} if models.told() else {}
-        write_atomically(out / "recall.json", to_json({**about, "recall": means, "n": len(shares[ALL, budgets[0]])}, 1))
+        about |= {"recall": means, "n": len(shares[ALL, budgets[0]])}
+        write_atomically(out / "recall.json", to_json(about, 1))
     shown = min(budgets, key=lambda budget: (abs(budget - 1000), budget))
     typer.echo(f"recall@{shown}: {100 * means[f'{ALL}@{shown}']:.1f}")
 

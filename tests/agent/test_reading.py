@@ -160,3 +160,10 @@ def test_an_executor_that_reads_otherwise_than_in_training_is_reported(tmp_path,
     assert "runs/sft was trained with executor.reads_state=false executor.soft_on=guidance" in other
     assert "this run has executor.reads_state=false executor.soft_on=always" in other
     assert "runs/old does not say what its executor read" in silent
+
+
+@pytest.mark.parametrize("damaged", ["", '{"step": 3', "[]", "\x00\x00"])
+def test_a_damaged_state_of_a_checkpoint_is_named(tmp_path, damaged) -> None:
+    (tmp_path / "state.json").write_text(damaged)
+    with pytest.raises(checkpoint.CheckpointError, match=r"state\.json is damaged"):
+        checkpoint.environment(tmp_path)

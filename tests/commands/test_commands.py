@@ -1,17 +1,27 @@
 """The commands end to end at reduced size: quickstart, evaluation on real games, kill -9 and resume, README."""
 
+import errno
 import json
 import re
+import sqlite3
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
+import typer
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from configs.collect import CollectConfig
+from configs.evaluation import EvalConfig
+from configs.load import load_config
+from configs.run_folder import RunFolder
+from eval.evaluate import run_eval
 from memcompiler.cli import app
+from memcompiler.options import OneLineErrors
 from tests.commands.running import ROOT, kill_after, memcompiler
 
 GAMES = ROOT.parent / "shared" / "data" / "alfworld"
@@ -184,6 +194,76 @@ def test_bad_input_gives_one_clear_line(arguments, message, tmp_path):
     assert result.exit_code in (1, 2)
     assert message in result.output, result.output
     assert "Traceback" not in result.output
+
+
+FULL = "free some space and run the same command again"
+FAILS = {
+    "full": (OSError(errno.ENOSPC, "No space left on device", "out/x/episodes.jsonl"), FULL),
+    "quota": (OSError(errno.EDQUOT, "Disk quota exceeded", "out/x"), FULL),
+    "of a library": (RuntimeError("I/O error: No space left on device (os error 28)\nBacktrace:"), FULL),
+    "sqlite": (sqlite3.OperationalError("database or disk is full"), FULL),
+    "sqlite, read-only": (sqlite3.OperationalError("attempt to write a readonly database"), "readonly database"),
+    "read-only": (OSError(errno.EROFS, "Read-only file system", "out/x/.lock"), "Read-only file system"),
+    "forbidden": (PermissionError(errno.EACCES, "Permission denied", "out/x"), "Permission denied"),
+    "long": (OSError(errno.ENAMETOOLONG, "File name too long", "out/x"), "File name too long"),
+    "input": (BrokenProcessPool("boom"), None),
+    "connection": (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), None),
+}
+
+
+@pytest.mark.parametrize(("error", "said"), FAILS.values(), ids=FAILS)
+def test_a_disk_that_cannot_be_written_ends_in_one_line_with_the_path(error, said, tmp_path):
+    group = typer.Typer(cls=OneLineErrors)
+
+    @group.command()
+    def collect() -> None:
+        with RunFolder.create(tmp_path, CollectConfig()):
+            raise error
+
+    group.command("other")(lambda: None)
+    result = CliRunner().invoke(group, ["collect"])
+    if said is None:
+        assert result.exception is error
+    else:
+        assert result.exit_code == 1 and result.output.count("\n") == 1 and said in result.output
+        assert getattr(error, "filename", None) or str(tmp_path) in result.output
+
+
+FOREIGN = {
+    "report": ["report", "{run}", "--out", "{file}"],
+    "plan": ["plan", "-c", "sft/quickstart", "--json", "{file}"],
+    "bank export": ["bank", "export", "{run}/bank", "{file}"],
+    "leakage": ["leakage", "--train", "{manifest}", "--eval", "{manifest}", "--out", "{run}"],
+    "qa": ["qa", "--data", "{data}", "--model", "m", "--engine", "endpoint", "--out", "{run}"],
+    "qa beside its data": ["qa", "--data", "{data}", "--model", "m", "--engine", "endpoint", "--out", "{folder}"],
+    "router": ["train", "router", "--out", "{run}"],
+    "questions": ["data", "questions", "api.model=m", "--out", "{run}"],
+    "recall": ["bench", "recall", "--data", "{data}", "--out", "{run}"],
+    "merge": ["merge", "{run}", "--out", "{run}/merged"],
+    "zoo": ["zoo", "executor", "--out", "{run}", "--work", "{folder}/work"],
+}
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("evaluated") / "run"
+    run_eval(load_config(EvalConfig, None, ["deliveries=[none]", "limit=1", "max_steps=1", "memory.k=0"]), run)
+    return run
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("command", FOREIGN.values(), ids=FOREIGN)
+def test_no_command_writes_over_a_run_or_a_file_that_is_not_its_own(command, evaluated):
+    tmp_path = evaluated.parent
+    names = {name: tmp_path / name for name in ("run", "file", "data")} | {"folder": tmp_path}
+    names["manifest"] = names["run"] / "manifest.json"
+    names["file"].write_text('{"mine": 1}')
+    names["data"].write_text(json.dumps([{"sample_id": "1", "qa": [], "conversation": {}}]))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    result = CliRunner().invoke(app, [part.format_map(names) for part in command])
+    assert result.exit_code == 1 and "Traceback" not in result.output, result.output
+    assert any(said in result.output for said in ("another", "exists")), result.output
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_readme_commands_are_those_that_are_tested():

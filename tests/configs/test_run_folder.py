@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,20 @@ import pytest
 from pydantic import BaseModel
 
 from configs import run_folder
+from configs.collect import CollectConfig
+from configs.evaluation import EvalConfig
 from configs.load import load_config
-from configs.run_folder import RunFolder, RunFolderError, describe_environment
+from configs.run_folder import (
+    RunFolder,
+    RunFolderError,
+    describe_environment,
+    describe_run,
+    memory_lock,
+    output_folder,
+)
+from configs.training import GrpoConfig, SftConfig
+from runtime.lock import LOCK
+from runtime.store import RecordError
 
 
 class Inner(BaseModel):
@@ -51,8 +63,8 @@ def resumed(run: RunFolder) -> bool:
 
 
 def test_a_new_run(tmp_path):
-    run = RunFolder.create(tmp_path / "deep" / "run", Settings(steps=3))
-    assert not resumed(run)
+    with RunFolder.create(tmp_path / "deep" / "run", Settings(steps=3)) as run:
+        assert not resumed(run) and environment(run)["kind"] == "Settings"
     assert {entry.name for entry in run.path.iterdir()} == {"config.resolved.yaml", "environment.json", "checkpoints"}
     assert (run.path / "checkpoints").is_dir()
     assert load_config(Settings, run.path / "config.resolved.yaml") == Settings(steps=3)
@@ -69,14 +81,14 @@ def test_resume_of_the_same_configuration(tmp_path):
     assert resumed(run) and list(run.metrics) == [{"step": 1}]
 
 
-@pytest.mark.parametrize("on_exists", ["resume", "raise", "ask"])
-def test_another_configuration_shows_what_differs(tmp_path, on_exists):
+@pytest.mark.parametrize("on_exists", ["resume", "raise"])
+def test_another_configuration_shows_what_differs_in_one_line(tmp_path, on_exists):
     RunFolder.create(tmp_path, Settings())
     with pytest.raises(RunFolderError) as caught:
         RunFolder.create(tmp_path, Settings(steps=11, inner=Inner(lr=0.2)), on_exists=on_exists)
     message = str(caught.value)
     assert "inner.lr: 0.1 there, 0.2 here" in message and "steps: 10 there, 11 here" in message
-    assert "name" not in message and "--on-exists resume" in message
+    assert "name" not in message and "or --on-exists overwrite" in message and "\n" not in message
 
 
 def test_ignored_keys_may_differ_and_the_first_configuration_stays(tmp_path):
@@ -85,28 +97,130 @@ def test_ignored_keys_may_differ_and_the_first_configuration_stays(tmp_path):
     assert load_config(Settings, run.path / "config.resolved.yaml").steps == 10
 
 
-def test_raise_and_ask_without_a_terminal_refuse_even_the_same(tmp_path):
+def test_raise_refuses_even_the_same(tmp_path):
     RunFolder.create(tmp_path, Settings())
-    for on_exists in ("raise", "ask"):
-        with pytest.raises(RunFolderError, match=r"holds a run of the same configuration\.\n.*--on-exists resume"):
-            RunFolder.create(tmp_path, Settings(), on_exists=on_exists)
+    with pytest.raises(RunFolderError, match="holds a run of `Settings` of the same settings"):
+        RunFolder.create(tmp_path, Settings(), on_exists="raise")
 
 
-def test_overwrite_deletes_everything(tmp_path):
-    run = RunFolder.create(tmp_path, Settings())
-    run.metrics.append({"step": 1})
-    (run.path / "checkpoints" / "step-1").mkdir()
-    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+def test_overwrite_deletes_what_this_kind_of_run_writes_and_nothing_else(tmp_path):
+    outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").touch()
-    (tmp_path / "link").symlink_to(outside)
-    run = RunFolder.create(tmp_path, Settings(steps=1), on_exists="overwrite")
-    assert not resumed(run) and list(run.metrics) == [] and not list((run.path / "checkpoints").iterdir())
-    assert load_config(Settings, tmp_path / "config.resolved.yaml").steps == 1
-    assert (outside / "kept").exists() and not (tmp_path / "link").exists()
+    run = RunFolder.create(tmp_path / "run", CollectConfig())
+    names = ("episodes.jsonl", "collect.json", "rows/data-0.arrow", "rows/state.json", "plots/rows.png")
+    for name in (*names, "rows/notes.txt", "plots/mine.png", "thesis.tex", "metrics.jsonl"):
+        (run.path / name).parent.mkdir(exist_ok=True)
+        (run.path / name).touch()
+    (run.path / "bank").symlink_to(outside)
+    run = RunFolder.create(tmp_path / "run", CollectConfig(limit=3), on_exists="overwrite")
+    assert not resumed(run) and load_config(CollectConfig, run.path / "config.resolved.yaml").limit == 3
+    assert not any((run.path / name).exists() for name in (*names, "bank")) and (outside / "kept").exists()
+    assert all((run.path / name).exists() for name in ("rows/notes.txt", "plots/mine.png", "thesis.tex"))
 
 
-@pytest.mark.parametrize("on_exists", ["ask", "resume", "raise", "overwrite"])
+HOLDS = {
+    "checkpoint": ("checkpoints/step-000003/state.json", "with 1 checkpoint, which"),
+    "best": ("checkpoints/best", "which"),
+    "sub-run": ("eval/config.resolved.yaml", r"and other runs \(eval\), which"),
+    "deep sub-run": ("a/b/config.resolved.yaml", r"and other runs \(a/b\), which"),
+}
+
+
+@pytest.mark.parametrize(("file", "said"), HOLDS.values(), ids=HOLDS)
+def test_overwrite_never_deletes_checkpoints_and_other_runs(tmp_path, file, said):
+    run = RunFolder.create(tmp_path, SftConfig())
+    run.metrics.append({"step": 1})
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    before = content(tmp_path)
+    with pytest.raises(RunFolderError, match=said):
+        RunFolder.create(tmp_path, SftConfig(), on_exists="overwrite")
+    assert content(tmp_path) == before
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK}
+
+
+KINDS = {
+    "collect": (CollectConfig(), ""), "train sft": (SftConfig(), ""), "train grpo": (GrpoConfig(), ""),
+    "eval": (EvalConfig(), ""), "bench rollout": (GrpoConfig(), "bench rollout"), "Settings": (Settings(), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("on_exists", run_folder.ON_EXISTS)
+@pytest.mark.parametrize("there", KINDS)
+def test_a_run_of_another_kind_is_named_and_left_alone(tmp_path, there, on_exists):
+    config, kind = KINDS[there]
+    RunFolder.create(tmp_path, config, kind=kind)
+    before = content(tmp_path)
+    for other in KINDS.keys() - {there}:
+        config, kind = KINDS[other]
+        with pytest.raises(RunFolderError, match=f"holds a run of `{there}`, not of `{other}`"):
+            RunFolder.create(tmp_path, config, kind=kind, on_exists=on_exists)
+    assert content(tmp_path) == before
+
+
+def test_a_run_of_an_earlier_version_is_resumed_and_never_overwritten(tmp_path):
+    RunFolder.create(tmp_path, EvalConfig())
+    (tmp_path / "environment.json").write_text("{}")
+    with pytest.raises(RunFolderError, match="holds a run of an earlier version, which"):
+        RunFolder.create(tmp_path, EvalConfig(), on_exists="overwrite")
+    with pytest.raises(RunFolderError, match="holds a run of an earlier version with other settings"):
+        RunFolder.create(tmp_path, EvalConfig(limit=3))
+    assert environment(RunFolder.create(tmp_path, EvalConfig()))["kind"] == "eval"
+
+
+def test_an_overwrite_that_a_kill_cut_short_can_only_be_repeated(tmp_path, monkeypatch):
+    RunFolder.create(tmp_path, EvalConfig())
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "_delete_run", _no_space)
+        with pytest.raises(OSError, match="no space"):
+            RunFolder.create(tmp_path, EvalConfig(limit=2), on_exists="overwrite")
+    for config in (EvalConfig(), EvalConfig(limit=2)):
+        with pytest.raises(RunFolderError, match=r"with other settings|has begun to delete"):
+            RunFolder.create(tmp_path, config)
+    assert not resumed(RunFolder.create(tmp_path, EvalConfig(limit=2), on_exists="overwrite"))
+    assert resumed(RunFolder.create(tmp_path, EvalConfig(limit=2)))
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", "\x00\x00"])
+def test_a_damaged_environment_is_named(tmp_path, damaged):
+    RunFolder.create(tmp_path, Settings())
+    (tmp_path / "environment.json").write_text(damaged)
+    with pytest.raises(RecordError, match=r"environment\.json is damaged"):
+        RunFolder.create(tmp_path, Settings())
+
+
+# --- inputs ---
+
+SETS = {
+    "rows": lambda path: SftConfig(rows=(str(path),)),
+    "pattern": lambda path: SftConfig(rows=f"{path.parent}/in*"),
+    "checkpoint": lambda path: EvalConfig.model_validate({"compiler": {"checkpoint": str(path)}}),
+    "matrix": lambda path: EvalConfig.model_validate({"matrix": {"compiler.checkpoint": [str(path)]}}),
+    "bank": lambda path: EvalConfig.model_validate({"memory": {"bank": str(path)}}),
+    "model": lambda path: GrpoConfig.model_validate({"executor": {"model": str(path)}}),
+}
+
+
+@pytest.mark.parametrize("on_exists", ["resume", "overwrite"])
+@pytest.mark.parametrize("make", SETS.values(), ids=SETS)
+def test_an_output_that_is_contains_or_lies_inside_an_input_is_refused(tmp_path, make, on_exists):
+    given = tmp_path / "a" / "input"
+    given.mkdir(parents=True)
+    (given / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    before = content(tmp_path)
+    for out in (given, given / "new", tmp_path / "a", tmp_path / "link", tmp_path / "link" / "input" / "x"):
+        with pytest.raises(RunFolderError, match=r"(is|contains|lies inside) an input of this command, .*input"):
+            RunFolder.create(out, make(given), on_exists=on_exists)
+    assert content(tmp_path) == before and not (given / "new").exists()
+    RunFolder.create(tmp_path / "a" / "beside", make(given))
+
+
+@pytest.mark.parametrize("on_exists", run_folder.ON_EXISTS)
 def test_a_folder_that_is_no_run_is_never_touched(tmp_path, on_exists):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(RunFolderError, match="not a run"):
@@ -118,31 +232,84 @@ def test_a_file_and_an_unknown_choice(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="is a file"):
         RunFolder.create(tmp_path / "file", Settings())
-    with pytest.raises(RunFolderError, match="one of ask, resume, raise, overwrite; received 'force'"):
+    with pytest.raises(RunFolderError, match="one of resume, raise, overwrite; received 'force'"):
         RunFolder.create(tmp_path / "new", Settings(), on_exists="force")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("typed", "steps", "outcome"),
-    [("r\n", 10, "resumed"), ("x\n\nResume\n", 10, "resumed"), ("o\n", 11, "new"), ("q\n", 10, "refused"),
-     ("", 10, "refused"), ("r\nq\n", 11, "refused")],
-)  # fmt: skip
-def test_ask_on_a_terminal(tmp_path, monkeypatch, typed, steps, outcome):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+# --- one writer ---
 
-    RunFolder.create(tmp_path, Settings())
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stdin", Terminal(typed))
-    monkeypatch.setattr(sys, "stderr", screen)
-    if outcome == "refused":
-        with pytest.raises(RunFolderError):
-            RunFolder.create(tmp_path, Settings(steps=steps))
-    else:
-        assert resumed(RunFolder.create(tmp_path, Settings(steps=steps))) == (outcome == "resumed")
-    assert ("[r]esume" in screen.getvalue()) == (steps == 10)
-    assert "[o]verwrite, [q]uit?" in screen.getvalue()
+
+def in_child(call: Callable[[], object]) -> str:
+    """Call it in a forked process; returns what it raised, if anything."""
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        try:
+            call()
+        except Exception as error:
+            os.write(writes, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as said:
+        text = said.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def test_a_second_writer_of_a_run_or_of_a_memory_in_it_is_refused_and_readers_are_not(tmp_path):
+    def importing() -> None:
+        with memory_lock(tmp_path / "run" / "memory" / "static", "bank import"):
+            pass
+
+    create = lambda: RunFolder.create(tmp_path / "run", CollectConfig())
+    with create() as run:
+        run.metrics.append({"step": 1})
+        held = f"FolderInUse: {tmp_path / 'run'} is being written by `memcompiler collect` (process {os.getpid()} on "
+        assert in_child(create).startswith(held) and in_child(importing).startswith(held)
+        assert not in_child(lambda: describe_run(run.path)) and not in_child(lambda: list(run.metrics))
+        assert not in_child(lambda: RunFolder.create(tmp_path / "run", CollectConfig(), lock=False))  # a worker of it
+    assert not in_child(create) and not in_child(importing)
+    with memory_lock(tmp_path / "run" / "memory" / "static", "bank import"):
+        assert "is being written by `memcompiler bank import`" in in_child(create)
+
+
+def test_an_error_in_a_run_names_its_folder(tmp_path):
+    with pytest.raises(OSError, match="no space") as caught, RunFolder.create(tmp_path, Settings()):
+        _no_space()
+    assert caught.value.__notes__ == [f"run folder {tmp_path}"] and not (tmp_path / LOCK).exists()
+
+
+# --- commands that keep no run ---
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({"config.resolved.yaml": "", "environment.json": '{"kind": "eval"}'}, "holds a run of `eval`"),
+        ({"answers.jsonl": "mine"}, r"answers\.jsonl was not written by this command"),
+        ({"asked.json": '{"other": 1}'}, r"asked\.json was not written by this command"),
+        ({"asked.json": "{"}, r"asked\.json is damaged"),
+    ],
+)
+def test_a_command_leaves_files_alone_that_it_did_not_write(tmp_path, there, said):
+    for name, text in there.items():
+        (tmp_path / name).write_text(text)
+    before = content(tmp_path)
+    with (
+        pytest.raises(ValueError, match=said),
+        output_folder(tmp_path, "qa", ("asked.json", "answers.jsonl"), "reader"),
+    ):
+        pass
+    assert content(tmp_path) == before
+
+
+def test_a_command_writes_where_its_own_files_or_other_names_are(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    for _ in range(2):
+        with output_folder(tmp_path, "qa", ("asked.json", "answers.jsonl"), "reader"):
+            (tmp_path / "asked.json").write_text('{"reader": 1}')
+            (tmp_path / "answers.jsonl").touch()
+            again = lambda: output_folder(tmp_path, "qa", ("asked.json",), "reader").__enter__()
+            assert "is being written by `memcompiler qa`" in in_child(again)
 
 
 # --- metrics ---
