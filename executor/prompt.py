@@ -64,13 +64,13 @@ def instructed(instructions: str, request: ExecutorRequest, lists_commands: bool
 
 
 def executor_text(request: ExecutorRequest, placeholder: str) -> str:
-    """Write the user turn as a text. `placeholder` is the memory token, repeated N times where soft tokens go."""
-    parts = executor_parts(request, placeholder)
-    return "".join(part.text if part.image is None else PICTURE for part in parts)
+    """Write the user turn as a text. `placeholder` stands for each of N soft tokens."""
+    parts = executor_parts(request)
+    return "".join(PICTURE if part.image is not None else part.text + placeholder * part.soft for part in parts)
 
 
-def executor_parts(request: ExecutorRequest, placeholder: str) -> list[Part]:
-    """Write the user turn: one text, or, where there is a picture, what stands before it, the picture, and the rest."""
+def executor_parts(request: ExecutorRequest) -> list[Part]:
+    """Write the user turn: texts, with the places of soft tokens and a picture between them, where there are any."""
     d = request.delivered
     goal = f"goal: {request.goal}"
     lines = [*([] if request.goal_last else [goal]), *([f"first: {request.first}"] if request.first else [])]
@@ -80,14 +80,16 @@ def executor_parts(request: ExecutorRequest, placeholder: str) -> list[Part]:
         lines.append(d.state)
     if d.guidance:
         lines.append(f"guide: {d.reason + ' | ' if d.reason else ''}{d.guidance}")
+    parts: list[Part] = []
     if d.n_soft:
-        lines.append(f"soft: {placeholder * d.n_soft}")
+        parts = [Part("\n".join([*lines, "soft: "])), Part(soft=d.n_soft)]
+        lines = [""]
     if did := request.history[max(0, len(request.history) - request.shown) :]:
         lines.append(f"did: {' ; '.join(did)}")
     see = f"see: {request.observation}" + (f"\n{goal}" if request.goal_last else "")
     if request.image is None:
-        return [Part("\n".join([*lines, see]))]
-    return [Part("\n".join([*lines, "view: "])), Part(image=request.image), Part(f"\n{see}")]
+        return [*parts, Part("\n".join([*lines, see]))]
+    return [*parts, Part("\n".join([*lines, "view: "])), Part(image=request.image), Part(f"\n{see}")]
 
 
 def memory_text(texts: Sequence[str]) -> str:

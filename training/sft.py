@@ -245,12 +245,12 @@ def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, 
     """Encode a row for both models; with `soft`, the executor's prompt has the placeholders of the soft tokens."""
     step = row.step_input(compiler.n_tokens if soft else 0)
     request = executor_request(step, executor)
-    memory = executor.tokenizer(row.memory_text, add_special_tokens=False)["input_ids"]
     pictures = pictures_of(step.memory) if executor.sees_images else []
     return Example(
         compiler.encode(compile_request(step)), compiler.emission_ids(row.emission),
-        replace(executor.encode(request), soft=None), executor.action_ids(row.action), tuple(memory),
-        request.delivered.n_soft > 0, executor.encoder.pictures(pictures) if pictures else None,
+        replace(executor.encode(request), soft=None), executor.action_ids(row.action),
+        executor.encoder.ids(row.memory_text), request.delivered.n_soft > 0,
+        executor.encoder.pictures(pictures) if pictures else None,
     )  # fmt: skip
 
 
