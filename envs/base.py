@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from runtime.errors import EnvironmentFailure as EnvironmentFailure  # what an environment of anyone's may raise
+from runtime.text import without_newlines
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,6 +30,11 @@ class Task:
     data: Mapping[str, str] = field(default_factory=dict)  # what the environment needs to build it (path, seeds)
     # What training and evaluation must not share, by dimension (paper C.1), e.g. {"scene": ("FloorPlan10",)}
     isolation: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Make goal and scene single lines: prompts, memory and Brief State hold each of them in one line."""
+        object.__setattr__(self, "goal", without_newlines(self.goal))
+        object.__setattr__(self, "scene", without_newlines(self.scene))
 
 
 def task_from_json(fields: Mapping[str, Any]) -> Task:

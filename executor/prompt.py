@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lm.prompt import Part
+from runtime.text import without_newlines
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -60,7 +61,7 @@ def instructed(instructions: str, request: ExecutorRequest, lists_commands: bool
     """Write the system turn: the instructions and, where there are any to be listed, the possible commands."""
     if not (instructions and lists_commands and request.admissible):
         return instructions
-    return "\n".join([instructions, "The commands:", *request.admissible])
+    return "\n".join([instructions, "The commands:", *map(without_newlines, request.admissible)])
 
 
 def executor_text(request: ExecutorRequest, placeholder: str) -> str:
@@ -72,7 +73,7 @@ def executor_text(request: ExecutorRequest, placeholder: str) -> str:
 def executor_parts(request: ExecutorRequest) -> list[Part]:
     """Write the user turn: texts, with the places of soft tokens and a picture between them, where there are any."""
     d = request.delivered
-    goal = f"goal: {request.goal}"
+    goal = f"goal: {without_newlines(request.goal)}"
     lines = [*([] if request.goal_last else [goal]), *([f"first: {request.first}"] if request.first else [])]
     if d.memory:
         lines.append(f"memory:\n{d.memory}\n")
@@ -85,7 +86,7 @@ def executor_parts(request: ExecutorRequest) -> list[Part]:
         parts = [Part("\n".join([*lines, "soft: "])), Part(soft=d.n_soft)]
         lines = [""]
     if did := request.history[max(0, len(request.history) - request.shown) :]:
-        lines.append(f"did: {' ; '.join(did)}")
+        lines.append(f"did: {' ; '.join(map(without_newlines, did))}")
     see = f"see: {request.observation}" + (f"\n{goal}" if request.goal_last else "")
     if request.image is None:
         return [*parts, Part("\n".join([*lines, see]))]
