@@ -93,6 +93,7 @@ class Transition:
     progress: float  # share of goal conditions met, in [0, 1]
     success: bool
     done: bool
+    truncated: bool = False  # it is over by a limit of the environment's own, not by what was done
 
 
 @runtime_checkable
