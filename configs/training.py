@@ -87,6 +87,7 @@ class SftConfig(Settings):
     compiler: CompilerConfig = CompilerConfig()
     executor: ExecutorConfig = ExecutorConfig()
     rows: str | tuple[str, ...] = ""  # folders written by `memcompiler collect`, or patterns of such
+    on_bad_rows: Literal["error", "skip"] = "error"  # of rows that cannot be trained on; skipped ones are recorded
     allow_leakage: bool = False  # train on rows that leak, or whose tasks are unknown; the run folder says so
     epochs: float = Field(default=5.0, gt=0)
     max_steps: int | None = None  # overrides epochs
@@ -148,7 +149,7 @@ class Placement(Settings):
 # What a run may go on with otherwise: it says how and where a step is computed, not what.
 MAY_CHANGE_ON_RESUME = (
     "backend", "micro_batch_size", "cluster", *(f"placement.{name}" for name in Placement.model_fields), "trackers",
-    "gradient_checkpointing", "loader_workers", "compiler.attention", "executor.attention",
+    "gradient_checkpointing", "loader_workers", "on_bad_rows", "compiler.attention", "executor.attention",
 )  # fmt: skip
 
 

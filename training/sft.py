@@ -230,7 +230,10 @@ class SftTrainer(Trainer[dict[str, float]]):
         if index in self._examples:
             return self._examples[index]
         row = self.rows[index] if index < len(self.rows) else self.held_out[index - len(self.rows)]
-        example = encode_row(row, self.compiler, self.executor, self.config.soft)
+        try:
+            example = encode_row(row, self.compiler, self.executor, self.config.soft)
+        except ValueError as error:
+            raise ValueError(f"row {index} (task {row.task_id}, step {row.t}) cannot be encoded: {error}") from error
         if self._kept + example.size <= MOST_KEPT:
             self._examples[index], self._kept = example, self._kept + example.size
         return example

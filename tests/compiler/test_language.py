@@ -74,7 +74,8 @@ def test_no_text_makes_lines_of_a_brief_state(goal, subgoal, key, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "now: x", "goal: a\ngoal: b", "goal: a\nnote: x", "goal: a\nnote: a = b = c", "goal: a\nRules: b", "\n"]
+    "text",
+    ["", "now: x", "goal: a\ngoal: b", "goal: a\nnote: x", "goal: a\nnote: a = b = c", "goal: a\nRules: b", "\n"],
 )
 def test_what_is_no_brief_state_is_refused(text):
     with pytest.raises(ValueError, match="not a Brief State"):
