@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, NonNegativeInt, model_validator
+from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, model_validator
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec, imports
@@ -26,7 +26,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-Command = Annotated[str, Field(pattern=r"^\S(.*\S)?$")]  # one line, without white space around it
+def _name_of_action(name: str) -> str:
+    if not name or name != without_newlines(name).strip():
+        raise ValueError(f"an action's name must be one line without white space around it, received {name!r}")
+    return name
+
+
+Command = Annotated[str, AfterValidator(_name_of_action)]
 
 
 class GymnasiumSplit(Settings):
@@ -53,7 +59,9 @@ class GymnasiumConfig(Settings):
     id: str = Field(min_length=1)
     splits: dict[str, GymnasiumSplit] = Field(min_length=1)
     goal: str = ""  # of every task, unless keys.goal says where each has its own
-    actions: tuple[Command, ...] = ()  # names of a Discrete space's actions, in the order of their numbers
+    actions: tuple[
+        Annotated[str, AfterValidator(_name_of_action)], ...
+    ] = ()  # names of a Discrete space's actions, in the order of their numbers
     keys: GymnasiumKeys = GymnasiumKeys()
 
 

@@ -282,8 +282,8 @@ def test_masks_go_by_the_order_of_the_names(admissible):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"actions": ("pull", "")}, "pattern"),
-        ({"actions": ("pull\nnote: a = b",)}, "pattern"),
+        ({"actions": ("pull", "")}, "one line"),
+        ({"actions": ("pull\nnote: a = b",)}, "one line"),
         ({"splits": {"train": {"seeds": (-1,)}}}, "greater than or equal to 0"),
         ({"keys": {"succes": "won"}}, "succes"),
         ({"id": ""}, "id"),
