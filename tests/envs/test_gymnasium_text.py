@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 gymnasium = pytest.importorskip("gymnasium", reason="the extra `gym` is not installed")
@@ -24,7 +26,7 @@ class Guess(gymnasium.Env):
     observation_space = spaces.Text(200, charset=frozenset(map(chr, range(32, 127))))
     action_space = spaces.Text(10, charset="0123456789")
 
-    def reset(self, *, seed=None, options=None):
+    def reset(self, *, seed=None, options=None) -> Any:
         super().reset(seed=seed)
         self.number = str(self.np_random.integers(100) + (options or {}).get("offset", 0))
         self.tries = 3
