@@ -140,7 +140,8 @@ async def run_episode(
             observed, history = transition.observation, (*history, action)
             if transition.success or transition.done:
                 episode.success = transition.success
-                episode.stop_reason = StopReason.SUCCESS if transition.success else StopReason.DONE
+                ended = StopReason.STEP_LIMIT if transition.truncated else StopReason.DONE
+                episode.stop_reason = StopReason.SUCCESS if transition.success else ended
                 break
     except EpisodeFailure as error:
         episode.stop_reason, episode.error = error.stop_reason, str(error)

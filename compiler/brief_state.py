@@ -16,6 +16,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from runtime.text import without_newlines
+
 PLAN = "plan"
 MOST, LONGEST = 32, 200
 
@@ -51,17 +53,31 @@ Op = Create | Update | Delete | Fold
 
 @dataclass(frozen=True, slots=True)
 class Belief:
+    """A fact. White space in key and value is one_line."""
+
     key: str
     value: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", one_line(self.key))
+        object.__setattr__(self, "value", one_line(self.value))
 
 
 @dataclass(frozen=True, slots=True)
 class BriefState:
+    """The state. The goal becomes a single line; white space in subgoals is collapsed."""
+
     goal: str
     completed: tuple[str, ...] = ()
     current: str = ""
     pending: tuple[str, ...] = ()
     beliefs: tuple[Belief, ...] = ()  # the last written stands last
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "goal", without_newlines(self.goal))
+        object.__setattr__(self, "completed", tuple(map(one_line, self.completed)))
+        object.__setattr__(self, "current", one_line(self.current))
+        object.__setattr__(self, "pending", tuple(map(one_line, self.pending)))
 
     def apply(self, op: Op) -> BriefState:
         """Give the state after one operation. Raises: BriefStateError, where it does not apply."""
@@ -149,10 +165,12 @@ def render_brief_state(state: BriefState) -> str:
 
 def parse_brief_state(text: str) -> BriefState:
     """Read what `render_brief_state` writes. Raises: ValueError, for text that no Brief State renders to."""
-    parts = (line.partition(": ") for line in text.split("\n"))
+    parts = [line.partition(": ") for line in text.split("\n")]
     lines = {name if separator else name.rstrip(":"): value for name, separator, value in parts}
     if unknown := set(lines) - {"goal", "done", "now", "next", "note"}:
         raise ValueError(f"not a Brief State: unknown lines {sorted(unknown)}")
+    if "goal" not in lines or len(lines) < len(parts):
+        raise ValueError("not a Brief State: no line `goal`, or two lines of one name")
     done, now, ahead, note = (lines.get(name, "") for name in ("done", "now", "next", "note"))
     return BriefState(
         goal=unescape(lines["goal"]),
@@ -178,8 +196,12 @@ def unescape(text: str) -> str:
 
 def split_unescaped(text: str, mark: str) -> list[str]:
     """Split at every `mark` that no backslash escapes; the parts keep their escapes."""
-    parts = re.findall(rf"((?:\\.|[^\\{re.escape(mark)}])*)(?:{re.escape(mark)}|$)", text)
-    return parts[:-1] if parts and parts[-1] == "" and not text.endswith(mark) else parts
+    parts, begin = list[str](), 0
+    for found in re.finditer(rf"\\.|{re.escape(mark)}", text, re.DOTALL):
+        if found[0] == mark:
+            parts.append(text[begin : found.start()])
+            begin = found.end()
+    return [*parts, text[begin:]]
 
 
 def _belief(belief: Belief) -> str:
@@ -187,8 +209,10 @@ def _belief(belief: Belief) -> str:
 
 
 def _parse_belief(item: str) -> Belief:
-    key, value = split_unescaped(item, "=")[:2]
-    return Belief(unescape(key.strip()), unescape(value.strip()))
+    key, *values = split_unescaped(item, "=")
+    if len(values) != 1:
+        raise ValueError(f"not a Brief State: {item!r} is no note of the form `key = value`")
+    return Belief(unescape(key), unescape(values[0]))
 
 
 def _items(text: str) -> list[str]:

@@ -162,7 +162,7 @@ def _parse_op(sigil: str, body: str) -> Op | ParseError:
         return ParseError.UNKNOWN_LINE
     if sigil == FOLD:
         return Fold(one_line(body)) if body else ParseError.EMPTY_FIELD
-    raw_key = (split_unescaped(body, ":") or [""])[0]
+    raw_key = split_unescaped(body, ":")[0]
     key, value = one_line(unescape(raw_key)), one_line(body[len(raw_key) + 1 :])  # a value runs to the end of its line
     if not key:
         return ParseError.EMPTY_FIELD

@@ -15,6 +15,7 @@ from compiler.language import CREATE, DELETE, FOLD, GUIDE, NOTHING, UPDATE
 from compiler.records import CompileRequest
 from lm.prompt import Part, merge
 from memory.entry import MemoryEntry
+from runtime.text import without_newlines
 
 INSTRUCTIONS = f"""You are a memory compiler for an embodied agent. You read the agent's task memory (what earlier \
 episodes taught), its current state and its current view. Decide what the acting agent needs now, and write:
@@ -60,5 +61,5 @@ def state_text(request: CompileRequest) -> str:
     """Write b_t; without one, the goal and what was done."""
     if request.state is not None:
         return render_brief_state(request.state) + "\n"
-    did = f"did: {' ; '.join(request.history)}\n" if request.history else ""
-    return f"goal: {request.goal}\n{did}"
+    did = f"did: {' ; '.join(map(without_newlines, request.history))}\n" if request.history else ""
+    return f"goal: {without_newlines(request.goal)}\n{did}"

@@ -149,7 +149,7 @@ class VllmCompiler(TokenCompiler):
         if not self.speculates:
             return {"logit_bias": dict.fromkeys(self.encoder.suppressed, -torch.inf)}
         words = [self.encoder.tokenizer.decode([id]) for id in self.encoder.suppressed]
-        if not all(self.encoder.ids(word) == (id,) for word, id in zip(words, self.encoder.suppressed, strict=True)):
+        if [self.encoder.chat_ids(word) for word in words] != [(id,) for id in self.encoder.suppressed]:
             raise ValueError("a reserved token of this tokenizer is not read as one: set compiler.speed.ngram to 0")
         return {"bad_words": words}
 

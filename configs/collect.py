@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from configs.models import EndpointConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings, find
@@ -13,7 +14,7 @@ from memory.registry import DEFAULT
 from memory.registry import find as find_memory
 from runtime.attempts import ATTEMPTS
 from runtime.cluster import Cluster, RaySettings
-from runtime.settings import Settings
+from runtime.settings import Seed, Settings, did_you_mean
 
 
 class MemoryModels(Settings):
@@ -51,7 +52,7 @@ class MemoryConfig(MemoryModels):
     system: str = DEFAULT  # `memory.registry` knows them
     settings: dict[str, Any] = Field(default={})  # the system's own
     bank: str | None = None
-    version: int | None = None  # bank version to read (default: the newest)
+    version: NonNegativeInt | None = None  # bank version to read (default: the newest)
     k: int = Field(default=4, ge=0)  # entries retrieved per task
     tokens: int | None = Field(default=None, ge=1)  # recalled at a time, at most; whole entries, in their order
     tokenizer: str | None = None  # that counts them: a Hugging Face name or folder
@@ -69,12 +70,20 @@ class MemoryConfig(MemoryModels):
 
     @model_validator(mode="after")
     def _system_has_them(self) -> MemoryConfig:
+        schema = find_memory(self.system).settings
         try:
-            find_memory(self.system).settings.model_validate(self.settings)
+            schema.model_validate(self.settings)
         except ValidationError as error:  # of its own schema, of which the loader knows no keys
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {_wrong(e, schema)}" for e in error.errors())
             raise ValueError(f"settings of memory system {self.system}: {wrong}") from None
         return self
+
+
+def _wrong(error: ErrorDetails, schema: type[BaseModel]) -> str:
+    """Say what is wrong with a setting of a memory system."""
+    if error["type"] != "extra_forbidden":
+        return f"{error['msg']}, received {error['input']!r}"
+    return "unknown key" + (did_you_mean(error["loc"][0], schema.model_fields) if len(error["loc"]) == 1 else "")
 
 
 class LeakageConfig(Settings):
@@ -105,7 +114,7 @@ class CollectConfig(Settings):
     env: AnyEnvSettings = Field(default_factory=default_settings)
     memory: MemoryConfig = MemoryConfig()
     split: str = "train"
-    limit: int | None = None
+    limit: PositiveInt | None = None
     brief_state: bool = True  # False: teacher and rows without one, for compilers that are to do without (Table 3)
     # Share of the episodes in which an unguided step leaves the Brief State as it was, but for the first: rows for
     # compilers that are only asked where there is something to say (delivery compiled_needed), and have to catch up.
@@ -116,7 +125,7 @@ class CollectConfig(Settings):
     keep_noaction: float = Field(default=1.0, ge=0, le=1)  # share of rows kept in which the compiler says nothing
     max_kind_ratio: float | None = Field(default=None, ge=1)  # most rows of an emission kind, over the rarest kind's
     max_steps: int = Field(default=20, ge=1)
-    seed: int = 0
+    seed: Seed = 0
     leakage: LeakageConfig = LeakageConfig()
 
     @model_validator(mode="after")
@@ -162,7 +171,7 @@ class QuestionsConfig(Settings):
     environments: tuple[Literal["household", "alfworld", "scienceworld"], ...] = ("household",)
     worlds: int = Field(default=24, ge=1)  # living worlds of each environment whose expert is asked about
     per_part: int = Field(default=8, ge=1)  # questions about a session, or 40 steps
-    seed: int = 0  # of the worlds; the router's, for the same histories
+    seed: Seed = 0  # of the worlds; the router's, for the same histories
 
     @model_validator(mode="after")
     def _somebody_asks(self) -> QuestionsConfig:

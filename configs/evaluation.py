@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from configs.collect import CollectConfig, MemoryConfig, refuse_budgets_on_ray
 from configs.models import CompilerConfig, ExecutorConfig
@@ -12,7 +12,7 @@ from configs.training import GrpoConfig, SftConfig
 from envs.registry import AnyEnvSettings, default_settings
 from runtime.attempts import ATTEMPTS
 from runtime.cluster import Cluster, RaySettings
-from runtime.settings import Settings
+from runtime.settings import Seed, Settings
 
 
 class EvalMemoryConfig(MemoryConfig):
@@ -22,7 +22,7 @@ class EvalMemoryConfig(MemoryConfig):
 
     protocol: Literal["frozen", "online", "living"] = "frozen"
     warm_start: bool = False  # online: begin with the experience that frozen memory would hold
-    order_seed: int | None = None  # online: shuffle the stream (default: the split's own order)
+    order_seed: Seed | None = None  # online: shuffle the stream (default: the split's own order)
     round: int = Field(default=1, ge=1)  # online: episodes that are played before memory takes them in
 
     @property
@@ -46,10 +46,10 @@ class EvalConfig(Settings):
     # Axis -> named levels, each overrides as on the command line, or a list of values for the key that the axis names.
     matrix: dict[str, dict[str, dict[str, Any]] | tuple[Any, ...]] = Field(default={})
     split: str | None = None  # default: test (household), valid_seen (alfworld)
-    limit: int | None = None
+    limit: PositiveInt | None = None
     max_steps: int = Field(default=15, ge=1)
     # Success is told within each of these numbers of steps as well; one above `max_steps` stands for `max_steps`.
-    step_budgets: tuple[Annotated[int, Field(ge=1)], ...] = (15, 30, 50)
+    step_budgets: tuple[PositiveInt, ...] = (15, 30, 50)
     # Under `compiled_unsure`: an executor that gives its likeliest command so much probability does without compiling.
     sure: float = Field(default=0.9, gt=0, le=1)
     # Under `compiled_needed`: a step is compiled that needs it with so much probability; default: as it was fitted.
@@ -59,7 +59,7 @@ class EvalConfig(Settings):
     pipelined: bool = False  # half of the episodes compile while the other half acts (docs/serving.md)
     cluster: Cluster = "local"  # ray: workers play, on this machine or on many (docs/cluster.md)
     ray: RaySettings = RaySettings()
-    seed: int = 0
+    seed: Seed = 0
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ class QuickstartConfig(Settings):
     """The main job: collect, SFT, GRPO, evaluation. One file holds all of it."""
 
     COMMAND: ClassVar[str] = "quickstart"
-    seed: int = 0  # scenes, SFT and evaluation take it from here (quickstart.yaml refers to it)
+    seed: Seed = 0  # scenes, SFT and evaluation take it from here (quickstart.yaml refers to it)
     collect: CollectConfig
     sft: SftConfig
     grpo: GrpoConfig | None = None  # null: SFT is evaluated, and that is all

@@ -9,11 +9,13 @@ read this machine's environment.
 
 from __future__ import annotations
 
+import codecs
 import difflib
+import io
 import re
 import reprlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
@@ -22,6 +24,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from envs.registry import DEFAULT, known
+from runtime.settings import did_you_mean
 
 CONFIGS = Path(__file__).resolve().parent
 BASE = "base"  # the one key that belongs to the loader, not to the schema
@@ -75,8 +80,9 @@ def find_config(name: str | Path) -> Path:
             if candidate.is_file():
                 return candidate
     shipped = sorted(file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.rglob("*.yaml"))
-    close = _did_you_mean(str(name).removesuffix(".yaml"), shipped)
-    raise ConfigError(f"no configuration {str(name)!r}{close}; shipped in configs/: {', '.join(shipped) or 'none'}")
+    close = difflib.get_close_matches(str(name).removesuffix(".yaml"), shipped, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"no configuration {str(name)!r}{hint}; shipped in configs/: {', '.join(shipped) or 'none'}")
 
 
 def to_yaml(config: BaseModel) -> str:
@@ -88,7 +94,7 @@ def to_yaml(config: BaseModel) -> str:
 def read_yaml(path: Path) -> Tree:
     """Read one YAML file as plain data, its references as they stand. Raises: ConfigError, which names the line."""
     try:
-        loaded = OmegaConf.load(path)
+        loaded = OmegaConf.load(io.StringIO(_decoded(path.read_bytes())))
         data = OmegaConf.to_container(loaded, resolve=False)
     except OSError as error:  # OmegaConf raises one without strerror for a file that holds a bare number
         raise ConfigError(f"{path}: {error.strerror or 'expected a mapping (key: value) at the top'}") from None
@@ -97,6 +103,11 @@ def read_yaml(path: Path) -> Tree:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping (key: value) at the top, received {_show(data)}")
     return data
+
+
+def _decoded(raw: bytes) -> str:
+    """Decode a file by its byte-order mark, without one as UTF-8. Raises: UnicodeDecodeError."""
+    return raw.decode("utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig")
 
 
 # --- merging ---
@@ -251,7 +262,7 @@ def _validate(schema: type[Schema], values: Tree, problems: Problems) -> Schema 
         for details in error.errors(include_url=False):
             path = _written_path(details, values)
             if path not in known:  # a value that is None only because it could not be resolved is reported already
-                problems[path].append(_explain(details, schema, path))
+                problems[path].append(_explain(details, *_schema_of(schema, path, values)))
         return None
 
 
@@ -268,6 +279,16 @@ def _written_path(error: ErrorDetails, values: Tree) -> str:
 
 def _holds(node: object, part: str | int) -> bool:
     return part in (node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ())
+
+
+def _schema_of(schema: type[BaseModel], path: str, values: Tree) -> tuple[type[BaseModel], str]:
+    """Return the schema that knows a path's keys, and the path in it: an environment's own, below `env`."""
+    parts, node = path.split("."), cast(Any, values)
+    for i, part in enumerate(parts[:-1], start=1):
+        node = node.get(part) if isinstance(node, dict) else None
+        if part == "env" and isinstance(node, dict) and (spec := known(str(node.get("name", DEFAULT)))):
+            return spec.settings, ".".join(parts[i:])
+    return schema, path
 
 
 def _explain(error: ErrorDetails, schema: type[BaseModel], path: str) -> str:
@@ -291,13 +312,28 @@ def _explain(error: ErrorDetails, schema: type[BaseModel], path: str) -> str:
 
 def _suggest(schema: type[BaseModel], path: str) -> str:
     """Say what an unknown key may have been: the same name elsewhere in the schema, or a like name at its level."""
-    parent, _, name = path.rpartition(".")
-    places = [place.rpartition(".") for place in _field_paths(schema)]
-    if elsewhere := [f"{where}{dot}{field}" for where, dot, field in places if field == name]:
+    *parents, name = path.split(".")
+    fields = sorted({field for model in _models_at(schema, parents) for field in model.model_fields})
+    elsewhere = [place for place in _field_paths(schema) if place.rpartition(".")[2] == name]
+    if elsewhere and not difflib.get_close_matches(name, fields, cutoff=0.8):
         nearest = sorted(elsewhere, key=lambda place: place.count("."))[:3]
         return f"; did you mean {' or '.join(map(repr, nearest))}?"
-    fields = sorted({field for where, _, field in places if where == parent})
-    return _did_you_mean(name, fields) or (f"; known here: {', '.join(fields)}" if fields else "")
+    return did_you_mean(name, fields)
+
+
+def _models_at(annotation: Any, path: Sequence[str]) -> Iterator[type[BaseModel]]:
+    """Find the models that may stand at a path, through unions, dicts and lists."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if not path:
+            yield annotation
+        elif path[0] in annotation.model_fields:
+            yield from _models_at(annotation.model_fields[path[0]].annotation, path[1:])
+    elif get_origin(annotation) in (list, tuple, dict):
+        for inside in get_args(annotation)[-2:] if path else ():
+            yield from _models_at(inside, path[1:])
+    else:
+        for part in get_args(annotation):
+            yield from _models_at(part, path)
 
 
 def _field_paths(annotation: Any, prefix: str = "", seen: tuple[type, ...] = ()) -> list[str]:
@@ -334,11 +370,6 @@ def _yaml_error(error: Exception) -> str:
         return f", line {mark.line + 1}, column {mark.column + 1}: {reason}"
     where = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
     return f": {where}{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-
-
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _show(value: object) -> str:

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, PositiveFloat, field_validator, model_validator
 
-from runtime.settings import Settings
+from runtime.settings import Seed, Settings
 
 # The environment variables with the keys of our servers: never in settings, which run folders keep.
 COMPILER_KEY = "MEMCOMPILER_COMPILER_KEY"
@@ -120,7 +120,7 @@ class Soft(Settings):
 
     n_tokens: int = Field(default=16, ge=1)
     projector: Literal["gaussian", "linear"] = "gaussian"
-    emb_std: float | Literal["auto"] = 0.0261  # auto: measured on the executor's embedding table
+    emb_std: PositiveFloat | Literal["auto"] = 0.0261  # auto: measured on the executor's embedding table
     init_log_sigma: float = Field(default=-1.0, ge=-5, le=2)
     normalise: bool = False  # the hidden states that the projector reads: mu then starts at 1 whatever the model
 
@@ -170,7 +170,7 @@ class ServeConfig(Settings):
     timeout_s: float = Field(default=120.0, gt=0)  # of one request, from its first byte to its answer (504)
     max_body_mib: float = Field(default=32.0, gt=0)  # of one request (413)
     env: str | None = None  # whose instructions it reads (default: the environment that the checkpoint was trained on)
-    seed: int = 0  # of the seeds that the service itself gives to requests without one
+    seed: Seed = 0  # of the seeds that the service itself gives to requests without one
 
     @field_validator("compiler", mode="before")
     @classmethod

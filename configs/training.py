@@ -5,17 +5,18 @@ Defaults are the paper's (Table 7) unless a comment says why not.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from configs.collect import LeakageConfig, MemoryConfig
 from configs.models import CompilerConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings
 from runtime.cluster import Cluster
-from runtime.settings import Settings
+from runtime.settings import Seed, Settings
 
 Backend = Literal["replicated", "fsdp", "zero2", "zero3"]  # how processes share a step: training/backend.py
+Beta = Annotated[float, Field(ge=0, lt=1)]
 TrackerName = Literal["trackio", "wandb", "tensorboard"]  # training/trackers.py
 
 
@@ -26,11 +27,11 @@ class Optimizer(Settings):
     projector_lr: float | None = Field(default=1e-3, gt=0)  # it hardly moves at the LoRA's rate; null: lr
     min_lr: float = Field(default=0.0, ge=0)  # where the cosine ends
     warmup: float = Field(default=0.05, ge=0, le=1)  # share of the steps
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
     projector_eps: float | None = Field(default=None, gt=0)  # null: eps
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
+    weight_decay: NonNegativeFloat = 0.0
+    grad_clip: PositiveFloat = 1.0
 
 
 class GrpoOptimizer(Optimizer):
@@ -40,19 +41,19 @@ class GrpoOptimizer(Optimizer):
     projector_lr: float | None = Field(default=None, gt=0)  # as in the paper
     min_lr: float = Field(default=1e-7, ge=0)
     warmup: float = Field(default=0.0, ge=0, le=1)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-5
-    weight_decay: float = 0.01
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-5
+    weight_decay: NonNegativeFloat = 0.01
 
 
 class SftWeights(Settings):
     """Paper Eq. 9."""
 
-    text: float = 1.0
-    action: float = 1.0
-    entropy: float = 0.1
-    latent: float = 1.0
-    orth: float = 0.1
+    text: NonNegativeFloat = 1.0
+    action: NonNegativeFloat = 1.0
+    entropy: NonNegativeFloat = 0.1
+    latent: NonNegativeFloat = 1.0
+    orth: NonNegativeFloat = 0.1
 
 
 class Validation(Settings):
@@ -88,9 +89,10 @@ class SftConfig(Settings):
     compiler: CompilerConfig = CompilerConfig()
     executor: ExecutorConfig = ExecutorConfig()
     rows: str | tuple[str, ...] = ""  # folders written by `memcompiler collect`, or patterns of such
+    on_bad_rows: Literal["error", "skip"] = "error"  # of rows that cannot be trained on; skipped ones are recorded
     allow_leakage: bool = False  # train on rows that leak, or whose tasks are unknown; the run folder says so
     epochs: float = Field(default=5.0, gt=0)
-    max_steps: int | None = None  # overrides epochs
+    max_steps: PositiveInt | None = None  # overrides epochs
     batch_size: int = Field(default=2, ge=1)  # global
     micro_batch_size: int = Field(default=2, ge=1)
     optimizer: Optimizer = Optimizer()
@@ -105,7 +107,7 @@ class SftConfig(Settings):
     length_buckets: int = Field(default=0, ge=0)  # sort rows by length within so many batches; 0: not
     gradient_checkpointing: bool = False  # of both models' layers: a third more time for a fraction of the memory
     backend: Backend = "replicated"
-    seed: int = 0
+    seed: Seed = 0
     save_every: int = Field(default=100, ge=1)
     keep: int = Field(default=2, ge=1)
     trackers: tuple[TrackerName, ...] = ()  # that get what metrics.jsonl gets (extra `trackers`)
@@ -149,7 +151,7 @@ class Placement(Settings):
 # What a run may go on with otherwise: it says how and where a step is computed, not what.
 MAY_CHANGE_ON_RESUME = (
     "backend", "micro_batch_size", "cluster", *(f"placement.{name}" for name in Placement.model_fields), "trackers",
-    "gradient_checkpointing", "loader_workers", "compiler.attention", "executor.attention",
+    "gradient_checkpointing", "loader_workers", "on_bad_rows", "compiler.attention", "executor.attention",
 )  # fmt: skip
 
 
@@ -188,7 +190,7 @@ class GrpoConfig(Settings):
     memory: MemoryConfig = MemoryConfig()
     leakage: LeakageConfig = LeakageConfig()
     split: str = "train"
-    limit: int | None = None
+    limit: PositiveInt | None = None
     updates: int = Field(default=500, ge=1)
     tasks: int = Field(default=4, ge=1)  # per update, N of C.3.2
     group_size: int = Field(default=4, ge=2)  # episodes per task, K
@@ -216,7 +218,7 @@ class GrpoConfig(Settings):
     # Play the next update's episodes while this one is learnt: they come from weights that are one step old, which
     # loss.importance_cap has to make up for. Checkpoints are synchronous points.
     overlap: bool = False
-    seed: int = 0
+    seed: Seed = 0
     save_every: int = Field(default=10, ge=1)
     keep: int = Field(default=2, ge=1)
     trackers: tuple[TrackerName, ...] = ()  # that get what metrics.jsonl gets (extra `trackers`)

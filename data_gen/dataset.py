@@ -23,6 +23,7 @@ from compiler.language import Kind
 from configs.load import read_yaml
 from configs.run_folder import RunFolder
 from data_gen.rows import SftRow, as_dataset, load_rows, row_folders
+from runtime.text import without_newlines
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -237,14 +238,14 @@ FIELDS: Mapping[str, str] = {
 _SIZES = {1e3: "n<1K", 1e4: "1K<n<10K", 1e5: "10K<n<100K", 1e6: "100K<n<1M", math.inf: "n>1M"}
 _VERDICTS = {True: "isolated from the held-out splits", False: "LEAKS into the held-out splits", None: "not checked"}
 _TEMPLATE = """---
-pretty_name: MemCompiler SFT rows, {environment} {split}
+pretty_name: {title}
 license: {license}
 language: [en]
 size_categories: ['{size}']
 tags: [memcompiler, embodied-agents, memory]
 ---
 
-# MemCompiler SFT rows: {environment}, {split}
+# MemCompiler SFT rows: {place}
 
 Steps of a teacher that compiles memory for an embodied agent. Each row holds both supervisions of the first training
 stage: compiler input -> emission, and executor input -> action.
@@ -306,12 +307,15 @@ def of_collection(rows: Path) -> dict[str, Any]:
 def dataset_card(made: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """Write README.md of the dataset, from `provenance` and from `statistics` with what `of_collection` adds."""
     licence = LICENCES.get(made["environment"])
-    table = lambda facts: "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    cell = lambda value: without_newlines(str(value)).replace("|", r"\|")
+    table = lambda facts: "\n".join(f"| {name} | {cell(value)} |" for name, value in facts.items())
+    environment, split = (without_newlines(str(made[name])) for name in ("environment", "split"))
     return _TEMPLATE.format(
-        environment=made["environment"], split=made["split"], license=licence or "other",
+        title=json.dumps(f"MemCompiler SFT rows, {environment} {split}"), place=f"{environment}, {split}",
+        license=licence or "other",
         size=next(label for limit, label in _SIZES.items() if found["rows"] < limit), facts=table(made),
         contents="\n".join(f"- {line}" for line in in_words(found)), fields=table(FIELDS),
-        terms=_OWN_TERMS if licence else _OTHER_TERMS.format(made["environment"]),
+        terms=_OWN_TERMS if licence else _OTHER_TERMS.format(environment),
     )  # fmt: skip
 
 

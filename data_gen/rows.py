@@ -105,8 +105,10 @@ def rows_of(episode: Episode, kept: Kept, commands: bool = False) -> list[SftRow
 
 def without_brief_state(row: SftRow) -> SftRow:
     """Make of a row what a compiler without Brief State learns from: the actions so far stand in the place of b_t, and
-    its emission keeps the guidance alone, there being nothing that operations would change."""
-    return replace(row, state="", emission=render(replace(parse(row.emission).emission, ops=())))
+    its emission keeps the guidance alone, there being nothing that operations would change. An emission that cannot be
+    read stays as it is."""
+    parsed = parse(row.emission)
+    return replace(row, state="", emission=row.emission if parsed.error else render(replace(parsed.emission, ops=())))
 
 
 def hold_out(rows: Sequence[SftRow], share: float, seed: int) -> tuple[list[SftRow], list[SftRow]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from runtime.errors import EnvironmentFailure as EnvironmentFailure  # what an environment of anyone's may raise
+from runtime.text import without_newlines
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,6 +30,11 @@ class Task:
     data: Mapping[str, str] = field(default_factory=dict)  # what the environment needs to build it (path, seeds)
     # What training and evaluation must not share, by dimension (paper C.1), e.g. {"scene": ("FloorPlan10",)}
     isolation: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Make goal and scene single lines: prompts, memory and Brief State hold each of them in one line."""
+        object.__setattr__(self, "goal", without_newlines(self.goal))
+        object.__setattr__(self, "scene", without_newlines(self.scene))
 
 
 def task_from_json(fields: Mapping[str, Any]) -> Task:
@@ -87,6 +93,7 @@ class Transition:
     progress: float  # share of goal conditions met, in [0, 1]
     success: bool
     done: bool
+    truncated: bool = False  # it is over by a limit of the environment's own, not by what was done
 
 
 @runtime_checkable

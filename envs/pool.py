@@ -276,4 +276,4 @@ def _observation(value: Mapping[str, Any], blobs: list[bytes]) -> Observation:
 
 def _transition(value: Mapping[str, Any], blobs: list[bytes]) -> Transition:
     observation = _observation(value["observation"], blobs)
-    return Transition(observation, value["progress"], value["success"], value["done"])
+    return Transition(observation, value["progress"], value["success"], value["done"], value.get("truncated", False))

@@ -2,7 +2,6 @@
 `memcompiler.environments`), and from their settings to themselves.
 """
 
-import difflib
 import sys
 from collections.abc import Mapping
 from pkgutil import resolve_name
@@ -15,6 +14,7 @@ from envs.pool import EnvironmentPool
 from envs.spec import EnvSettings, EnvSpec, Told, source_sha256
 from envs.trajectories import TrajectoryReader
 from runtime.plugins import PluginError, Plugins
+from runtime.settings import did_you_mean
 
 GROUP = "memcompiler.environments"
 DEFAULT = "household"
@@ -66,8 +66,7 @@ def _without_strangers(spec: EnvSpec, given: Mapping[str, Any]) -> dict[str, Any
         elif owners:
             strangers.append(f"{key} (of {', '.join(owner.name for owner in owners)})")
         else:
-            close = difflib.get_close_matches(str(key), fields, n=1)
-            strangers.append(f"{key}; did you mean {close[0]!r}?" if close else f"{key}; it has {', '.join(fields)}")
+            strangers.append(f"{key}{did_you_mean(key, fields)}")
     if strangers:
         raise ValueError(f"environment {spec.name} has no setting {'; '.join(strangers)}")
     return kept

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from envs.base import Task
 from envs.trajectories import TrajectoryReader
-from runtime.settings import Settings
+from runtime.settings import Seed, Settings
 
 # What training and evaluation must not share, by dimension of `Task.isolation` (paper C.1). disjoint: no value on both
 # sides. novel: evaluation has values that training lacks (and may share others).
@@ -38,7 +38,7 @@ class EnvSettings(Settings):
     name: str
     workers: int | None = Field(default=None, ge=0)  # processes that play; 0: this one (default: by environment)
     images: bool = True
-    seed: int = 0  # of what the environment makes itself: another seed is another set of scenes
+    seed: Seed = 0  # of what the environment makes itself: another seed is another set of scenes
 
 
 @dataclass(frozen=True, slots=True)

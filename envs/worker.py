@@ -9,7 +9,8 @@ that a simulator pinned to an old interpreter can be hosted there. The hosted ob
     tasks(split) -> dicts with the fields of `envs.base.Task`
     reset(task dict) -> {"text": str, "image": PNG bytes, PIL image or None, "admissible": list or None}
     sequences(split) -> dicts with the fields of `envs.base.TaskSequence`, and proceed(task dict) -> as reset, if it can
-    step(action) -> {"observation": as above, "progress": float, "success": bool, "done": bool}
+    step(action) -> {"observation": as above, "progress": float, "success": bool, "done": bool,
+                     "truncated": bool}
     expert() -> list or None, and close(), if it has them
 
 Frames on the socket, in both directions: the mark, the length of a JSON object, the object, and the blobs (PNG
@@ -187,6 +188,7 @@ class Hosted:
         return {
             "observation": observation, "progress": float(field(made, "progress")),
             "success": bool(field(made, "success")), "done": bool(field(made, "done")),
+            "truncated": bool(field(made, "truncated", False)),
         }, blobs  # fmt: skip
 
     def expert(self) -> Value:

@@ -47,7 +47,7 @@ class ApiExecutor:
     def messages(self, request: ExecutorRequest) -> list[Message]:
         image = request.image if self.sees_images else None
         plain = replace(request, image=image, delivered=replace(request.delivered, soft=None))
-        parts = [part.text if part.image is None else png_bytes(part.image) for part in executor_parts(plain, "")]
+        parts = [part.text if part.image is None else png_bytes(part.image) for part in executor_parts(plain)]
         told = instructed(self.instructions, request, self.reads.commands)
         system = [{"role": "system", "content": told}] if told else []
         return [*system, user_message(*parts)]

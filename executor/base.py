@@ -47,14 +47,13 @@ class TokenExecutor:
         self.reads = reads
 
     def encode(self, request: ExecutorRequest) -> Prompt:
-        """Make the prompt that all backends read. A picture is left out by an executor that does not see. Raises:
-        ValueError, where memory or observation spell the reserved memory token or the image token."""
+        """Make the prompt that all backends read. A picture is left out by an executor that does not see."""
         shown = request if self.sees_images else replace(request, image=None)
         told = instructed(self.instructions, request, self.reads.commands)
-        prompt = self.encoder.encode(executor_parts(shown, self.placeholder_text), told)
+        prompt = self.encoder.encode(executor_parts(shown), told)
         soft = request.delivered.soft
-        if prompt.ids.count(self.placeholder) != request.delivered.n_soft:
-            raise ValueError("the executor's prompt contains the reserved memory token outside the soft block")
+        if prompt.ids.count(self.placeholder) != request.delivered.n_soft:  # of a token that ordinary text produces
+            raise ValueError(f"ordinary text contains the memory token {self.placeholder_text}: set memory_token")
         return replace(prompt, soft=soft if isinstance(soft, Tensor) else None)
 
     def action_ids(self, action: str) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from configs.models import EXECUTOR_KEY
 from executor.base import TokenExecutor
+from executor.prompt import ExecutorRequest
 from executor.records import PAPER, Reads
 from lm.backbone import input_embeddings, load_encoder
 from lm.endpoint import content_part
@@ -140,6 +141,16 @@ class RemoteExecutor(TokenExecutor):
             for i, answer in zip(mine, self.server.post_all(path, bodies) if mine else (), strict=True):
                 made[i] = self._choice(answer, (*asked[i][0].ids, *asked[i][1]))
         return made
+
+    def encode(self, request: ExecutorRequest) -> Prompt:
+        """Make the prompt. Raises: ValueError, where its parts would travel as text that spells a special token."""
+        prompt = super().encode(request)
+        if _has_parts(prompt) and self.encoder.marks.are_spelled(prompt.ids):
+            raise ValueError(
+                "the prompt holds text that spells a special token, which the server would read as that token beside "
+                "soft tokens or a picture: use executor.engine=hf or vllm"
+            )
+        return prompt
 
     def _body(self, prompt: Prompt, path: tuple[int, ...], settings: dict[str, Any]) -> dict[str, Any]:
         ids, scores = [*prompt.ids, *path], "logprob_token_ids" in settings

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lm.prompt import Part
+from runtime.text import without_newlines
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -60,19 +61,19 @@ def instructed(instructions: str, request: ExecutorRequest, lists_commands: bool
     """Write the system turn: the instructions and, where there are any to be listed, the possible commands."""
     if not (instructions and lists_commands and request.admissible):
         return instructions
-    return "\n".join([instructions, "The commands:", *request.admissible])
+    return "\n".join([instructions, "The commands:", *map(without_newlines, request.admissible)])
 
 
 def executor_text(request: ExecutorRequest, placeholder: str) -> str:
-    """Write the user turn as a text. `placeholder` is the memory token, repeated N times where soft tokens go."""
-    parts = executor_parts(request, placeholder)
-    return "".join(part.text if part.image is None else PICTURE for part in parts)
+    """Write the user turn as a text. `placeholder` stands for each of N soft tokens."""
+    parts = executor_parts(request)
+    return "".join(PICTURE if part.image is not None else part.text + placeholder * part.soft for part in parts)
 
 
-def executor_parts(request: ExecutorRequest, placeholder: str) -> list[Part]:
-    """Write the user turn: one text, or, where there is a picture, what stands before it, the picture, and the rest."""
+def executor_parts(request: ExecutorRequest) -> list[Part]:
+    """Write the user turn: texts, with the places of soft tokens and a picture between them, where there are any."""
     d = request.delivered
-    goal = f"goal: {request.goal}"
+    goal = f"goal: {without_newlines(request.goal)}"
     lines = [*([] if request.goal_last else [goal]), *([f"first: {request.first}"] if request.first else [])]
     if d.memory:
         lines.append(f"memory:\n{d.memory}\n")
@@ -80,14 +81,16 @@ def executor_parts(request: ExecutorRequest, placeholder: str) -> list[Part]:
         lines.append(d.state)
     if d.guidance:
         lines.append(f"guide: {d.reason + ' | ' if d.reason else ''}{d.guidance}")
+    parts: list[Part] = []
     if d.n_soft:
-        lines.append(f"soft: {placeholder * d.n_soft}")
+        parts = [Part("\n".join([*lines, "soft: "])), Part(soft=d.n_soft)]
+        lines = [""]
     if did := request.history[max(0, len(request.history) - request.shown) :]:
-        lines.append(f"did: {' ; '.join(did)}")
+        lines.append(f"did: {' ; '.join(map(without_newlines, did))}")
     see = f"see: {request.observation}" + (f"\n{goal}" if request.goal_last else "")
     if request.image is None:
-        return [Part("\n".join([*lines, see]))]
-    return [Part("\n".join([*lines, "view: "])), Part(image=request.image), Part(f"\n{see}")]
+        return [*parts, Part("\n".join([*lines, see]))]
+    return [*parts, Part("\n".join([*lines, "view: "])), Part(image=request.image), Part(f"\n{see}")]
 
 
 def memory_text(texts: Sequence[str]) -> str:

@@ -1,14 +1,17 @@
 """From chat to ids: a prompt as one model reads it, with its soft tokens and pictures.
 
 Token-in/token-out: a prompt becomes ids once, here, and is never tokenised again. Text from memory and environment is
-data: it is concatenated, never used as a template.
+data: it is concatenated, never used as a template, and special tokens that it spells are encoded as text (`lm.marks`).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from lm.marks import Marks, TextTokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,10 +25,11 @@ OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of the user turn: text, or an image."""
+    """A piece of the user turn: text, an image, or the places of so many soft tokens."""
 
     text: str = ""
     image: Image | None = None
+    soft: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,25 +142,29 @@ class PromptEncoder:
             if self.image_token is None or self.image_id is None:
                 raise ValueError(f"{type(processor).__name__} has no token whose places pictures take")
             self._picture_tokens = {self.image_token, self.tokenizer.convert_ids_to_tokens(self.image_id)}
+        self.marks = Marks(self.tokenizer)
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         # Never sampled: an <|image_pad|> in an answer breaks scoring.
         self.suppressed = sorted(special - {self.end_id})
 
     def encode(self, parts: Sequence[Part], instructions: str = "") -> Prompt:
-        """Make a prompt that ends where the model's answer begins. Raises: ValueError, for images and a text model, a
-        text that spells the image token, or a chat template that leaves something out."""
+        """Make a prompt that ends where the model's answer begins. Special tokens that a text spells are encoded as
+        text. Raises: ValueError, for images and a text model, or a chat template that leaves something out."""
+        hide, placeholder = self.marks.hide, self.tokenizer.convert_ids_to_tokens(self.memory_id)
+        parts = merge([replace(part, text=hide(part.text) + placeholder * part.soft, soft=0) for part in merge(parts)])
+        instructions = hide(instructions)
         text = self.processor.apply_chat_template(
             messages(parts, instructions, self.is_vlm), add_generation_prompt=True, tokenize=False, **self.arguments
         )
         images = tuple(part.image.convert("RGB") for part in parts if part.image is not None)
         if images and not self.is_vlm:
             raise ValueError("a text-only model cannot take pictures")
-        for token in self._picture_tokens:
-            if text.count(token) != (len(images) if token == self.image_token else 0):
-                raise ValueError(f"the prompt contains {token} outside its pictures")
+        pictured = {token: text.count(token) for token in self._picture_tokens}
+        if any(n != (len(images) if token == self.image_token else 0) for token, n in pictured.items()):
+            raise ValueError(f"the model's chat template writes {pictured} for {len(images)} pictures")
         if any(told.strip() not in text for told in (instructions, *(part.text for part in parts))):
             raise ValueError("the model's chat template leaves out some of what it is given: take another model")
-        ids, pictures = self._read(text, images) if images else (self.ids(text), ())
+        ids, pictures = self._read(text, images) if images else (self.chat_ids(text), ())
         if ids.count(self.image_id) != sum(picture.tokens for picture in pictures):
             raise ValueError("the model's processor gives pictures other places together than one by one")
         return Prompt(ids, pictures=pictures)
@@ -170,7 +178,11 @@ class PromptEncoder:
     def _read(self, text: str, images: Sequence[Image]) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
         """Have the processor write pictures into a text's ids. It does not say which of its tensors and tokens belong
         to which of several pictures: it is shown each of them alone as well."""
-        inputs = self.processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
+        processor = self.processor
+        if self.marks.has_hidden(text):
+            processor = copy.copy(processor)
+            processor.tokenizer = TextTokenizer(self.marks)
+        inputs = processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
         ids = tuple(inputs["input_ids"][0].tolist())
         if len(images) > 1:
             return ids, tuple(self._read(self.image_token or "", [image])[1][0] for image in images)
@@ -178,7 +190,12 @@ class PromptEncoder:
         return ids, (Picture(images[0], ids.count(self.image_id), tensors),)
 
     def ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        """Encode a text as text, also where it spells special tokens."""
+        return self.chat_ids(self.marks.hide(text))
+
+    def chat_ids(self, text: str) -> tuple[int, ...]:
+        """Encode a piece of a rendered chat, in which special tokens are what they spell."""
+        return tuple(self.marks.encode(text))
 
     def folded(self, ids: Sequence[int], soft: bool = False) -> list[int]:
         """Make each image's pads (with `soft`, also each run of memory tokens) one token: vLLM makes room itself."""
@@ -201,7 +218,7 @@ def merge(parts: Sequence[Part]) -> list[Part]:
     """Join neighbouring text parts."""
     merged: list[Part] = []
     for part in parts:
-        if merged and part.image is None and merged[-1].image is None:
+        if merged and not any(p.image is not None or p.soft for p in (part, merged[-1])):
             merged[-1] = Part(text=merged[-1].text + part.text)
         else:
             merged.append(part)

@@ -66,8 +66,8 @@ def bench_cost(
     steps: Annotated[int | None, typer.Option(min=1, help="Of every episode (default: all of them).")] = None,
     delivery: Annotated[str, typer.Option(help="Whose cost is divided.")] = "compiled",
     over: Annotated[str, typer.Option(help="By whose it is divided.")] = "static",
-    compiler_parameters: Annotated[float | None, typer.Option(help="Default: of the run's model.")] = None,
-    executor_parameters: Annotated[float | None, typer.Option(help="Default: of the run's model.")] = None,
+    compiler_parameters: Annotated[float | None, typer.Option(min=1, help="Default: of the run's model.")] = None,
+    executor_parameters: Annotated[float | None, typer.Option(min=1, help="Default: of the run's model.")] = None,
 ) -> None:
     """Divide what an evaluation took, failed episodes included, by its solved tasks: tokens, seconds, FLOPs."""
     from benchmarks.cost import run_bench_cost
@@ -106,7 +106,7 @@ def bench_hit_rate(
     window: Annotated[int | None, typer.Option(min=1, help="Of wtinylfu (default: all units but one).")] = None,
     queries: Annotated[int, typer.Option(min=1, help="Objects that are asked for.")] = 20_000,
     drift: Annotated[int, typer.Option(min=1, help="Queries for which favourites of drifting last.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of the stream.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the stream.")] = 0,
 ) -> None:
     """How often KARMA's short-term memory holds what is asked for, by replacement policy, on a trace."""
     from benchmarks.hit_rate import run_bench_hit_rate

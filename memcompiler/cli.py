@@ -283,7 +283,9 @@ def report_paper(
     ] = None,
     deliveries: Annotated[str, typer.Option(help="Of a figure, such as static,compiled.")] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="So many tasks for a figure (default: all).")] = None,
-    seed: Annotated[int, typer.Option(help="Of figure 4: seed of t-SNE, of the probe's split and its shuffles.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of figure 4: seed of t-SNE, of the probe's split and its shuffles.")
+    ] = 0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to (default: RUN/paper).")] = None,
 ) -> None:
     """One of the paper's tables (or of BrainMem's), or of its measured figures, with what RUN measured beside it: as

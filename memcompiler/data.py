@@ -30,7 +30,7 @@ def bank_show(
     bank: Path,
     run: Annotated[Path | None, typer.Option(help="A run folder of eval: also what was recalled in it.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for pictures (default: BANK/show).")] = None,
-    most: Annotated[int, typer.Option(help="Rows of a table.")] = 20,
+    most: Annotated[int, typer.Option(min=1, help="Rows of a table.")] = 20,
 ) -> None:
     """Print and draw what a memory knows, whichever system it is of; with --run, what was recalled and followed."""
     from eval.knowledge import show
@@ -120,7 +120,7 @@ def data_export(
     images: Annotated[bool, typer.Option("--images", help="With pictures, for models that see.")] = False,
     instructions: Annotated[bool, typer.Option(help="With the compiler's instructions as system turn.")] = True,
     held_out: Annotated[float, typer.Option(min=0, max=1, help="Share of the tasks for a split `test`.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Which tasks those are, as in SFT's validation.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Which tasks those are, as in SFT's validation.")] = 0,
 ) -> None:
     """Write rows as TRL conversations (prompt and completion, Parquet): `trl sft --dataset_name OUT` trains on them."""
     from compiler.prompt import compiler_instructions

@@ -69,7 +69,7 @@ def env_sequences(
 def env_serve(
     settings: "CollectConfig",
     host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port.")] = 8765,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port.")] = 8765,
     sessions: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 64,
 ) -> None:
     """Serve an environment in the OpenEnv protocol (extra `openenv`); settings as for collect: env and split. There is
@@ -84,7 +84,7 @@ def env_serve(
 def parity(
     games: Games,
     steps: Annotated[int, typer.Option(min=1, help="Commands to compare, over all games.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Seed of the games' order and of the walks.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the games' order and of the walks.")] = 0,
     per_game: Annotated[int, typer.Option(min=1, help="Commands in each game.")] = 400,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     plain: Annotated[bool, typer.Option(help="TextWorld untouched, its parsers not memoised.")] = False,
@@ -111,7 +111,7 @@ def bench_env(
     games: Games,
     number: Annotated[int, typer.Option(min=1, help="Games, one of each split and task type in turn.")] = 6,
     steps: Annotated[int, typer.Option(min=1, help="Steps in each game.")] = 40,
-    seed: Annotated[int, typer.Option(help="Seed of the games and of the walks.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the games and of the walks.")] = 0,
 ) -> None:
     """Measure resets and steps per second of TextWorld and of the native engine, on the same games and commands."""
     from rich.console import Console

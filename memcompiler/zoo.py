@@ -22,15 +22,15 @@ WORK = Path("out/zoo/work")
 @zoo_app.command("gate")
 def zoo_gate(
     model: Annotated[str, typer.Option(help="Compiler base to test (household).")] = "zoo/household/compiler",
-    scenes: Annotated[int, typer.Option(help="Held-out scenes (household).")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the scenes (household).")] = 1,
-    pictures: Annotated[int, typer.Option(help="Pictures an entry keeps, which are asked for (household).")] = 0,
+    scenes: Annotated[int, typer.Option(min=1, help="Held-out scenes (household).")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the scenes (household).")] = 1,
+    pictures: Annotated[int, typer.Option(min=0, help="Pictures an entry keeps, which are asked for (household).")] = 0,
     world: World = "household",
     executor: Annotated[str | None, typer.Option(help="Executor to test, or `script`, its teacher (alfworld).")] = None,
     compiler: Annotated[str | None, typer.Option(help="Compiler or compiler base to test (alfworld).")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="The compiler's, after SFT or GRPO (alfworld).")] = None,
     split: Annotated[str, typer.Option(help="Games to test on (alfworld).")] = "valid_seen",
-    limit: Annotated[int | None, typer.Option(help="The first so many of them (alfworld).")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first so many of them (alfworld).")] = None,
     work: Work = WORK,
 ) -> None:
     """Test whether shipped models can do what all else rests on; exits 1 where one cannot.

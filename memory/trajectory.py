@@ -13,11 +13,10 @@ from envs.base import Task
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import Trace
 from memory.words import SPACED
+from runtime.text import without_newlines as one_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-_NEWLINE = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # whatever str.splitlines takes for the end of a line
 
 
 def entry_from_trajectory(
@@ -66,11 +65,6 @@ def goal_without_scene(goal: str, scene: str) -> str:
 def trajectory_id(task_id: str, actions: Sequence[str], success: bool) -> str:
     """Return 16 hex digits that depend on these three only: the same on every machine and in every run."""
     return hashlib.sha256(json.dumps([task_id, list(actions), success]).encode()).hexdigest()[:16]
-
-
-def one_line(text: str) -> str:
-    """Turn every newline into one space: a line of the format stays a line."""
-    return _NEWLINE.sub(" ", text)
 
 
 def png_bytes(image: Image) -> bytes:

@@ -51,6 +51,7 @@ from training.evaluation import HeldOutTasks, greedy
 from training.grpo import GrpoTrainer, ModelExecutor
 from training.need import leave_need
 from training.rollout import Group, RolloutEngine
+from training.row_check import bad_rows, describe
 from training.sft import SftTrainer
 from training.trackers import open_trackers, require
 from training.trainer import Trainer
@@ -59,6 +60,7 @@ from training.validation import METRICS
 console = Console(width=120)
 ROLLOUTS = "rollouts.jsonl"
 HELD_OUT = "held_out.json"  # the tasks whose rows validate, and those that are played
+SKIPPED = "skipped_rows.json"  # the rows that cannot be trained on, each with its task and what is wrong
 APART_ALARM = (
     0.05  # mean |difference| of log p between rollout engine and trainer beyond which GRPO warns: ratios 5 % off
 )
@@ -97,6 +99,15 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             raise ConfigError("the executor reads the first view, which rows of an older version lack: collect anew")
         compiler, executor = load_models(config, spec)
         facts = {"environment": spec.name, **_bank_facts(list(parts)), **_left_out(config)}
+        if bad := bad_rows(every, tasks, compiler, executor, config):
+            said = describe(bad, len(every))
+            training, validating = ([i for i in part if i not in bad] for part in (training, validating))
+            if config.on_bad_rows == "error" or not training:
+                raise ConfigError(f"{said}. Mend or remove them, or leave them out by on_bad_rows=skip")
+            facts["skipped_rows"] = len(bad)
+            if run is not None:
+                console.print(f"  skipped: {said}", markup=False, soft_wrap=True)
+                run.write_json(SKIPPED, {"rows": len(every), "skipped": bad})
         rows, others = Subset(every, training), Subset(every, validating)
         played = None
         if make_env:

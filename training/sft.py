@@ -230,7 +230,10 @@ class SftTrainer(Trainer[dict[str, float]]):
         if index in self._examples:
             return self._examples[index]
         row = self.rows[index] if index < len(self.rows) else self.held_out[index - len(self.rows)]
-        example = encode_row(row, self.compiler, self.executor, self.config.soft)
+        try:
+            example = encode_row(row, self.compiler, self.executor, self.config.soft)
+        except ValueError as error:
+            raise ValueError(f"row {index} (task {row.task_id}, step {row.t}) cannot be encoded: {error}") from error
         if self._kept + example.size <= MOST_KEPT:
             self._examples[index], self._kept = example, self._kept + example.size
         return example
@@ -245,12 +248,12 @@ def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, 
     """Encode a row for both models; with `soft`, the executor's prompt has the placeholders of the soft tokens."""
     step = row.step_input(compiler.n_tokens if soft else 0)
     request = executor_request(step, executor)
-    memory = executor.tokenizer(row.memory_text, add_special_tokens=False)["input_ids"]
     pictures = pictures_of(step.memory) if executor.sees_images else []
     return Example(
         compiler.encode(compile_request(step)), compiler.emission_ids(row.emission),
-        replace(executor.encode(request), soft=None), executor.action_ids(row.action), tuple(memory),
-        request.delivered.n_soft > 0, executor.encoder.pictures(pictures) if pictures else None,
+        replace(executor.encode(request), soft=None), executor.action_ids(row.action),
+        executor.encoder.ids(row.memory_text), request.delivered.n_soft > 0,
+        executor.encoder.pictures(pictures) if pictures else None,
     )  # fmt: skip
 
 

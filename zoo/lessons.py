@@ -42,7 +42,7 @@ def questions_about(backbone: Backbone, parts: Sequence[Part], talk: Talk) -> Le
     encoded = backbone.encode([*parts, *_ask(talk[0][0])])
     ids, labels = list[int](), [IGNORE] * len(encoded.ids)
     for i, (ask, answer) in enumerate(talk):
-        turn = backbone.ids(f"\n<|im_start|>user\nask: {ask}<|im_end|>\n<|im_start|>assistant\n") if i else ()
+        turn = backbone.chat_ids(f"\n<|im_start|>user\nask: {ask}<|im_end|>\n<|im_start|>assistant\n") if i else ()
         said = [*backbone.ids(answer), backbone.end_id]
         ids, labels = [*ids, *turn, *said], [*labels, *[IGNORE] * len(turn), *said]
     return Lesson(encoded.extended(ids), tuple(labels))

@@ -6,28 +6,40 @@ are the same episode, so that is what training and evaluation must not share.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, model_validator
 
 from envs.base import EnvironmentFailure, Observation, Task, Transition
 from envs.spec import EnvSettings, EnvSpec, Probe, Splits, WorkerSpec, imports
 from runtime.settings import Settings
+from runtime.text import without_newlines
 
 if TYPE_CHECKING:
     import gymnasium
     from PIL.Image import Image
 
 
+def _name_of_action(name: str) -> str:
+    if not name or name != without_newlines(name).strip():
+        raise ValueError(f"an action's name must be one line without white space around it, received {name!r}")
+    return name
+
+
+Command = Annotated[str, AfterValidator(_name_of_action)]
+
+
 class GymnasiumSplit(Settings):
     """One task per seed, each reset with the same options."""
 
-    seeds: tuple[int, ...] = Field(min_length=1)
-    options: dict[str, Any] = Field(default={})  # for `reset`
+    seeds: tuple[NonNegativeInt, ...] = Field(min_length=1)
+    options: dict[str, JsonValue] = Field(default={})  # for `reset`
 
 
 class GymnasiumKeys(Settings):
@@ -37,17 +49,19 @@ class GymnasiumKeys(Settings):
     image: str | None = None  # in a dict observation: uint8, (height, width, 3) or (height, width)
     goal: str | None = None  # in a dict observation or in info; read once per task by a reset
     admissible: str | None = None  # in info: names, or a 0/1 mask over a Discrete space (in a dict observation too)
-    progress: str | None = None  # in info: share of goal conditions met
-    success: str | None = None  # in info; without it, success is to terminate with a positive reward
+    progress: str | None = None  # in info of every step: share of goal conditions met
+    success: str | None = None  # in info of every step; without it, success is to terminate with a positive reward
 
 
 class GymnasiumConfig(Settings):
     """Any text environment that `gymnasium.make` knows (extra `gym`)."""
 
-    id: str
+    id: str = Field(min_length=1)
     splits: dict[str, GymnasiumSplit] = Field(min_length=1)
     goal: str = ""  # of every task, unless keys.goal says where each has its own
-    actions: tuple[str, ...] = ()  # names of a Discrete space's actions, in the order of their numbers
+    actions: tuple[
+        Annotated[str, AfterValidator(_name_of_action)], ...
+    ] = ()  # names of a Discrete space's actions, in the order of their numbers
     keys: GymnasiumKeys = GymnasiumKeys()
 
 
@@ -87,7 +101,7 @@ class GymnasiumTextEnvironment:
     def reset(self, task: Task) -> Observation:
         """Start the task's episode."""
         observation, info = self._reset(int(task.data["seed"]), task.data["options"])
-        self._live = Transition(self._observe(observation, info), 0.0, False, False)
+        self._live = Transition(self._observe(observation, info, done=False), 0.0, False, False)
         return self._live.observation
 
     def step(self, action: str) -> Transition:
@@ -95,21 +109,30 @@ class GymnasiumTextEnvironment:
         if self._live is None or self._live.done:
             raise EnvironmentFailure("no live episode: call reset(task) first")
         env = self._opened()
+        space: Any = env.action_space
         if self._actions:
-            meant = self._actions.index(action) if action in self._actions else None
+            meant = int(space.start) + self._actions.index(action) if action in self._actions else None
         else:
-            meant = action if env.action_space.contains(action) else None
+            meant = action if space.contains(action) else None
         if meant is None:
             told = replace(self._live.observation, text=f"{action!r} is not an action here.")
             self._live = replace(self._live, observation=told)
             return self._live
         with _failures(self.name):
             observation, reward, terminated, truncated, info = env.step(meant)
-        keys = self._keys
-        success = bool(info.get(keys.success)) if keys.success else bool(terminated and float(reward) > 0)
-        progress = min(max(float(info.get(keys.progress, 0.0)), 0.0), 1.0) if keys.progress else 0.0
-        done = bool(terminated or truncated or success)
-        self._live = Transition(self._observe(observation, info), 1.0 if success else progress, success, done)
+        keys, reward = self._keys, self._number("the reward", reward)
+        terminated, truncated = self._flag("terminated", terminated), self._flag("truncated", truncated)
+        success = terminated and reward > 0
+        if keys.success:
+            success = self._flag(f"info[{keys.success!r}]", self._find("success", info))
+        progress = 0.0
+        if keys.progress:
+            progress = self._number(f"info[{keys.progress!r}]", self._find("progress", info))
+        done = terminated or truncated or success
+        self._live = Transition(
+            self._observe(observation, info, done), 1.0 if success else min(max(progress, 0.0), 1.0), success, done,
+            truncated=truncated and not terminated,
+        )  # fmt: skip
         return self._live
 
     def expert(self) -> list[str] | None:
@@ -135,6 +158,8 @@ class GymnasiumTextEnvironment:
             n = int(space.n) if isinstance(space, gymnasium.spaces.Discrete) else None
             if n is None and not isinstance(space, gymnasium.spaces.Text):
                 raise EnvironmentFailure(f"{self.name}: actions must be a Text or a Discrete space, not {space}")
+            if n is None and self._actions:
+                raise EnvironmentFailure(f"{self.name} takes text: leave out actions, which name a Discrete space's")
             if n is not None and (len(self._actions) != n or len(set(self._actions)) != n):
                 raise EnvironmentFailure(
                     f"{self.name} has {n} actions: give {n} different names (actions=...), not {len(self._actions)}"
@@ -146,7 +171,7 @@ class GymnasiumTextEnvironment:
         goal = self._config.goal
         if self._keys.goal is not None:
             observation, info = self._reset(seed, options)
-            goal = str(self._find(self._keys.goal, observation, info))
+            goal = self._text("goal", self._find("goal", observation, info))
             self._live = None
         return Task(
             f"{split}/{seed}", goal, "", split, self.name, data={"seed": str(seed), "options": options},
@@ -156,28 +181,77 @@ class GymnasiumTextEnvironment:
     def _reset(self, seed: int, options: str) -> tuple[Any, Mapping[str, Any]]:
         env = self._opened()
         with _failures(self.name):
-            return env.reset(seed=seed, options=json.loads(options) or None)
+            observation, info = env.reset(seed=seed, options=json.loads(options) or None)
+        return observation, info
 
-    def _observe(self, observation: Any, info: Mapping[str, Any]) -> Observation:
+    def _observe(self, observation: Any, info: Any, done: bool) -> Observation:
         keys = self._keys
-        text = observation if isinstance(observation, str) else self._find(keys.text, observation)
-        if not isinstance(text, str):
-            told = f"the observation's {keys.text!r} is a {type(text).__name__}, not text"
-            raise EnvironmentFailure(f"{self.name}: {told}")
-        image = None if keys.image is None else _picture(self._find(keys.image, observation))
+        text = observation if isinstance(observation, str) else self._text("text", self._find("text", observation))
+        image = None if keys.image is None else _picture(self._find("image", observation))
         if keys.admissible is None:
             return Observation(text, image, self._actions or None)
-        listed = list(self._find(keys.admissible, info, observation))
-        if not all(isinstance(name, str) for name in listed):  # a mask
-            listed = [name for name, possible in zip(self._actions, listed, strict=True) if possible]
-        return Observation(text, image, tuple(listed))
+        listed = self._admissible(self._find("admissible", info, observation))
+        if not listed and not done:
+            raise EnvironmentFailure(
+                f"{self.name}: {keys.admissible!r} leaves no action in an episode that is not over"
+            )
+        return Observation(text, image, listed)
 
-    def _find(self, key: str, *places: Any) -> Any:
+    def _admissible(self, found: Any) -> tuple[str, ...]:
+        """Read names, or a mask over the named actions."""
+        listed = list(map(_scalar, found)) if isinstance(found, Iterable) and not isinstance(found, str) else [None]
+        if self._actions and listed and len(listed) == len(self._actions) and all(map(_is_flag, listed)):
+            return tuple(name for name, possible in zip(self._actions, listed, strict=True) if possible)
+        if all(map(self._is_name, listed)):
+            return tuple(map(str, listed))
+        mask = f", or 0 and 1 for each of {len(self._actions)} actions" if self._actions else ""
+        raise EnvironmentFailure(
+            f"{self.name}: {self._keys.admissible!r} must list names of actions{mask}: received {reprlib.repr(found)}"
+        )
+
+    def _find(self, setting: str, *places: Any) -> Any:
+        """Return what `keys.SETTING` names in the first place that has it."""
+        key = getattr(self._keys, setting)
         for place in places:
             if isinstance(place, Mapping) and key in place:
                 return place[key]
-        kinds = " and ".join(type(place).__name__ for place in places)
-        raise EnvironmentFailure(f"{self.name}: no {key!r} in what it returned ({kinds}); set keys")
+        there = " and ".join(
+            f"a dict with {', '.join(map(repr, place)) or 'no keys'}" if isinstance(place, Mapping)
+            else f"a {type(place).__name__}" for place in places
+        )  # fmt: skip
+        raise EnvironmentFailure(f"{self.name}: no {key!r} in what it returned ({there}): set keys.{setting}")
+
+    def _text(self, setting: str, value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        key = getattr(self._keys, setting)
+        raise EnvironmentFailure(f"{self.name}: {key!r} (keys.{setting}) is a {type(value).__name__}, not text")
+
+    def _is_name(self, name: object) -> bool:
+        if not isinstance(name, str):
+            return False
+        return name in self._actions if self._actions else bool(name.strip()) and name == without_newlines(name)
+
+    def _flag(self, what: str, value: Any) -> bool:
+        if _is_flag(value := _scalar(value)):
+            return bool(value)
+        raise EnvironmentFailure(f"{self.name}: {what} must be true or false, received {reprlib.repr(value)}")
+
+    def _number(self, what: str, value: Any) -> float:
+        if isinstance(value := _scalar(value), int | float) and math.isfinite(value):
+            return float(value)
+        raise EnvironmentFailure(f"{self.name}: {what} must be a finite number, received {reprlib.repr(value)}")
+
+
+def _scalar(value: Any) -> Any:
+    """Return the Python value of a scalar of NumPy or the like; anything else as it is."""
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError):
+        return value.item()
+    return value
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, int | float) and value in (0, 1)
 
 
 @contextmanager
@@ -194,7 +268,10 @@ def _picture(pixels: Any) -> "Image":
     from PIL import Image
 
     try:
-        return Image.fromarray(np.asarray(pixels, dtype=np.uint8)).convert("RGB")
+        values = np.asarray(pixels)
+        if values.dtype.kind not in "ui" or (values.size and not 0 <= values.min() <= values.max() <= 255):
+            raise ValueError(f"values of type {values.dtype}, which must be integers from 0 to 255")
+        return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     except (TypeError, ValueError) as error:
         raise EnvironmentFailure(f"not a picture of shape (height, width, 3): {error}") from error
 

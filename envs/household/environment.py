@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from envs.base import EnvironmentFailure, Observation, Task, TaskSequence, Transition
 from envs.household.engine import Command, Engine
@@ -179,7 +179,8 @@ def telling_views(actions: Sequence[str]) -> Sequence[int]:
 
 class HouseholdSettings(EnvSettings):
     name: Literal["household"] = "household"  # pyright: ignore[reportIncompatibleVariableOverride]
-    scenes: dict[str, int] = Field(default={"train": 64, "valid": 48, "test": 48})  # number of scenes by split
+    # Number of scenes by split.
+    scenes: dict[str, NonNegativeInt] = Field(default={"train": 64, "valid": 48, "test": 48})
     visual_share: float = Field(default=0.5, ge=0, le=1)  # share of tasks that only the picture decides
     remembered_share: float = Field(default=0.0, ge=0, le=1)  # share that only a picture in memory decides
     kinds: tuple[str, ...] | None = None  # task types (default: the four that fetch one thing)

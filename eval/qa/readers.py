@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from configs.models import EndpointConfig, VllmEngine, model_path
 from lm.ledger import Answer, EndpointStop
+from lm.marks import marks_of
 from lm.replies import answer_text
 
 Prompt = tuple[str | bytes, ...]
@@ -154,7 +155,7 @@ class HfReader:
 @dataclass(slots=True)
 class SeeingReader:
     """A vision-language model of Hugging Face on this machine, one prompt at a time, greedily. A prompt that it cannot
-    read (a text that spells the token of a picture) has no answer."""
+    read (its chat template leaves something out) has no answer."""
 
     name: str
     backbone: Any  # lm.backbone.Backbone
@@ -295,11 +296,12 @@ class EndpointReader:
 
 def _chat(tokenizer: Any, prompt: str) -> list[int]:
     """Tokenise a prompt as the model's chat, where it has a template, which writes the first token of a text itself."""
+    marks = marks_of(tokenizer)
+    prompt = marks.hide(prompt)
     if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer(prompt)["input_ids"])
+        return [*tokenizer("")["input_ids"], *marks.encode(prompt)]
     turn = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(marks.encode(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)))
 
 
 def _ended(written: str) -> bool:

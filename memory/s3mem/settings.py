@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from memory.s3mem.lexical import Dense
 from memory.s3mem.units import Representation
-from runtime.settings import Settings
+from runtime.settings import Settings, Share
 
 Channel = Literal["lexical", "dense", "window", "anchor", "object", "near", "relation"]
 Features = Literal["numeric", "full"]
@@ -32,8 +32,8 @@ class S3MemSettings(Settings):
     pool: int = Field(default=128, ge=1)  # candidates, at most
     tokens: int = Field(default=400, ge=1)  # of a pack, where the question does not say
     fill: bool = False  # spend what is left of the tokens, too
-    tau_sup: float = 0.5
-    tau_edge: float = 0.5
+    tau_sup: Share = 0.5
+    tau_edge: Share = 0.5
     n_single: int = Field(default=3, ge=1)
     hops: int = Field(default=3, ge=0)
     edge_nodes: int = Field(default=16, ge=2)  # the best candidates, between which edges are scored

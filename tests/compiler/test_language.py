@@ -57,6 +57,31 @@ def test_brief_state_round_trips(state):
     assert parse_brief_state(render_brief_state(state)) == state
 
 
+hostile = st.lists(
+    st.sampled_from(["\n", "\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029", "note: door = locked", "goal: x",
+                     " = ", "; ", " - ", "# x", "\\", ":", "> a | b", "\n~ k: v"]) | st.text(max_size=5),
+    max_size=6,
+).map("".join)  # fmt: skip
+
+
+@given(hostile, hostile, hostile.filter(one_line), hostile)
+def test_no_text_makes_lines_of_a_brief_state(goal, subgoal, key, value):
+    state = BriefState(goal, (subgoal,) * bool(one_line(subgoal)), subgoal, (), (Belief(key, value), Belief("k", "v")))
+    text = render_brief_state(state)
+    assert parse_brief_state(text) == state
+    assert len(text.splitlines()) == 2 + 2 * bool(one_line(subgoal))
+    assert state.goal.split() == goal.split() and state.belief("k") == "v"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "now: x", "goal: a\ngoal: b", "goal: a\nnote: x", "goal: a\nnote: a = b = c", "goal: a\nRules: b", "\n"],
+)
+def test_what_is_no_brief_state_is_refused(text):
+    with pytest.raises(ValueError, match="not a Brief State"):
+        parse_brief_state(text)
+
+
 @given(states, st.lists(ops, max_size=6))
 def test_apply_never_raises_and_counts_failures(state, operations):
     after, errors = apply_ops(operations, state)

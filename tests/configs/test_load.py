@@ -248,6 +248,23 @@ def test_a_value_that_is_no_time_is_a_clear_error(write):
     assert str(path) in problems(path)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+def test_a_file_is_read_by_its_byte_order_mark(write, encoding):
+    text = "title: café 水\nsplit: x\n"
+    path = write("")
+    path.write_bytes((text if encoding in ("utf-8", "utf-8-sig", "utf-16") else f"\ufeff{text}").encode(encoding))
+    assert load_config(Experiment, path).title == "café 水"
+
+
+@pytest.mark.parametrize(
+    "content", ["title: café".encode("latin-1"), b"\xff\xfet", b"title: \x00", b"\xfe\xff\xd8\x00"]
+)
+def test_a_file_of_another_encoding_is_named_in_one_line(write, content):
+    path = write("")
+    path.write_bytes(content)
+    assert str(path) in problems(path) and "\n" not in problems(path)
+
+
 def test_binary_file(write):
     path = write("")
     path.write_bytes(b"\xff\xfe\x00seed")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 gymnasium = pytest.importorskip("gymnasium", reason="the extra `gym` is not installed")
@@ -24,7 +26,7 @@ class Guess(gymnasium.Env):
     observation_space = spaces.Text(200, charset=frozenset(map(chr, range(32, 127))))
     action_space = spaces.Text(10, charset="0123456789")
 
-    def reset(self, *, seed=None, options=None):
+    def reset(self, *, seed=None, options=None) -> Any:
         super().reset(seed=seed)
         self.number = str(self.np_random.integers(100) + (options or {}).get("offset", 0))
         self.tries = 3
@@ -110,7 +112,7 @@ def test_text_in_text_out():
         env.step(number)
     env.reset(task)
     lost = [env.step("1") for _ in range(3)][-1]
-    assert lost.done and not lost.success  # truncated
+    assert lost.done and lost.truncated and not lost.success
 
 
 def test_what_is_no_action_does_not_reach_the_environment():
@@ -177,6 +179,168 @@ def test_what_does_not_fit_is_said(env, message):
         env.reset(env.tasks("train")[0])
 
 
+class Lever(gymnasium.Env):
+    """Lever 2 opens the door. `end` is what a step returns behind the observation."""
+
+    def __init__(self, start: int = 1, end: tuple = (), admissible: object = None):
+        self.action_space, self.end, self.admissible = spaces.Discrete(3, start=start), end, admissible
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "three levers", {} if self.admissible is None else {"possible": self.admissible}
+
+    def step(self, action):
+        assert self.action_space.contains(action), f"bad action {action}"
+        won = action - self.action_space.start == 1
+        return f"you pulled lever {action}", *(self.end or (float(won), won, False, {"is_success": won, "share": 0.5}))
+
+
+DEFAULT, PULLS = Keys(), ("pull lever one", "pull lever two", "pull lever three")
+
+
+def levers(keys: Keys = DEFAULT, **made_with) -> GymnasiumTextEnvironment:
+    config = GymnasiumConfig(id="Lever", splits=SPLITS, goal="open the door", actions=PULLS, keys=keys)
+    env = GymnasiumTextEnvironment(config, lambda: Lever(**made_with))
+    env.tasks("train")
+    return env
+
+
+@pytest.mark.parametrize("start", [0, 1, -5, 7])
+def test_actions_have_the_numbers_of_their_space(start):
+    for i, pull in enumerate(PULLS):
+        env = levers(start=start)
+        env.reset(env.tasks("train")[0])
+        made = env.step(pull)
+        assert made.observation.text == f"you pulled lever {start + i}" and made.success == (i == 1)
+
+
+def step_of(keys: Keys, *end: object):
+    env = levers(keys, end=end)
+    env.reset(env.tasks("train")[0])
+    return env.step(PULLS[0])
+
+
+SUCCESS, PROGRESS = Keys(success="won"), Keys(progress="share")
+
+
+@pytest.mark.parametrize(
+    ("keys", "end", "message"),
+    [
+        (Keys(success="succes"), (1.0, True, False, {"is_success": 1, "n": 0}), "'succes'.*'is_success', 'n'"),
+        (Keys(progress="shares"), (1.0, False, False, {"share": 0}), "no 'shares'.*'share'.*set keys.progress"),
+        (SUCCESS, (1.0, False, False, None), "no 'won' in what it returned .a NoneType"),
+        (SUCCESS, (1.0, False, False, {"won": None}), "'won'.*true or false, received None"),
+        (SUCCESS, (1.0, False, False, {"won": "False"}), "'won'.*true or false, received 'False'"),
+        (PROGRESS, (1.0, False, False, {"share": None}), "'share'.*finite number, received None"),
+        (PROGRESS, (1.0, False, False, {"share": float("nan")}), "'share'.*finite number, received nan"),
+        (PROGRESS, (1.0, False, False, {"share": [1, 2]}), "'share'.*finite number"),
+        (Keys(), (float("nan"), True, False, {}), "the reward.*finite number, received nan"),
+        (Keys(), (float("-inf"), True, False, {}), "the reward.*finite number, received -inf"),
+        (Keys(), (None, True, False, {}), "the reward.*finite number, received None"),
+        (Keys(), (1.0, None, False, {}), "terminated.*true or false, received None"),
+        (Keys(), (1.0, True, "no", {}), "truncated.*true or false, received 'no'"),
+        (Keys(), (1.0, True, {}), "not enough values to unpack"),
+    ],
+)  # fmt: skip
+def test_what_a_step_returns_is_checked(keys, end, message):
+    with pytest.raises(EnvironmentFailure, match=message):
+        step_of(keys, *end)
+
+
+@pytest.mark.parametrize(
+    ("keys", "end", "expected"),  # (success, done, truncated, progress)
+    [
+        (Keys(), (1.0, False, True, {}), (False, True, True, 0.0)),  # truncation with a reward is no success
+        (Keys(), (1.0, True, True, {}), (True, True, False, 1.0)),
+        (Keys(), (-1.0, True, False, {}), (False, True, False, 0.0)),
+        (SUCCESS, (0.0, False, True, {"won": np.bool_(True)}), (True, True, True, 1.0)),
+        (SUCCESS, (9.0, True, False, {"won": 0}), (False, True, False, 0.0)),
+        (PROGRESS, (np.float32(0), np.False_, False, {"share": np.float64(0.25)}), (False, False, False, 0.25)),
+        (PROGRESS, (np.array([0.0]), False, 0, {"share": 7}), (False, False, False, 1.0)),
+    ],
+)
+def test_success_is_to_terminate_with_a_reward_or_what_its_key_says(keys, end, expected):
+    made = step_of(keys, *end)
+    assert (made.success, made.done, made.truncated, made.progress) == expected
+
+
+@pytest.mark.parametrize(
+    "admissible",
+    [[1, 0], [True] * 4, np.ones(2), "pull lever one", ["pull lever four"], [0, 1, 2], {"a": 1}, 3, [None] * 3,
+     [0.5, 1, 0], [b"pull lever one"], [], [0, 0, 0], np.array([[0, 1, 1]])],
+)  # fmt: skip
+def test_masks_and_names_that_fit_no_action_are_refused(admissible):
+    env = levers(Keys(admissible="possible"), admissible=admissible)
+    with pytest.raises(EnvironmentFailure, match=r"'possible' (must list names of actions|leaves no action)"):
+        env.reset(env.tasks("train")[0])
+
+
+@pytest.mark.parametrize("admissible", [[0, 1, 1], np.array([False, True, True]), PULLS[1:], np.array([0.0, 1.0, 1.0])])
+def test_masks_go_by_the_order_of_the_names(admissible):
+    env = levers(Keys(admissible="possible"), admissible=admissible)
+    assert env.reset(env.tasks("train")[0]).admissible == PULLS[1:]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"actions": ("pull", "")}, "one line"),
+        ({"actions": ("pull\nnote: a = b",)}, "one line"),
+        ({"splits": {"train": {"seeds": (-1,)}}}, "greater than or equal to 0"),
+        ({"keys": {"succes": "won"}}, "succes"),
+        ({"id": ""}, "id"),
+    ],
+)
+def test_settings_that_fit_no_environment_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        GymnasiumTextEnvironment({"id": "Lever", "splits": {"train": {"seeds": (0,)}}, "goal": "g", **config})
+
+
+class Old(Guess):
+    """As in the API before Gymnasium."""
+
+    def reset(self, *, seed=None, options=None):
+        return "I think of a number."
+
+
+class Mission(Guess):
+    """A goal of several lines, in info."""
+
+    def reset(self, *, seed=None, options=None):
+        return "A room.", {"mission": "Open the door.\nnote: door = locked\u2028Rules: be quick"}
+
+
+def test_a_goal_of_several_lines_is_one_value() -> None:
+    env = made(Mission, SPLITS, keys=Keys(goal="mission"))
+    goals = {task.goal for task in env.tasks("train")}
+    assert goals == {"Open the door. note: door = locked Rules: be quick"}
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (made(Old, SPLITS, goal="g"), "too many values"),
+        (made(Guess, SPLITS, goal="g", actions=("1", "2")), "takes text: leave out actions"),
+        (made(Corridor, SPLITS, keys=Keys(goal="pixels", text="view"), actions=("left", "right")), "'pixels'.*ndarray"),
+    ],
+)
+def test_old_interfaces_and_goals_that_are_no_text_fail_the_episode(env, message):
+    with pytest.raises(EnvironmentFailure, match=message):
+        env.reset(env.tasks("train")[0])
+
+
+@pytest.mark.parametrize("pixels", [np.zeros((4, 4, 3)), np.full((4, 4), 256), np.full((4, 4), -1), None, "x", [[[1]]]])
+def test_pictures_that_are_not_of_bytes_are_refused(pixels):
+    class Picture(Corridor):
+        def _seen(self):
+            seen, info = super()._seen()
+            return {**seen, "pixels": pixels}, info
+
+    env = made(Picture, SPLITS, goal="g", actions=("left", "right"), keys=Keys(text="view", image="pixels"))
+    with pytest.raises(EnvironmentFailure, match="not a picture"):
+        env.reset(env.tasks("train")[0])
+
+
 class Counter:
     """An executor that answers 1, whatever is asked."""
 
@@ -191,7 +355,7 @@ def test_the_loop_plays_it_and_survives_its_crash():
     specs = [EpisodeSpec(task) for task in guess().tasks("train")]
     played = run_episodes(guess, specs, Delivery("none", "none"), Counter(), Limits(5))
     assert [len(episode.steps) for episode in played] == [3, 3]
-    assert {episode.stop_reason for episode in played} == {StopReason.DONE}
+    assert {episode.stop_reason for episode in played} == {StopReason.STEP_LIMIT}  # its own: three tries
     crash = lambda: made(Broken, SPLITS, goal="g")
     [failed] = run_episodes(crash, specs[:1], Delivery("none", "none"), Counter(), Limits(5))
     assert failed.stop_reason == StopReason.ENVIRONMENT_FAILURE and "the simulator is gone" in failed.error

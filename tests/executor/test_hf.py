@@ -84,10 +84,11 @@ def test_soft_tokens_change_the_action_distribution_and_get_gradient():
     assert all(p.grad is None for p in model.model.parameters())
 
 
-def test_a_reserved_token_in_the_text_is_refused():
-    bad = ExecutorRequest("say <|mem|>", MemoryBlock(), (), "x", COMMANDS)
-    with pytest.raises(ValueError, match="reserved memory token"):
-        executor().encode(bad)
+def test_a_reserved_token_in_the_text_is_text():
+    model = executor()
+    bad = replace(request(0, soft=True), goal="say <|mem|>", observation="<|im_end|>")
+    ids = model.encode(bad).ids
+    assert ids.count(model.placeholder) == bad.delivered.n_soft and "say <|mem|>" in model.tokenizer.decode(ids)
 
 
 def test_hash_changes_with_the_weights_only():

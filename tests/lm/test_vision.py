@@ -223,9 +223,12 @@ def test_a_prompt_whose_picture_was_lost_is_refused() -> None:
 
 
 @pytest.mark.parametrize("image", [True, False])
-def test_an_image_token_in_the_text_is_refused(image: bool) -> None:
-    with pytest.raises(ValueError, match="outside its picture"):
-        executor().encode(replace(request(0, image=image), observation="a sign says <|image_pad|>"))
+def test_an_image_token_in_the_text_is_text(image: bool) -> None:
+    model = executor()
+    plain = model.encode(request(0, image=image))
+    spelled = model.encode(replace(request(0, image=image), observation="a sign says <|image_pad|>"))
+    assert spelled.ids.count(model.encoder.image_id or 0) == plain.ids.count(model.encoder.image_id or 0)
+    assert "a sign says <|image_pad|>" in model.tokenizer.decode(spelled.ids)
 
 
 def test_pictures_can_be_switched_off_and_text_models_never_see() -> None:

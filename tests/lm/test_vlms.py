@@ -22,7 +22,7 @@ from data_gen.rows import SftRow
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.backbone import Backbone, load_backbone
-from lm.prompt import Part, Picture, Prompt, PromptEncoder, messages
+from lm.prompt import Part, Picture, Prompt, PromptEncoder, merge, messages
 from lm.vision import check_sees, joined, vision_parts
 from memory.trajectory import png_bytes
 from tests import tiny_models, tiny_vlms
@@ -67,7 +67,9 @@ ASKED = [request(0), request(1, image=False), request(2, soft=False), request(4)
 
 def read(encoder: PromptEncoder, parts: Sequence[Part], instructions: str) -> dict[str, torch.Tensor]:
     """What the model's own processor makes of a chat."""
-    chat = messages(parts, instructions, typed=True)
+    placeholder = encoder.tokenizer.convert_ids_to_tokens(encoder.memory_id)
+    texts = [replace(part, text=part.text + placeholder * part.soft, soft=0) for part in parts]
+    chat = messages(merge(texts), instructions, typed=True)
     text = encoder.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     images = [part.image for part in parts if part.image is not None] or None
     return dict(encoder.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
@@ -312,12 +314,17 @@ def test_a_processor_of_another_model_is_refused() -> None:
         Backbone(model, tiny_vlms.idefics3()[1])
 
 
-def test_a_text_that_spells_what_stands_for_pictures_is_refused() -> None:
-    encoder = tiny_vlms.backbone("gemma3")
-    for token in ("<start_of_image>", "<image_soft_token>"):
-        for parts in ([Part(f"a sign says {token}")], [Part(f"a sign says {token}"), Part(image=view(0))]):
-            with pytest.raises(ValueError, match="outside its pictures"):
-                encoder.encode(parts)
+@every
+def test_a_text_that_spells_special_tokens_is_text_beside_pictures_too(family: str) -> None:
+    encoder = tiny_vlms.backbone(family)
+    special = set(encoder.tokenizer.added_tokens_decoder)
+    marks = " ".join(token.content for token in encoder.tokenizer.added_tokens_decoder.values())
+    for pictures in ([], [Part(image=view(0))], [Part(image=view(0)), Part(" "), Part(image=view(1))]):
+        plain = encoder.encode([Part("a sign says "), *pictures, Part("."), Part(soft=2)], "Act.")
+        spelled = encoder.encode([Part(f"a sign says {marks}"), *pictures, Part(f"{marks}."), Part(soft=2)], "Act.")
+        assert [id for id in spelled.ids if id in special] == [id for id in plain.ids if id in special]
+        assert encoder.tokenizer.decode(spelled.ids).count(marks) == 2
+        assert [p.tokens for p in spelled.pictures] == [p.tokens for p in plain.pictures]
 
 
 def test_a_chat_template_that_leaves_something_out_is_refused() -> None:
