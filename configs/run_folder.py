@@ -28,6 +28,7 @@ from pydantic import BaseModel
 from configs.load import read_yaml, to_yaml
 from envs import registry
 from envs.spec import installed_versions
+from runtime.startup import home
 from runtime.store import TEMPORARY, JsonLines, to_json, write_atomically
 
 ON_EXISTS = ("ask", "resume", "raise", "overwrite")
@@ -247,7 +248,7 @@ def _output(*command: str) -> str | None:
 def _without_private_paths(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Make facts plain JSON in which this repository's folder is `.` and the home folder `~`."""
     text = to_json(facts)
-    for folder, short in ((REPOSITORY, "."), (Path.home(), "~")):
+    for folder, short in ((REPOSITORY, "."), (home(), "~")):
         if folder != Path(folder.anchor):
             name = re.escape(to_json(str(folder))[1:-1])
             text = re.sub(rf"(?<![\w.~-]){name}(?![\w.-])", short, text)

@@ -13,7 +13,7 @@ from configs.collect import LeakageConfig, MemoryConfig
 from configs.models import CompilerConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings
 from runtime.cluster import Cluster
-from runtime.settings import Settings
+from runtime.settings import PathName, Settings
 
 Backend = Literal["replicated", "fsdp", "zero2", "zero3"]  # how processes share a step: training/backend.py
 TrackerName = Literal["trackio", "wandb", "tensorboard"]  # training/trackers.py
@@ -86,7 +86,7 @@ class SftConfig(Settings):
 
     compiler: CompilerConfig = CompilerConfig()
     executor: ExecutorConfig = ExecutorConfig()
-    rows: str | tuple[str, ...] = ""  # folders written by `memcompiler collect`, or patterns of such
+    rows: PathName | tuple[PathName, ...] = ""  # folders written by `memcompiler collect`, or patterns of such
     allow_leakage: bool = False  # train on rows that leak, or whose tasks are unknown; the run folder says so
     epochs: float = Field(default=5.0, gt=0)
     max_steps: int | None = None  # overrides epochs

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from runtime.startup import expand_home
+
+# A path, or a name that may be one (of a model): `~` is expanded.
+PathName = Annotated[str, AfterValidator(expand_home)]
 
 
 class Settings(BaseModel):
