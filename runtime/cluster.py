@@ -61,18 +61,28 @@ class ClusterError(RuntimeError):
 
 
 def require_ray() -> None:
-    """Raise ModuleNotFoundError, which names the extra, where Ray is not installed. It is not imported yet: what it
-    reads in the environment then is what it goes by."""
+    """Check that Ray is installed and that a server answers at RAY_ADDRESS, without importing Ray: it keeps what it
+    reads in the environment then.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed; names the extra.
+        ClusterError: no server answers.
+    """
     if importlib.util.find_spec("ray") is None:
         raise ModuleNotFoundError("cluster=ray needs Ray: uv sync --inexact --extra ray", name="ray")
+    if (address := _address()) not in (_LOCAL, _AUTO):
+        check_answers(address)
 
 
 def import_ray() -> Any:
-    """Import Ray. Raises: as `require_ray`."""
-    require_ray()
+    """Import Ray. Raises: ModuleNotFoundError."""
     import ray
 
     return ray
+
+
+def _address() -> str:
+    return os.environ.get(ADDRESS) or _LOCAL
 
 
 @contextmanager
@@ -88,10 +98,8 @@ def ray_cluster(cpus: int | None = None, gpus: int | None = None, dashboard: boo
         ModuleNotFoundError: Ray is not installed; names the extra.
         ClusterError: it cannot be reached or started.
     """
-    address = os.environ.get(ADDRESS) or _LOCAL
     require_ray()
-    if address not in (_LOCAL, _AUTO):
-        check_answers(address)
+    address = _address()
     with private_environment() if address == _LOCAL else nullcontext(), sigterm_as_before():
         ray = import_ray()
         if ray.is_initialized():
@@ -147,7 +155,7 @@ def check_answers(address: str) -> None:
 
 def _no_ray(address: str, error: Exception) -> ClusterError:
     return ClusterError(
-        f"no Ray answers at {ADDRESS}={address}: {' '.join(str(error).split())}. Start one (`ray start --head`, "
+        f"no Ray answers at {ADDRESS}={address}: {' '.join(str(error).split()).rstrip('.')}. Start one (`ray start --head`, "
         f"docs/cluster.md), or run `unset {ADDRESS}` to have one started on this machine"
     )
 
