@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def prepare_process() -> None:
 
 
 def home() -> Path:
-    """Return the user's home folder; where the system names none, a private folder in the temporary directory."""
+    """Return the user's home folder; where the system names none, a folder in the temporary directory that no other
+    user can change."""
     found = os.path.expanduser("~")
     if os.path.isabs(found):
         return Path(found)
@@ -37,7 +39,7 @@ def home() -> Path:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     about = folder.lstat()
-    if about.st_uid == os.getuid() and not about.st_mode & 0o077:  # no other user can change it
+    if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077:
         return folder
     return Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -184,6 +185,19 @@ def test_bad_input_gives_one_clear_line(arguments, message, tmp_path):
     assert result.exit_code in (1, 2)
     assert message in result.output, result.output
     assert "Traceback" not in result.output
+
+
+def test_home_is_expanded_in_options_as_in_settings(monkeypatch):
+    """A shell expands neither `--model=~/m` nor a quoted `~/m`."""
+    monkeypatch.setenv("HOME", "/the/home")
+    command = ["serve", "executor", "--dry-run"]
+    for given in (["--model=~/m ü"], ["--model", "~/m ü"]):
+        printed = CliRunner().invoke(app, [*command, *given, "--", "--download-dir=~/d", "--seed=~"])
+        assert printed.exit_code == 0, printed.output
+        words = shlex.split(printed.output)
+        assert "/the/home/m ü" in words and words[-2:] == ["--download-dir=/the/home/d", "--seed=/the/home"]
+    refused = CliRunner().invoke(app, [*command, "--model=~no-such-user/m"])
+    assert refused.exit_code == 2 and "no-such-user" in refused.output
 
 
 def test_readme_commands_are_those_that_are_tested():
