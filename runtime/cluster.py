@@ -154,9 +154,10 @@ def check_answers(address: str) -> None:
 
 
 def _no_ray(address: str, error: Exception) -> ClusterError:
+    why = " ".join(str(error).split()).rstrip(".")
     return ClusterError(
-        f"no Ray answers at {ADDRESS}={address}: {' '.join(str(error).split()).rstrip('.')}. Start one (`ray start --head`, "
-        f"docs/cluster.md), or run `unset {ADDRESS}` to have one started on this machine"
+        f"no Ray answers at {ADDRESS}={address}: {why}. Start one (`ray start --head`, docs/cluster.md), "
+        f"or run `unset {ADDRESS}` to have one started on this machine"
     )
 
 

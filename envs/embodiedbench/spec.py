@@ -36,7 +36,7 @@ class EmbodiedBenchSettings(EnvSettings):
     HOW = EnvSettings.HOW | {"data_root", "python", "home"}
     data_root: PathName | None = None  # folder of task files (see `tasks`; default: `home`)
     python: PathName | None = None  # its interpreter (default: the benchmark's variable, see `INSTALLATIONS`)
-    home: PathName | None = None  # its checkout (default: $EMBODIEDBENCH_HOME, or where its Python has it installed from)
+    home: PathName | None = None  # its checkout (default: $EMBODIEDBENCH_HOME, or where its Python has it)
     resolution: int = Field(default=500, ge=64)  # side of the square picture, pixels
 
     @model_validator(mode="after")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, field_validator
 
 from configs import load
-from configs.load import ConfigError, load_config, parse_override, to_yaml
 from configs.evaluation import EvalConfig
+from configs.load import ConfigError, load_config, parse_override, to_yaml
 from configs.training import GrpoConfig, SftConfig
 
 

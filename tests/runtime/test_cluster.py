@@ -91,7 +91,8 @@ def test_a_dead_address_is_named_at_once(monkeypatch, address, why):
     pytest.importorskip("ray")
     monkeypatch.setenv(ADDRESS, address)
     started = time.monotonic()
-    with pytest.raises(ClusterError, match=rf"RAY_ADDRESS={re.escape(address)}: .*({why}).*unset RAY_ADDRESS") as caught:
+    said = rf"RAY_ADDRESS={re.escape(address)}: .*({why}).*unset RAY_ADDRESS"
+    with pytest.raises(ClusterError, match=said) as caught:
         require_ray()
     assert time.monotonic() - started < 10 and "\n" not in str(caught.value)
 
