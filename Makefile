@@ -41,10 +41,10 @@ help:  ## this list
 sync: $(CORE)  ## install the core and UV_EXTRAS into .venv
 
 quickstart: $(CORE)  ## install what is missing, then the main job (result in out/quickstart)
-	.venv/bin/memcompiler quickstart --out $(OUT) $(ARGS)
+	.venv/bin/memcompiler quickstart --out "$(OUT)" $(ARGS)
 
 alfworld: $(CORE)  ## the main job on real ALFWorld games ($ALFWORLD_DATA; result in out/alfworld)
-	.venv/bin/memcompiler quickstart -c alfworld --out $(if $(filter file,$(origin OUT)),out/alfworld,$(OUT)) $(ARGS)
+	.venv/bin/memcompiler quickstart -c alfworld --out "$(if $(filter file,$(origin OUT)),out/alfworld,$(OUT))" $(ARGS)
 
 test: $(TEST) $(OPENENV) test-beside test-alone  ## install what is missing, then all tests
 
@@ -102,21 +102,21 @@ FORCE:
 # An existing environment keeps its interpreter (naming another one would make uv start it afresh).
 define sync
 @set -e; $(find_python); $(find_uv); \
-if [ "$$candidate" = $(1)/bin/python ]; then interpreter=; else interpreter="--python $$python"; fi; \
+if [ "$$candidate" = $(1)/bin/python ]; then set --; else set -- --python "$$python"; fi; \
 echo "installing into $(1) (a few minutes the first time)"; \
-UV_PROJECT_ENVIRONMENT=$(1) "$$uv" sync --frozen --inexact $$interpreter $(2) $(addprefix --extra ,$(3))
+UV_PROJECT_ENVIRONMENT=$(1) "$$uv" sync --frozen --inexact "$$@" $(2) $(addprefix --extra ,$(3))
 @mkdir -p $(@D) && touch "$@"
 endef
 
 # Part of sync, whose FOLDER is $(1).
 define find_python
 python=; \
-for candidate in $(1)/bin/python .venv/bin/python $(or $(PYTHON),python3.11 python3.12 python3 python); do \
+for candidate in $(1)/bin/python .venv/bin/python $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3 python); do \
 	python=$$("$$candidate" -c 'import sys; v = sys.version_info[:2]; print(sys.executable if (3, 11) <= v <= (3, 12) else "")' 2>/dev/null || true); \
 	if [ -n "$$python" ]; then break; fi; \
 done; \
 if [ -z "$$python" ]; then \
-	echo "MemCompiler needs Python 3.11 or 3.12; found: $$($(or $(PYTHON),python3) --version 2>&1 | sed '/./!d;q')" >&2; \
+	echo "MemCompiler needs Python 3.11 or 3.12; found: $$("$(or $(PYTHON),python3)" --version 2>&1 | sed '/./!d;q')" >&2; \
 	echo "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
 	exit 1; \
 fi

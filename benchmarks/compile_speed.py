@@ -41,7 +41,7 @@ from configs.run_folder import RunFolder
 from data_gen.dataset import episodes_of
 from data_gen.rows import SftRow, load_rows
 from runtime.progress import quiet
-from runtime.settings import Settings
+from runtime.settings import PathName, Settings
 
 console = Console(width=150)
 NONE = Speed(drafts=0, shrink=False, prefix_mib=0, second_pass="always")
@@ -62,7 +62,7 @@ class SpeedBench(Settings):
 
     COMMAND: ClassVar[str] = "benchmarks.compile_speed"
     compiler: CompilerConfig
-    rows: str
+    rows: PathName
     episodes: int
     steps: int
 

@@ -14,14 +14,14 @@ from memory.registry import DEFAULT
 from memory.registry import find as find_memory
 from runtime.attempts import ATTEMPTS
 from runtime.cluster import Cluster, RaySettings
-from runtime.settings import Seed, Settings, did_you_mean
+from runtime.settings import PathName, Seed, Settings, did_you_mean
 
 
 class MemoryModels(Settings):
     """Models that a memory system may use; without, it runs by rule and compares words."""
 
     api: EndpointConfig | None = None  # a language model that it asks (BrainMem's agent, S3Mem's writer)
-    embed: str | None = None  # a sentence-transformers model: rank by embeddings instead of words (extra `embed`)
+    embed: PathName | None = None  # a sentence-transformers model: rank by embeddings instead of words (extra `embed`)
     embed_api: EndpointConfig | None = None  # the same by endpoint (`/embeddings`), cached by text, `batch` at a time
 
     @model_validator(mode="after")
@@ -51,16 +51,16 @@ class MemoryConfig(MemoryModels):
 
     system: str = DEFAULT  # `memory.registry` knows them
     settings: dict[str, Any] = Field(default={})  # the system's own
-    bank: str | None = None
+    bank: PathName | None = None
     version: NonNegativeInt | None = None  # bank version to read (default: the newest)
     k: int = Field(default=4, ge=0)  # entries retrieved per task
     tokens: int | None = Field(default=None, ge=1)  # recalled at a time, at most; whole entries, in their order
-    tokenizer: str | None = None  # that counts them: a Hugging Face name or folder
+    tokenizer: PathName | None = None  # that counts them: a Hugging Face name or folder
     pictures: int = Field(default=1, ge=0)  # views of its episode that an entry keeps at most (`EnvSpec.views`)
     # What the expert plays to fill the bank: a split, and the first so many of its tasks (default: by environment).
     experience_split: str | None = None
     experience_limit: int | None = Field(default=None, ge=1)
-    experience_folder: str | None = None  # where filled banks lie, and are found (default: experience/ beside OUT)
+    experience_folder: PathName | None = None  # where filled banks lie, and are found (default: experience/ beside OUT)
 
     @model_validator(mode="after")
     def _tokens_are_counted(self) -> MemoryConfig:

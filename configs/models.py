@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, PositiveFloat, field_validator, model_validator
 
-from runtime.settings import Seed, Settings
+from runtime.settings import PathName, Seed, Settings
 
 # The environment variables with the keys of our servers: never in settings, which run folders keep.
 COMPILER_KEY = "MEMCOMPILER_COMPILER_KEY"
@@ -67,7 +67,7 @@ class ModelSettings(Settings):
     """What compiler and executor have in common."""
 
     start: ClassVar[str]  # the command that starts a server of it
-    model: str
+    model: PathName
     revision: str | None = None  # of a model on the hub: a commit (which pins it), tag or branch; null: the newest
     dtype: Dtype = "bfloat16"
     device: str = "auto"
@@ -141,9 +141,9 @@ class Speed(Settings):
 
 class CompilerConfig(ModelSettings):
     start: ClassVar[str] = "memcompiler serve compiler --checkpoint RUN"
-    model: str = "zoo/household/compiler"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
+    model: PathName = "zoo/household/compiler"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
     # A checkpoint of `train sft` or `train grpo`: adapter and projector. One of `merge` is its own model.
-    checkpoint: str | None = None
+    checkpoint: PathName | None = None
     # What evaluation and rollouts run on; training scores with hf. http: `memcompiler serve compiler` at `url`.
     engine: Literal["hf", "vllm", "http"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
     lora: Lora = Lora()
@@ -209,7 +209,7 @@ class EndpointConfig(Settings):
     retries: int = Field(default=6, ge=0)
     backoff_s: float = Field(default=1.0, ge=0)  # before the first retry; doubled each time
     batch: int = Field(default=64, ge=1, le=2048)  # texts of one request, where it embeds
-    cache: str | None = None  # SQLite file of answers (default: of the run, for collect; in memory, for eval)
+    cache: PathName | None = None  # SQLite file of answers (default: of the run, for collect; in memory, for eval)
 
     @field_validator("base_url")
     @classmethod
@@ -223,7 +223,7 @@ class EndpointConfig(Settings):
 
 class ExecutorConfig(ModelSettings):
     start: ClassVar[str] = "memcompiler serve executor --model NAME"
-    model: str = "zoo/household/executor"
+    model: PathName = "zoo/household/executor"
     # Of engine hf: accelerate spreads a model too large for one device over all of them and the host's memory.
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
     # Of engine hf: its linear layers in 8 bits (LLM.int8) or 4 (NF4, double quantisation) by bitsandbytes, which is to

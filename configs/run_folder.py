@@ -31,6 +31,7 @@ from configs.load import read_yaml, to_yaml
 from envs import registry
 from envs.spec import installed_versions
 from runtime.lock import LOCK, FolderLock
+from runtime.startup import home
 from runtime.store import TEMPORARY, JsonLines, read_json, to_json, write_atomically
 
 ON_EXISTS = ("resume", "raise", "overwrite")
@@ -388,7 +389,7 @@ def _output(*command: str) -> str | None:
 def _without_private_paths(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Make facts plain JSON in which this repository's folder is `.` and the home folder `~`."""
     text = to_json(facts)
-    for folder, short in ((REPOSITORY, "."), (Path.home(), "~")):
+    for folder, short in ((REPOSITORY, "."), (home(), "~")):
         if folder != Path(folder.anchor):
             name = re.escape(to_json(str(folder))[1:-1])
             text = re.sub(rf"(?<![\w.~-]){name}(?![\w.-])", short, text)

@@ -13,7 +13,7 @@ from configs.collect import LeakageConfig, MemoryConfig
 from configs.models import CompilerConfig, ExecutorConfig
 from envs.registry import AnyEnvSettings, default_settings
 from runtime.cluster import Cluster
-from runtime.settings import Seed, Settings
+from runtime.settings import PathName, Seed, Settings
 
 Backend = Literal["replicated", "fsdp", "zero2", "zero3"]  # how processes share a step: training/backend.py
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -88,7 +88,7 @@ class SftConfig(Settings):
     COMMAND: ClassVar[str] = "train sft"
     compiler: CompilerConfig = CompilerConfig()
     executor: ExecutorConfig = ExecutorConfig()
-    rows: str | tuple[str, ...] = ""  # folders written by `memcompiler collect`, or patterns of such
+    rows: PathName | tuple[PathName, ...] = ""  # folders written by `memcompiler collect`, or patterns of such
     on_bad_rows: Literal["error", "skip"] = "error"  # of rows that cannot be trained on; skipped ones are recorded
     allow_leakage: bool = False  # train on rows that leak, or whose tasks are unknown; the run folder says so
     epochs: float = Field(default=5.0, gt=0)

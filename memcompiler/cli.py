@@ -32,6 +32,7 @@ from memcompiler.options import (
     with_settings,
 )
 from memcompiler.zoo import zoo_app
+from runtime.startup import prepare_process
 
 if TYPE_CHECKING:
     from configs.collect import CollectConfig
@@ -363,4 +364,5 @@ def serve_executor(
 
 
 def main() -> None:
+    prepare_process()
     app()

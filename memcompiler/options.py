@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from runtime.startup import expand_home
+
 Config = Annotated[str | None, typer.Option("--config", "-c", help="YAML file, or a name in configs/.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as a.b=c, over the file's.")]
@@ -93,7 +95,15 @@ def own_settings(overrides: list[str] | None) -> dict[str, Any]:
 
 
 class OneLineErrors(TyperGroup):
-    """A group whose known failures end in one clear line (exit 1); anything else keeps its traceback."""
+    """A group whose known failures end in one clear line (exit 1); anything else keeps its traceback. A leading `~` is
+    expanded in all arguments, because shells do so in some places only (not in `--out=~/run`)."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            expanded = [_expanded(argument) for argument in args]
+        except ValueError as error:
+            raise typer.BadParameter(str(error), ctx) from error
+        return super().parse_args(ctx, expanded)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -103,6 +113,11 @@ class OneLineErrors(TyperGroup):
                 raise
             typer.secho(f"error: {message}", err=True, fg="red")
             raise typer.Exit(1) from error
+
+
+def _expanded(argument: str) -> str:
+    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    return option + equals + expand_home(value)
 
 
 class RunsByDefault(TyperGroup):

@@ -19,6 +19,7 @@ from typing import Any
 
 from runtime.cluster import import_ray
 from runtime.http import LOOPBACK
+from runtime.startup import WAITING
 
 STREAM_S = 0.1  # that an actor gathers what it says for at most before it sends it
 _ADDRESS = re.compile(r"\d+(\.\d+){3}(:\d+)?")
@@ -26,7 +27,7 @@ _ADDRESS = re.compile(r"\d+(\.\d+){3}(:\d+)?")
 _AROUND = re.compile(r"The actor \w+ is unavailable: |\.? ?The task may or may not.*|\.? ?Some common causes.*")
 # What a process needs to do as its driver would, where its node does not say. Keys are not sent: a node has its own.
 _SENT = (
-    "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_HOME", "HF_HUB_CACHE", "ALFWORLD_DATA",
+    *WAITING, "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_HOME", "HF_HUB_CACHE", "ALFWORLD_DATA",
     "MEMCOMPILER_DIST_TIMEOUT",
 )  # fmt: skip
 

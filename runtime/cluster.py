@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -29,6 +30,9 @@ from runtime.settings import Settings
 Cluster = Literal["local", "ray"]  # where a run's work is done: in its own process, or by workers on Ray
 ADDRESS = "RAY_ADDRESS"
 _LOCAL = "local"  # its value where one of our own is to be started in spite of a default
+_AUTO = "auto"  # its value for the one that `ray start` started on this machine
+_ANSWER_S = 5.0  # for an address to answer
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # with empty SETTINGS
 
 # A Ray of our own. On Linux it would bind to all addresses of the machine; the switch is named for systems where it
 # never does. The token is in the environment of its processes alone.
@@ -57,18 +61,28 @@ class ClusterError(RuntimeError):
 
 
 def require_ray() -> None:
-    """Raise ModuleNotFoundError, which names the extra, where Ray is not installed. It is not imported yet: what it
-    reads in the environment then is what it goes by."""
+    """Check that Ray is installed and that a server answers at RAY_ADDRESS, without importing Ray: it keeps what it
+    reads in the environment then.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed; names the extra.
+        ClusterError: no server answers.
+    """
     if importlib.util.find_spec("ray") is None:
         raise ModuleNotFoundError("cluster=ray needs Ray: uv sync --inexact --extra ray", name="ray")
+    if (address := _address()) not in (_LOCAL, _AUTO):
+        check_answers(address)
 
 
 def import_ray() -> Any:
-    """Import Ray. Raises: as `require_ray`."""
-    require_ray()
+    """Import Ray. Raises: ModuleNotFoundError."""
     import ray
 
     return ray
+
+
+def _address() -> str:
+    return os.environ.get(ADDRESS) or _LOCAL
 
 
 @contextmanager
@@ -84,7 +98,8 @@ def ray_cluster(cpus: int | None = None, gpus: int | None = None, dashboard: boo
         ModuleNotFoundError: Ray is not installed; names the extra.
         ClusterError: it cannot be reached or started.
     """
-    address = os.environ.get(ADDRESS, _LOCAL)
+    require_ray()
+    address = _address()
     with private_environment() if address == _LOCAL else nullcontext(), sigterm_as_before():
         ray = import_ray()
         if ray.is_initialized():
@@ -107,15 +122,43 @@ def _init(ray: Any, address: str, own: Mapping[str, Any], folder: Path) -> None:
         if address == _LOCAL:
             ray.init(address=_LOCAL, _temp_dir=str(folder), **own, **quiet)
         else:
+            if address == _AUTO:
+                check_answers(ray._private.services.canonicalize_bootstrap_address(_AUTO))
             ray.init(address=address, **quiet)
+    except ClusterError:
+        raise
     except Exception as error:  # Ray raises what it likes, down to Exception itself
         ray.shutdown()
         if address == _LOCAL:
             raise ClusterError(f"Ray did not start on this machine: {error}") from error
-        raise ClusterError(
-            f"no Ray answers at {ADDRESS}={address}: {error}. Start one (`ray start --head`, docs/cluster.md), or "
-            f"unset {ADDRESS} to have one on this machine alone"
-        ) from error
+        raise _no_ray(address, error) from error
+
+
+def check_answers(address: str) -> None:
+    """Check that a gRPC server answers at `HOST:PORT` or `ray://HOST:PORT`; Ray itself would try for minutes.
+
+    Raises: ClusterError.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    try:
+        if not host or not port.isdecimal():
+            raise ValueError("expected HOST:PORT, ray://HOST:PORT or auto")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") == "0":
+                connection.sendall(_HTTP2_HELLO)
+                # A frame is three bytes of length and one of type; a server's first one has the type SETTINGS.
+                if connection.recv(4, socket.MSG_WAITALL)[3:] != b"\x04":
+                    raise ValueError("another server answers at this port")
+    except (OSError, OverflowError, ValueError) as error:
+        raise _no_ray(address, error) from error
+
+
+def _no_ray(address: str, error: Exception) -> ClusterError:
+    why = " ".join(str(error).split()).rstrip(".")
+    return ClusterError(
+        f"no Ray answers at {ADDRESS}={address}: {why}. Start one (`ray start --head`, docs/cluster.md), "
+        f"or run `unset {ADDRESS}` to have one started on this machine"
+    )
 
 
 @contextmanager

@@ -6,10 +6,14 @@ import difflib
 from collections.abc import Iterable
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from runtime.startup import expand_home
 
 Share = Annotated[float, Field(ge=0, le=1)]  # a fraction or a probability
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what every generator of random numbers takes
+# A path, or a name that may be one (of a model): `~` is expanded.
+PathName = Annotated[str, AfterValidator(expand_home)]
 
 
 class Settings(BaseModel):

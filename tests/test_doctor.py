@@ -187,6 +187,31 @@ def test_alfworld_games(monkeypatch, tmp_path):
     assert run_probe(probe) == Check("ALFWorld games", "ok", "splits: train")
 
 
+def test_alfworld_games_in_the_home_folder(monkeypatch, tmp_path):
+    (tmp_path / "x y" / "json_2.1.1" / "train" / "task" / "trial").mkdir(parents=True)
+    (tmp_path / "x y" / "json_2.1.1" / "train" / "task" / "trial" / "game.tw-pddl").touch()
+    probe = Probe("ALFWorld games", find_games)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ALFWORLD_DATA", "~/x y")
+    assert run_probe(probe) == Check("ALFWorld games", "ok", "splits: train")
+    assert f"'{tmp_path}/x y'" in fetch_games()  # quoted, where a shell would not expand it
+    monkeypatch.setenv("ALFWORLD_DATA", "~no-such-user/x")
+    assert run_probe(probe).status == "broken" and "no user 'no-such-user'" in run_probe(probe).detail
+    assert all_probes()
+
+
+def test_probes_are_listed_for_a_user_without_a_home(monkeypatch, tmp_path):
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("HOME", "ALFWORLD_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    assert run_probe(Probe("ALFWorld games", find_games)).detail == "ALFWORLD_DATA is not set"
+    assert all_probes()
+
+
 def test_science_world_without_java_is_missing(monkeypatch):
     def no_java() -> str:
         raise ModuleNotFoundError("ScienceWorld needs Java")

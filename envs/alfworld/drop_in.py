@@ -15,6 +15,7 @@ from envs.alfworld.games import GAME_FILE, read_trial
 from envs.base import EnvironmentFailure
 from envs.household.world import KINDS
 from runtime.progress import progress
+from runtime.startup import expand_home
 
 TASK_TYPES = dict(enumerate(KINDS, 1))  # as alfworld's configs number them
 FIRST_SEED = 1234  # of the games' order, until `seed` is called
@@ -89,7 +90,7 @@ class AlfredTWEnv:
 
     def _folder(self, key: str) -> str:
         named = _setting(self.config, "dataset", key)
-        folder = os.path.expandvars(named)
+        folder = expand_home(os.path.expandvars(named))
         if not os.path.isdir(folder):
             unset = " (ALFWORLD_DATA is not set)" if "$ALFWORLD_DATA" in folder else ""
             raise FileNotFoundError(

@@ -17,6 +17,8 @@ from envs.household.environment import REFUSED, EngineEnvironment, telling_views
 from envs.household.sequences import SequenceSettings
 from envs.household.trajectories import AlfworldReader
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports, sync
+from runtime.settings import PathName
+from runtime.startup import expand_home, home
 
 NO_TEXTWORLD = "TextWorld is not installed: uv sync --extra alfworld"
 TEXTWORLD_WORKERS = 4  # it takes seconds to start and 50 ms a step
@@ -158,14 +160,14 @@ def _arguments_kept() -> Iterator[None]:
 class AlfworldSettings(EnvSettings):
     name: Literal["alfworld"] = "alfworld"  # pyright: ignore[reportIncompatibleVariableOverride]
     HOW = EnvSettings.HOW | {"data_root"}
-    data_root: str | None = None  # folder of json_2.1.1 (default: $ALFWORLD_DATA)
+    data_root: PathName | None = None  # folder of json_2.1.1 (default: $ALFWORLD_DATA)
     engine: Literal["native", "textworld"] = "native"  # who plays the games
     images: bool = False  # the games have no view: the household's floor plans are our own, for who asks for them
     sequences: SequenceSettings = SequenceSettings()  # tasks one after another in one game's world
 
 
 def _construct(settings: AlfworldSettings) -> WorkerSpec:
-    root = str(Path(settings.data_root).expanduser().resolve()) if settings.data_root else None
+    root = str(Path(settings.data_root).resolve()) if settings.data_root else None
     name = "TextWorldEnvironment" if settings.engine == "textworld" else "AlfworldEnvironment"
     arguments = settings.model_dump(include={"images", "seed", "sequences"})
     return WorkerSpec(f"{__name__}:{name}", {"data_root": root, **arguments})
@@ -174,7 +176,7 @@ def _construct(settings: AlfworldSettings) -> WorkerSpec:
 def find_games() -> str:
     """Look for real games below $ALFWORLD_DATA; the household engine plays them without the alfworld package."""
     named = os.environ.get("ALFWORLD_DATA")
-    folder = Path(named) if named else _default_games()
+    folder = Path(expand_home(named)) if named else _default_games()
     splits = [split.name for split in sorted((folder / FOLDER).glob("*")) if any(split.rglob("game.tw-pddl"))]
     if not named:
         raise Missing("ALFWORLD_DATA is not set" + (" (games are in the default folder)" if splits else ""))
@@ -190,13 +192,13 @@ def fetch_games() -> str:
     folder = os.environ.get("ALFWORLD_DATA")
     if not folder and (_default_games() / FOLDER).is_dir():
         return 'export ALFWORLD_DATA="$HOME/.cache/alfworld"'
-    target = shlex.quote(folder) if folder else '"$HOME/.cache/alfworld"'
+    target = shlex.quote(os.path.expanduser(folder)) if folder else '"$HOME/.cache/alfworld"'
     export = "" if folder else f" && export ALFWORLD_DATA={target}"
     return f"{sync('alfworld')} && .venv/bin/alfworld-download --data-dir {target}{export}"
 
 
 def _default_games() -> Path:
-    return Path.home() / ".cache" / "alfworld"  # where alfworld-download puts them
+    return home() / ".cache" / "alfworld"  # where alfworld-download puts them
 
 
 ALFWORLD = EnvSpec(

@@ -19,6 +19,7 @@ from envs.household import world
 from envs.household.engine import Engine
 from envs.household.sequences import with_goal
 from envs.household.world import KINDS, LOOK, NOWHERE, Game, Goal, Item, Receptacle, State, Wording
+from runtime.startup import expand_home
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 FOLDER = "json_2.1.1"
@@ -40,7 +41,7 @@ class AlfworldGames:
 
     def __init__(self, data_root: str | os.PathLike[str] | None = None) -> None:
         root = data_root or os.environ.get("ALFWORLD_DATA")
-        self._root = Path(root).expanduser() / FOLDER if root else None
+        self._root = Path(expand_home(os.fspath(root))) / FOLDER if root else None
         self._tasks: dict[str, list[Task]] = {}
 
     def tasks(self, split: str) -> list[Task]:

@@ -21,6 +21,8 @@ from envs.base import Task, task_from_json
 from envs.embodiedbench import tasks as task_files
 from envs.embodiedbench.prompts import ALFRED, COMPILING, HABITAT, MANIPULATION, NAVIGATION
 from envs.spec import EnvSettings, EnvSpec, Missing, PoolLimits, Probe, Rule, Splits, WorkerSpec
+from runtime.settings import PathName
+from runtime.startup import expand_home
 
 # A simulator's first start compiles shaders and loads scenes; listing EB-Manipulation loads each of its scenes.
 LIMITS = PoolLimits(start_s=120, tasks_s=1800, reset_s=600, step_s=180, close_s=20, silence_s=120)
@@ -32,9 +34,9 @@ class EmbodiedBenchSettings(EnvSettings):
 
     name: Literal["eb_alfred", "eb_habitat", "eb_navigation", "eb_manipulation"]  # pyright: ignore[reportIncompatibleVariableOverride]
     HOW = EnvSettings.HOW | {"data_root", "python", "home"}
-    data_root: str | None = None  # folder of task files (see `tasks`; default: `home`)
-    python: str | None = None  # its interpreter (default: the benchmark's variable, see `INSTALLATIONS`)
-    home: str | None = None  # its checkout (default: $EMBODIEDBENCH_HOME, or where its Python has it installed from)
+    data_root: PathName | None = None  # folder of task files (see `tasks`; default: `home`)
+    python: PathName | None = None  # its interpreter (default: the benchmark's variable, see `INSTALLATIONS`)
+    home: PathName | None = None  # its checkout (default: $EMBODIEDBENCH_HOME, or where its Python has it)
     resolution: int = Field(default=500, ge=64)  # side of the square picture, pixels
 
     @model_validator(mode="after")
@@ -70,7 +72,7 @@ INSTALLATIONS: Mapping[str, Installation] = {
 def interpreter(benchmark: str, python: str | None = None) -> str:
     """Return EmbodiedBench's Python for this benchmark; FileNotFoundError where none is named that can be run."""
     place = INSTALLATIONS[benchmark]
-    named = python or os.environ.get(place.variable)
+    named = python or _variable(place.variable)
     if not named:
         raise FileNotFoundError(
             f"{place.variable} is not set: install EmbodiedBench (docs/environments.md), then {_export(benchmark)}"
@@ -86,7 +88,7 @@ def interpreter(benchmark: str, python: str | None = None) -> str:
 def worker_variables(benchmark: str) -> dict[str, str]:
     """Return the environment variables that its simulator looks for: an X display, and where CoppeliaSim is."""
     variables = {"DISPLAY": os.environ.get("DISPLAY") or ":1"}  # 1 is what EmbodiedBench's startx opens
-    simulator = os.environ.get("COPPELIASIM_ROOT")
+    simulator = _variable("COPPELIASIM_ROOT")
     if benchmark == "eb_manipulation" and simulator:
         libraries = [simulator, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         variables |= {"LD_LIBRARY_PATH": os.pathsep.join(libraries), "QT_QPA_PLATFORM_PLUGIN_PATH": simulator}
@@ -105,7 +107,12 @@ def construct(settings: EmbodiedBenchSettings) -> WorkerSpec:
 
 
 def _home(settings: EmbodiedBenchSettings) -> str:
-    return settings.home or os.environ.get(HOME) or ""
+    return settings.home or _variable(HOME)
+
+
+def _variable(name: str) -> str:
+    """Return the path that an environment variable names, or ""."""
+    return expand_home(os.environ.get(name, ""))
 
 
 def list_tasks(settings: EmbodiedBenchSettings, split: str) -> list[Task] | None:
@@ -142,7 +149,7 @@ def import_all(benchmark: str, seconds: float = 100.0) -> str:
     if not os.environ.get(place.variable):
         raise Missing(f"{place.variable} is not set")
     command = [interpreter(benchmark), "-c", _IMPORT_ALL, *place.modules, *_SHARED_MODULES]
-    paths = [path for path in (os.environ.get(HOME), os.environ.get("PYTHONPATH")) if path]
+    paths = [path for path in (_variable(HOME), os.environ.get("PYTHONPATH")) if path]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths)}
     with tempfile.TemporaryDirectory() as folder:  # some of these modules write where they are imported
         try:

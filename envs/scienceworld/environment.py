@@ -16,6 +16,7 @@ from envs.scienceworld.prompts import COMPILING, INSTRUCTIONS
 from envs.scienceworld.simulator import Simulator, java_path, require_package
 from envs.scienceworld.trajectories import TELEPORT, ScienceWorldReader, is_move, rest_of_path, room_in, straighten
 from envs.spec import EnvSettings, EnvSpec, Missing, Probe, Splits, WorkerSpec, imports
+from runtime.settings import PathName
 
 Admissible = Literal["none", "templates", "valid"]
 Answer = tuple[str, float, bool]  # of the simulator: text, score in [-1, 1], if the task is over
@@ -335,7 +336,7 @@ class ScienceWorldSettings(EnvSettings):
     simplifications: str = "easy"  # easy | agentboard | none, or the simulator's own names
     admissible: Admissible = "none"  # which commands are listed
     kinds: tuple[str, ...] | None = None  # the task types that are listed (default: all)
-    tasks_file: str | None = None  # an AgentSquare task file, for split agentsquare
+    tasks_file: PathName | None = None  # an AgentSquare task file, for split agentsquare
     step_limit: int = Field(default=100, ge=1)  # the simulator's own limit
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from memory.s3mem.lexical import Dense
 from memory.s3mem.units import Representation
-from runtime.settings import Settings, Share
+from runtime.settings import PathName, Settings, Share
 
 Channel = Literal["lexical", "dense", "window", "anchor", "object", "near", "relation"]
 Features = Literal["numeric", "full"]
@@ -23,7 +23,7 @@ class S3MemSettings(Settings):
     packing: Literal["chain", "topk"] = "chain"  # topk: by support alone, whatever the question
     router: Literal["learned", "retrieval_rank"] = "learned"
     features: Features = "numeric"  # what its heads see; full: the words, too, by a router of one's own
-    router_path: str | None = None  # of another router than the one that ships, trained with these features
+    router_path: PathName | None = None  # of another router than the one that ships, trained with these features
     channels: tuple[Channel, ...] = CHANNELS
     dense: Dense = "lsa"
     lexical_top: int = Field(default=24, ge=1)

@@ -9,7 +9,7 @@ prepare() {
     cd "$SLURM_SUBMIT_DIR"  # the repository: submit from there
     export PATH="$PWD/.venv/bin:$PATH"
     # Compute nodes have no network: models have to be in the cache already, on a file system that all nodes share.
-    export HF_HOME="${HF_HOME:-$HOME/.cache/huggingface}" HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+    export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" TOKENIZERS_PARALLELISM=false
     # Minutes that a collective may wait (GRPO: for the slowest rank's rollouts, and for the bank) before the run ends.
     export MEMCOMPILER_DIST_TIMEOUT="${MEMCOMPILER_DIST_TIMEOUT:-60}"

@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -264,6 +265,19 @@ def test_no_command_writes_over_a_run_or_a_file_that_is_not_its_own(command, eva
     assert result.exit_code == 1 and "Traceback" not in result.output, result.output
     assert any(said in result.output for said in ("another", "exists")), result.output
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_home_is_expanded_in_options_as_in_settings(monkeypatch):
+    """A shell expands neither `--model=~/m` nor a quoted `~/m`."""
+    monkeypatch.setenv("HOME", "/the/home")
+    command = ["serve", "executor", "--dry-run"]
+    for given in (["--model=~/m ü"], ["--model", "~/m ü"]):
+        printed = CliRunner().invoke(app, [*command, *given, "--", "--download-dir=~/d", "--seed=~"])
+        assert printed.exit_code == 0, printed.output
+        words = shlex.split(printed.output)
+        assert "/the/home/m ü" in words and words[-2:] == ["--download-dir=/the/home/d", "--seed=/the/home"]
+    refused = CliRunner().invoke(app, [*command, "--model=~no-such-user/m"])
+    assert refused.exit_code == 2 and "no-such-user" in refused.output
 
 
 def test_readme_commands_are_those_that_are_tested():

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, field_validator
 
 from configs import load
+from configs.evaluation import EvalConfig
 from configs.load import ConfigError, load_config, parse_override, to_yaml
-from configs.training import GrpoConfig
+from configs.training import GrpoConfig, SftConfig
 
 
 class Optimiser(BaseModel):
@@ -340,3 +341,28 @@ def test_any_file_is_read_or_refused(tmp_path_factory, text):
         load_config(Experiment, path)
     except ConfigError as error:
         assert str(path) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("schema", "key"),
+    [
+        (SftConfig, "rows"), (SftConfig, "compiler.model"), (GrpoConfig, "compiler.checkpoint"),
+        (EvalConfig, "executor.model"), (EvalConfig, "memory.bank"), (EvalConfig, "memory.experience_folder"),
+        (EvalConfig, "memory.tokenizer"), (EvalConfig, "memory.embed"), (EvalConfig, "executor.api.cache"),
+        (EvalConfig, "env.data_root"),
+    ],
+)  # fmt: skip
+def test_a_path_may_begin_with_the_home_folder(monkeypatch, schema, key):
+    monkeypatch.setenv("HOME", "/the/home")
+    others = ["env=alfworld"] if key.startswith("env") else []
+    value = load_config(schema, None, [*others, f"{key}=~/a b"])
+    for part in key.split("."):
+        value = getattr(value, part)
+    assert value == "/the/home/a b"
+    with pytest.raises(ConfigError, match=f"{key}: ~no-such-user/x: there is no user 'no-such-user'"):
+        load_config(schema, None, [*others, f"{key}=~no-such-user/x"])
+
+
+def test_each_of_several_paths_may_begin_with_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/the/home")
+    assert load_config(SftConfig, None, ["rows=[~/a, b/~, ~/]"]).rows == ("/the/home/a", "b/~", "/the/home/")

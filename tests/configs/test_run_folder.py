@@ -411,7 +411,7 @@ def test_environment_names_code_packages_and_machine(tmp_path):
 
 
 def test_environment_holds_nothing_private(tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "home", classmethod(lambda cls: Path("/home/ada.l")))
+    monkeypatch.setenv("HOME", "/home/ada.l")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     run = RunFolder.create(tmp_path, Settings())
     run.record(

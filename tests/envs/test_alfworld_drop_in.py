@@ -270,6 +270,10 @@ def test_what_cannot_be_played_is_named(games: Path, tmp_path: Path, monkeypatch
     monkeypatch.delenv("ALFWORLD_DATA", raising=False)
     with pytest.raises(FileNotFoundError, match="ALFWORLD_DATA is not set"):
         AlfredTWEnv(config(Path("$ALFWORLD_DATA/json_2.1.1/train")))
+    with pytest.raises(ValueError, match="there is no user 'no-such-user'"):
+        AlfredTWEnv(config(Path("~no-such-user/x")))
+    monkeypatch.setenv("HOME", str(games.parent))
+    assert AlfredTWEnv(config(Path("~", games.name))).game_files == AlfredTWEnv(config(games)).game_files
     with pytest.raises(ValueError, match=r"config has no dataset.data_path: take it from"):
         AlfredTWEnv({"dataset": {}})
     with pytest.raises(ValueError, match=r"AlfredThorEnv.*alfworld's own"):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import socket
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from runtime.cluster import ADDRESS, ray_cluster
+from runtime import cluster
+from runtime.cluster import ADDRESS, ClusterError, check_answers, ray_cluster, require_ray
+from runtime.http import LOOPBACK, bound_socket
 
 
 @pytest.mark.slow
@@ -45,3 +51,63 @@ def of_those_there(ask: Callable[[Any], Any], some: Iterable[Any]) -> Iterator[A
     for each in some:
         with suppress(psutil.NoSuchProcess, FileNotFoundError):
             yield ask(each)
+
+
+class Answer:
+    """A server that answers every connection with some bytes, or with silence (None)."""
+
+    def __init__(self, answer: bytes | None) -> None:
+        self.listening = bound_socket(LOOPBACK, 0)
+        self.listening.listen()
+        self.answer, self.open = answer, list[socket.socket]()
+        self.address = "{}:{}".format(*self.listening.getsockname())
+
+    def __enter__(self) -> str:
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self.address
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                self.open.append(self.listening.accept()[0])
+                if self.answer is not None:
+                    self.open[-1].sendall(self.answer)
+                    self.open[-1].shutdown(socket.SHUT_WR)
+
+    def __exit__(self, *_: object) -> None:
+        for each in (self.listening, *self.open):
+            each.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("127.0.0.1:1", "refused"), ("[::1]:1", "127.0.0.1|refused|family|assign"), ("ray://127.0.0.1:1", "refused"),
+        ("host.invalid:6379", "[Nn]ame"), ("127.0.0.1", "HOST:PORT"), ("127.0.0.1:ray", "HOST:PORT"),
+        ("127.0.0.1:99999", "refused|range|0-65535"), (":6379", "HOST:PORT"),
+    ],
+)  # fmt: skip
+def test_a_dead_address_is_named_at_once(monkeypatch, address, why):
+    pytest.importorskip("ray")
+    monkeypatch.setenv(ADDRESS, address)
+    started = time.monotonic()
+    said = rf"RAY_ADDRESS={re.escape(address)}: .*({why}).*unset RAY_ADDRESS"
+    with pytest.raises(ClusterError, match=said) as caught:
+        require_ray()
+    assert time.monotonic() - started < 10 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_port_of_another_server_is_named(monkeypatch, answer):
+    monkeypatch.setattr(cluster, "_ANSWER_S", 0.5)
+    with Answer(answer) as address, pytest.raises(ClusterError, match=f"no Ray answers at RAY_ADDRESS={address}"):
+        check_answers(address)
+
+
+def test_a_grpc_server_passes_and_without_an_address_nothing_is_checked(monkeypatch):
+    with Answer(b"\0\0\0\4\0\0\0\0\0") as address:
+        check_answers(address)
+    pytest.importorskip("ray")
+    for unset in ("", "local", "auto"):
+        monkeypatch.setenv(ADDRESS, unset)
+        require_ray()

@@ -92,7 +92,7 @@ echo "$(basename "$0") $*" >> "$RECORD.calls"
 @pytest.fixture
 def checkout(tmp_path, monkeypatch, slurm) -> Path:
     """A repository of these scripts, whose programs only write down what they are asked; returns where."""
-    folder = tmp_path / "checkout"
+    folder = tmp_path / "my wörk" / "checkout"
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / "scripts").symlink_to(ROOT / "scripts")
     for name in ("ray", "python", "memcompiler"):
@@ -137,7 +137,7 @@ def test_ray_runs_on_every_node_and_a_command_on_it(slurm, checkout, monkeypatch
 
 
 def test_a_command_that_fails_on_ray_fails_the_job(slurm, checkout, monkeypatch, tmp_path):
-    (tmp_path / "checkout" / ".venv" / "bin" / "memcompiler").write_text("#!/bin/bash\nexit 7\n")
+    (tmp_path / "my wörk" / "checkout" / ".venv" / "bin" / "memcompiler").write_text("#!/bin/bash\nexit 7\n")
     assert submit("ray.sh", monkeypatch, "node07", "eval").returncode == 7
 
 
