@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from runtime.store import read_json
 from soft_mem.projector import Projector, ProjectorConfig
 
 if TYPE_CHECKING:  # who asks for a checkpoint's name alone does not wait for transformers and PEFT
@@ -92,8 +93,16 @@ def sha256(folder: Path) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read what training recorded of a checkpoint."""
-    return json.loads((folder / "state.json").read_text())
+    """Read what training recorded of a checkpoint. Raises: CheckpointError."""
+    return read_settings(folder / "state.json")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a checkpoint. Raises: CheckpointError, which names the file."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no readable checkpoint: {error}") from error
 
 
 def executor_reading(folder: Path) -> dict[str, Any] | None:
@@ -127,7 +136,7 @@ def save_projector(folder: Path, config: ProjectorConfig, weights: Mapping[str, 
 def load_projector(folder: Path) -> Projector:
     """Load a checkpoint's projector. Raises: CheckpointError."""
     try:
-        projector = Projector(ProjectorConfig(**json.loads((folder / "projector.json").read_text())))
+        projector = Projector(ProjectorConfig(**read_settings(folder / "projector.json")))
         projector.load_state_dict(load_file(folder / "projector.safetensors"))
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"no readable projector in {folder}: {error}") from error
@@ -139,14 +148,14 @@ def lora_config(folder: Path) -> LoraConfig:
     from peft import LoraConfig
 
     path = folder / "adapter" / "adapter_config.json"
+    settings = read_settings(path)
     try:
-        settings = json.loads(path.read_text())
         if settings.get("peft_type") != "LORA":
             raise ValueError(f"an adapter of type {settings.get('peft_type')}, not LORA")
         config = LoraConfig.from_pretrained(str(path.parent))
         assert isinstance(config, LoraConfig)  # its type says so
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"no readable adapter in {folder}: {error}") from error
+        raise CheckpointError(f"{path} is no readable adapter: {error}") from error
     config.inference_mode = False  # else its weights would come frozen
     return config
 
@@ -170,9 +179,9 @@ def read_weights(folder: Path, compiler: MemoryCompiler) -> tuple[dict[str, Tens
     """Read weights by the names of the compiler's parameters, and the checkpoint's state. Raises: as `load`."""
     try:
         adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
-        state = read_state(folder)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot load the checkpoint {folder}: {error}") from error
+    state = read_state(folder)
     _check_scaling(folder, compiler)
     saved = {f"{PROJECTOR}{name}": w for name, w in load_projector(folder).state_dict().items()} | adapter
     expected = trained_parameters(compiler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +15,7 @@ from memory.bounded import Bounded
 from memory.protocol import BankError, MemorySystem
 from memory.registry import RESPONSES, Ask, Tools, find
 from memory.retrieval import Embed, SentenceEmbedder
-from runtime.store import to_json, write_atomically
+from runtime.store import read_json, to_json, write_atomically
 
 MARK = "memory.json"  # which system a folder is of
 
@@ -60,7 +59,7 @@ def system_of(path: Path) -> str | None:
     """Say which system a folder is of; None where it does not say: there is none, or a bank of before there were
     several."""
     mark = path / MARK
-    return json.loads(mark.read_text(encoding="utf-8"))["system"] if mark.exists() else None
+    return read_json(mark).get("system") if mark.exists() else None
 
 
 def asking(endpoint: Endpoint) -> Ask:

@@ -115,6 +115,18 @@ class JsonLines:
                 yield line, row
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object. Raises: RecordError, which names the file, where it holds anything else.
+    OSError, where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RecordError(f"{path} is damaged ({error}): restore the file, or use another folder") from error
+    if not isinstance(value, dict):
+        raise RecordError(f"{path} is damaged (expected a JSON object): restore the file, or use another folder")
+    return value
+
+
 def to_json(value: object, indent: int | None = None, ascii: bool = False) -> str:
     """Strict JSON: numbers that are not finite become null, numpy and torch scalars numbers, paths text."""
     return json.dumps(_plain(value), indent=indent, ensure_ascii=ascii, allow_nan=False)

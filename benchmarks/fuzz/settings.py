@@ -39,9 +39,9 @@ SIGNED = {"seed", "scene_seed", "init_log_sigma"}  # settings that may be negati
 
 
 @cache
-def schemas() -> tuple[type[BaseModel], ...]:
-    others = [environments.find(name).settings for name in environments.BUILT_IN]
-    return (*SCHEMAS, *others, *(memories.find(name).settings for name in memories.BUILT_IN))
+def schemas() -> dict[str, type[BaseModel]]:
+    others = [plugins.find(name).settings for plugins in (environments, memories) for name in plugins.BUILT_IN]
+    return {schema.__name__: schema for schema in (*SCHEMAS, *others)}
 
 
 @cache
@@ -49,17 +49,17 @@ def paths_of(schema: type[BaseModel]) -> list[str]:
     return _field_paths(schema)
 
 
-def make_overrides(rng: Random) -> tuple[str, list[str]]:
-    schema = pick(rng, schemas())
+def make_overrides(rng: Random) -> dict[str, list[str]]:
+    schema = pick(rng, list(schemas().values()))
     names = [pick(rng, paths_of(schema) or ["name"]) if rng.random() < 0.9 else text(rng, 2) for _ in range(rng.randint(1, 2))]
     written = lambda: pick(rng, (text(rng, 2), json.dumps(value(rng)), str(rng.choice((-1, 0, 1, 0.5, -0.5, 2, 1e9))), ".nan", ".inf", "-.inf",
                                  "", "null", "[]", "{}", "a: b", "2001-01-01", "1_000", "0o17", "1e3", "yes", "~"))  # fmt: skip
-    return schema.__name__, [f"{name}={written()}" for name in names]
+    return {schema.__name__: [f"{name}={written()}" for name in names]}
 
 
-def check_overrides(given: tuple[str, Sequence[str]]) -> None:
-    schema = next(schema for schema in schemas() if schema.__name__ == given[0])
-    check_config(load_config(schema, None, given[1]))
+def check_overrides(given: Mapping[str, Sequence[str]]) -> None:
+    [(name, overrides)] = given.items()
+    check_config(load_config(schemas()[name], None, overrides))
 
 
 def check_config(config: BaseModel) -> None:
@@ -94,19 +94,20 @@ def shipped() -> list[tuple[type[BaseModel], str]]:
     return found
 
 
-def make_yaml(rng: Random) -> tuple[str, bytes]:
+def make_yaml(rng: Random) -> dict[str, bytes]:
     schema, written = pick(rng, shipped())
     data = written.encode(pick(rng, ("utf-8", "utf-8", "utf-8", "utf-8-sig", "utf-16")))
     if rng.random() < 0.3:
         data = json_text(rng, mutated(rng, {"seed": 1, "executor": {"model": "x"}, "env": {"name": "household"}})).encode("utf-8", "surrogatepass")
-    return schema.__name__, damaged(rng, data)
+    return {schema.__name__: damaged(rng, data)}
 
 
-def check_yaml(given: tuple[str, bytes]) -> None:
+def check_yaml(given: Mapping[str, bytes]) -> None:
+    [(name, data)] = given.items()
     path = folder() / "given.yaml"
-    path.write_bytes(given[1])
+    path.write_bytes(data)
     try:
-        config = load_config(next(schema for schema in SCHEMAS if schema.__name__ == given[0]), path)
+        config = load_config(schemas()[name], path)
     except ConfigError as error:
         expect(path.name in str(error), "a message does not name the file")
         raise

@@ -86,8 +86,21 @@ def _limited() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def hang(number: int, frame: object) -> None:
-    raise Hang(f"more than {LIMIT_S:g} s")
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """Have the timers of `_limited` raise Hang inside the block; restore what used them before."""
+
+    def hang(number: int, frame: object) -> None:
+        raise Hang(f"more than {LIMIT_S:g} s")
+
+    before = {number: signal.signal(number, hang) for number in (signal.SIGPROF, signal.SIGALRM)}
+    timer = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 def drawn(target: Target, seed: int, number: int) -> Any:
