@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -39,8 +40,10 @@ from data_gen.experience import traces_of
 from data_gen.leakage import LEAKAGE, MANIFEST, guard_rows
 from data_gen.memories import MARK, system_of
 from data_gen.rows import load_rows, rows_of, save_rows
-from envs.base import Task
-from envs.household.environment import HouseholdEnvironment
+from envs.alfworld.export import export_split
+from envs.alfworld.games import GAME_FILE, AlfworldGames
+from envs.base import EnvironmentFailure, Task
+from envs.household.environment import EngineEnvironment, HouseholdEnvironment
 from envs.household.trajectories import HouseholdReader
 from envs.manifest import Manifest
 from eval.metrics import results
@@ -120,6 +123,8 @@ def sample() -> Path:
     (root / "locomo.json").write_text(to_json([{"sample_id": "s", "conversation": dialogue, "qa": asked}]))
     log = {"episode_id": 1, "task": "win", "trajectory": [{"turn_idx": 0, "action": "a", "observation": "b"}], "qa_pairs": [{"question": "q", "answer": "a"}]}
     (root / "ama.jsonl").write_text(to_json(log) + "\n")
+    if find_spec("alfworld") is not None:  # whose rules an exported game holds
+        export_split(env(), "train", root / "alfworld", 2)
     ledger = Ledger(root / "answers.sqlite", "m")
     ledger.keep("k", "teacher", Answer("look", 1, 2))
     ledger._db.execute("PRAGMA journal_mode=DELETE")
@@ -162,6 +167,9 @@ def readers(name: str, root: Path) -> Iterator[tuple[Read, tuple[type[Exception]
     elif part in registry.BUILT_IN:
         yield partial(recalled, part, root / part), (ValueError, BankError)
         yield partial(system_of, root / part), (ValueError,)
+    elif part == "alfworld":
+        yield lambda: AlfworldGames(root / part).tasks("train"), (ValueError, FileNotFoundError)
+        yield partial(played, root / part, root / name), (EnvironmentFailure,)
     elif name == "answers.sqlite":
         yield partial(ledger_read, root / name), (EndpointStop,)
     else:
@@ -178,6 +186,16 @@ def resumed(path: Path, config: BaseModel) -> None:
         RunFolder.create(path, config, on_exists="resume").record(device="cpu")
 
 
+def played(data: Path, path: Path) -> None:
+    """Play a few steps of a game of ALFWorld's."""
+    games = AlfworldGames(data)
+    env = EngineEnvironment(games, False, 64)
+    task = Task("train/a/b", "", "", "train", "", data={"path": (path.parent / GAME_FILE).relative_to(data / "json_2.1.1").as_posix()})
+    seen = env.reset(task)
+    for command in (seen.admissible or ())[:3]:
+        env.step(command)
+
+
 def ledger_read(path: Path) -> None:
     ledger = Ledger(path, "m")
     try:
@@ -191,7 +209,7 @@ def ledger_read(path: Path) -> None:
 def names_of(kind: str) -> list[str]:
     """List the sample's files of a kind: rows, stores or all others."""
     files = sorted(path.relative_to(sample()).as_posix() for path in sample().rglob("*") if path.is_file() and not path.name.startswith("."))
-    kind_of = lambda name: "rows" if "/rows/" in name else "stores" if name.split("/")[0] in registry.BUILT_IN or name.endswith(".sqlite") else "runs"
+    kind_of = lambda name: "rows" if "/rows/" in name else "games" if name.startswith("alfworld") else "stores" if name.split("/")[0] in registry.BUILT_IN or name.endswith(".sqlite") else "runs"
     return [name for name in files if kind_of(name) == kind]
 
 
@@ -306,6 +324,7 @@ TARGETS = (
     Target("files.runs", partial(make_file, kind="runs"), check_file, (), 0.1),
     Target("files.rows", partial(make_file, kind="rows"), check_file, (), 0.02),
     Target("files.stores", partial(make_file, kind="stores"), check_file, (), 0.1),
+    *([Target("files.games", partial(make_file, kind="games"), check_file, (), 0.05)] if find_spec("alfworld") else []),
     Target("memory.journal", make_traces, check_journal, (), 0.3),
     *(Target(f"memory.{name}", make_traces, partial(check_memory, name=name), (), 0.002 if name == "trajectory" else 0.1) for name in registry.BUILT_IN),
     Target("memory.entry", make_entry, check_entry, (BankError,), 2),
