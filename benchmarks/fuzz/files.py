@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -24,18 +22,17 @@ from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor, ExpertTeacher
 from agent.records import episode_from_json
-from benchmarks.fuzz.inputs import damaged, json_text, line, mutated, pick, text, texts
+from benchmarks.fuzz.inputs import damaged, json_text, mutated, pick, text, texts
 from benchmarks.fuzz.target import Target, expect
 from compiler import checkpoint
 from compiler.checkpoint import CheckpointError
-from compiler.need import FILE as NEED
-from compiler.need import FEATURES, HEAD, WIDTH, Need, need_of
+from compiler.need import Need, need_of
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.load import load_config, to_yaml
 from configs.run_folder import CONFIG, ENVIRONMENT, METRICS, RunFolder
 from data_gen.cases import Case, Question, load_cases, save_cases
-from data_gen.dataset import dataset_card, of_collection, provenance, statistics
+from data_gen.dataset import of_collection, provenance
 from data_gen.experience import traces_of
 from data_gen.leakage import LEAKAGE, MANIFEST, guard_rows
 from data_gen.memories import MARK, system_of
@@ -54,13 +51,12 @@ from eval.table import to_markdown
 from lm.ledger import Answer, EndpointStop, Ledger
 from memory import registry
 from memory.bank import MemoryBank, _imported
-from memory.entry import MemoryEntry, Provenance, entry_from_json
-from memory.journal import FILE as JOURNAL
+from memory.entry import entry_from_json
 from memory.journal import Journal, Row
 from memory.linear import Head
 from memory.protocol import BankError, MemorySystem, Query, Record, Trace
 from memory.registry import Tools
-from runtime.store import JsonLines, to_json
+from runtime.store import to_json
 from soft_mem.projector import Projector, ProjectorConfig
 from training.checkpoint import model_card
 
@@ -87,17 +83,28 @@ def sample() -> Path:
     specs = [EpisodeSpec(task) for task in env().tasks("train")[:2]]
     delivery = Delivery("compiled", "compiled", ExpertTeacher(reader=HouseholdReader()), soft=False)
     episodes = run_episodes(env, specs, delivery, ExpertExecutor(), Limits(4))
+    for episode in episodes:  # every sample is the same: inputs are made of it
+        for step in episode.steps:
+            step.seconds = dict.fromkeys(step.seconds, 0.5)
     collect, sft, evaluated = root / "collect", root / STEP, root / "eval"
     for path, config in ((collect, CollectConfig()), (evaluated, EvalConfig()), (root / "sft", EvalConfig())):
         path.mkdir(parents=True)
         (path / CONFIG).write_text(to_yaml(config), encoding="utf-8")
-        (path / ENVIRONMENT).write_text(to_json({"started": "now", "git": {"commit": "a"}, "resumed": [{"cpus": 1}], "packages": {"torch": "1"}}))
+        (path / ENVIRONMENT).write_text(
+            to_json({"started": "now", "git": {"commit": "a"}, "resumed": [{"cpus": 1}], "packages": {"torch": "1"}})
+        )
     save_rows([row for episode in episodes for row in rows_of(episode, {})], collect / "rows")
     manifest = Manifest.of("household", [spec.task for spec in specs])
     manifest.write(collect / MANIFEST)
-    audit = {"clean": True, "train_sha256": manifest.sha256, "verdict": {"overlaps": [{"shared": 0, "dimension": "scene", "clean": True}]}}
+    audit = {
+        "clean": True,
+        "train_sha256": manifest.sha256,
+        "verdict": {"overlaps": [{"shared": 0, "dimension": "scene", "clean": True}]},
+    }
     (collect / LEAKAGE).write_text(to_json(audit))
-    (collect / "collect.json").write_text(to_json({"episodes": 2, "successes": 1, "dropped": {}, "teacher": "expert", "bank_version": 1}))
+    (collect / "collect.json").write_text(
+        to_json({"episodes": 2, "successes": 1, "dropped": {}, "teacher": "expert", "bank_version": 1})
+    )
     record = EpisodeRecord(evaluated)
     for episode in episodes:
         record.append(episode)
@@ -105,11 +112,18 @@ def sample() -> Path:
     (evaluated / RESULTS).write_text(to_json(results({"compiled": episodes}, meta, budgets={"compiled": [2]})))
     (root / "sft" / METRICS).write_text('{"step": 1, "loss": 0.5, "text": 0.1}\n{"step": 2, "loss": 0.25}\n')
     sft.mkdir(parents=True)
-    (sft / "state.json").write_text(to_json({"step": 1, "seed": 0, "environment": "household", "executor_reads": {"history": 20}}))
+    (sft / "state.json").write_text(
+        to_json({"step": 1, "seed": 0, "environment": "household", "executor_reads": {"history": 20}})
+    )
+    torch.manual_seed(0)
     projector = Projector(ProjectorConfig(4, 4, 2))
     checkpoint.save_projector(sft, projector.config, projector.state_dict())
     (sft / "adapter").mkdir()
-    (sft / "adapter" / "adapter_config.json").write_text(to_json({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "x"}))
+    (sft / "adapter" / "adapter_config.json").write_text(
+        to_json(
+            {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "x"}
+        )
+    )
     Need(Head(torch.zeros(16).numpy().astype("float64"), 0.5), 0.5, {"rows": 3}).save(root / "sft")
     for name in registry.BUILT_IN:
         if name != MemoryBank.name:
@@ -118,10 +132,18 @@ def sample() -> Path:
     case = Case("c", tuple(trace for [trace] in traces_of(episodes)), (Question("q", "where?", "there"),))
     save_cases([case], root / "cases.jsonl")
     turns = [{"dia_id": "D1:1", "speaker": "A", "text": "hello"}, {"dia_id": "D1:2", "speaker": "B", "text": "a mug"}]
-    asked = [{"question": "what?", "answer": "a mug", "category": 4, "evidence": ["D1:2"]}, {"question": "who?", "category": 5, "adversarial_answer": "B"}]
+    asked = [
+        {"question": "what?", "answer": "a mug", "category": 4, "evidence": ["D1:2"]},
+        {"question": "who?", "category": 5, "adversarial_answer": "B"},
+    ]
     dialogue = {"session_1": turns, "session_1_date_time": "1 May 2023"}
     (root / "locomo.json").write_text(to_json([{"sample_id": "s", "conversation": dialogue, "qa": asked}]))
-    log = {"episode_id": 1, "task": "win", "trajectory": [{"turn_idx": 0, "action": "a", "observation": "b"}], "qa_pairs": [{"question": "q", "answer": "a"}]}
+    log = {
+        "episode_id": 1,
+        "task": "win",
+        "trajectory": [{"turn_idx": 0, "action": "a", "observation": "b"}],
+        "qa_pairs": [{"question": "q", "answer": "a"}],
+    }
     (root / "ama.jsonl").write_text(to_json(log) + "\n")
     if find_spec("alfworld") is not None:  # whose rules an exported game holds
         export_split(env(), "train", root / "alfworld", 2)
@@ -150,7 +172,13 @@ def readers(name: str, root: Path) -> Iterator[tuple[Read, tuple[type[Exception]
     """Yield what reads a file of the sample, and the errors that it documents."""
     part = name.split("/")[0]
     if name.startswith(STEP):
-        for read in (checkpoint.executor_reading, checkpoint.environment, checkpoint.load_projector, checkpoint.lora_config, model_card):
+        for read in (
+            checkpoint.executor_reading,
+            checkpoint.environment,
+            checkpoint.load_projector,
+            checkpoint.lora_config,
+            model_card,
+        ):
             yield partial(read, root / STEP), (CheckpointError,)
     elif part == "sft":
         yield partial(need_of, str(root / STEP)), (CheckpointError,)
@@ -162,7 +190,10 @@ def readers(name: str, root: Path) -> Iterator[tuple[Read, tuple[type[Exception]
         yield lambda: (provenance(rows), of_collection(rows)), (ValueError,)
     elif part == "eval":
         yield lambda: to_markdown(load_run(root / part)[0]), (ValueError, FileNotFoundError)
-        yield lambda: [list(load_run(root / part)[1](pictures)) for pictures in (True, False)], (ValueError, FileNotFoundError)
+        yield (
+            lambda: [list(load_run(root / part)[1](pictures)) for pictures in (True, False)],
+            (ValueError, FileNotFoundError),
+        )
         yield EpisodeRecord(root / part).played, (ValueError,)
     elif part in registry.BUILT_IN:
         yield partial(recalled, part, root / part), (ValueError, BankError)
@@ -190,7 +221,14 @@ def played(data: Path, path: Path) -> None:
     """Play a few steps of a game of ALFWorld's."""
     games = AlfworldGames(data)
     env = EngineEnvironment(games, False, 64)
-    task = Task("train/a/b", "", "", "train", "", data={"path": (path.parent / GAME_FILE).relative_to(data / "json_2.1.1").as_posix()})
+    task = Task(
+        "train/a/b",
+        "",
+        "",
+        "train",
+        "",
+        data={"path": (path.parent / GAME_FILE).relative_to(data / "json_2.1.1").as_posix()},
+    )
     seen = env.reset(task)
     for command in (seen.admissible or ())[:3]:
         env.step(command)
@@ -208,8 +246,20 @@ def ledger_read(path: Path) -> None:
 @cache
 def names_of(kind: str) -> list[str]:
     """List the sample's files of a kind: rows, stores or all others."""
-    files = sorted(path.relative_to(sample()).as_posix() for path in sample().rglob("*") if path.is_file() and not path.name.startswith("."))
-    kind_of = lambda name: "rows" if "/rows/" in name else "games" if name.startswith("alfworld") else "stores" if name.split("/")[0] in registry.BUILT_IN or name.endswith(".sqlite") else "runs"
+    files = sorted(
+        path.relative_to(sample()).as_posix()
+        for path in sample().rglob("*")
+        if path.is_file() and not path.name.startswith(".")
+    )
+    kind_of = lambda name: (
+        "rows"
+        if "/rows/" in name
+        else "games"
+        if name.startswith("alfworld")
+        else "stores"
+        if name.split("/")[0] in registry.BUILT_IN or name.endswith(".sqlite")
+        else "runs"
+    )
     return [name for name in files if kind_of(name) == kind]
 
 
@@ -233,7 +283,7 @@ def check_file(given: Mapping[str, bytes]) -> None:
     """Write one damaged file; whoever reads it gives what it documents, and names the file."""
     [(name, data)] = given.items()
     path, root = sample() / name, sample()
-    environment = (root / name.split("/")[0] / ENVIRONMENT)
+    environment = root / name.split("/")[0] / ENVIRONMENT
     try:
         path.write_bytes(data)
         for read, documented in readers(name, root):
@@ -250,21 +300,34 @@ def check_file(given: Mapping[str, bytes]) -> None:
             environment.write_bytes(content(f"{name.split('/')[0]}/{ENVIRONMENT}"))
 
 
-# -- what is written and read back --------------------------------------------------------------------------------------
+# -- what is written and read back --
 
 
 def make_traces(rng: Random) -> list[dict[str, Any]]:
     """Make episodes of one attempt: fields of their tasks and of their records."""
     step = lambda: [text(rng, 3), pick(rng, ("look", text(rng, 2), "take mug 1 from shelf 1")), text(rng, 5)]
-    return [{"id": text(rng, 1), "goal": text(rng, 3), "scene": pick(rng, ("home 1", text(rng, 1))), "kind": pick(rng, ("put", text(rng, 1))),
-             "steps": [step() for _ in range(rng.randint(0, 3))], "success": rng.random() < 0.5, "rationale": text(rng, 2)}
-            for _ in range(rng.randint(1, 3))]  # fmt: skip
+    return [
+        {
+            "id": text(rng, 1),
+            "goal": text(rng, 3),
+            "scene": pick(rng, ("home 1", text(rng, 1))),
+            "kind": pick(rng, ("put", text(rng, 1))),
+            "steps": [step() for _ in range(rng.randint(0, 3))],
+            "success": rng.random() < 0.5,
+            "rationale": text(rng, 2),
+        }
+        for _ in range(rng.randint(1, 3))
+    ]
 
 
 def trace(given: Mapping[str, Any]) -> Trace:
-    task = Task(given["id"], given["goal"], given["scene"], "train", given["kind"], isolation={"scene": (given["scene"],)})
+    task = Task(
+        given["id"], given["goal"], given["scene"], "train", given["kind"], isolation={"scene": (given["scene"],)}
+    )
     records = tuple(Record(t, *step) for t, step in enumerate(given["steps"]))
-    return Trace(task, records, given["success"], rationale=given["rationale"], views=(b"\x89PNG",), shown=(given["id"],))
+    return Trace(
+        task, records, given["success"], rationale=given["rationale"], views=(b"\x89PNG",), shown=(given["id"],)
+    )
 
 
 def emptied(name: str) -> Path:
@@ -277,8 +340,13 @@ def check_journal(given: Sequence[Mapping[str, Any]]) -> None:
     rows, path = [Row((trace(each),), {"a": each["goal"]}) for each in given], emptied("journal")
     written = Journal(path).append(rows)
     again = list(Journal(path))
-    expect(again == list({row.key: row for row in rows}.values())[: len(again)] and len(again) == written.added, "a journal reads back as another")
-    cases = [Case(each["id"], (trace(each),), (Question(each["id"], each["goal"], each["rationale"]),)) for each in given]
+    expect(
+        again == list({row.key: row for row in rows}.values())[: len(again)] and len(again) == written.added,
+        "a journal reads back as another",
+    )
+    cases = [
+        Case(each["id"], (trace(each),), (Question(each["id"], each["goal"], each["rationale"]),)) for each in given
+    ]
     save_cases(cases, folder() / "cases.jsonl")
     expect(load_cases(folder() / "cases.jsonl") == cases, "cases of questions read back as others")
 
@@ -300,8 +368,18 @@ def check_memory(given: Sequence[Mapping[str, Any]], name: str) -> None:
 
 
 def make_entry(rng: Random) -> str:
-    origin = {"task_id": text(rng, 1), "scene": text(rng, 1), "goal": text(rng, 2), "split": "train", "success": True, "actions": list(texts(rng)), "source": "x"}
-    return json_text(rng, mutated(rng, {"id": text(rng, 1), "text": text(rng), "provenance": origin, "images": ["iVBORw0KGgo="]}))
+    origin = {
+        "task_id": text(rng, 1),
+        "scene": text(rng, 1),
+        "goal": text(rng, 2),
+        "split": "train",
+        "success": True,
+        "actions": list(texts(rng)),
+        "source": "x",
+    }
+    return json_text(
+        rng, mutated(rng, {"id": text(rng, 1), "text": text(rng), "provenance": origin, "images": ["iVBORw0KGgo="]})
+    )
 
 
 def check_entry(given: str) -> None:
@@ -317,16 +395,24 @@ def make_episode(rng: Random) -> Any:
 
 def check_episode(given: Any) -> None:
     episode = episode_from_json(given)
-    expect(episode_from_json(json.loads(to_json(episode.to_json()))).to_json() == episode.to_json(), "an episode reads back as another")
+    expect(
+        episode_from_json(json.loads(to_json(episode.to_json()))).to_json() == episode.to_json(),
+        "an episode reads back as another",
+    )
 
 
 TARGETS = (
     Target("files.runs", partial(make_file, kind="runs"), check_file, (), 0.1),
     Target("files.rows", partial(make_file, kind="rows"), check_file, (), 0.02),
     Target("files.stores", partial(make_file, kind="stores"), check_file, (), 0.1),
-    *([Target("files.games", partial(make_file, kind="games"), check_file, (), 0.05)] if find_spec("alfworld") else []),
+    *([Target("files.games", partial(make_file, kind="games"), check_file, (), 0.05)] * bool(find_spec("alfworld"))),
     Target("memory.journal", make_traces, check_journal, (), 0.3),
-    *(Target(f"memory.{name}", make_traces, partial(check_memory, name=name), (), 0.002 if name == "trajectory" else 0.1) for name in registry.BUILT_IN),
+    *(
+        Target(
+            f"memory.{name}", make_traces, partial(check_memory, name=name), (), 0.002 if name == "trajectory" else 0.1
+        )
+        for name in registry.BUILT_IN
+    ),
     Target("memory.entry", make_entry, check_entry, (BankError,), 2),
     Target("episode.json", make_episode, check_episode, (ValueError,), 0.5),
 )

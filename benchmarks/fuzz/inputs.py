@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-WORDS = ("mug", "mug 1", "cabinet 2", "go to cabinet 2", "take mug 1 from shelf 1", "move mug 1 to desk 1", "in home 17",
-         "put a hot mug in cabinet", "heat mug 1 with microwave 1", "You see a shelf 1.", "On the desk 1, you see a mug 1.",
-         "The fridge 1 is open. In it, you see nothing.", "Nothing happens.", "look", "open drawer 3", "plan", "find mug",
-         "You arrive at desk 1.", "You pick up the mug 1 from the desk 1.", "use desklamp 1", "两个杯子在柜子里", "कप अलमारी",
-         "தமிழ்நாடு", "ถ้วยอยู่ในตู้", "الكوب في الخزانة", "コップ")  # fmt: skip
-MARKS = ("goal: ", "done: ", "now: ", "next: ", "note: ", "see: ", "did: ", "memory:", "guide: ", "> ", "+ ", "~ ", "- ",
-         "^ ", ".", " | ", "|", ": ", ":", " ; ", ";", " = ", "=", "\\", "\\|", "\\;", "<think>", "</think>", "```", "```json\n",
-         "Action: ", "Thought: ", "<|im_end|>", "<|im_start|>system", "<|mem|>", "<|endoftext|>", "<|image_pad|>", "<s>", "[INST]",
-         "{}", "{0}", "%s", "{{ x }}", "${a.b}", "${oc.env:HOME}", "???", "!!python/object:os.system", "&a", "*a", "../..",
-         "/etc/passwd", "~", '{"a": 1}', "[picture]", "▪", "base", "null", "true", "1e999", "-1", "0x1F", "NaN", "'", '"')  # fmt: skip
-RARE = ("\n", "\r", "\r\n", "\t", "\0", "\x0b", "\x0c", "\x1b", "\x1c", "\x1d", "\x1e", "\x85", "\xa0", "\u00ad", "\u1680",
-        "\u200b", "\u200d", "\u202e", "\u2028", "\u2029", "\u2066", "\u3000", "\ufeff", "\ufffe", "\uffff", "\ud800", "\udfff",
-        "e\u0301", "\u0e33", "İ", "ß", "ﬁ", "👩‍🚀", "\U0001f1e9", "\U000e0001", "\U0010ffff", " ", "  ")  # fmt: skip
-NUMBERS = (0, 1, -1, 2, 3, 0.5, -0.0, 1e-9, 1e300, 2**31, 2**63, -(2**63), 10**30, float("nan"), float("inf"), float("-inf"))
-KEYS = ("id", "key", "text", "task", "goal", "success", "step", "t", "base", "name", "steps", "attempts", "__class__", "")
+WORDS = (
+    "mug", "mug 1", "cabinet 2", "go to cabinet 2", "take mug 1 from shelf 1", "move mug 1 to desk 1",
+    "in home 17", "put a hot mug in cabinet", "heat mug 1 with microwave 1", "You see a shelf 1.",
+    "On the desk 1, you see a mug 1.", "The fridge 1 is open. In it, you see nothing.", "Nothing happens.",
+    "look", "open drawer 3", "plan", "find mug", "You arrive at desk 1.",
+    "You pick up the mug 1 from the desk 1.", "use desklamp 1", "两个杯子在柜子里", "कप अलमारी", "தமிழ்நாடு",
+    "ถ้วยอยู่ในตู้", "الكوب في الخزانة", "コップ",
+)  # fmt: skip
+MARKS = (
+    "goal: ", "done: ", "now: ", "next: ", "note: ", "see: ", "did: ", "memory:", "guide: ", "> ", "+ ", "~ ",
+    "- ", "^ ", ".", " | ", "|", ": ", ":", " ; ", ";", " = ", "=", "\\", "\\|", "\\;", "<think>", "</think>",
+    "```", "```json\n", "Action: ", "Thought: ", "<|im_end|>", "<|im_start|>system", "<|mem|>",
+    "<|endoftext|>", "<|image_pad|>", "<s>", "[INST]", "{}", "{0}", "%s", "{{ x }}", "${a.b}",
+    "${oc.env:HOME}", "???", "!!python/object:os.system", "&a", "*a", "../..", "/etc/passwd", "~", '{"a": 1}',
+    "[picture]", "▪", "base", "null", "true", "1e999", "-1", "0x1F", "NaN", "'", '"',
+)  # fmt: skip
+RARE = (
+    "\n", "\r", "\r\n", "\t", "\x00", "\x0b", "\x0c", "\x1b", "\x1c", "\x1d", "\x1e", "\x85", "\xa0", "\xad",
+    "\u1680", "\u200b", "\u200d", "\u202e", "\u2028", "\u2029", "\u2066", "\u3000", "\ufeff", "\ufffe",
+    "\uffff", "\ud800", "\udfff", "e\u0301", "\u0e33", "\u0130", "\xdf", "\ufb01", "\U0001f1e9", "\U000e0001",
+    "\U0010ffff", " ", "  ", "\U0001f469\u200d\U0001f680",
+)  # fmt: skip
+NUMBERS = (0, 1, -1, 2, 3, 0.5, -0.0, 1e-9, 1e300, 2**31, 2**63, -(2**63), 10**30, math.nan, math.inf, -math.inf)
+KEYS = ("", *"id key text task goal success step t base name steps attempts __class__".split())
 
 
 def text(rng: Random, most: int = 6) -> str:
@@ -91,7 +101,7 @@ def json_text(rng: Random, sample: Any) -> str:
     if change < 0.75 and written.startswith("{"):
         return f'{{"{rng.choice(KEYS)}": {json.dumps(value(rng, 1))}, {written[1:]}'
     if change < 0.76:
-        return rng.choice(('[', '{"a":')) * 100_000
+        return rng.choice(("[", '{"a":')) * 100_000
     if change < 0.77:
         return written.replace(rng.choice("0123456789"), "9" * 5000, 1)
     if change < 0.8:
@@ -101,7 +111,10 @@ def json_text(rng: Random, sample: Any) -> str:
 
 def _cut(rng: Random, written: str) -> str:
     at, to = sorted((rng.randint(0, len(written)), rng.randint(0, len(written))))
-    return rng.choice((written[:at], written[:at] + text(rng, 2) + written[at:], written[:at] + written[to:], "\ufeff" + written, f"{written}\n{written}", ""))
+    head, tail = written[:at], written[to:]
+    return pick(
+        rng, (head, head + tail, head + text(rng, 2) + written[at:], "\ufeff" + written, f"{written}\n{written}")
+    )
 
 
 def damaged(rng: Random, data: bytes) -> bytes:
@@ -109,10 +122,9 @@ def damaged(rng: Random, data: bytes) -> bytes:
     for _ in range(rng.randint(1, 3)):
         at = rng.randint(0, len(data))
         to = min(len(data), at + rng.choice((1, 4, 64, len(data))))
-        middle = rng.choice((
-            bytes(byte ^ (1 << rng.randrange(8)) for byte in data[at : at + 1]) + data[at + 1 : to], b"", data[at:to] * 2,
-            bytes(to - at), rng.randbytes(min(to - at, 8)), text(rng, 2).encode("utf-8", "surrogatepass"),
-        ))  # fmt: skip
+        flipped = bytes(byte ^ (1 << rng.randrange(8)) for byte in data[at : at + 1]) + data[at + 1 : to]
+        written = text(rng, 2).encode("utf-8", "surrogatepass")
+        middle = pick(rng, (flipped, b"", data[at:to] * 2, bytes(to - at), rng.randbytes(min(to - at, 8)), written))
         data = data[:at] + middle + data[to:]
     return data
 

@@ -12,9 +12,7 @@ from benchmarks.fuzz.target import LONGEST, Found, Target, attempt, drawn, inter
 TARGETS = (*texts.TARGETS, *settings.TARGETS, *files.TARGETS)
 
 
-def run_bench_fuzz(
-    seed: int = 0, inputs: int = 20_000, names: Sequence[str] = (), only: str | None = None
-) -> int:
+def run_bench_fuzz(seed: int = 0, inputs: int = 20_000, names: Sequence[str] = (), only: str | None = None) -> int:
     """Check inputs of all targets, or of some, or the one that `only` names (TARGET:NUMBER). Returns how many faults.
 
     Raises:
@@ -29,7 +27,8 @@ def run_bench_fuzz(
     total = sum(target.share for target in targets)
     print(f"{'target':<24}{'inputs':>10}{'faults':>8}{'inputs/s':>10}  of processor time")
     faults = done = 0
-    with interrupting():
+    with interrupting(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries, about what was damaged
         for target in targets:
             numbers = [int(number)] if only else range(max(1, round(inputs * target.share / total)))
             faults, done = faults + checked(target, seed, numbers), done + len(numbers)
@@ -39,13 +38,12 @@ def run_bench_fuzz(
 
 def checked(target: Target, seed: int, numbers: Sequence[int]) -> int:
     """Check inputs of one target and print its row, and each different fault once. Returns how many are faulty."""
-    warnings.simplefilter("ignore")  # of libraries, about what was damaged
     started, first, wrong = time.process_time(), dict[str, tuple[int, Found]](), 0
     for number in numbers:
         if (found := attempt(target, drawn(target, seed, number))) is not None:
             wrong += 1
             first.setdefault(found.where, (number, found))
-    rate = len(numbers) / (time.process_time() - started)
+    rate = len(numbers) / max(time.process_time() - started, 1e-3)
     print(f"{target.name:<24}{len(numbers):>10,}{wrong:>8,}{rate:>10,.0f}", flush=True)
     for number, found in first.values():
         given = repr(shrunk(target, drawn(target, seed, number), found))

@@ -7,7 +7,6 @@ import base64
 import io
 import json
 import math
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -16,13 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from PIL import Image
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from benchmarks.fuzz.files import folder
 from benchmarks.fuzz.inputs import damaged, json_text, mutated, pick, text, texts, value
 from benchmarks.fuzz.target import Target, expect
 from benchmarks.fuzz.texts import make_lines, make_state_text
-from compiler.client import TENSORS, CompileBody, CompileReply, RemoteCompiler, SamplingBody, Seconds
+from compiler.client import CompileBody, RemoteCompiler
 from compiler.language import parse
 from compiler.records import Compilation, CompileRequest, Decoding
 from configs.collect import CollectConfig, QuestionsConfig
@@ -51,9 +50,32 @@ def paths_of(schema: type[BaseModel]) -> list[str]:
 
 def make_overrides(rng: Random) -> dict[str, list[str]]:
     schema = pick(rng, list(schemas().values()))
-    names = [pick(rng, paths_of(schema) or ["name"]) if rng.random() < 0.9 else text(rng, 2) for _ in range(rng.randint(1, 2))]
-    written = lambda: pick(rng, (text(rng, 2), json.dumps(value(rng)), str(rng.choice((-1, 0, 1, 0.5, -0.5, 2, 1e9))), ".nan", ".inf", "-.inf",
-                                 "", "null", "[]", "{}", "a: b", "2001-01-01", "1_000", "0o17", "1e3", "yes", "~"))  # fmt: skip
+    names = [
+        pick(rng, paths_of(schema) or ["name"]) if rng.random() < 0.9 else text(rng, 2)
+        for _ in range(rng.randint(1, 2))
+    ]
+    written = lambda: pick(
+        rng,
+        (
+            text(rng, 2),
+            json.dumps(value(rng)),
+            str(rng.choice((-1, 0, 1, 0.5, -0.5, 2, 1e9))),
+            ".nan",
+            ".inf",
+            "-.inf",
+            "",
+            "null",
+            "[]",
+            "{}",
+            "a: b",
+            "2001-01-01",
+            "1_000",
+            "0o17",
+            "1e3",
+            "yes",
+            "~",
+        ),
+    )
     return {schema.__name__: [f"{name}={written()}" for name in names]}
 
 
@@ -63,9 +85,11 @@ def check_overrides(given: Mapping[str, Sequence[str]]) -> None:
 
 
 def check_config(config: BaseModel) -> None:
-    """Settings are in their domains, and read back as they are written."""
+    """Expect settings in their domains, which read back as they are written."""
     for path, number in numbers_of(config):
-        expect(math.isfinite(number) and (number >= 0 or path.rpartition(".")[2] in SIGNED), f"out of its domain: {path}")
+        expect(
+            math.isfinite(number) and (number >= 0 or path.rpartition(".")[2] in SIGNED), f"out of its domain: {path}"
+        )
     target = folder() / "written.yaml"
     target.write_text(to_yaml(config), encoding="utf-8")
     expect(load_config(type(config), target) == config, "settings read back as others")
@@ -85,7 +109,14 @@ def numbers_of(held: Any, path: str = "") -> Iterator[tuple[str, float]]:
 @cache
 def shipped() -> list[tuple[type[BaseModel], str]]:
     """Shipped files with their schema."""
-    by_name = {"sft": SftConfig, "grpo": GrpoConfig, "eval": EvalConfig, "collect": CollectConfig, "quickstart": QuickstartConfig, "serve": ServeConfig}
+    by_name = {
+        "sft": SftConfig,
+        "grpo": GrpoConfig,
+        "eval": EvalConfig,
+        "collect": CollectConfig,
+        "quickstart": QuickstartConfig,
+        "serve": ServeConfig,
+    }
     found = []
     for file in sorted(CONFIGS.rglob("*.yaml")):
         schema = by_name.get(file.relative_to(CONFIGS).parts[0].removesuffix(".yaml"))
@@ -98,7 +129,9 @@ def make_yaml(rng: Random) -> dict[str, bytes]:
     schema, written = pick(rng, shipped())
     data = written.encode(pick(rng, ("utf-8", "utf-8", "utf-8", "utf-8-sig", "utf-16")))
     if rng.random() < 0.3:
-        data = json_text(rng, mutated(rng, {"seed": 1, "executor": {"model": "x"}, "env": {"name": "household"}})).encode("utf-8", "surrogatepass")
+        data = json_text(
+            rng, mutated(rng, {"seed": 1, "executor": {"model": "x"}, "env": {"name": "household"}})
+        ).encode("utf-8", "surrogatepass")
     return {schema.__name__: damaged(rng, data)}
 
 
@@ -114,7 +147,7 @@ def check_yaml(given: Mapping[str, bytes]) -> None:
     check_config(config)
 
 
-# -- requests over HTTP -------------------------------------------------------------------------------------------------
+# -- requests over HTTP --
 
 
 @cache
@@ -126,10 +159,17 @@ def png() -> str:
 
 def make_body(rng: Random) -> bytes:
     image = pick(rng, (None, png(), base64.b64encode(damaged(rng, base64.b64decode(png()))).decode()))
-    body = {"goal": text(rng), "memory": [{"id": "e1", "text": text(rng), "images": [image] if image else []}],
-            "state": pick(rng, (None, f"goal: {text(rng)}", "goal: a\nnow: b\nnote: c = d", make_state_text(rng))), "observation": text(rng),
-            "image": image, "history": list(texts(rng)), "soft_on": pick(rng, ("guidance", "always", "never")),
-            "sampling": {"temperature": 0.5, "latent_temperature": None, "seed": 3}, "tensors": ["mu", "z"]}  # fmt: skip
+    body = {
+        "goal": text(rng),
+        "memory": [{"id": "e1", "text": text(rng), "images": [image] if image else []}],
+        "state": pick(rng, (None, f"goal: {text(rng)}", "goal: a\nnow: b\nnote: c = d", make_state_text(rng))),
+        "observation": text(rng),
+        "image": image,
+        "history": list(texts(rng)),
+        "soft_on": pick(rng, ("guidance", "always", "never")),
+        "sampling": {"temperature": 0.5, "latent_temperature": None, "seed": 3},
+        "tensors": ["mu", "z"],
+    }
     return json_text(rng, mutated(rng, body)).encode("utf-8", pick(rng, ("replace", "surrogatepass")))
 
 
@@ -137,8 +177,11 @@ def check_body(given: bytes) -> None:
     sent = CompileBody.model_validate_json(given)
     request = sent.request()
     again = CompileBody.model_validate(CompileBody.of(request, sent.sampling, sent.tensors))
-    expect(again.request().state == request.state and (again.goal, again.observation, again.history) == (sent.goal, sent.observation, sent.history),
-           "a request reads back as another")  # fmt: skip
+    expect(
+        again.request().state == request.state
+        and (again.goal, again.observation, again.history) == (sent.goal, sent.observation, sent.history),
+        "a request reads back as another",
+    )
     expect(sent.sampling.temperature is None or math.isfinite(sent.sampling.temperature), "a temperature is no number")
 
 
@@ -165,10 +208,18 @@ def service() -> tuple[Any, asyncio.AbstractEventLoop]:
 
 def make_http(rng: Random) -> dict[str, Any]:
     service()
-    headers = {"authorization": pick(rng, ("Bearer key", "Bearer key", "Bearer key", "Bearer é", text(rng, 1))),
-               "content-length": pick(rng, ("", "3", "-1", "²", "9" * 30)), "content-type": pick(rng, ("application/json", text(rng, 1)))}  # fmt: skip
+    headers = {
+        "authorization": pick(rng, ("Bearer key", "Bearer key", "Bearer key", "Bearer é", text(rng, 1))),
+        "content-length": pick(rng, ("", "3", "-1", "²", "9" * 30)),
+        "content-type": pick(rng, ("application/json", text(rng, 1))),
+    }
     target = pick(rng, ("/compile",) * 9 + ("/ready", "/metrics", "/health", f"/{text(rng, 1)}"))
-    return {"method": pick(rng, ("POST",) * 9 + ("GET", "PUT", "HEAD")), "path": target, "headers": headers, "body": make_body(rng)}
+    return {
+        "method": pick(rng, ("POST",) * 9 + ("GET", "PUT", "HEAD")),
+        "path": target,
+        "headers": headers,
+        "body": make_body(rng),
+    }
 
 
 def check_http(given: Mapping[str, Any]) -> None:
@@ -185,8 +236,19 @@ def check_http(given: Mapping[str, Any]) -> None:
         told.append(message)
 
     headers = [(name.encode(), held.encode("latin-1", "replace")) for name, held in given["headers"].items()]
-    scope = {"type": "http", "http_version": "1.1", "method": given["method"], "path": given["path"], "raw_path": b"/", "query_string": b"",
-             "headers": headers, "scheme": "http", "server": ("a", 1), "client": ("b", 2), "root_path": ""}  # fmt: skip
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": given["method"],
+        "path": given["path"],
+        "raw_path": b"/",
+        "query_string": b"",
+        "headers": headers,
+        "scheme": "http",
+        "server": ("a", 1),
+        "client": ("b", 2),
+        "root_path": "",
+    }
     loop.run_until_complete(app(scope, receive, send))
     status, body = told[0]["status"], b"".join(message.get("body", b"") for message in told[1:])
     expect(status in (200, 401, 404, 405, 413, 422), f"status {status}")
@@ -197,9 +259,26 @@ def check_http(given: Mapping[str, Any]) -> None:
 def make_reply(rng: Random) -> str:
     said = pick(rng, (make_lines(rng), "> go | to", ".", text(rng)))
     tensor = {"shape": [1, 2], "data": base64.b64encode(bytes(8)).decode()}
-    body = {"text": said, "kind": str(parse(said).emission.kind), "parse_error": parse(said).error, "prompt_ids": [1, 2], "emission_ids": [3],
-            "text_logprobs": [-0.5], "latent_logprobs": None, "emb_std": 0.5, "mu": tensor, "log_sigma": tensor, "z": pick(rng, (None, tensor)), "noise": None,
-            "seed": None, "tokens_in": 2, "tokens_out": 1, "cached_tokens": None, "weight_version": 0, "seconds": {"queue": 0.0, "compile": 0.1}}  # fmt: skip
+    body = {
+        "text": said,
+        "kind": str(parse(said).emission.kind),
+        "parse_error": parse(said).error,
+        "prompt_ids": [1, 2],
+        "emission_ids": [3],
+        "text_logprobs": [-0.5],
+        "latent_logprobs": None,
+        "emb_std": 0.5,
+        "mu": tensor,
+        "log_sigma": tensor,
+        "z": pick(rng, (None, tensor)),
+        "noise": None,
+        "seed": None,
+        "tokens_in": 2,
+        "tokens_out": 1,
+        "cached_tokens": None,
+        "weight_version": 0,
+        "seconds": {"queue": 0.0, "compile": 0.1},
+    }
     return json_text(rng, mutated(rng, body))
 
 

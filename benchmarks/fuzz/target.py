@@ -1,16 +1,15 @@
 """A seeded fuzzer over everything that reads what others wrote: answers, texts, files, settings, requests.
 
-Input `number` of a target follows from (seed, target, number) alone. A fault is an exception that the function does not
-document, more than `LIMIT_S` seconds for one input, or a changed meaning (`Fault`): a round trip that differs, text that
-became structure, a value out of its domain that was accepted.
+Input `number` of a target follows from (seed, target, number) alone. A fault is an exception that the function does
+not document, more than `LIMIT_S` seconds for one input, or a changed meaning (`Fault`): a round trip that differs, a
+text that became structure, a value out of its domain that was accepted.
 """
 
 from __future__ import annotations
 
 import signal
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,16 +124,15 @@ def _smaller(given: Any) -> Iterator[tuple[Any]]:
     """Yield inputs with less in them, the smallest first: slices of texts and lists, dicts without a key, and the same
     further down."""
     if isinstance(given, str | bytes | list | tuple):
+        sliced: Any = given
         size = len(given)
         while size:
             for at in range(0, len(given), size):
-                yield (given[:at] + given[at + size :],)
+                yield (sliced[:at] + sliced[at + size :],)
             size //= 2
     if isinstance(given, dict):
         yield from (({k: v for k, v in given.items() if k != key},) for key in given)
         yield from (({**given, key: inner},) for key, held in given.items() for (inner,) in _smaller(held))
     if isinstance(given, list | tuple):
-        for i, held in enumerate(given):
-            yield from (((*given[:i], inner, *given[i + 1 :]) if isinstance(given, tuple) else [*given[:i], inner, *given[i + 1 :]],) for (inner,) in _smaller(held))
-
-
+        parts = (([*given[:i], inner, *given[i + 1 :]],) for i, held in enumerate(given) for (inner,) in _smaller(held))
+        yield from ((type(given)(part),) for (part,) in parts)
