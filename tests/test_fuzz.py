@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.fuzz import run
 from benchmarks.fuzz.inputs import text
-from benchmarks.fuzz.target import Target, attempt, drawn, expect, shrunk
+from benchmarks.fuzz.target import Target, expect
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_a_fault_is_found_replayed_and_shortened(
     target = Target("planted", text, check)  # type: ignore[arg-type]
     monkeypatch.setattr(run, "TARGETS", (target,))
     monkeypatch.setattr("benchmarks.fuzz.target.LIMIT_S", 0.05)
-    numbers = [n for n in range(60) if ";" in drawn(target, 7, n)]
+    numbers = [n for n in range(60) if ";" in target.draw(7, n)]
     assert numbers and run.run_bench_fuzz(seed=7, inputs=60) == len(numbers)
     first = numbers[0]
     out = capsys.readouterr().out
@@ -50,19 +50,17 @@ def test_a_fault_is_found_replayed_and_shortened(
     assert f"faults: {len(numbers)} in 60 inputs" in out
     assert run.run_bench_fuzz(seed=7, only=f"planted:{first}") == 1
     if check is not hangs:
-        given = drawn(target, 7, first)
-        found = attempt(target, given)
-        assert found is not None and shrunk(target, given, found) == ";"
+        assert "input: ';'" in out
 
 
 def test_inputs_follow_from_seed_target_and_number() -> None:
     for target in run.TARGETS:
-        assert repr(drawn(target, 1, 5)) == repr(drawn(target, 1, 5)), target.name
+        assert repr(target.draw(1, 5)) == repr(target.draw(1, 5)), target.name
     answers = run.TARGETS[0]
-    assert len({repr(drawn(answers, seed, number)) for seed in (1, 2) for number in range(20)}) > 20
+    assert len({repr(answers.draw(seed, number)) for seed in (1, 2) for number in range(20)}) > 20
 
 
 def test_a_documented_error_is_no_fault_and_an_unknown_target_is_named() -> None:
-    assert attempt(Target("json", text, json.loads, (ValueError,)), "{") is None
+    assert Target("json", text, json.loads, (ValueError,)).fault("{") is None
     with pytest.raises(ValueError, match=r"no target nowhere; there are endpoint\.answer"):
         run.run_bench_fuzz(only="nowhere:1")

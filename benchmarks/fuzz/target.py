@@ -1,8 +1,7 @@
-"""A seeded fuzzer over everything that reads what others wrote: answers, texts, files, settings, requests.
+"""What is fuzzed: a target makes inputs and checks what reads them.
 
-Input `number` of a target follows from (seed, target, number) alone. A fault is an exception that the function does
-not document, more than `LIMIT_S` seconds for one input, or a changed meaning (`Fault`): a round trip that differs, a
-text that became structure, a value out of its domain that was accepted.
+A fault is an exception that the function does not document, more than LIMIT_S seconds for one input, or a changed
+meaning (`Fault`): a round trip that differs, text that became structure, a value out of its domain that was accepted.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-LIMIT_S = 2.0
-TRIES, LONGEST = 300, 400  # attempts at a smaller input; characters of it that are printed
-ROOT = str(Path(__file__).resolve().parents[2])
+LIMIT_S, TRIES = 2.0, 300  # seconds of one input; attempts at a smaller one
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Fault(AssertionError):
@@ -40,54 +38,45 @@ class Target:
     raises: tuple[type[Exception], ...] = ()
     share: float = 1.0
 
+    def draw(self, seed: int, number: int) -> Any:
+        """Make an input, which follows from seed, target and number alone."""
+        return self.make(Random(f"{seed}:{self.name}:{number}"))
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A fault: what is wrong, and where, which tells it from others."""
-
-    what: str
-    where: str
-
-
-def expect(holds: object, what: str) -> None:
-    """Raise Fault unless it holds."""
-    if not holds:
-        raise Fault(what)
-
-
-def attempt(target: Target, given: Any) -> Found | None:
-    """Check one input; return its fault."""
-    try:
-        with _limited():
-            target.check(given)
-    except target.raises:
+    def fault(self, given: Any) -> tuple[str, str] | None:
+        """Check an input. Returns its fault and where that is, which tells it from others; None for none."""
+        try:
+            signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # of processor time
+            signal.setitimer(signal.ITIMER_REAL, 5 * LIMIT_S)  # of waiting
+            self.check(given)
+        except self.raises:
+            return None
+        except Fault as error:
+            return str(error), str(error).partition(":")[0]
+        except (Exception, Hang) as error:
+            frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+            ours = [at for at in frames if at[0].startswith(str(ROOT)) and "/.venv/" not in at[0]]
+            where = "{}:{}".format(*next((at for at in reversed(ours) if "/fuzz/" not in at[0]), ours[-1]))
+            where = where.removeprefix(f"{ROOT}/")
+            return f"{type(error).__name__}: {error} ({where})", f"{type(error).__name__} {where}"
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
         return None
-    except Fault as error:
-        return Found(str(error), str(error).partition(":")[0])
-    except (Exception, Hang) as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(ROOT)]
-        frames = [f for f in frames if "/.venv/" not in f.filename]
-        at = next((f for f in reversed(frames) if "/fuzz/" not in f.filename), frames[-1])
-        where = f"{Path(at.filename).relative_to(ROOT)}:{at.lineno}"
-        return Found(f"{type(error).__name__}: {error} ({where})", f"{type(error).__name__} {where}")
-    return None
 
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    """Interrupt the block after LIMIT_S seconds of processor time, or five times as long by the clock."""
-    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
-    signal.setitimer(signal.ITIMER_REAL, 5 * LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    def shrink(self, given: Any, where: str) -> Any:
+        """Drop parts of an input as long as it shows the same fault."""
+        left = 0 if where.startswith("Hang") else TRIES
+        smaller = _smaller(given)
+        while left and (candidate := next(smaller, None)) is not None:
+            left -= 1
+            if (self.fault(candidate) or ("", ""))[1] == where:
+                given, smaller = candidate, _smaller(candidate)
+        return given
 
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """Have the timers of `_limited` raise Hang inside the block; restore what used them before."""
+    """Have the timers of `Target.fault` raise Hang inside the block; restore what used them before."""
 
     def hang(number: int, frame: object) -> None:
         raise Hang(f"more than {LIMIT_S:g} s")
@@ -102,37 +91,20 @@ def interrupting() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
-def drawn(target: Target, seed: int, number: int) -> Any:
-    """Make input `number` of a target."""
-    return target.make(Random(f"{seed}:{target.name}:{number}"))
+def expect(holds: object, what: str) -> None:
+    """Raise Fault unless it holds."""
+    if not holds:
+        raise Fault(what)
 
 
-def shrunk(target: Target, given: Any, found: Found) -> Any:
-    """Drop parts of an input as long as it shows the same fault."""
-    left = 0 if found.what.startswith("Hang") else TRIES
-    smaller = _smaller(given)
-    while left and (candidate := next(smaller, None)) is not None:
-        left -= 1
-        again = attempt(target, candidate[0])
-        if again is not None and again.where == found.where:
-            given = candidate[0]
-            smaller = _smaller(given)
-    return given
-
-
-def _smaller(given: Any) -> Iterator[tuple[Any]]:
-    """Yield inputs with less in them, the smallest first: slices of texts and lists, dicts without a key, and the same
-    further down."""
-    if isinstance(given, str | bytes | list | tuple):
-        sliced: Any = given
-        size = len(given)
-        while size:
-            for at in range(0, len(given), size):
-                yield (sliced[:at] + sliced[at + size :],)
-            size //= 2
+def _smaller(given: Any) -> Iterator[Any]:
+    """Yield inputs with less in them: without slices of texts and lists, without keys, and the same further down."""
     if isinstance(given, dict):
-        yield from (({k: v for k, v in given.items() if k != key},) for key in given)
-        yield from (({**given, key: inner},) for key, held in given.items() for (inner,) in _smaller(held))
-    if isinstance(given, list | tuple):
-        parts = (([*given[:i], inner, *given[i + 1 :]],) for i, held in enumerate(given) for (inner,) in _smaller(held))
-        yield from ((type(given)(part),) for (part,) in parts)
+        yield from ({k: v for k, v in given.items() if k != key} for key in given)
+        yield from ({**given, key: inner} for key, held in given.items() for inner in _smaller(held))
+    elif isinstance(given, str | bytes | list | tuple):
+        sizes = [len(given) >> n for n in range(len(given).bit_length())]
+        yield from (given[:at] + given[at + size :] for size in sizes for at in range(0, len(given), size))  # pyright: ignore
+        if isinstance(given, list | tuple):
+            parts = ([*given[:i], inner, *given[i + 1 :]] for i, held in enumerate(given) for inner in _smaller(held))
+            yield from map(type(given), parts)
