@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from runtime.store import read_json
+from runtime.store import RecordError, read_json
 from soft_mem.projector import Projector, ProjectorConfig
 
 if TYPE_CHECKING:  # who asks for a checkpoint's name alone does not wait for transformers and PEFT
@@ -94,15 +94,10 @@ def sha256(folder: Path) -> str:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Read what training recorded of a checkpoint. Raises: CheckpointError."""
-    return read_settings(folder / "state.json")
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint. Raises: CheckpointError, which names the file."""
     try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"no readable checkpoint: {error}") from error
+        return read_json(folder / "state.json")
+    except (OSError, RecordError) as error:
+        raise CheckpointError(f"no readable checkpoint in {folder}: {error}") from error
 
 
 def executor_reading(folder: Path) -> dict[str, Any] | None:
@@ -136,7 +131,7 @@ def save_projector(folder: Path, config: ProjectorConfig, weights: Mapping[str, 
 def load_projector(folder: Path) -> Projector:
     """Load a checkpoint's projector. Raises: CheckpointError."""
     try:
-        projector = Projector(ProjectorConfig(**read_settings(folder / "projector.json")))
+        projector = Projector(ProjectorConfig(**read_json(folder / "projector.json")))
         projector.load_state_dict(load_file(folder / "projector.safetensors"))
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"no readable projector in {folder}: {error}") from error
@@ -148,14 +143,14 @@ def lora_config(folder: Path) -> LoraConfig:
     from peft import LoraConfig
 
     path = folder / "adapter" / "adapter_config.json"
-    settings = read_settings(path)
     try:
+        settings = read_json(path)
         if settings.get("peft_type") != "LORA":
             raise ValueError(f"an adapter of type {settings.get('peft_type')}, not LORA")
         config = LoraConfig.from_pretrained(str(path.parent))
         assert isinstance(config, LoraConfig)  # its type says so
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is no readable adapter: {error}") from error
+        raise CheckpointError(f"no readable adapter in {folder}: {error}") from error
     config.inference_mode = False  # else its weights would come frozen
     return config
 

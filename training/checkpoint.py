@@ -29,13 +29,12 @@ from compiler.checkpoint import (
     checkpoints,
     find,
     name_of,
-    read_settings,
     read_state,
     read_weights,
     save_projector,
 )
 from compiler.hf import MemoryCompiler
-from runtime.store import sync
+from runtime.store import read_json, sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ IGNORED = ["optimizer.safetensors"]  # only resuming needs it
 def model_card(checkpoint: Path) -> str:
     """Say what the folder holds and how it was made, from the checkpoint's own records."""
     state = read_state(checkpoint)
-    projector = read_settings(checkpoint / "projector.json")
+    projector = read_json(checkpoint / "projector.json")
     facts = {k: v for k, v in state.items() if isinstance(v, int | float | str)}
     rows = "\n".join(f"| {name} | {value} |" for name, value in (facts | projector).items())
     return (
