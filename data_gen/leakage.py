@@ -28,6 +28,7 @@ from envs.manifest import Manifest, ManifestError
 from envs.registry import DEFAULT, find, known
 from envs.spec import EnvSpec, Rule
 from memory.protocol import MemorySystem
+from runtime.store import read_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -302,11 +303,12 @@ def guard_rows(rows: Path, task_ids: Iterable[str], allow: bool) -> list[str]:
 def _problems(folder: Path, task_ids: set[str]) -> list[str]:
     try:
         manifest = Manifest.read(folder / MANIFEST)
-        audit = json.loads((folder / LEAKAGE).read_text(encoding="utf-8"))
-        clean, sha256, verdict = audit["clean"], audit["train_sha256"], audit["verdict"]
+        audit = read_json(folder / LEAKAGE)
+        clean, sha256, overlaps = audit["clean"], audit["train_sha256"], (audit["verdict"] or {}).get("overlaps", ())
+        shared = [f"{o['shared']} shared {o['dimension']}" for o in overlaps if not o["clean"]]
     except ManifestError as error:
         return [str(error)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"no verdict in {folder / LEAKAGE} ({type(error).__name__}: {error})"]
     problems = []
     if sha256 != manifest.sha256:
@@ -314,8 +316,6 @@ def _problems(folder: Path, task_ids: set[str]) -> list[str]:
     if unknown := sorted(task_ids - manifest.ids):
         problems.append(f"{len(unknown)} tasks of the rows are not in {MANIFEST} ({', '.join(unknown[:3])})")
     if clean is False:
-        overlaps = verdict["overlaps"] if verdict else ()
-        shared = [f"{o['shared']} shared {o['dimension']}" for o in overlaps if not o["clean"]]
         problems.append(f"they leak ({', '.join(shared) or 'the bank holds entries of held-out tasks'})")
     return problems
 

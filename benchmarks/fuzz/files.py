@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -251,6 +252,12 @@ def make_traces(rng: Random) -> list[dict[str, Any]]:
     return [{**names(), "kind": text(rng, 1), "steps": steps(), "why": text(rng, 2)} for _ in range(rng.randint(1, 3))]
 
 
+def lancedb_traces(rng: Random) -> list[dict[str, Any]]:
+    """Import what the bank imports at its first use, which takes seconds."""
+    import_module("lancedb")
+    return make_traces(rng)
+
+
 def trace(given: Mapping[str, Any]) -> Trace:
     scene = given["scene"]
     task = Task(given["id"], given["goal"], scene, "train", given["kind"], isolation={"scene": (scene,)})
@@ -315,7 +322,7 @@ TARGETS = (
     *([Target("files.games", partial(make_file, kind="games"), check_file, (), 0.05)] * bool(find_spec("alfworld"))),
     Target("memory.journal", make_traces, check_journal, (), 0.3),
     *(Target(f"memory.{name}", make_traces, partial(check_memory, name=name), (), 0.1) for name in SYSTEMS),
-    Target("memory.trajectory", make_traces, partial(check_memory, name="trajectory"), (), 0.002),
+    Target("memory.trajectory", lancedb_traces, partial(check_memory, name="trajectory"), (), 0.002),
     Target("memory.entry", make_entry, check_entry, (BankError,), 2),
     Target("episode.json", make_episode, check_episode, (ValueError,), 0.5),
 )
