@@ -23,15 +23,16 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def typed(record: T) -> T:
-    """Return a dataclass instance whose fields of simple types, and tuples of them, hold such values. Raises:
-    ValueError, which names the field."""
+    """Return a dataclass instance whose fields of simple types, tuples of them, and None where that is declared, hold
+    such values. Raises: ValueError, which names the field."""
     for name, types, many in _simple_fields(type(record)):
         value = getattr(record, name)
+        if value is None and NoneType in types:
+            continue
         if many and type(value) is not tuple:
             raise ValueError(f"{name} is a {type(value).__name__}, not a list")
-        for each in value if many else (value,):
-            if type(each) not in types:
-                raise ValueError(f"{name} is a {type(each).__name__}, not a {types[0].__name__}")
+        for wrong in set(map(type, value if many else (value,))).difference(types):
+            raise ValueError(f"{name} is a {wrong.__name__}, not a {types[0].__name__}")
     return record
 
 
@@ -41,9 +42,11 @@ def _simple_fields(kind: Any) -> list[tuple[str, tuple[type, ...], bool]]:
     found = []
     for field in fields(kind):
         annotation = getattr(field.type, "__name__", field.type) if isinstance(field.type, type) else str(field.type)
-        inner = annotation.removeprefix("tuple[").removesuffix(", ...]")
+        required = annotation.removesuffix(" | None")
+        inner = required.removeprefix("tuple[").removesuffix(", ...]")
         if inner in _TYPES:
-            found.append((field.name, _TYPES[inner], inner != annotation))
+            optional = (NoneType,) if required != annotation else ()
+            found.append((field.name, (*_TYPES[inner], *optional), inner != required))
     return found
 
 

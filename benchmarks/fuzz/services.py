@@ -24,7 +24,7 @@ from compiler.client import CompileBody, RemoteCompiler
 from compiler.language import parse
 from compiler.records import Compilation, CompileRequest, Decoding
 from configs import collect, evaluation, training
-from configs.load import CONFIGS, ConfigError, _field_paths, load_config, to_yaml
+from configs.load import CONFIGS, ConfigError, _field_paths, load_config, read_overrides, to_yaml
 from configs.models import ServeConfig
 from envs import registry as environments
 from memory import registry as memories
@@ -74,6 +74,7 @@ def make_overrides(rng: Random) -> dict[str, list[str]]:
 
 def check_overrides(given: Mapping[str, Sequence[str]]) -> None:
     [(name, overrides)] = given.items()
+    read_overrides(overrides)
     check_config(load_config(schemas()[name][0], None, overrides))
 
 
