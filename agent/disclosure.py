@@ -71,7 +71,7 @@ def _noted(request: CompileRequest, state: BriefState, goal: frozenset[str]) -> 
     things = sorted(w for w in words(request.observation) if " " in w and w.split()[0] in goal)
     for thing in things:
         yield from _note(state, thing, f"in view after {last}")
-    if len(request.history) > 1 and request.history[-1] == request.history[-2]:
+    if len(request.history) > 1 and last.strip() and last == request.history[-2]:
         yield from _note(state, "repeated", last)
 
 

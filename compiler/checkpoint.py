@@ -131,7 +131,7 @@ def save_projector(folder: Path, config: ProjectorConfig, weights: Mapping[str, 
 def load_projector(folder: Path) -> Projector:
     """Load a checkpoint's projector. Raises: CheckpointError."""
     try:
-        projector = Projector(ProjectorConfig(**json.loads((folder / "projector.json").read_text())))
+        projector = Projector(ProjectorConfig(**read_json(folder / "projector.json")))
         projector.load_state_dict(load_file(folder / "projector.safetensors"))
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"no readable projector in {folder}: {error}") from error
@@ -144,7 +144,7 @@ def lora_config(folder: Path) -> LoraConfig:
 
     path = folder / "adapter" / "adapter_config.json"
     try:
-        settings = json.loads(path.read_text())
+        settings = read_json(path)
         if settings.get("peft_type") != "LORA":
             raise ValueError(f"an adapter of type {settings.get('peft_type')}, not LORA")
         config = LoraConfig.from_pretrained(str(path.parent))
@@ -174,9 +174,9 @@ def read_weights(folder: Path, compiler: MemoryCompiler) -> tuple[dict[str, Tens
     """Read weights by the names of the compiler's parameters, and the checkpoint's state. Raises: as `load`."""
     try:
         adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
-        state = read_state(folder)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot load the checkpoint {folder}: {error}") from error
+    state = read_state(folder)
     _check_scaling(folder, compiler)
     saved = {f"{PROJECTOR}{name}": w for name, w in load_projector(folder).state_dict().items()} | adapter
     expected = trained_parameters(compiler)

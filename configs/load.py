@@ -181,6 +181,17 @@ def _apply_override(tree: Tree, text: str) -> None:
     node.update(_merge({last: node.get(last)}, {last: value}))
 
 
+def read_overrides(overrides: Sequence[str]) -> Tree:
+    """Read `a.b=c` settings that no schema here knows as plain data. Raises: ConfigError."""
+    tree: Tree = {}
+    for override in overrides:
+        try:
+            _apply_override(tree, override)
+        except ConfigError as error:
+            raise ConfigError(f"override {override!r}: {error}") from None
+    return tree
+
+
 # --- references between keys ---
 
 

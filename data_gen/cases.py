@@ -3,7 +3,6 @@ from."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from memory.journal import trace_from_json, trace_json
 from memory.protocol import Trace
 from memory.s3mem.writing import record_ids
 from runtime.store import to_json, write_atomically
+from runtime.told import parse_json, typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def save_cases(cases: Iterable[Case], path: Path) -> None:
         to_json({
             "id": case.id, "histories": [trace_json(trace) for trace in case.histories],
             "questions": [asdict(question) for question in case.questions],
-        })
+        }, ascii=True)
         for case in cases
     ]  # fmt: skip
     write_atomically(path, "".join(f"{line}\n" for line in lines))
@@ -59,9 +59,11 @@ def load_cases(path: Path) -> list[Case]:
     """Read the cases of a file. Raises: ValueError, where it is of another form, or a question points to a record that
     is not there."""
     found = []
-    for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # a text may hold other line breaks
+        if not line.strip():
+            continue
         try:
-            found.append(_case(json.loads(line)))
+            found.append(_case(parse_json(line)))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path}, line {n} is no case of questions: {type(error).__name__}: {error}") from error
     return found
@@ -73,8 +75,8 @@ def _case(row: dict[str, Any]) -> Case:
     questions = []
     for told in row["questions"]:
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
-        question = Question(**{**given, "links": tuple(map(tuple, told["links"]))})
+        question = typed(Question(**{**given, "links": tuple(map(tuple, told["links"]))}))
         if unknown := {*question.evidence, *question.anchors, *(id for link in question.links for id in link)} - known:
             raise ValueError(f"question {question.id} points to {min(unknown)}, which is no record of its histories")
         questions.append(question)
-    return Case(row["id"], histories, tuple(questions))
+    return typed(Case(row["id"], histories, tuple(questions)))

@@ -9,7 +9,6 @@ leakage.json    what was checked for them, and whether it is clean: true, false,
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -303,11 +302,12 @@ def guard_rows(rows: Path, task_ids: Iterable[str], allow: bool) -> list[str]:
 def _problems(folder: Path, task_ids: set[str]) -> list[str]:
     try:
         manifest = Manifest.read(folder / MANIFEST)
-        audit = json.loads((folder / LEAKAGE).read_text(encoding="utf-8"))
-        clean, sha256, verdict = audit["clean"], audit["train_sha256"], audit["verdict"]
+        audit = read_json(folder / LEAKAGE)
+        clean, sha256, overlaps = audit["clean"], audit["train_sha256"], (audit["verdict"] or {}).get("overlaps", ())
+        shared = [f"{o['shared']} shared {o['dimension']}" for o in overlaps if not o["clean"]]
     except ManifestError as error:
         return [str(error)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"no verdict in {folder / LEAKAGE} ({type(error).__name__}: {error})"]
     problems = []
     if sha256 != manifest.sha256:
@@ -315,8 +315,6 @@ def _problems(folder: Path, task_ids: set[str]) -> list[str]:
     if unknown := sorted(task_ids - manifest.ids):
         problems.append(f"{len(unknown)} tasks of the rows are not in {MANIFEST} ({', '.join(unknown[:3])})")
     if clean is False:
-        overlaps = verdict["overlaps"] if verdict else ()
-        shared = [f"{o['shared']} shared {o['dimension']}" for o in overlaps if not o["clean"]]
         problems.append(f"they leak ({', '.join(shared) or 'the bank holds entries of held-out tasks'})")
     return problems
 

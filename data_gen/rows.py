@@ -219,7 +219,13 @@ class StoredRows(Stored[SftRow]):
 def _stored(folder: Path, without: Collection[str] = ()) -> Dataset:
     from datasets import Dataset
 
-    dataset = Dataset.load_from_disk(str(folder))
+    try:
+        dataset = Dataset.load_from_disk(str(folder))
+        dataset.data.table.validate(full=True)  # reading damaged Arrow data would end the process
+    except Exception as error:  # whatever a library makes of a damaged file
+        raise ValueError(
+            f"the rows in {folder} are damaged ({type(error).__name__}: {error}): collect them again"
+        ) from error
     needed = {field.name for field in fields(SftRow) if field.default is MISSING}
     if missing := sorted(needed - set(dataset.column_names)):
         raise ValueError(f"{folder} holds a dataset, but not of SFT rows: it lacks {', '.join(missing)}")

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from envs.base import Task
 from runtime.store import write_atomically
+from runtime.told import parse_json
 
 FORMAT = 1
 
@@ -77,14 +78,16 @@ class Manifest:
     def read(cls, path: Path) -> Self:
         """Read a manifest. Raises: ManifestError, for a file that is missing, no manifest, or not as it was written."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = parse_json(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
                 raise ManifestError(f"{path} is a manifest of format {data['format']!r}; this version reads {FORMAT}")
             manifest = cls(str(data["benchmark"]), tuple(map(_listed, data["tasks"])))
             recorded = data["sha256"]
         except OSError as error:
             raise ManifestError(f"no manifest {path}: {error.strerror}; `memcompiler collect` writes one") from None
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except ManifestError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise ManifestError(f"{path} is not a manifest ({type(error).__name__}: {error})") from None
         if recorded != manifest.sha256:
             raise ManifestError(f"{path} was changed after it was written: its hash is not that of its tasks")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.metrics import display_name, grouped, groups_of, is_control, ordered, split_name, success_curve
 from eval.table import counted
+from runtime.told import parse_json
 
 LOSSES: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order of the paper's equation
     "loss": "total loss",
@@ -129,12 +129,13 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     rows: dict[int, dict[str, float]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and any(key in row for key in (*LOSSES, *UPDATES)):
+            row = parse_json(line)
             numbers = {key: float(value) for key, value in row.items() if isinstance(value, int | float)}
-            rows[int(row.get("step", row.get("update", len(rows))))] = numbers
+            step = int(numbers.get("step", numbers.get("update", len(rows))))
+        except (ValueError, OverflowError, AttributeError):
+            continue
+        if any(key in row for key in (*LOSSES, *UPDATES)):
+            rows[step] = numbers
     return dict(sorted(rows.items()))
 
 

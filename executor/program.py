@@ -291,7 +291,8 @@ class ProgramExecutor:
     ) -> list[str]:  # fmt: skip
         """Put places in the order in which they are explored: without a scene graph, shuffled; with one area by area,
         as they are ranked, else by how likely one of their places holds the thing, then by hops from here."""
-        shuffled = sorted(places, key=lambda p: blake2b(f"{self.seed}/{goal}/{p}".encode()).digest())
+        drawn = lambda place: blake2b(f"{self.seed}/{goal}/{place}".encode("utf-8", "surrogatepass")).digest()
+        shuffled = sorted(places, key=drawn)
         odds = _odds(self.homes, sought, places)
         if not graph.areas:
             return sorted(shuffled, key=lambda p: -odds[p]) if self.likely else shuffled

@@ -141,7 +141,7 @@ class Ledger:
     def _clear_errors(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
             raise EndpointStop(
                 f"the answers in {self.path or 'memory'} cannot be read or written ({error}): see that the disk has "
                 "room, or name another file (api.cache)"

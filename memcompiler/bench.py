@@ -97,6 +97,20 @@ def bench_recall(
         run_recall(data, memory, budgets, own_settings(settings), facts, out, used)
 
 
+@bench_app.command("fuzz")
+def bench_fuzz(
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    inputs: Annotated[int, typer.Option(min=1, help="Inputs of all targets together.")] = 20_000,
+    target: Annotated[list[str] | None, typer.Option(help="Only this target; may be given several times.")] = None,
+    only: Annotated[str | None, typer.Option(help="Only one input, as TARGET:NUMBER.")] = None,
+) -> None:
+    """Read generated and damaged answers, texts, files, settings and requests; exit 1 where one shows a fault."""
+    from benchmarks.fuzz.run import run_bench_fuzz
+
+    if run_bench_fuzz(seed, inputs, target or (), only):
+        raise typer.Exit(1)
+
+
 @bench_app.command("hit-rate")
 def bench_hit_rate(
     stream: Annotated[Literal["uniform", "skewed", "drifting"], typer.Option(help="How objects are drawn.")],

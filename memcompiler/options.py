@@ -88,10 +88,10 @@ def load_settings(
 
 
 def own_settings(overrides: list[str] | None) -> dict[str, Any]:
-    """Read settings that are somebody's own (a memory system's), as a.b=c."""
-    from omegaconf import OmegaConf
+    """Read a memory system's or an endpoint's settings, as a.b=c. Raises: ConfigError."""
+    from configs.load import read_overrides
 
-    return dict(OmegaConf.to_container(OmegaConf.from_dotlist(overrides or [])) or {})  # type: ignore[arg-type]
+    return read_overrides(overrides or [])
 
 
 class OneLineErrors(TyperGroup):

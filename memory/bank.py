@@ -41,6 +41,7 @@ from memory.trajectory import entry_of_trace, goal_without_scene
 from runtime.lock import LOCK
 from runtime.settings import Settings
 from runtime.store import atomic_file
+from runtime.told import parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -354,7 +355,7 @@ def _batches(entries: Iterable[MemoryEntry]) -> Iterator[list[MemoryEntry]]:
 
 def _imported(line: str, where: str) -> MemoryEntry:
     try:
-        return entry_from_json(json.loads(line))
+        return entry_from_json(parse_json(line))
     except ValueError as e:
         raise BankError(f"{where}: not a memory entry ({e}); expected a line as export_jsonl writes it") from e
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from runtime.told import typed
+
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
@@ -40,16 +42,11 @@ def entry_from_json(row: Mapping[str, Any]) -> MemoryEntry:
     """Rebuild the entry that `to_json` wrote. Raises: ValueError, where a field is missing or of the wrong type."""
     try:
         origin = row["provenance"]
-        provenance = Provenance(**{**origin, "actions": tuple(origin.get("actions", ()))})
+        provenance = typed(Provenance(**{**origin, "actions": tuple(origin.get("actions", ()))}))
         images = tuple(base64.b64decode(image, validate=True) for image in row.get("images", ()))
-        entry = MemoryEntry(row["id"], row["text"], provenance, images)
+        return typed(MemoryEntry(row["id"], row["text"], provenance, images))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    names = (provenance.task_id, provenance.scene, provenance.goal, provenance.split, provenance.source)
-    texts = (entry.id, entry.text, *names, *provenance.actions)
-    if not all(isinstance(text, str) for text in texts) or not isinstance(provenance.success, bool):
-        raise ValueError("a field is of the wrong type")
-    return entry
 
 
 @dataclass(frozen=True, slots=True)

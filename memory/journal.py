@@ -17,6 +17,7 @@ from envs.base import task_from_json
 from memory.entry import Written
 from memory.protocol import BankError, Record, Trace
 from runtime.store import JsonLines, locked, to_json
+from runtime.told import typed
 
 FILE, LOCK = "journal.jsonl", ".journal.lock"
 
@@ -54,8 +55,9 @@ class Journal:
         with locked(self.folder / LOCK):
             fresh = self.unknown(rows)
             stored = [json.loads(to_json({"key": row.key, **_to_json(row)})) for row in fresh]
+            made = list(self._parsed(stored))  # what could not be read back is not written
             self._lines.append(*stored)
-            self._take(stored, self._lines.path.stat().st_size)
+            self._take(made, self._lines.path.stat().st_size)
         return Written(len(fresh), len(rows) - len(fresh))
 
     def unknown(self, rows: Sequence[Row]) -> list[Row]:
@@ -84,13 +86,22 @@ class Journal:
         """Read what others have appended."""
         path = self._lines.path
         if path.exists() and (size := path.stat().st_size) != self._size:  # before it is read: it may grow meanwhile
-            self._take(itertools.islice(self._lines, len(self._read), None), size)
+            self._take(self._parsed(itertools.islice(self._lines, len(self._read), None)), size)
 
-    def _take(self, stored: Iterable[Mapping[str, Any]], size: int) -> None:
+    def _parsed(self, stored: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Row]]:
+        """Yield key and row of each that follows. Raises: BankError, where one is damaged."""
+        for n, row in enumerate(stored, len(self._read) + 1):
+            try:
+                yield str(row["key"]), _from_json(row)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                problem = f"row {n} is no episode ({type(error).__name__}: {error})"
+                raise BankError(f"{self._lines.path}, {problem}: restore the file") from error
+
+    def _take(self, rows: Iterable[tuple[str, Row]], size: int) -> None:
         """Take in the rows that follow, as a file of this size holds them."""
-        for row in stored:
-            self._read.append(_from_json(row))
-            self._keys.add(row["key"])
+        for key, row in rows:
+            self._read.append(row)
+            self._keys.add(key)
         self._size = size
 
 
@@ -104,15 +115,16 @@ def trace_json(trace: Trace) -> dict[str, Any]:
 
 
 def _from_json(row: Mapping[str, Any]) -> Row:
-    return Row(tuple(map(trace_from_json, row["attempts"])), row.get("answers", {}))
+    return Row(tuple(map(trace_from_json, row["attempts"])), dict(row.get("answers", {})))
 
 
 def trace_from_json(row: Mapping[str, Any]) -> Trace:
-    """Rebuild the trace that `trace_json` wrote."""
+    """Rebuild the trace that `trace_json` wrote. Raises: ValueError, LookupError, TypeError or AttributeError, where it
+    is none."""
     parts = {
-        "task": task_from_json(row["task"]),
-        "records": tuple(Record(**record) for record in row["records"]),
+        "task": typed(task_from_json(row["task"])),
+        "records": tuple(typed(Record(**record)) for record in row["records"]),
         "views": tuple(base64.b64decode(view) for view in row["views"]),
         "shown": tuple(row["shown"]),
     }
-    return Trace(**{**row, **parts})
+    return typed(Trace(**{**row, **parts}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.store import to_json, write_atomically
+from runtime.store import read_json, to_json, write_atomically
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
@@ -65,10 +64,10 @@ def load_heads(path: Path, names: Sequence[str], hashed: str = "") -> tuple[dict
     from safetensors.numpy import load_file
 
     try:
-        tensors, manifest = load_file(path), json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        tensors, manifest = load_file(path), read_json(path.with_suffix(".json"))
         heads = {name: Head(tensors[name][:-1], float(tensors[name][-1])) for name in names}
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise ValueError(f"{path} holds no {', '.join(names)} that can be read: {error}") from error
-    if heads_sha256(heads, manifest.get(hashed, "")) != manifest.get("sha256"):
+    if heads_sha256(heads, str(manifest.get(hashed, ""))) != manifest.get("sha256"):
         raise ValueError(f"{path} is not what {path.with_suffix('.json').name} tells of: train it again")
     return heads, manifest

@@ -1,9 +1,53 @@
-"""What a language model answers where JSON was asked for: it may be fenced, wrapped in talk, or nothing of use."""
+"""JSON that others wrote: files that may be damaged, answers of language models that may be fenced, wrapped in talk, or
+nothing of use."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import fields
+from functools import cache
+from types import NoneType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+# Types of values by annotation. A number that is not finite is written as null (`runtime.store.to_json`).
+_TYPES = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float, NoneType)}
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises: ValueError, also for JSON that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def typed(record: T) -> T:
+    """Return a dataclass instance whose fields of simple types, tuples of them, and None where that is declared, hold
+    such values. Raises: ValueError, which names the field."""
+    for name, types, many in _simple_fields(type(record)):
+        value = getattr(record, name)
+        if value is None and NoneType in types:
+            continue
+        if many and type(value) is not tuple:
+            raise ValueError(f"{name} is a {type(value).__name__}, not a list")
+        for wrong in set(map(type, value if many else (value,))).difference(types):
+            raise ValueError(f"{name} is a {wrong.__name__}, not a {types[0].__name__}")
+    return record
+
+
+@cache
+def _simple_fields(kind: Any) -> list[tuple[str, tuple[type, ...], bool]]:
+    """List name, types and whether it is a tuple, of each field of a simple type."""
+    found = []
+    for field in fields(kind):
+        annotation = getattr(field.type, "__name__", field.type) if isinstance(field.type, type) else str(field.type)
+        required = annotation.removesuffix(" | None")
+        inner = required.removeprefix("tuple[").removesuffix(", ...]")
+        if inner in _TYPES:
+            optional = (NoneType,) if required != annotation else ()
+            found.append((field.name, (*_TYPES[inner], *optional), inner != required))
+    return found
 
 
 def json_object(text: str | None) -> dict[str, Any] | None:
@@ -11,8 +55,8 @@ def json_object(text: str | None) -> dict[str, Any] | None:
     text = text or ""
     held = text[max(0, text.find("{")) : text.rfind("}") + 1]  # found so, garbage of any length takes no time
     try:
-        value = json.loads(held) if held else None
-    except (ValueError, RecursionError):
+        value = parse_json(held) if held else None
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 

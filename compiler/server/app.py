@@ -87,7 +87,7 @@ class _Call:
     def __init__(self, service: CompilerService, request: Request, key: str | None) -> None:
         self.service, self.request, self.timeout = service, request, service.config.timeout_s
         self.deadline = asyncio.get_running_loop().time() + self.timeout
-        if key is not None and not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {key}"):
+        if key is not None and not _same(request.headers.get("authorization", ""), f"Bearer {key}"):
             raise Refusal(401, f"wrong or missing key: set {COMPILER_KEY} as the service's is set")
 
     async def body(self) -> CompileBody:
@@ -95,7 +95,7 @@ class _Call:
         most = int(self.service.config.max_body_mib * 2**20)
         too_large = Refusal(413, f"a request may have {most:,} bytes: send fewer or smaller pictures")
         length, received = self.request.headers.get("content-length", ""), bytearray()
-        if length.isdigit() and int(length) > most:
+        if length.isdecimal() and float(length) > most:
             raise too_large
         try:
             async with asyncio.timeout_at(self.deadline):
@@ -128,6 +128,11 @@ class _Call:
         """Return when the client has closed its connection. The whole body has been read."""
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
+
+
+def _same(header: str, expected: str) -> bool:
+    """Compare a header, whose bytes were read as Latin-1, with a text in constant time."""
+    return hmac.compare_digest(header.encode("latin-1"), expected.encode())
 
 
 def _gone() -> Refusal:

@@ -20,6 +20,7 @@ from envs.household.engine import Engine
 from envs.household.sequences import with_goal
 from envs.household.world import KINDS, LOOK, NOWHERE, Game, Goal, Item, Receptacle, State, Wording
 from runtime.startup import expand_home
+from runtime.told import parse_json
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 FOLDER = "json_2.1.1"
@@ -96,7 +97,8 @@ def _task(split: str, folder: Path, relative: str) -> Task | None:
     if (trial := read_trial(path.parent)) is None:
         return None
     about, content, data = trial
-    about_scene = about.get("scene") or {}
+    about_scene = about.get("scene")
+    about_scene = about_scene if isinstance(about_scene, dict) else {}
     id_, number = relative.removesuffix("/game.tw-pddl"), about_scene.get("scene_num")
     if number is None:
         number = path.parent.parent.name.rsplit("-", 1)[-1]
@@ -135,7 +137,7 @@ def read_trial(folder: Path, kinds: Collection[str] = KINDS) -> tuple[dict[str, 
 def _read_object(path: Path, content: bytes) -> dict[str, Any]:
     """Read a JSON object; ValueError, with what to do, where it is none."""
     try:
-        found = json.loads(content)
+        found = parse_json(content)
     except ValueError as error:  # neither UTF-8 nor JSON
         raise ValueError(f"{path} is broken ({error}): {_MEND}") from error
     if not isinstance(found, dict):
@@ -149,8 +151,8 @@ def _read_object(path: Path, content: bytes) -> dict[str, Any]:
 def read_game(path: Path, shuffle: Shuffle | None = None) -> Game:
     """Read a game file as `load_game` does; EnvironmentFailure where it cannot be played."""
     try:
-        return load_game(json.loads(path.read_text(encoding="utf-8")), shuffle)
-    except (OSError, ValueError, KeyError) as error:
+        return load_game(parse_json(path.read_text(encoding="utf-8")), shuffle)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise EnvironmentFailure(f"cannot play {path}: {error}") from error
 
 

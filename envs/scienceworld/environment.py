@@ -280,7 +280,7 @@ def file_tasks(path: Path) -> list[Task]:
     if not path.is_file():
         raise FileNotFoundError(f"no ScienceWorld task file {path}: give an AgentSquare test.jsonl as tasks_file")
     tasks: dict[str, Task] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

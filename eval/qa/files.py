@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from data_gen.cases import Case, Question
 from envs.base import Task
 from eval.qa.locomo import PICTURES, locomo_case, picture_of
 from memory.protocol import Record, Trace
+from runtime.told import parse_json, typed
 
 QA, CONTEXT = "qa.jsonl", "qa_context.json"  # EMemBench's two files of an episode
 UNANSWERABLE = "not answerable"  # what EMemBench's gold answers say where the right one is to abstain
@@ -25,13 +25,13 @@ def read_cases(path: Path) -> list[Case]:
             return _emembench(path)
         text = path.read_text(encoding="utf-8")
         whole = text.lstrip().startswith("[")
-        rows = json.loads(text) if whole else [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = parse_json(text) if whole else [parse_json(line) for line in text.split("\n") if line.strip()]
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             if all("conversation" in row for row in rows):
                 return [placed(locomo_case(row), path.parent) for row in rows]
             if all("trajectory" in row for row in rows):
                 return [placed(ama_case(row), path.parent) for row in rows]
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is no file of questions that is known: {type(error).__name__}: {error}") from error
     raise ValueError(
         f"{path} is no file of questions that is known: LoCoMo's JSON has conversation and qa, AMA-Bench's JSON Lines "
@@ -69,13 +69,13 @@ def _emembench(folder: Path) -> list[Case]:
 
 def emembench_case(name: str, folder: Path) -> Case:
     """Make a case of an EMemBench episode: a record a step, what is told of it in its feedback."""
-    told = json.loads((folder / CONTEXT).read_text(encoding="utf-8"))
+    told = parse_json((folder / CONTEXT).read_text(encoding="utf-8"))
     steps: Sequence[Mapping[str, Any]] = told["steps"] if isinstance(told, dict) else told
     records = tuple(
         Record(int(step.get("t", t)), "", str(step.get("action", "")), _observed(step), picture=picture_of(step))
         for t, step in enumerate(steps)
     )  # fmt: skip
-    rows = (json.loads(line) for line in (folder / QA).read_text(encoding="utf-8").splitlines() if line.strip())
+    rows = (parse_json(line) for line in (folder / QA).read_text(encoding="utf-8").split("\n") if line.strip())
     questions = tuple(
         Question(
             f"{name}/{i}", str(row.get("paraphrase") or row["question"]), str(row["gt"]),
@@ -91,7 +91,7 @@ def placed(case: Case, folder: Path) -> Case:
     Raises: ValueError, for a path out of the folder, which is no part of the data."""
 
     def own(record: Record) -> Record:
-        if not record.picture or "://" in record.picture:
+        if not typed(record).picture or "://" in record.picture:
             return record
         whole = (folder / record.picture).resolve()
         if not whole.is_relative_to(folder.resolve()):

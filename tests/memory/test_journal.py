@@ -69,3 +69,19 @@ def test_two_writers_lose_nothing_and_write_nothing_twice(tmp_path: Path) -> Non
         process.join(60)
         assert process.exitcode == 0
     assert sorted(r.attempts[0].task.id for r in Journal(tmp_path)) == sorted(f"t{i}" for i in range(15))
+
+
+@pytest.mark.parametrize("change", ['"goal": 3', '"goal": ["look"]', '"goal": null', '"strange": 1'])
+def test_a_damaged_row_is_named_and_one_that_could_not_be_read_back_is_not_written(change: str, tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append([row(1), row(2)])
+    path = tmp_path / FILE
+    whole = path.read_text()
+    path.write_text(whole.replace('"goal": "look"', change, 1))
+    with pytest.raises(BankError, match=rf"{FILE}, row 1 is no episode"):
+        list(Journal(tmp_path))
+    path.write_text(whole)
+    task = Task("t3", 3, "", "train", "put")  # type: ignore[arg-type]
+    with pytest.raises(BankError, match="row 3 is no episode"):
+        journal.append([Row((Trace(task, (), True),), {})])
+    assert list(Journal(tmp_path)) == [row(1), row(2)]

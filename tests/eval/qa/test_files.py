@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from data_gen.cases import Case, Question, load_cases, save_cases
+from envs.base import Task
 from eval.qa.files import read_cases
+from memory.protocol import Record, Trace
 
 LOCOMO = {
     "sample_id": "conv-1",
@@ -95,3 +98,11 @@ def test_the_four_dialogues_are_whole(shared_data: Path) -> None:
         "multi-hop": 111, "temporal": 130, "open-domain": 32, "single-hop": 311, "adversarial": 173,
     }  # fmt: skip
     assert sum(bool(question.evidence) for question in questions) == 755
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\x85", "\x0b", "\ud800"])
+def test_texts_with_other_line_breaks_survive_their_file(mark: str, tmp_path: Path) -> None:
+    trace = Trace(Task("t", f"a{mark}b", "", "", "log"), (Record(0, "", f"say{mark}so", "", id="r"),), True)
+    cases = [Case("c", (trace,), (Question("q", f"what{mark}?", f"x{mark}"),))]
+    save_cases(cases, tmp_path / "cases.jsonl")
+    assert load_cases(tmp_path / "cases.jsonl") == cases

@@ -1,0 +1,57 @@
+"""`memcompiler bench fuzz`: all targets, a table, and each different fault once with what replays it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+
+from benchmarks.fuzz import files, services, texts
+from benchmarks.fuzz.target import Target, interrupting
+
+LONGEST = 400  # characters of an input or a message that are printed
+TARGETS = (*texts.TARGETS, *services.TARGETS, *files.TARGETS)
+
+
+def run_bench_fuzz(seed: int = 0, inputs: int = 20_000, names: Sequence[str] = (), only: str | None = None) -> int:
+    """Check inputs of all targets, or of some, or the one that `only` names (TARGET:NUMBER). Returns how many faults
+    there are.
+
+    Raises:
+        ValueError: no such target, or no number.
+    """
+    known = {target.name: target for target in TARGETS}
+    name, _, number = (only or "").partition(":")
+    wanted = [name] if only else list(names) or list(known)
+    if unknown := [name for name in wanted if name not in known]:
+        raise ValueError(f"no target {', '.join(unknown)}; there are {', '.join(known)}")
+    if only and not number.isdecimal():
+        raise ValueError(f"--only {only}: expected TARGET:NUMBER")
+    total = sum(known[name].share for name in wanted)
+    print(f"{'target':<24}{'inputs':>10}{'faults':>8}{'inputs/s':>10}  of processor time")
+    faults = done = 0
+    with interrupting(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries, about what was damaged
+        for target in map(known.__getitem__, wanted):
+            numbers = [int(number)] if only else range(max(1, round(inputs * target.share / total)))
+            faults, done = faults + _run(target, seed, numbers), done + len(numbers)
+    print(f"faults: {faults} in {done} inputs")
+    return faults
+
+
+def _run(target: Target, seed: int, numbers: Sequence[int]) -> int:
+    """Check inputs of one target and print its row and its faults. Returns how many inputs are faulty."""
+    first, wrong = dict[str, tuple[int, str]](), 0
+    target.draw(seed, 0)  # what inputs are made of is loaded once
+    started = time.process_time()
+    for number in numbers:
+        if (fault := target.fault(target.draw(seed, number))) is not None:
+            wrong += 1
+            first.setdefault(fault[1], (number, fault[0]))
+    rate = len(numbers) / max(time.process_time() - started, 1e-3)
+    print(f"{target.name:<24}{len(numbers):>10,}{wrong:>8,}{rate:>10,.0f}", flush=True)
+    for where, (number, what) in first.items():
+        given = repr(target.shrink(target.draw(seed, number), where))
+        shown = given if len(given) <= LONGEST else f"{given[:LONGEST]}... ({len(given):,} characters)"
+        print(f"  {what[:LONGEST]}\n    --seed {seed} --only {target.name}:{number}  input: {shown}", flush=True)
+    return wrong

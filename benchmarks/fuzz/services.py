@@ -1,0 +1,258 @@
+"""Targets that read what users and clients send: settings in files and on the command line, requests over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from PIL import Image
+from pydantic import BaseModel, ValidationError
+
+from benchmarks.fuzz.files import folder
+from benchmarks.fuzz.inputs import damaged, json_text, mutated, pick, text, texts, value
+from benchmarks.fuzz.target import Target, expect
+from benchmarks.fuzz.texts import make_lines, make_state_text
+from compiler.client import CompileBody, RemoteCompiler
+from compiler.language import parse
+from compiler.records import Compilation, CompileRequest, Decoding
+from configs import collect, evaluation, training
+from configs.load import CONFIGS, ConfigError, _field_paths, load_config, read_overrides, to_yaml
+from configs.models import ServeConfig
+from envs import registry as environments
+from memory import registry as memories
+from memory.trajectory import png_bytes
+from runtime.http import RemoteError
+
+COMMANDS = {
+    "sft": training.SftConfig,
+    "grpo": training.GrpoConfig,
+    "eval": evaluation.EvalConfig,
+    "collect": collect.CollectConfig,
+    "quickstart": evaluation.QuickstartConfig,
+    "questions": collect.QuestionsConfig,
+    "serve": ServeConfig,
+}
+SIGNED = {"seed", "scene_seed", "init_log_sigma"}  # settings that may be negative
+VALUES = ".nan|.inf|-.inf||null|[]|{}|a: b|2001-01-01|1_000|0o17|1e3|yes|~|-1|0|1|0.5|-0.5|2|1e9".split("|")
+
+
+# -- settings --
+
+
+@cache
+def schemas() -> dict[str, tuple[type[BaseModel], list[str]]]:
+    """List the settings of commands, environments and memory systems by name, with the paths of their fields."""
+    plugins = [each.find(name).settings for each in (environments, memories) for name in each.BUILT_IN]
+    return {schema.__name__: (schema, _field_paths(schema)) for schema in (*COMMANDS.values(), *plugins)}
+
+
+@cache
+def shipped() -> list[tuple[str, bytes]]:
+    """List shipped files, with their schemas' names."""
+    files = [
+        (file, COMMANDS.get(file.relative_to(CONFIGS).parts[0].partition(".")[0])) for file in CONFIGS.rglob("*.yaml")
+    ]
+    return [(schema.__name__, file.read_bytes()) for file, schema in sorted(files) if schema]
+
+
+def make_overrides(rng: Random) -> dict[str, list[str]]:
+    name = pick(rng, list(schemas()))
+    keys = [
+        pick(rng, schemas()[name][1] or ["name"]) if rng.random() < 0.9 else text(rng, 2)
+        for _ in range(rng.randint(1, 2))
+    ]
+    return {name: [f"{key}={pick(rng, (*VALUES, text(rng, 2), json.dumps(value(rng))))}" for key in keys]}
+
+
+def check_overrides(given: Mapping[str, Sequence[str]]) -> None:
+    [(name, overrides)] = given.items()
+    read_overrides(overrides)
+    check_config(load_config(schemas()[name][0], None, overrides))
+
+
+def make_yaml(rng: Random) -> dict[str, bytes]:
+    name, data = pick(rng, shipped())
+    if rng.random() < 0.3:
+        tree = {"seed": 1, "executor": {"model": "x"}, "env": {"name": "household"}}
+        data = json_text(rng, mutated(rng, tree)).encode("utf-8", "surrogatepass")
+    return {
+        name: damaged(rng, data.decode("utf-8", "replace").encode(pick(rng, ("utf-8", "utf-8", "utf-8-sig", "utf-16"))))
+    }
+
+
+def check_yaml(given: Mapping[str, bytes]) -> None:
+    [(name, data)] = given.items()
+    path = folder() / "given.yaml"
+    path.write_bytes(data)
+    try:
+        config = load_config(schemas()[name][0], path)
+    except ConfigError as error:
+        expect(path.name in str(error), "a message does not name the file")
+        raise
+    check_config(config)
+
+
+def check_config(config: BaseModel) -> None:
+    """Expect settings in their domains, which read back as they are written."""
+    for path, number in numbers_of(config):
+        expect(
+            math.isfinite(number) and (number >= 0 or path.rpartition(".")[2] in SIGNED), f"out of its domain: {path}"
+        )
+    path = folder() / "written.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    expect(load_config(type(config), path) == config, "settings read back as others")
+
+
+def numbers_of(held: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of settings by path, but for those in dicts, which are others' arguments."""
+    if isinstance(held, BaseModel):
+        for name in type(held).model_fields:
+            yield from numbers_of(getattr(held, name), f"{path}.{name}")
+    elif isinstance(held, list | tuple):
+        yield from (found for each in held for found in numbers_of(each, path))
+    elif isinstance(held, int | float) and not isinstance(held, bool):
+        yield path, held
+
+
+# -- HTTP --
+
+
+@cache
+def picture() -> bytes:
+    return png_bytes(Image.new("RGB", (4, 4), (9, 9, 9)))
+
+
+def make_body(rng: Random) -> bytes:
+    image = base64.b64encode(pick(rng, (picture(), damaged(rng, picture())))).decode()
+    body = {
+        "goal": text(rng),
+        "memory": [{"id": "e1", "text": text(rng), "images": [image] if rng.random() < 0.3 else []}],
+        "state": pick(rng, (None, f"goal: {text(rng)}", "goal: a\nnow: b\nnote: c = d", make_state_text(rng))),
+        "observation": text(rng),
+        "image": pick(rng, (None, None, image)),
+        "history": list(texts(rng)),
+        "soft_on": pick(rng, ("guidance", "always", "never")),
+        "sampling": {"temperature": 0.5, "latent_temperature": None, "seed": 3},
+        "tensors": ["mu", "z"],
+    }
+    return json_text(rng, mutated(rng, body)).encode("utf-8", pick(rng, ("replace", "surrogatepass")))
+
+
+def check_body(given: bytes) -> None:
+    sent = CompileBody.model_validate_json(given)
+    again = CompileBody.model_validate(CompileBody.of(sent.request(), sent.sampling, sent.tensors))
+    for name in ("goal", "observation", "history", "state", "sampling", "tensors"):
+        expect(getattr(again, name) == getattr(sent, name), f"a request reads back as another: {name}")
+
+
+class Silent:
+    """A compiler that says nothing."""
+
+    broken, decoding, projector = None, Decoding(), SimpleNamespace(config=SimpleNamespace(emb_std=0.5))
+
+    def compile(self, requests: Sequence[CompileRequest], seeds: Any = None, wanted: Any = None) -> list[Compilation]:
+        return [Compilation(".", parse(".").emission) for _ in requests]
+
+
+@cache
+def service() -> tuple[Any, asyncio.AbstractEventLoop]:
+    """Start a service whose key is "key"."""
+    from compiler.server.app import service_app
+    from compiler.server.service import CompilerService
+
+    made: Any = CompilerService(Silent, ServeConfig(max_body_mib=1), gather_s=0.0)  # pyright: ignore[reportArgumentType]
+    made.start()
+    while made.trouble is not None:
+        pass
+    return service_app(made, "key"), asyncio.new_event_loop()
+
+
+def make_http(rng: Random) -> dict[str, Any]:
+    service()
+    headers = {
+        "authorization": pick(rng, ("Bearer key",) * 6 + ("Bearer é", text(rng, 1))),
+        "content-length": pick(rng, ("", "3", "-1", "²", "9" * 30, "9" * 5000)),
+        "content-type": pick(rng, ("application/json", text(rng, 1))),
+    }
+    path = pick(rng, ("/compile",) * 9 + ("/ready", "/metrics", "/health", f"/{text(rng, 1)}"))
+    return {
+        "method": pick(rng, ("POST",) * 9 + ("GET", "PUT", "HEAD")),
+        "path": path,
+        "headers": headers,
+        "body": make_body(rng),
+    }
+
+
+def check_http(given: Mapping[str, Any]) -> None:
+    """Call the application as a server does."""
+    app, loop = service()
+    sent, told = [{"type": "http.request", "body": given["body"]}], list[Any]()
+
+    async def receive() -> Any:
+        return sent.pop() if sent else await asyncio.sleep(5, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        told.append(message)
+
+    headers = [(name.encode(), held.encode("latin-1", "replace")) for name, held in given["headers"].items()]
+    where = {"method": given["method"], "path": given["path"], "raw_path": b"/", "query_string": b"", "root_path": ""}
+    client = {"scheme": "http", "http_version": "1.1", "server": ("a", 1), "client": ("b", 2), "headers": headers}
+    loop.run_until_complete(app({"type": "http", **where, **client}, receive, send))
+    status, body = told[0]["status"], b"".join(message.get("body", b"") for message in told[1:])
+    expect(status in (200, 401, 404, 405, 413, 422), f"status {status}")
+    if given["path"] == "/compile" and given["method"] == "POST":
+        expect("error" in json.loads(body) or status == 200, "a refusal says no reason")
+
+
+def make_reply(rng: Random) -> Any:
+    said = pick(rng, (make_lines(rng), "> go | to", ".", text(rng)))
+    tensor = {"shape": [1, 2], "data": base64.b64encode(bytes(8)).decode()}
+    numbers = {
+        "seed": None,
+        "tokens_in": 2,
+        "tokens_out": 1,
+        "cached_tokens": None,
+        "weight_version": 0,
+        "emb_std": 0.5,
+    }
+    tensors = {"mu": tensor, "log_sigma": tensor, "z": pick(rng, (None, tensor)), "noise": None}
+    made = {
+        "text": said,
+        "kind": str(parse(said).emission.kind),
+        "parse_error": parse(said).error,
+        "prompt_ids": [1, 2],
+    }
+    lists = {
+        "emission_ids": [3],
+        "text_logprobs": [-0.5],
+        "latent_logprobs": None,
+        "seconds": {"queue": 0.0, "compile": 0.1},
+    }
+    return mutated(rng, {**made, **numbers, **tensors, **lists})
+
+
+@cache
+def client() -> RemoteCompiler:
+    return RemoteCompiler("http://127.0.0.1:1")
+
+
+def check_reply(given: Any) -> None:
+    made = client()._read(given, CompileRequest("g", (), None, "o"))
+    expect(made.parse_error or made.emission == parse(made.text).emission, "a reply says something else")
+
+
+TARGETS = (
+    Target("settings.overrides", make_overrides, check_overrides, (ConfigError,), 0.3),
+    Target("settings.yaml", make_yaml, check_yaml, (ConfigError,), 0.1),
+    Target("http.body", make_body, check_body, (ValidationError,), 2),
+    *([Target("http.service", make_http, check_http, (), 0.2)] * bool(find_spec("fastapi"))),
+    Target("http.reply", make_reply, check_reply, (RemoteError,)),
+)
