@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 from lm.ledger import Answer
 from lm.replies import answer_text
 from runtime.http import TransientError
+from runtime.told import parse_json
 
 Message = dict[str, Any]  # {"role", "content"}, as the chat protocol has it
 
@@ -130,8 +130,8 @@ def read_vectors(text: str, n: int, estimate: int) -> tuple[list[bytes], int]:
 def _read_json(text: str) -> tuple[Any, dict[str, Any]]:
     """Read a response body, and its counts of tokens. Raises: Fault, where it is not JSON."""
     try:
-        body = json.loads(text.removeprefix("\ufeff"))
-    except (ValueError, RecursionError) as error:
+        body = parse_json(text.removeprefix("\ufeff"))
+    except ValueError as error:
         raise Fault("not_json", f"{type(error).__name__}, the body begins {text[:80]!r}") from None
     usage = body.get("usage") if isinstance(body, dict) else None
     return body, usage if isinstance(usage, dict) else {}

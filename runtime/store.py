@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from runtime.told import parse_json
+
 TEMPORARY = ".tmp"  # how the names of unfinished files end; they begin with a dot
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without locks answer
 Row = dict[str, Any]
@@ -107,7 +109,7 @@ class JsonLines:
                 if not line.endswith(b"\n"):
                     return
                 try:
-                    row = json.loads(line)
+                    row = parse_json(line)
                     if not isinstance(row, dict) or not row.keys() >= set(self.needs):
                         raise ValueError(f"expected an object with {', '.join(self.needs) or 'any keys'}")
                 except ValueError as error:
@@ -122,7 +124,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object. Raises: RecordError, which names the file, where it holds anything else.
     OSError, where there is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RecordError(f"{path} is damaged ({error}): restore the file, or use another folder") from error
     if not isinstance(value, dict):

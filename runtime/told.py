@@ -31,7 +31,8 @@ def typed(record: T) -> T:
             continue
         if many and type(value) is not tuple:
             raise ValueError(f"{name} is a {type(value).__name__}, not a list")
-        for wrong in set(map(type, value if many else (value,))).difference(types):
+        values: Any = value if many else (value,)
+        for wrong in set(map(type, values)).difference(types):
             raise ValueError(f"{name} is a {wrong.__name__}, not a {types[0].__name__}")
     return record
 

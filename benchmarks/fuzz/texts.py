@@ -28,7 +28,8 @@ from executor.program import ProgramExecutor, read_plan
 from executor.prompt import ExecutorRequest, MemoryBlock, executor_text
 from executor.records import Grounding, ground
 from executor.scripted import ScriptedPlanner
-from lm import endpoint
+from lm import answers
+from lm.endpoint import user_message
 from lm.ledger import Answer
 from memory.brainmem.agent import read_experience
 from memory.entry import MemoryEntry, Provenance
@@ -73,7 +74,7 @@ def make_answer(rng: Random) -> tuple[str, str]:
 
 def check_answer(given: tuple[str, str]) -> None:
     body, said = given
-    answer = endpoint.read_answer(body, [endpoint.user_message("look", b"png")])
+    answer = answers.read_answer(body, [user_message("look", b"png")])
     expect(isinstance(answer.text, str) and answer.text.encode(), "an answer is not text")
     expect(REASONING not in answer.text, "reasoning is part of an answer")
     expect(min(answer.tokens_in, answer.tokens_out) >= 0, "a count of tokens is negative")
@@ -93,7 +94,7 @@ def make_vectors(rng: Random) -> tuple[str, int]:
 
 def check_vectors(given: tuple[str, int]) -> None:
     body, n = given
-    vectors, tokens = endpoint.read_vectors(body, n, 5)
+    vectors, tokens = answers.read_vectors(body, n, 5)
     expect(len(vectors) == n and len(set(map(len, vectors))) == 1 and len(vectors[0]) > 0, "not a vector for each text")
     expect(tokens >= 0, "a count of tokens is negative")
 
@@ -355,8 +356,8 @@ def check_gymnasium(given: Mapping[str, Any]) -> None:
 
 
 TARGETS = (
-    Target("endpoint.answer", make_answer, check_answer, (endpoint._Fault,), 3),
-    Target("endpoint.vectors", make_vectors, check_vectors, (endpoint._Fault,)),
+    Target("endpoint.answer", make_answer, check_answer, (answers.Fault,), 3),
+    Target("endpoint.vectors", make_vectors, check_vectors, (answers.Fault,)),
     Target("endpoint.action", make_action, check_action, (), 2),
     Target("endpoint.structured", make_structured, check_structured),
     Target("language.emission", make_emission, lambda given: check_emission(emission(*given)), (ValueError,), 3),
