@@ -59,7 +59,7 @@ def load_cases(path: Path) -> list[Case]:
     """Read the cases of a file. Raises: ValueError, where it is of another form, or a question points to a record that
     is not there."""
     found = []
-    for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # a text may hold other line breaks
+    for n, line in enumerate(path.read_bytes().split(b"\n"), 1):  # a text may hold other line breaks
         if not line.strip():
             continue
         try:

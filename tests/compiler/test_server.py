@@ -571,3 +571,17 @@ class Tabled:
     """What a new projector wants to know of an executor."""
 
     accepts_soft, sees_images, reads, embedding_table = True, False, EVERYTHING, torch.zeros(8, 64)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"authorization": "Bearer \xe9"}, 401), ({"authorization": "Bearer k\xe9y"}, 401),
+        ({"content-length": "\xb2"}, 200), ({"content-length": "9" * 5000}, 413),
+    ],
+)  # fmt: skip
+def test_headers_of_any_bytes_get_an_answer(headers: dict[str, str], status: int) -> None:
+    given = {"authorization": "Bearer key", **headers}
+    with serving(Fake(), key="key") as (client, _):
+        sent = [(name.encode(), value.encode("latin-1")) for name, value in given.items()]
+        assert client.post("/compile", content=json.dumps(BODY), headers=sent).status_code == status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -92,3 +93,22 @@ def test_rows_keep_the_commands_where_executors_are_shown_them(tmp_path: Path) -
         again = executor.encode(executor_request(recorded_step(episode, t), executor))
         assert executor.encode(executor_request(kept.step_input(), executor)).ids == again.ids
         assert kept.commands[0] in executor.tokenizer.decode(again.ids).split("The commands:\n")[1]
+
+
+@pytest.mark.parametrize("name", ["data-00000-of-00001.arrow", "dataset_info.json", "state.json"])
+@pytest.mark.parametrize("damage", [b"", b"[1", b"\xff" * 64])
+def test_damaged_rows_are_named(name: str, damage: bytes, tmp_path: Path) -> None:
+    save_rows(ROWS, tmp_path / "rows")
+    (tmp_path / "rows" / name).write_bytes(damage)
+    with pytest.raises(ValueError, match=r"rows in .* are damaged"):
+        load_rows(tmp_path / "rows")
+
+
+def test_damaged_arrow_data_does_not_end_the_process(tmp_path: Path) -> None:
+    save_rows(ROWS, tmp_path / "rows")
+    path = tmp_path / "rows" / "data-00000-of-00001.arrow"
+    data = path.read_bytes()
+    for at in range(64, len(data), 97):
+        path.write_bytes(data[:at] + b"\xff\xff\xff\x7f" + data[at + 4 :])
+        with contextlib.suppress(ValueError):
+            load_rows(tmp_path / "rows")

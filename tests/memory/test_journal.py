@@ -81,7 +81,7 @@ def test_a_damaged_row_is_named_and_one_that_could_not_be_read_back_is_not_writt
     with pytest.raises(BankError, match=rf"{FILE}, row 1 is no episode"):
         list(Journal(tmp_path))
     path.write_text(whole)
-    task = Task("t3", 3, "", "train", "put")  # type: ignore[arg-type]
+    unreadable = Record(0, "", 3, "")  # type: ignore[arg-type]
     with pytest.raises(BankError, match="row 3 is no episode"):
-        journal.append([Row((Trace(task, (), True),), {})])
+        journal.append([Row((Trace(Task("t3", "look", "", "train", "put"), (unreadable,), True),), {})])
     assert list(Journal(tmp_path)) == [row(1), row(2)]
