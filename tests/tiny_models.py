@@ -27,21 +27,21 @@ def tokenizer():
     return make_tokenizer(LEXICON)
 
 
-def vlm_backbone(seed: int = 0) -> Backbone:
+def vlm_backbone(seed: int = 0, device: str = "cpu") -> Backbone:
     torch.manual_seed(seed)
-    return Backbone(make_compiler(tokenizer(), hidden=64, layers=2), make_processor(tokenizer()))
+    return Backbone(make_compiler(tokenizer(), hidden=64, layers=2).to(device), make_processor(tokenizer()))
 
 
-def lm_backbone(seed: int = 0) -> Backbone:
+def lm_backbone(seed: int = 0, device: str = "cpu") -> Backbone:
     torch.manual_seed(seed)
-    return Backbone(make_executor(tokenizer(), hidden=64, layers=2), tokenizer())
+    return Backbone(make_executor(tokenizer(), hidden=64, layers=2).to(device), tokenizer())
 
 
 def memory_compiler(
     vlm: bool = True, n_tokens: int = 4, d_executor: int = 64, seed: int = 0, dtype: torch.dtype = torch.float32,
-    kind: type[MemoryCompiler] = MemoryCompiler, **kwargs,
+    kind: type[MemoryCompiler] = MemoryCompiler, device: str = "cpu", **kwargs,
 ) -> MemoryCompiler:  # fmt: skip
-    backbone = vlm_backbone(seed) if vlm else lm_backbone(seed)
+    backbone = vlm_backbone(seed, device) if vlm else lm_backbone(seed, device)
     backbone.model.to(dtype)
     projector = Projector(ProjectorConfig(backbone.hidden_size, d_executor, n_tokens, **kwargs.pop("projector", {})))
     kwargs.setdefault("decoding", Decoding(max_new_tokens=12))
