@@ -19,7 +19,9 @@ def device_of(name: str) -> str:
     number = name.partition(":")[2]
     index = int(number) if number else torch.cuda.current_device() if gpus else 0
     if index >= gpus:
-        there = f"has {gpus} CUDA device{'s' * (gpus > 1)}, cuda:0 to cuda:{gpus - 1}" if gpus else "has no CUDA device"
+        there = "has no CUDA device"
+        if gpus:
+            there = "has 1 CUDA device, cuda:0" if gpus == 1 else f"has {gpus} CUDA devices, cuda:0 to cuda:{gpus - 1}"
         raise ConfigError(f"device={name}: this machine {there}; set device=auto or device=cpu")
     return f"cuda:{index}"
 

@@ -13,7 +13,7 @@ from PIL import Image
 from compiler.brief_state import BriefState, Create
 from compiler.hf import MemoryCompiler
 from compiler.records import CompileRequest, Decoding
-from configs.models import Lora
+from configs.models import Lora, Speed
 from lm.backbone import Backbone
 from lm.prompt import Prompt
 from memory.entry import MemoryEntry, Provenance
@@ -47,6 +47,24 @@ def memory_compiler(
     kwargs.setdefault("decoding", Decoding(max_new_tokens=12))
     kwargs.setdefault("lora", Lora(rank=4))
     return kind(backbone, projector, **kwargs)
+
+
+def uneven_writer(
+    vlm: bool, decoding: Decoding, speed: Speed | None = None, device: str = "cpu"
+) -> MemoryCompiler:  # fmt: skip
+    """A compiler whose emissions end early or late, and partly repeat what stands before: its logits are steep, and the
+    end of turn comes at about every seventh hidden state."""
+    compiler = memory_compiler(vlm, decoding=decoding, speed=speed, device=device).eval()
+    flat, end = compiler.backbone.logits, compiler.backbone.end_id
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        steep = 20 * flat(hidden)
+        best = steep.amax(-1)
+        steep[..., end] = torch.where((40 * hidden[..., :4].sum(-1)).sin() > 0.9, best + 9, best - 9)
+        return steep
+
+    compiler.backbone.logits = logits  # type: ignore[method-assign]
+    return compiler
 
 
 def entry(i: int, text: str, scene: str = "home 1") -> MemoryEntry:

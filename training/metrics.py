@@ -43,7 +43,7 @@ class Totals:
     def read(self) -> tuple[dict[str, float], dict[str, float]]:
         """Copy sums and peaks to the host, all at once."""
         values = [*self.sums.values(), *self.peaks.values()]
-        read = torch.stack(values).tolist() if values else []
+        read = [float(value) for value in torch.stack(values).cpu()] if values else []
         return dict(zip(self.sums, read, strict=False)), dict(zip(self.peaks, read[len(self.sums) :], strict=True))
 
 
