@@ -14,10 +14,10 @@ from runtime.settings import Settings
 COMPILER_KEY = "MEMCOMPILER_COMPILER_KEY"
 EXECUTOR_KEY = "MEMCOMPILER_EXECUTOR_KEY"
 
-Dtype = Literal[
-    "auto", "float32", "bfloat16", "float16"
-]  # auto: bfloat16 on a GPU that computes in it, else float32; vLLM has its own
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]  # auto: this process's GPU where there is one
+# auto: bfloat16 on a GPU that computes in it, else float32; an engine of vLLM takes the model's.
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+# auto: this process's GPU where there is one.
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 # Implementations of attention in transformers. With the last three no tree of candidates is scored in one pass.
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 

@@ -98,7 +98,7 @@ def inject(embeddings_BTd: Tensor, tokens_BT: Tensor, placeholder: int, soft_BNd
     """Put each row's soft tokens (at the executor's scale) in the places of its N placeholders, in order, and nowhere
     else. Differentiable. The rows have to have passed `check_places`: to count here would wait for a GPU."""
     mask = (tokens_BT == placeholder).unsqueeze(-1).expand_as(embeddings_BTd)
-    return embeddings_BTd.masked_scatter(mask, soft_BNd.to(embeddings_BTd.dtype))
+    return embeddings_BTd.masked_scatter(mask, soft_BNd.to(embeddings_BTd))
 
 
 def check_places(rows: Sequence[Sequence[int]], placeholder: int, n_soft: Sequence[int]) -> None:

@@ -63,7 +63,7 @@ def token_totals(scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, n: 
     for name, mask, columns in (("text", text, slice(None, -n)), ("latent", latent, slice(-n, None))):
         distances = apart[:, columns].masked_fill(~mask, 0.0)
         sums[f"apart_{name}"] = distances.sum()
-        peaks[f"apart_{name}_max"] = distances.max().double() if distances.numel() else sums["loss"].new_zeros(())
+        peaks[f"apart_{name}_max"] = (distances.max() if distances.numel() else distances.new_zeros(())).double()
         sums[f"clip_low_{name}"] = (surrogate.clipped_low[:, columns] & mask).sum()
         sums[f"clip_high_{name}"] = (surrogate.clipped_high[:, columns] & mask).sum()
         sums[f"ratio_{name}"] = (surrogate.ratio[:, columns] * mask).sum()

@@ -291,7 +291,7 @@ def sft_losses(
     prompts, actions = [e.executor_prompt for e in read], [e.action for e in read]
     action, _ = executor.action_nll(prompts, soft, actions, config.label_smoothing)
     losses = {
-        "action": action,
+        "action": action.to(z.device),  # each model may have a device of its own
         "entropy": negative_entropy(gaussian),
         "orth": orthogonality(of_read(scored.h_soft), of_read(scored.h_text), of_read(scored.text_mask)),
     }
@@ -321,7 +321,7 @@ def _latent(
     if config.latent == "lm_head":  # the executor reads the memory back out of the soft tokens
         prompts = [Prompt((executor.placeholder,) * settings.n_tokens, None)] * len(examples)
         nll, count = executor.action_nll(prompts, soft, [e.memory_ids for e in examples])
-        return nll / count.clamp(min=1)
+        return (nll / count.clamp(min=1)).to(z.device)
     memories = embedded_memories(executor, examples)
     target = torch.stack([memory_targets(m, settings.n_tokens, settings.emb_std) for m in memories]).to(z.device)
     if config.latent == "soft_mse" or settings.kind == "linear":

@@ -51,6 +51,20 @@ def test_losses_and_their_gradients_are_the_cpu_s(
         assert_close(found[1][1], found[0][1])
 
 
+def test_compiler_and_executor_may_be_on_different_devices(tmp_path: Path) -> None:
+    trainer, other = sft_trainers.trainer(tmp_path), sft_trainers.executor(device="cuda")
+    trainer.compiler.eval()
+    examples, found = [trainer.example(i) for i in range(3)], list[dict[str, float]]()
+    for latent in ("gauss_nll", "lm_head"):
+        config = trainer.config.model_copy(update={"latent": latent})
+        for executor in (trainer.executor, other):
+            losses = sft_losses(trainer.compiler, executor, examples, config, temperature=0.0)
+            found.append({name: float(value.detach().sum()) for name, value in losses.items()})
+            sum(value.sum() for value in losses.values()).backward()
+        assert found[-1] == pytest.approx(found[-2], rel=1e-4)
+    assert all(value.abs().sum() > 0 for name, value in gradients(trainer).items() if "lora_B" in name)
+
+
 def test_sft_takes_steps_validates_and_resumes_to_the_same_weights(tmp_path: Path) -> None:
     make = lambda name: sft_trainers.trainer(
         tmp_path / name, held_out=sft_trainers.ROWS[:2], device="cuda", vlm=False, max_steps=3,
