@@ -19,6 +19,7 @@ NEEDS: Mapping[tuple[str, str], Mapping[str, float]] = {
     (SMALL, SMALL): {"SFT": 1.8, "GRPO": 2.9, "serving": 1.9},
     (READS_7B, READS_7B): {"SFT": 30.9, "GRPO": 36.3, "serving": 18.3},
     (SEES_7B, READS_14B): {"SFT": 45.9, "GRPO": 51.0, "serving": 19.6},
+    (SEES_32B, READS_32B): {"SFT": 128.0, "GRPO": 141.5, "serving": 70.7},
 }
 ONE_ROW = ("batch_size=1", "micro_batch_size=1", "gradient_checkpointing=true")
 ONE_PROCESS = ("cluster=local", "compiler.engine=hf", "executor.engine=hf", "backend=replicated")

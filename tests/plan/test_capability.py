@@ -18,7 +18,7 @@ from plan.capability import NEEDS, SMALL, STAGES, capability, fitting, planned
             79.0,
             1.0,
             "SFT up to Qwen2.5-VL-7B-Instruct with Qwen2.5-14B-Instruct",
-            "serving up to Qwen2.5-VL-7B-Instruct",
+            "serving up to Qwen2.5-VL-32B-Instruct",
         ),
     ],
 )
