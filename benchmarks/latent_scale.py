@@ -112,7 +112,7 @@ def disturbed(model: str, rows: Path, prompts: int) -> dict[str, Tensor]:
         config = load_config(SftConfig, "sft/paper", [*named, f"compiler.soft.normalise={normalise}"])
         executor = load_frozen(config.executor, Told(""))
         compiler = load_compiler(config.compiler, executor).eval()
-        none = torch.zeros(1, 0, executor.backbone.hidden_size)
+        none = torch.zeros(1, 0, executor.backbone.hidden_size, device=executor.backbone.device)
         for row in chosen:
             soft, bare = (encode_row(row, compiler, executor, with_soft) for with_soft in (True, False))
             loss = sft_losses(compiler, executor, [soft], config, temperature=0.0)["action"]

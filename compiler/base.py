@@ -103,7 +103,17 @@ class TokenCompiler:
         temperature = self.decoding.soft_temperature
         noise = _draw_noise(self.projector, gaussian, temperature, by)
         z = gaussian.at(noise, temperature)
-        latent, soft = gaussian.log_prob(z, temperature or 1.0), self.projector.to_embeddings(z)
+        of_soft = {
+            "z": z,
+            "noise": noise,
+            "mu": gaussian.mu,
+            "log_sigma": gaussian.log_sigma,
+            "soft": self.projector.to_embeddings(z),
+            "latent_logprobs": gaussian.log_prob(z, temperature or 1.0),
+        }
+        # One copy from the device for the batch; rows are cloned, or each would keep all of it alive.
+        rows = torch.cat([tensor.float().flatten(1) for tensor in of_soft.values()], 1).cpu()
+        sizes = [tensor[0].numel() for tensor in of_soft.values()]
         made = []
         for i, (request, prompt, draft) in enumerate(zip(requests, prompts, drafts, strict=True)):
             text, parsed = self.parsed(draft.ids, draft.truncated)
@@ -114,10 +124,9 @@ class TokenCompiler:
                 weight_version=self.weight_version,
             )  # fmt: skip
             if self.makes_soft(request, draft.ids, draft.truncated):
-                here = lambda tensor, i=i: tensor[i].float().cpu()
-                compilation.z, compilation.noise = here(z), here(noise) if temperature else None
-                compilation.mu, compilation.log_sigma = here(gaussian.mu), here(gaussian.log_sigma)
-                compilation.soft, compilation.latent_logprobs = here(soft), latent[i].cpu()
+                for (name, tensor), part in zip(of_soft.items(), rows[i].split(sizes), strict=True):
+                    setattr(compilation, name, part.view(tensor.shape[1:]).clone())
+                compilation.noise = compilation.noise if temperature else None
                 compilation.tokens_out += z.shape[1]
             made.append(compilation)
         return made

@@ -79,7 +79,8 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") 
     CheckpointError, where there is none."""
     from compiler import checkpoint
     from compiler.vllm import VllmCompiler, engine_settings
-    from lm.backbone import device_of, load_encoder
+    from lm.backbone import load_encoder
+    from lm.device import device_of
     from lm.vllm import load_engine, pinned
 
     if config.checkpoint is None:
@@ -91,7 +92,7 @@ def load_served_compiler(config: CompilerConfig, seed: int = 0, told: str = "") 
     rank = max([lora.r, *(lora.rank_pattern or {}).values()]) if lora else config.lora.rank  # that GRPO may send later
     llm = load_engine(name, config.dtype, engine_settings(rank, config.speed.ngram) | pinned(revision), config.vllm)
     encoder = load_encoder(name, config.memory_token, revision, config.chat_template)
-    device = device_of(config.device)
+    device = device_of(config.device)  # with its number: worker threads have another current GPU
     how = *_how(config, told), seed, config.constrained, device, config.speed
     served = VllmCompiler(llm, encoder, projector, *how)
     if not merged:

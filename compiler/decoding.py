@@ -27,6 +27,7 @@ from compiler.prefixes import Prefixes, read
 from compiler.records import Decoding, Wanted
 from configs.models import Speed
 from lm.backbone import Backbone, Batch
+from lm.device import to_device
 from lm.prompt import Prompt
 from soft_mem.projector import Gaussian, Projector
 
@@ -70,6 +71,7 @@ class Decoder:
         prefixes = compiler.kept_prefixes() if able and compiler.speed.prefix_mib else Prefixes(0)
         reading = read(self.backbone, prompts, memories, prefixes)
         self.cache, self.mask, self.position = reading.cache, reading.mask, reading.position
+        self.padded = reading.padded  # whether the mask may hide anything
         self.hidden, self.cached = reading.hidden, reading.cached if prefixes.budget else None
 
     def run(self, wanted: Wanted) -> tuple[list[Draft], Gaussian]:
@@ -114,7 +116,7 @@ class Decoder:
         lines = [(row.text[-1] + guess if row.going else "") for row, guess in zip(batch, guesses, strict=True)]
         tokens = torch.tensor([[ord(c) for c in line.ljust(width, pad)] for line in lines])
         real = torch.arange(width) < torch.tensor([len(line) for line in lines])[:, None]
-        return self._feed(tokens.to(self.mask.device), real.to(self.mask.device))
+        return self._feed(tokens, real)
 
     def _choose(self, hidden: Tensor, batch: Sequence[_Row], guesses: Sequence[str]) -> None:
         """Choose the tokens that follow each column (b, K, d), never a reserved one, and take over those whose guesses
@@ -156,12 +158,13 @@ class Decoder:
         return tokens
 
     def _feed(self, tokens: Tensor, real: Tensor) -> Tensor:
-        """Read K more columns: their hidden states (b, K, d)."""
-        counts = real.long()
+        """Read K more columns, given on the host: their hidden states (b, K, d)."""
+        self.padded |= not bool(real.all())
+        tokens, counts = to_device(torch.stack([tokens, real.long()]), self.mask.device)
         self.mask = torch.cat([self.mask, counts], 1)
         positions = self.position + counts.cumsum(1) - counts
         self.position = self.position + counts.sum(1, keepdim=True)
-        return self.backbone.hidden(Batch(tokens, self.mask, positions), self.cache)
+        return self.backbone.hidden(Batch(tokens, self.mask, positions, padded=self.padded), self.cache)
 
     def _drop(self, width: int, kept: Sequence[int]) -> None:
         """Keep so many of each row's last `width` columns, if it has them: those behind are hidden, or cropped where no
@@ -169,8 +172,9 @@ class Decoder:
         if min(kept) == width:
             return
         last = self.mask[:, -width:]
-        stays = torch.arange(width, device=last.device) < torch.tensor(kept, device=last.device)[:, None]
+        stays = torch.arange(width, device=last.device) < to_device(torch.tensor(kept), last.device)[:, None]
         self.position = self.position - (last * ~stays).sum(1, keepdim=True)
+        self.padded |= min(kept) < max(kept)
         extra = width - max(kept)
         self.mask = torch.cat([self.mask[:, :-width], (last * stays)[:, : max(kept)]], 1)
         if extra:
@@ -201,7 +205,7 @@ class Decoder:
 
     def _selected(self, places: Sequence[int]) -> tuple[DynamicCache, Tensor, Tensor]:
         """Copy cache, mask and positions of some rows."""
-        at = torch.tensor(places, device=self.mask.device)
+        at = to_device(torch.tensor(places), self.mask.device)
         cache = DynamicCache(config=self.backbone.model.config.get_text_config())
         layers: list[Any] = self.cache.layers  # of full attention, all of them
         for i, layer in enumerate(layers):
@@ -211,12 +215,12 @@ class Decoder:
     def _read_memory(self, batch: Sequence[_Row]) -> dict[int, Tensor]:
         """Read the end of turn, which is forced where a row ran out of budget, and the memory tokens: hidden states
         (N, d) at these, by row."""
-        n, device, end = self.compiler.n_tokens, self.mask.device, self.backbone.end_id
+        n, end = self.compiler.n_tokens, self.backbone.end_id
         tail = torch.full((len(batch), 2 + n), self.backbone.memory_id)
         tail[:, :2] = torch.tensor([[ord(row.text[-1]), end] for row in batch])
         real = torch.ones_like(tail, dtype=torch.bool)
         real[:, 0] = tail[:, 0] != end  # an end of turn that was written needs no other before it
-        hidden = self._feed(tail.to(device), real.to(device))[:, -n:]
+        hidden = self._feed(tail, real)[:, -n:]
         return {row.index: states for row, states in zip(batch, hidden, strict=True)}
 
     def _drafts(self, rows: Sequence[_Row]) -> list[Draft]:

@@ -17,6 +17,7 @@ from compiler.prefixes import Prefixes
 from compiler.records import Compilation, CompileRequest, Decoding, Wanted, always
 from configs.models import Lora, Speed
 from lm.backbone import Backbone
+from lm.device import to_device
 from lm.prompt import Prompt
 from lm.vision import vision_parts
 from soft_mem.projector import Gaussian, Projector
@@ -74,9 +75,9 @@ class MemoryCompiler(TokenCompiler, nn.Module):
         rows = [prompt.extended((*emission, *memory)) for prompt, emission in zip(prompts, emissions, strict=True)]
         batch = self.backbone.pad(rows, side="right")
         hidden = self.backbone.hidden(batch)
-        starts = torch.tensor([len(prompt.ids) for prompt in prompts], device=hidden.device)
-        lengths = torch.tensor([len(emission) for emission in emissions], device=hidden.device)
-        text_at = starts[:, None] + torch.arange(int(lengths.max()), device=hidden.device)
+        sizes = torch.tensor([[len(prompt.ids) for prompt in prompts], [len(emission) for emission in emissions]])
+        starts, lengths = to_device(sizes, hidden.device)
+        text_at = starts[:, None] + torch.arange(max(map(len, emissions)), device=hidden.device)
         text_mask = text_at < (starts + lengths)[:, None]
         text_at = text_at.clamp(max=hidden.shape[1] - 1)
         soft_at = (starts + lengths)[:, None] + torch.arange(self.n_tokens, device=hidden.device)

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from lm.backbone import Backbone
+from lm.device import to_device
 from lm.prompt import Prompt
 
 RECENT = 4  # batches: as many may take turns
@@ -109,13 +110,15 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A batch of prompts in a cache of T columns: the mask (B, T), the positions of what comes next ([3,] B, 1), hidden
-    states at the prompts' last tokens (B, 1, d), and how many tokens of each were kept from earlier batches."""
+    states at the prompts' last tokens (B, 1, d), how many tokens of each were kept from earlier batches, and whether
+    the mask hides anything."""
 
     cache: DynamicCache
     mask: Tensor
     position: Tensor
     hidden: Tensor
     cached: tuple[int, ...]
+    padded: bool
 
 
 def read(backbone: Backbone, prompts: Sequence[Prompt], memories: Sequence[Hashable], prefixes: Prefixes) -> Reading:
@@ -129,12 +132,13 @@ def read(backbone: Backbone, prompts: Sequence[Prompt], memories: Sequence[Hasha
     whole, left = backbone.pad(prompts, "left"), backbone.pad(tails, "left")
     mask = torch.cat([begun, left.mask], 1)
     positions = whole.positions[..., -left.tokens.shape[1] :]
-    hidden = backbone.hidden(replace(left, mask=mask, positions=positions), cache)[:, -1:]
+    padded = any(len(prompt.ids) < mask.shape[1] for prompt in prompts)
+    hidden = backbone.hidden(replace(left, mask=mask, positions=positions, padded=padded), cache)[:, -1:]
     for group in groups if prefixes.budget else ():
         if group.kept is None and not group.tokens:
             prefixes.keep(group.memory, Prefix.of(cache, group.rows[0], mask.shape[1], prompts[group.rows[0]]))
     cached = tuple(of_row[i].tokens if of_row[i].kept else 0 for i in range(len(prompts)))
-    return Reading(cache, mask, whole.next_positions, hidden, cached)
+    return Reading(cache, mask, whole.next_positions, hidden, cached, padded)
 
 
 def _groups(
@@ -154,9 +158,9 @@ def _begin(
 ) -> Tensor:
     """Fill the cache with what is read once for several rows; return its mask (B, P)."""
     width = max(group.tokens for group in groups)
-    mask = torch.zeros((len(prompts), width), dtype=torch.long, device=backbone.device)
+    mask = torch.zeros((len(prompts), width), dtype=torch.long)
     if not width:
-        return mask
+        return mask.to(backbone.device)
     unread = [group for group in groups if group.tokens and group.kept is None]
     heads = [prompts[group.rows[0]].cut(group.tokens, group.pictures)[0] for group in unread]
     beginnings = {g.memory: prefix for g, prefix in zip(unread, _read_heads(backbone, heads), strict=True)}
@@ -170,15 +174,15 @@ def _begin(
             prefixes.keep(group.memory, beginnings[group.memory])
         mask[list(group.rows), width - group.tokens :] = 1
     shared = [group for group in groups if group.tokens]
+    places = [to_device(torch.tensor(group.rows), backbone.device) for group in shared]
     for i, (keys, values) in enumerate(beginnings[shared[0].memory].layers):
         zeros = lambda states: states.new_zeros(len(prompts), states.shape[0], width, states.shape[2])
         filled = zeros(keys), zeros(values)
-        for group in shared:
-            at = list(group.rows)
+        for group, at in zip(shared, places, strict=True):
             for whole, states in zip(filled, beginnings[group.memory].layers[i], strict=True):
                 whole[at, :, width - group.tokens :] = states[:, : group.tokens]
         cache.update(filled[0], filled[1], i)
-    return mask
+    return to_device(mask, backbone.device)
 
 
 def _read_heads(backbone: Backbone, heads: Sequence[Prompt]) -> list[Prefix]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, PositiveFloat, field_validator, model_validator
 
@@ -14,7 +14,10 @@ from runtime.settings import PathName, Seed, Settings
 COMPILER_KEY = "MEMCOMPILER_COMPILER_KEY"
 EXECUTOR_KEY = "MEMCOMPILER_EXECUTOR_KEY"
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+# auto: bfloat16 on a GPU that computes in it, else float32; an engine of vLLM takes the model's.
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+# auto: this process's GPU where there is one.
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 # Implementations of attention in transformers. With the last three no tree of candidates is scored in one pass.
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
@@ -70,7 +73,7 @@ class ModelSettings(Settings):
     model: PathName
     revision: str | None = None  # of a model on the hub: a commit (which pins it), tag or branch; null: the newest
     dtype: Dtype = "bfloat16"
-    device: str = "auto"
+    device: Device = "auto"
     attention: Attention = "auto"  # of engine hf; auto: what transformers takes for the model
     # Further arguments of the model's chat template, e.g. {enable_thinking: false}.
     chat_template: dict[str, JsonValue] = Field(default={})

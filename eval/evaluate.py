@@ -54,6 +54,7 @@ from eval.runs import RESULTS, EpisodeRecord, episodes_of
 from eval.sequences import REFERENCE, Worlds, living
 from eval.sequences import pooled as sequences_pooled
 from eval.table import print_results
+from lm.device import placed
 from memory.protocol import MemorySystem
 from runtime.attempts import broken_line
 from runtime.cluster import MAY_CHANGE_ON_RESUME, require_ray
@@ -148,14 +149,18 @@ def _play(cell: Cell, run: RunFolder, loaded: ModelCache, record: EpisodeRecord,
     chosen = _choose(config, loaded, run.path, beside)
     specs, bank, read = chosen.specs, chosen.bank, bank_facts(config, chosen.bank)
     evaluation = part = None
+    devices = {}
     if config.cluster == "ray":
         part = Part(config, cell.levels, bank.path.resolve(), bank.snapshot())
         models = models_of(loaded.crew(config), part)
     else:
         evaluation = _evaluation(config, loaded, chosen, cell.name)
         models = identity_of_models(config, evaluation.executor, evaluation.compiler, evaluation.need)
+        devices = {"devices": placed(compiler=evaluation.compiler, executor=evaluation.executor)}
     depends_on = identity(config, specs, models)
-    changed = run.record(environment=config.env.model_dump(), split=split, tasks=len(specs), **read, **depends_on)
+    changed = run.record(
+        environment=config.env.model_dump(), split=split, tasks=len(specs), **read, **depends_on, **devices
+    )
     if different := sorted(set(changed) & depends_on.keys()):
         raise RunFolderError(
             f"{run.path} was started with other {', '.join(different)}: its episodes and new ones would not compare. "

@@ -74,7 +74,9 @@ class TokenExecutor:
         if not requests:
             return []
         if by_choice:
-            scores = self.candidate_logprobs(prompts, [names or () for names in admissible])
+            # Read once for all of them: every read waits for a GPU.
+            found = torch.cat(self.candidate_logprobs(prompts, [names or () for names in admissible])).float().cpu()
+            scores = found.split([len(names or ()) for names in admissible])
             return [self._chosen(*row) for row in zip(admissible, prompts, scores, strict=True)]
         answers = self.generate(prompts, admissible)
         return [self._grounded(*row) for row in zip(admissible, prompts, answers, strict=True)]
@@ -103,7 +105,6 @@ class TokenExecutor:
 
     def _chosen(self, candidates: Sequence[str] | None, prompt: Prompt, candidate_logprobs: Tensor) -> Action:
         drawn: dict[str, Any] = {}
-        candidate_logprobs = candidate_logprobs.float().cpu()  # once, for each question to a GPU waits for it
         if self.temperature:
             logprobs = self.action_logprobs(candidate_logprobs)
             at = int(torch.multinomial(logprobs.exp(), 1, generator=self.generator))

@@ -16,9 +16,10 @@ from executor.base import TokenExecutor
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER, Action, Reads
 from lm.backbone import Backbone
+from lm.device import to_device
 from lm.prompt import Prompt
 from lm.vision import asked
-from soft_mem.projector import inject
+from soft_mem.projector import check_places, inject
 
 
 class FrozenExecutor(TokenExecutor):
@@ -63,16 +64,17 @@ class FrozenExecutor(TokenExecutor):
         self, prompts: Sequence[Prompt], admissible: Sequence[Sequence[str] | None]
     ) -> list[tuple[list[int], int | None]]:
         batch = self.backbone.pad(prompts, "left")
-        out = self.model.generate(
-            inputs_embeds=self.embed(batch.tokens, prompts),
-            attention_mask=batch.mask,
-            max_new_tokens=self.max_new_tokens,
-            do_sample=False,
-            eos_token_id=self.end_id,
-            pad_token_id=self.end_id,
-            **({"position_ids": batch.positions} if batch.positions.dim() == 3 else {}),  # others it finds alike
-            **batch.vision,
-        )
+        with self.backbone.reading(batch):
+            out = self.model.generate(
+                inputs_embeds=self.embed(batch.tokens, prompts),
+                attention_mask=batch.mask,
+                max_new_tokens=self.max_new_tokens,
+                do_sample=False,
+                eos_token_id=self.end_id,
+                pad_token_id=self.end_id,
+                **({"position_ids": batch.positions} if batch.positions.dim() == 3 else {}),  # others it finds alike
+                **batch.vision,
+            )
         return [(ids, None) for ids in out.tolist()]
 
     def candidate_logprobs(self, prompts: Sequence[Prompt], candidates: Sequence[Sequence[str]]) -> list[Tensor]:
@@ -85,20 +87,24 @@ class FrozenExecutor(TokenExecutor):
         if not self.backbone.attends_fully:
             return self._row_logprobs(prompts, candidates)
         trees = [_Tree.of([self.action_ids(c) for c in names]) for names in candidates]
-        batch = self.backbone.pad([p.extended(t.tokens) for p, t in zip(prompts, trees, strict=True)], "right")
+        rows = [p.extended(t.tokens) for p, t in zip(prompts, trees, strict=True)]
+        batch = self.backbone.pad(rows, "right")
         mask, offsets = _tree_attention([len(p.ids) for p in prompts], trees, batch.tokens.shape[1])
-        dtype = self.model.dtype
-        bias = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        dtype, device = self.model.dtype, batch.tokens.device
+        hides = to_device(~mask, device)
+        bias = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(hides, torch.finfo(dtype).min)
         hidden = self.backbone.hidden(
-            replace(batch, positions=batch.positions + offsets.to(batch.positions.device)),
-            embeddings=self.embed(batch.tokens, prompts),
-            mask=bias.to(batch.tokens.device).unsqueeze(1),
+            replace(batch, positions=batch.positions + to_device(offsets, device)),
+            embeddings=self.embed(batch.tokens, rows),
+            mask=bias.unsqueeze(1),
         )
+        paths = [list(chain(*tree.paths)) for tree in trees]
+        places = to_device(torch.tensor(list(chain(*paths))), hidden.device).split([len(path) for path in paths])
         results = []
-        for i, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
+        for i, (prompt, tree, at) in enumerate(zip(prompts, trees, places, strict=True)):
             end = len(prompt.ids)
             logprobs = self.backbone.logits(hidden[i, end - 1 : end + len(tree.tokens)]).float().log_softmax(-1)
-            before, tokens = (torch.tensor(x, device=hidden.device) for x in zip(*chain(*tree.paths), strict=True))
+            before, tokens = at.unbind(1)
             steps = logprobs[before + 1, tokens].split([len(path) for path in tree.paths])
             results.append(torch.stack([of_one.sum() for of_one in steps]))
         return results
@@ -124,16 +130,18 @@ class FrozenExecutor(TokenExecutor):
         Args:
             soft_BNd: None reads each prompt with soft tokens of its own, if it has any.
         """
-        batch = self.backbone.pad([p.extended(a) for p, a in zip(prompts, actions, strict=True)], "right")
+        rows = [p.extended(a) for p, a in zip(prompts, actions, strict=True)]
+        batch = self.backbone.pad(rows, "right")
         if soft_BNd is None:
-            embeddings = self.embed(batch.tokens, prompts)
+            embeddings = self.embed(batch.tokens, rows)
         else:
+            check_places([row.ids for row in rows], self.placeholder, [soft_BNd.shape[1]] * len(rows))
             embeddings = inject(self.backbone.embeddings(batch.tokens), batch.tokens, self.placeholder, soft_BNd)
         hidden = self.backbone.hidden(batch, embeddings=embeddings)
-        row = torch.cat([torch.full((len(a),), i) for i, a in enumerate(actions)]).to(hidden.device)
-        at = torch.cat([torch.arange(len(a)) + len(p.ids) - 1 for p, a in zip(prompts, actions, strict=True)])
-        target = torch.tensor([t for a in actions for t in a], device=hidden.device)
-        logits = self.backbone.logits(hidden[row, at.to(hidden.device)]).float()
+        pairs = enumerate(zip(prompts, actions, strict=True))
+        read = [(i, len(p.ids) - 1 + k, token) for i, (p, action) in pairs for k, token in enumerate(action)]
+        row, at, target = to_device(torch.tensor(read), hidden.device).unbind(1)
+        logits = self.backbone.logits(hidden[row, at]).float()
         nll = torch.nn.functional.cross_entropy(logits, target, label_smoothing=smoothing, reduction="none")
         zeros = torch.zeros(len(batch.tokens), device=hidden.device)
         return zeros.index_add(0, row, nll), zeros.index_add(0, row, torch.ones_like(nll))
@@ -141,11 +149,16 @@ class FrozenExecutor(TokenExecutor):
     def embed(self, tokens: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Embed tokens (B, T, d) with each row's own soft tokens in their places (rows may have none)."""
         embeddings = self.backbone.embeddings(tokens)
-        for i, prompt in enumerate(prompts):
-            if prompt.soft is not None:
-                soft = prompt.soft.to(embeddings.device)[None]
-                embeddings[i : i + 1] = inject(embeddings[i : i + 1], tokens[i : i + 1], self.placeholder, soft)
-        return embeddings
+        rows = [i for i, prompt in enumerate(prompts) if prompt.soft is not None]
+        if not rows:
+            return embeddings
+        own = [soft for prompt in prompts if (soft := prompt.soft) is not None]
+        check_places([prompts[i].ids for i in rows], self.placeholder, [len(soft) for soft in own])
+        soft = to_device(torch.cat(own), embeddings.device)
+        if len(rows) == len(prompts):
+            return inject(embeddings, tokens, self.placeholder, soft)
+        at = to_device(torch.tensor(rows), embeddings.device)
+        return embeddings.index_copy(0, at, inject(embeddings[at], tokens[at], self.placeholder, soft))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,22 @@
-"""Attention on a CPU, where several query heads share one of keys and values.
+"""What is changed about attention in transformers and PyTorch.
 
-Behind a mask transformers copies keys and values for every query head before it asks PyTorch, at every token that is
-written. PyTorch's kernel for CPUs needs no copies, and gives the same numbers to the last bit. (Its fast kernels for
-GPUs do without copies only where there is no mask: there nothing is changed.)
+On a CPU several query heads share one of keys and values without copies: behind a mask transformers copies keys and
+values for every query head before it calls PyTorch, at every token that is written. PyTorch's kernel for CPUs needs no
+copies, and gives the same numbers to the last bit. (Its fast kernels for GPUs do without copies only where there is no
+mask: there nothing is changed.)
+
+On a GPU transformers reads the mask of every pass to find out whether it may be left out, and waits for the device;
+`padding` says it instead. cuDNN's kernel is off.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -16,6 +24,30 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 SHARED = "sdpa_shared_heads"
+_padded: ContextVar[bool | None] = ContextVar("padded", default=None)
+
+# cuDNN gives NaN gradients behind some masks (pytorch#196678), and plans anew for every length of a cache.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextmanager
+def padding(padded: bool | None) -> Iterator[None]:
+    """Say whether the mask of the batch that is read inside hides anything; None leaves it to transformers to look."""
+    token = _padded.set(padded)
+    try:
+        yield
+    finally:
+        _padded.reset(token)
+
+
+def _causal_mask(
+    *args: Any, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **more: Any
+) -> Tensor | None:
+    """Make the mask as `sdpa_mask` does, or leave it out, by what `padding` says."""
+    padded = _padded.get()
+    if allow_is_causal_skip and padded is not None:
+        attention_mask, allow_is_causal_skip = (attention_mask, False) if padded else (None, True)
+    return sdpa_mask(*args, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, **more)
 
 
 def share_heads(model: Any) -> None:
@@ -42,5 +74,6 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None
 
 
+AttentionMaskInterface.register("sdpa", _causal_mask)
 AttentionInterface.register(SHARED, _attend)
 AttentionMaskInterface.register(SHARED, sdpa_mask)

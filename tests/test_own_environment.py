@@ -117,6 +117,7 @@ def test_it_is_collected_learnt_from_and_evaluated_by_its_name(vault: None, tmp_
     from data_gen.leakage import rows_environment
     from eval.evaluate import run_eval
     from eval.provenance import sha256
+    from lm.device import device_of
     from memcompiler.collect import run_collect
     from training.run import train_sft
 
@@ -143,6 +144,9 @@ def test_it_is_collected_learnt_from_and_evaluated_by_its_name(vault: None, tmp_
     version = results["environment_version"]
     assert version["packages"]["pydantic"] and len(version["engine_sha256"]) == 64
     assert results["prompts"]["executor_instructions"] == sha256(VAULT.instructions)
+    placed = [json.loads((tmp_path / run / "environment.json").read_text())["devices"] for run in ("sft", "eval")]
+    here = {"device": device_of("auto"), "dtype": "float32"}
+    assert placed == [{"compiler": here, "executor": here}] * 2
     facts = json.loads((tmp_path / "eval" / "leakage.json").read_text())
     assert facts["training"]["overlaps"][0]["dimension"] == "vault" and facts["training"]["clean"] is True
 

@@ -13,7 +13,7 @@ from PIL import Image
 from compiler.brief_state import BriefState, Create
 from compiler.hf import MemoryCompiler
 from compiler.records import CompileRequest, Decoding
-from configs.models import Lora
+from configs.models import Lora, Speed
 from lm.backbone import Backbone
 from lm.prompt import Prompt
 from memory.entry import MemoryEntry, Provenance
@@ -27,26 +27,44 @@ def tokenizer():
     return make_tokenizer(LEXICON)
 
 
-def vlm_backbone(seed: int = 0) -> Backbone:
+def vlm_backbone(seed: int = 0, device: str = "cpu") -> Backbone:
     torch.manual_seed(seed)
-    return Backbone(make_compiler(tokenizer(), hidden=64, layers=2), make_processor(tokenizer()))
+    return Backbone(make_compiler(tokenizer(), hidden=64, layers=2).to(device), make_processor(tokenizer()))
 
 
-def lm_backbone(seed: int = 0) -> Backbone:
+def lm_backbone(seed: int = 0, device: str = "cpu") -> Backbone:
     torch.manual_seed(seed)
-    return Backbone(make_executor(tokenizer(), hidden=64, layers=2), tokenizer())
+    return Backbone(make_executor(tokenizer(), hidden=64, layers=2).to(device), tokenizer())
 
 
 def memory_compiler(
     vlm: bool = True, n_tokens: int = 4, d_executor: int = 64, seed: int = 0, dtype: torch.dtype = torch.float32,
-    kind: type[MemoryCompiler] = MemoryCompiler, **kwargs,
+    kind: type[MemoryCompiler] = MemoryCompiler, device: str = "cpu", **kwargs,
 ) -> MemoryCompiler:  # fmt: skip
-    backbone = vlm_backbone(seed) if vlm else lm_backbone(seed)
+    backbone = vlm_backbone(seed, device) if vlm else lm_backbone(seed, device)
     backbone.model.to(dtype)
     projector = Projector(ProjectorConfig(backbone.hidden_size, d_executor, n_tokens, **kwargs.pop("projector", {})))
     kwargs.setdefault("decoding", Decoding(max_new_tokens=12))
     kwargs.setdefault("lora", Lora(rank=4))
     return kind(backbone, projector, **kwargs)
+
+
+def uneven_writer(
+    vlm: bool, decoding: Decoding, speed: Speed | None = None, device: str = "cpu"
+) -> MemoryCompiler:  # fmt: skip
+    """A compiler whose emissions end early or late, and partly repeat what stands before: its logits are steep, and the
+    end of turn comes at about every seventh hidden state."""
+    compiler = memory_compiler(vlm, decoding=decoding, speed=speed, device=device).eval()
+    flat, end = compiler.backbone.logits, compiler.backbone.end_id
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        steep = 20 * flat(hidden)
+        best = steep.amax(-1)
+        steep[..., end] = torch.where((40 * hidden[..., :4].sum(-1)).sin() > 0.9, best + 9, best - 9)
+        return steep
+
+    compiler.backbone.logits = logits  # type: ignore[method-assign]
+    return compiler
 
 
 def entry(i: int, text: str, scene: str = "home 1") -> MemoryEntry:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from compiler.checkpoint import PROJECTOR, trained_parameters
 from compiler.hf import MemoryCompiler
 from configs.training import Optimizer
+from lm.device import to_device
 from lm.vision import vision_parts
 from training import distributed
 from training.checkpoint import Tensors
@@ -158,7 +159,7 @@ class Replicated:
 
     def _like(self, value: Tensor, parameter: Tensor) -> Tensor:
         """Cut this process's part out of a whole tensor, as the parameter is cut."""
-        return value.to(parameter.device, parameter.dtype)
+        return to_device(value, parameter.device).to(parameter.dtype)
 
     def _moments(self) -> dict[str, Tensor]:
         names = {id(p): name for name, p in trained_parameters(self.compiler).items()}

@@ -42,6 +42,7 @@ from configs.training import GrpoConfig, PolicyLoss
 from executor.base import TokenExecutor
 from executor.hf import FrozenExecutor
 from executor.records import Executor
+from lm.device import to_device
 from lm.prompt import Prompt
 from soft_mem.projector import Gaussian
 from training import distributed
@@ -222,7 +223,7 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         assert rollout is not None and weight is not None
         tokens = PolicyTokens(
             like, like.detach() if before is None else before, rollout, padded(reference),
-            torch.tensor([s.advantage for s in samples], device=like.device), weight, scores.mask,
+            to_device(torch.tensor([s.advantage for s in samples]), like.device), weight, scores.mask,
         )  # fmt: skip
         loss, surrogate = policy_loss(tokens, self.config.loss)
         return loss, token_totals(scores, tokens, surrogate, n)
@@ -235,12 +236,11 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         if self.pathwise:
             latent = self._drawn(scored.gaussian, samples)
         else:
-            z = torch.stack([s.z for s in samples]).to(scored.gaussian.mu.device)
+            z = to_device(torch.stack([s.z for s in samples]), scored.gaussian.mu.device)
             latent = scored.gaussian.log_prob(z, self.compiler.decoding.soft_temperature or 1.0)
-        sampled = torch.tensor([s.sampled for s in samples], device=text.device)
+        sampled, read = to_device(torch.tensor([[s.sampled, s.soft_read] for s in samples]), text.device).unbind(1)
         text_mask = torch.arange(text.shape[1], device=text.device) < sampled[:, None]
-        read = torch.tensor([s.soft_read for s in samples], device=text.device)
-        mask = torch.cat([text_mask, read[:, None].expand_as(latent)], 1)
+        mask = torch.cat([text_mask, read.bool()[:, None].expand_as(latent)], 1)
         entropy = -(full.exp() * full.masked_fill(full.isinf(), 0)).sum(-1).detach()
         sigma = scored.gaussian.log_sigma.detach().float()
         return Scores(
@@ -258,13 +258,14 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         draws = [s.draw for s in samples if s.draw is not None]
         if not draws:
             return nothing
-        given = Gaussian(gaussian.mu[rows], gaussian.log_sigma[rows])
-        noise = torch.stack([draw.noise for draw in draws]).to(gaussian.mu)
+        at = to_device(torch.tensor(rows), nothing.device)
+        given = Gaussian(gaussian.mu[at], gaussian.log_sigma[at])
+        noise = to_device(torch.stack([draw.noise for draw in draws]), nothing.device).to(gaussian.mu)
         soft = self.compiler.projector.to_embeddings(given.at(noise, self.compiler.decoding.soft_temperature))
         prompts = [replace(draw.prompt, soft=row) for draw, row in zip(draws, soft, strict=True)]
         scores = self.executor.candidate_logprobs(prompts, [draw.candidates for draw in draws])
         chosen = [self.executor.action_logprobs(s)[draw.chosen] for s, draw in zip(scores, draws, strict=True)]
-        return nothing.index_add(0, torch.tensor(rows, device=nothing.device), torch.stack(chosen)[:, None].to(nothing))
+        return nothing.index_add(0, at, torch.stack(chosen)[:, None].to(nothing))
 
     @torch.no_grad()
     def _score_all(self, samples: Sequence[Sample]) -> list[Tensor | None]:
@@ -272,7 +273,7 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         rows: list[Tensor | None] = []
         for part in self.backend.micro_batches(samples, self.config.micro_batch_size):
             score = partial(self.score, part or [self._idle()[0]])
-            scores = self.backend.forward(lambda score=score: score().logprobs)[: len(part)]
+            scores = self.backend.forward(lambda score=score: score().logprobs)[: len(part)].cpu()
             cut, n = scores.shape[1] - self.latents, self.latents
             rows += [
                 torch.cat([row[: s.sampled], row[cut : cut + n * s.soft_read]])
@@ -355,8 +356,8 @@ def _minibatches(total: int, number: int, seed: int, turn: int) -> list[list[int
 
 
 def _padded(rows: Sequence[Tensor | None], sampled: Sequence[int], like: Tensor, n: int) -> Tensor | None:
-    """Pad rows (T_i + n,) or (T_i,) as `like` (B, T + n): their T_i text tokens from the left, what follows them in the
-    last n columns, 0 between. None for rows of None."""
+    """Pad rows (T_i + n,) or (T_i,), which are on the host, as `like` (B, T + n): their T_i text tokens from the left,
+    what follows them in the last n columns, 0 between. None for rows of None."""
     padded = torch.zeros(like.shape)
     for i, (row, text) in enumerate(zip(rows, sampled, strict=True)):
         if row is None:
@@ -364,4 +365,4 @@ def _padded(rows: Sequence[Tensor | None], sampled: Sequence[int], like: Tensor,
         padded[i, :text] = row[:text]
         if len(row) > text:
             padded[i, like.shape[1] - n :] = row[text:]
-    return padded.to(like)
+    return to_device(padded, like.device).to(like.dtype)

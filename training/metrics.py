@@ -29,14 +29,22 @@ class Scores:
 
 @dataclass(slots=True)
 class Totals:
-    """What `token_means` divides when all micro-batches are through: sums over tokens, and the largest of some."""
+    """What `token_means` divides when all micro-batches are through: sums over tokens, and the largest of some; scalars
+    in fp64 that stay on the device until then."""
 
-    sums: Counter[str] = field(default_factory=Counter)
-    peaks: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    peaks: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, other: Totals) -> None:
-        self.sums.update(other.sums)
-        self.peaks |= {name: max(value, self.peaks.get(name, 0.0)) for name, value in other.peaks.items()}
+        for mine, theirs, join in ((self.sums, other.sums, torch.add), (self.peaks, other.peaks, torch.maximum)):
+            for name, value in theirs.items():
+                mine[name] = join(mine[name], value) if name in mine else value
+
+    def read(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Copy sums and peaks to the host, all at once."""
+        values = [*self.sums.values(), *self.peaks.values()]
+        read = [float(value) for value in torch.stack(values).cpu()] if values else []
+        return dict(zip(self.sums, read, strict=False)), dict(zip(self.peaks, read[len(self.sums) :], strict=True))
 
 
 def token_totals(scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, n: int) -> Totals:
@@ -45,27 +53,28 @@ def token_totals(scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, n: 
     kl = kl_estimate(tokens.rollout, tokens.old)
     # What the weights, before they moved, make of a token's log p, against the engine that sampled it.
     apart = (tokens.old - tokens.rollout).abs()
-    sums: dict[str, Tensor | float] = {
-        "text_tokens": text.sum(), "latent_tokens": latent.sum(), "rows": float(len(scores.mask)),
+    sums = {
+        "text_tokens": text.sum(), "latent_tokens": latent.sum(), "rows": torch.ones_like(scores.sigma).sum(),
         "loss": (surrogate.loss.detach() * tokens.weights * scores.mask).sum(),
         "entropy_text": scores.text_entropy.sum(), "entropy_latent": scores.latent_entropy.sum(),
         "sigma": scores.sigma.sum(), "mu_abs": scores.mu.sum(),
     }  # fmt: skip
-    peaks: dict[str, float] = {}
+    peaks: dict[str, Tensor] = {}
     for name, mask, columns in (("text", text, slice(None, -n)), ("latent", latent, slice(-n, None))):
         distances = apart[:, columns].masked_fill(~mask, 0.0)
         sums[f"apart_{name}"] = distances.sum()
-        peaks[f"apart_{name}_max"] = float(distances.max()) if distances.numel() else 0.0
+        peaks[f"apart_{name}_max"] = (distances.max() if distances.numel() else distances.new_zeros(())).double()
         sums[f"clip_low_{name}"] = (surrogate.clipped_low[:, columns] & mask).sum()
         sums[f"clip_high_{name}"] = (surrogate.clipped_high[:, columns] & mask).sum()
         sums[f"ratio_{name}"] = (surrogate.ratio[:, columns] * mask).sum()
         sums[f"mismatch_kl_{name}"] = (kl[:, columns] * mask).sum()
-    return Totals(Counter({name: float(value) for name, value in sums.items()}), peaks)
+    return Totals({name: value.detach().double() for name, value in sums.items()}, peaks)
 
 
 def token_means(local: Totals) -> dict[str, float]:
     """Divide the sums of all ranks by their counts, and find the largest of all; every rank has to call it."""
-    total, peaks = distributed.total(local.sums), distributed.gather(local.peaks)
+    sums, mine = local.read()
+    total, peaks = distributed.total(sums), distributed.gather(mine)
     text, latent, rows = (max(1.0, total[name]) for name in ("text_tokens", "latent_tokens", "rows"))
     means = {name: total[name] / rows for name in ("entropy_latent", "sigma", "mu_abs")}
     means |= {"loss": total["loss"], "entropy_text": total["entropy_text"] / text, "text_tokens": text / rows}

@@ -42,6 +42,7 @@ from executor.build import load_executor, load_frozen
 from executor.hf import FrozenExecutor
 from executor.records import Executor
 from lm.backbone import Weights
+from lm.device import placed
 from runtime.progress import progress
 from runtime.store import read_json
 from training import distributed
@@ -178,7 +179,9 @@ def train(
     metrics and a line for the terminal of what a step gives."""
     if trainer.resume():
         console.print(f"  resumed at {trainer.unit} {trainer.step} of {trainer.total}")
-    if run is not None:  # also where it starts over, having been killed before its first checkpoint
+    if run is not None:
+        run.record(devices=placed(compiler=trainer.compiler, executor=trainer.executor))
+        # Also where it starts over, having been killed before its first checkpoint.
         for rows in (run.metrics, run.lines(ROLLOUTS)):
             rows.keep(lambda row: row[trainer.unit] <= trainer.step)
     trackers = config.trackers if run is not None else ()

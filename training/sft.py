@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from compiler.prompt import pictures_of
 from configs.training import SftConfig
 from data_gen.rows import SftRow
 from executor.hf import FrozenExecutor
+from lm.device import to_device
 from lm.prompt import Prompt
 from soft_mem.losses import gauss_nll, memory_targets, negative_entropy, orthogonality, soft_mse
 from soft_mem.projector import Gaussian
@@ -144,7 +145,7 @@ class SftTrainer(Trainer[dict[str, float]]):
         """Compute the loss on all rows that are held out, without dropout and with the soft tokens' means: nothing is
         drawn, so that it is a function of the weights."""
         self.compiler.eval()
-        totals, counts, first = defaultdict[str, float](float), Counter[str](), len(self.rows)
+        totals, counts, first = dict[str, Tensor](), Counter[str](), len(self.rows)
         mine = range(first + distributed.rank(), first + len(self.held_out), distributed.world_size())
         for micro in self.backend.micro_batches(mine, self.config.micro_batch_size):
             examples = [self.example(i) for i in micro or (first,)]
@@ -154,9 +155,10 @@ class SftTrainer(Trainer[dict[str, float]]):
             if micro:
                 counts.update(_counts(examples))
                 for name, value in losses.items():
-                    totals[name] += value.sum().item()
+                    share = value.sum().double()
+                    totals[name] = totals[name] + share if name in totals else share
         self.compiler.train()
-        sums, over = distributed.total(totals), distributed.total(counts)
+        sums, over = distributed.total(_read_once(totals)), distributed.total(counts)
         return self._weighted({name: value / max(1, over.get(name, over["rows"])) for name, value in sums.items()})
 
     def batch_indices(self, step: int) -> list[int]:
@@ -184,9 +186,9 @@ class SftTrainer(Trainer[dict[str, float]]):
             weight = 1.0 if micro else 0.0  # a rank that has run out of rows keeps step with one that counts nothing
             shares = self._backward(micro or [self.example(self.batch_indices(step)[0])], counts, weight)
             for name, value in shares.items():
-                totals[name] = totals.get(name, torch.zeros(())) + value.detach().cpu()
+                totals[name] = totals.get(name, torch.zeros(())) + value.detach()
         norm = self.backend.step()
-        losses = distributed.total({name: value.item() for name, value in totals.items()})
+        losses = distributed.total(_read_once(totals))
         return {**self._weighted(losses), "lr": rate, "grad_norm": norm, "tokens": int(counts["read"])}
 
     def _next_examples(self) -> list[Example]:
@@ -264,6 +266,12 @@ def _counts(examples: Sequence[Example]) -> dict[str, int]:
     return {"rows": len(read), **tokens}
 
 
+def _read_once(totals: Mapping[str, Tensor]) -> dict[str, float]:
+    """Read scalars of a device by one copy."""
+    values = torch.stack([value.double() for value in totals.values()]).tolist() if totals else []
+    return dict(zip(totals, values, strict=True))
+
+
 def sft_losses(
     compiler: MemoryCompiler, executor: FrozenExecutor, examples: Sequence[Example], config: SftConfig,
     temperature: float = 1.0,
@@ -276,14 +284,19 @@ def sft_losses(
         return {"text": text}
     z = compiler.projector.draw(scored.gaussian, temperature)
     rows, read, weight = _read(examples, executor, z.shape[1])
-    gaussian, z = Gaussian(scored.gaussian.mu[rows], scored.gaussian.log_sigma[rows]), z[rows]
+    if len(rows) == len(examples):
+        of_read = lambda tensor: tensor
+    else:
+        at = to_device(torch.tensor(rows), z.device)
+        of_read = lambda tensor: tensor[at]
+    gaussian, z = Gaussian(of_read(scored.gaussian.mu), of_read(scored.gaussian.log_sigma)), of_read(z)
     soft = compiler.projector.to_embeddings(z)
     prompts, actions = [e.executor_prompt for e in read], [e.action for e in read]
     action, _ = executor.action_nll(prompts, soft, actions, config.label_smoothing)
     losses = {
-        "action": action,
+        "action": action.to(z.device),  # each model may have a device of its own
         "entropy": negative_entropy(gaussian),
-        "orth": orthogonality(scored.h_soft[rows], scored.h_text[rows], scored.text_mask[rows]),
+        "orth": orthogonality(of_read(scored.h_soft), of_read(scored.h_text), of_read(scored.text_mask)),
     }
     if compiler.projector.config.kind == "linear":
         del losses["entropy"]  # there is no sigma to keep open
@@ -311,7 +324,7 @@ def _latent(
     if config.latent == "lm_head":  # the executor reads the memory back out of the soft tokens
         prompts = [Prompt((executor.placeholder,) * settings.n_tokens, None)] * len(examples)
         nll, count = executor.action_nll(prompts, soft, [e.memory_ids for e in examples])
-        return nll / count.clamp(min=1)
+        return (nll / count.clamp(min=1)).to(z.device)
     memories = embedded_memories(executor, examples)
     target = torch.stack([memory_targets(m, settings.n_tokens, settings.emb_std) for m in memories]).to(z.device)
     if config.latent == "soft_mse" or settings.kind == "linear":
@@ -322,7 +335,7 @@ def _latent(
 def embedded_memories(executor: FrozenExecutor, examples: Sequence[Example]) -> list[Tensor]:
     """Embed each row's M (T, d) as the executor does: its pictures, where it sees and M has some, else its text."""
     # The embedding layer is called, for its table may be in slices, and once: ranks hold unequal numbers of rows.
-    ids = torch.tensor([i for e in examples for i in e.memory_ids], device=executor.backbone.device)
+    ids = to_device(torch.tensor([i for e in examples for i in e.memory_ids]), executor.backbone.device)
     read = list(executor.backbone.embeddings(ids).split([len(e.memory_ids) for e in examples]))
     shown = {i: e.memory_seen for i, e in enumerate(examples) if e.memory_seen is not None}
     if shown:

@@ -39,6 +39,7 @@ class Trainer(ABC, Generic[Made]):
     counts: ClassVar[str]  # what `items` are, as a checkpoint's state names them
 
     backend: Replicated
+    executor: Any
     frozen: str  # the executor's fingerprint before the first step
 
     def __init__(

@@ -88,7 +88,7 @@ class HfReader:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from lm.attention import share_heads
-        from lm.backbone import device_of
+        from lm.device import device_of
 
         path, device = model_path(name), device_of("auto")
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
@@ -120,7 +120,11 @@ class HfReader:
 
         ids, cache = self._prefill(prompt)
         given = ids.shape[1]
-        ended = lambda ids, scores: torch.tensor([_ended(self._told(each[given:])) for each in ids])
+
+        def ended(written: Any, scores: Any) -> Any:
+            over = [_ended(self._told(each[given:])) for each in written]
+            return torch.tensor(over, device=written.device)
+
         with torch.no_grad():
             out = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=MAX_TOKENS,
@@ -163,12 +167,11 @@ class SeeingReader:
     @classmethod
     def load(cls, name: str) -> SeeingReader:
         """Load it. Raises: ValueError, for a model that sees nothing."""
-        import torch
-
-        from lm.backbone import device_of, load_backbone
+        from lm.backbone import load_backbone
+        from lm.device import device_of, dtype_of
 
         device = device_of("auto")
-        backbone = load_backbone(model_path(name), torch.float32 if device == "cpu" else torch.bfloat16, device)
+        backbone = load_backbone(model_path(name), dtype_of("auto", device), device)
         if not backbone.is_vlm:
             raise ValueError(f"{name} sees no pictures: take a model that does, or no --picture-tokens")
         backbone.model.eval()

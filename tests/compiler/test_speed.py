@@ -29,20 +29,7 @@ def requests(vlm: bool) -> list:
 
 
 def writer(vlm: bool, temperature: float = 0.0) -> MemoryCompiler:
-    """A compiler whose emissions end early or late, and partly repeat what stands before: its logits are steep, and the
-    end of turn comes at about every seventh hidden state."""
-    decoding = Decoding(temperature=temperature, max_new_tokens=LIMIT)
-    compiler = tiny_models.memory_compiler(vlm, decoding=decoding, speed=SLOW).eval()
-    flat, end = compiler.backbone.logits, compiler.backbone.end_id
-
-    def logits(hidden: torch.Tensor) -> torch.Tensor:
-        steep = 20 * flat(hidden)
-        best = steep.amax(-1)
-        steep[..., end] = torch.where((40 * hidden[..., :4].sum(-1)).sin() > 0.9, best + 9, best - 9)
-        return steep
-
-    compiler.backbone.logits = logits  # type: ignore[method-assign]
-    return compiler
+    return tiny_models.uneven_writer(vlm, Decoding(temperature=temperature, max_new_tokens=LIMIT), SLOW)
 
 
 SEEDS = list(range(7))

@@ -8,13 +8,14 @@ import torch
 from pydantic import ValidationError
 
 from compiler.build import load_compiler
-from configs.load import load_config
+from configs.load import ConfigError, load_config
 from configs.models import ENGINE_OURS, CompilerConfig, ExecutorConfig, VllmEngine
 from configs.training import GrpoConfig
 from envs.spec import Told
 from executor.build import load_frozen
 from lm import backbone as backbones
 from lm.backbone import backbone_of, load_encoder
+from lm.device import device_of, dtype_of
 from lm.prompt import Part, PromptEncoder
 from lm.vllm import SETTINGS, load_engine, pinned
 from tests import tiny_models
@@ -24,6 +25,50 @@ TINY = {"model": "zoo/household/executor", "dtype": "float32", "device": "cpu", 
 
 class Tabled:
     embedding_table = torch.zeros(10, 64)
+
+
+# devices -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU", "cuda:-1", "cpu:0", ""])
+def test_a_device_of_another_form_is_refused_before_anything_is_loaded(device: str) -> None:
+    with pytest.raises(ValidationError, match="device"):
+        ExecutorConfig(device=device)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "found"),
+    [
+        (0, "auto", "cpu"), (2, "cpu", "cpu"), (2, "auto", "cuda:1"), (2, "cuda", "cuda:1"), (2, "cuda:0", "cuda:0"),
+        (0, "cuda", "device=cuda: this machine has no CUDA device"),
+        (0, "cuda:3", "device=cuda:3: this machine has no CUDA device"),
+        (1, "cuda:1", "device=cuda:1: this machine has 1 CUDA device, cuda:0"),
+        (2, "cuda:2", "device=cuda:2: this machine has 2 CUDA devices, cuda:0 to cuda:1"),
+    ],
+)  # fmt: skip
+def test_a_device_is_resolved_on_this_machine(
+    gpus: int, device: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process's own GPU is the second one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    if ":" in found and not found.startswith("cuda"):
+        with pytest.raises(ConfigError) as refused:
+            device_of(device)
+        assert str(refused.value) == f"{found}; set device=auto or device=cpu"
+    else:
+        assert device_of(device) == found
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_auto_is_the_number_format_that_the_device_computes_in(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: narrow)
+    assert dtype_of("auto", "cuda:0") is (torch.bfloat16 if narrow else torch.float32)
+    assert dtype_of("auto", "cpu") is torch.float32 and dtype_of("float16", "cpu") is torch.float16
+    model = backbone_of(CompilerConfig(**{**TINY, "dtype": "auto"})).model
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 # attention -----------------------------------------------------------------------------------------------------------

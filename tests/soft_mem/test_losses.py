@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from soft_mem.losses import gauss_nll, memory_targets, negative_entropy, orthogonality, soft_mse
-from soft_mem.projector import LOG_SIGMA_RANGE, Gaussian, Projector, ProjectorConfig, inject
+from soft_mem.projector import LOG_SIGMA_RANGE, Gaussian, Projector, ProjectorConfig, check_places, inject
 
 
 def gaussian(mu: float, log_sigma: float) -> Gaussian:
@@ -51,8 +51,10 @@ def test_injection_hits_the_placeholders_only_and_is_differentiable():
     out = inject(embeddings, tokens, 9, soft)
     assert torch.equal(out[0, 1:3], soft[0]) and torch.equal(out[1, [0, 2]], soft[1])
     assert torch.equal(out[tokens != 9], embeddings[tokens != 9])
-    with pytest.raises(ValueError, match="placeholders"):
-        inject(embeddings, tokens, 3, soft)
+    check_places(tokens.tolist(), 9, (2, 2))
+    for placeholder, n in ((3, (2, 2)), (9, (2, 1)), (9, (1, 1))):
+        with pytest.raises(ValueError, match="placeholders"):
+            check_places(tokens.tolist(), placeholder, n)
 
 
 def test_memory_targets_by_hand():

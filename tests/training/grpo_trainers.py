@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,9 +83,9 @@ def spec(i: int, kind: str = "") -> EpisodeSpec:
     )
 
 
-def executor(**kwargs) -> FrozenExecutor:
+def executor(device: str = "cpu", **kwargs) -> FrozenExecutor:
     """Make one that reads soft tokens at every step, for random models hardly ever give guidance."""
-    return FrozenExecutor(tiny_models.lm_backbone(seed=1), **{"reads": EVERYTHING, **kwargs})
+    return FrozenExecutor(tiny_models.lm_backbone(seed=1, device=device), **{"reads": EVERYTHING, **kwargs})
 
 
 class Engine(MemoryCompiler):
@@ -112,15 +111,16 @@ def merged(*settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def trainer(
-    tmp_path, specs=None, make_env=None, projector="gaussian", held_out=(), served=False, **settings
+    tmp_path, specs=None, make_env=None, projector="gaussian", held_out=(), served=False, device="cpu", **settings
 ) -> GrpoTrainer:  # fmt: skip
     defaults = {
         "compiler": {"max_new_tokens": 8}, "updates": 4, "tasks": 2, "group_size": 4, "optimizer": {"lr": 1e-3},
         "save_every": 2, "micro_batch_size": 3,
     }  # fmt: skip
     config = GrpoConfig(**merged(defaults, settings))
-    make = partial(tiny_models.memory_compiler, False, projector={"kind": projector})
-    player = engine(make_env, make(kind=Engine) if served else None, temperature=config.executor.temperature)
+    make = lambda **kind: tiny_models.memory_compiler(False, projector={"kind": projector}, device=device, **kind)
+    served_by, temperature = make(kind=Engine) if served else None, config.executor.temperature
+    player = engine(make_env, served_by, temperature=temperature, device=device)
     compiler, specs = make(), specs or [spec(i) for i in range(3)]
     held = HeldOutTasks(config.evaluation, player, held_out, greedy(config.compiler)) if held_out else None
     return GrpoTrainer(config, compiler, player.executor, player, specs, tmp_path, None, held)

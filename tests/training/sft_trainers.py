@@ -36,17 +36,19 @@ def row(i: int) -> SftRow:
 ROWS = [row(i) for i in range(5)]
 
 
-def executor(dtype: torch.dtype = torch.float32) -> FrozenExecutor:
-    backbone = tiny_models.lm_backbone(seed=1)
+def executor(dtype: torch.dtype = torch.float32, device: str = "cpu") -> FrozenExecutor:
+    backbone = tiny_models.lm_backbone(seed=1, device=device)
     backbone.model.to(dtype)
     return FrozenExecutor(backbone, reads=EVERYTHING)
 
 
-def trainer(tmp_path, rows=ROWS, held_out=(), dtype=torch.float32, **settings) -> SftTrainer:
+def trainer(
+    tmp_path, rows=ROWS, held_out=(), dtype=torch.float32, vlm=True, device="cpu", **settings
+) -> SftTrainer:  # fmt: skip
     defaults = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 6, "optimizer": {"lr": 1e-3}, "save_every": 2}
     config = SftConfig(**(defaults | settings))
-    compiler = tiny_models.memory_compiler(True, dtype=dtype)
-    return SftTrainer(config, compiler, executor(dtype), rows, tmp_path, None, held_out)
+    compiler = tiny_models.memory_compiler(vlm, dtype=dtype, device=device)
+    return SftTrainer(config, compiler, executor(dtype, device), rows, tmp_path, None, held_out)
 
 
 def trainable(trainer: SftTrainer) -> dict[str, torch.Tensor]:
