@@ -14,7 +14,6 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -32,6 +31,7 @@ from memory.entry import MemoryEntry, entry_from_json
 from memory.protocol import Kept, Recall, Record
 from memory.trajectory import png_bytes
 from runtime.errors import StopReason, is_failure
+from runtime.told import parse_json, typed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -267,19 +267,19 @@ def episode_from_json(row: Mapping[str, Any], images: bool = True) -> Episode:
         head["stop_reason"] = StopReason(head["stop_reason"])
         head["broken"] = tuple(head.get("broken", ()))
         head["retries"] = [episode_from_json(retry, images) for retry in head.get("retries", ())]
-        return Episode(**head, steps=[_step_from_json(step, images) for step in row["steps"]])
+        return typed(Episode(**head, steps=[_step_from_json(step, images) for step in row["steps"]]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not an episode: {error}") from error
 
 
 def read_episodes(path: Path, images: bool = True) -> Iterator[Episode]:
     """Read the episodes of a JSONL file, one at a time. Raises: ValueError, naming the line that holds none."""
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                yield episode_from_json(json.loads(line), images)
+                yield episode_from_json(parse_json(line), images)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
 
@@ -287,7 +287,7 @@ def read_episodes(path: Path, images: bool = True) -> Iterator[Episode]:
 def _step_from_json(row: Mapping[str, Any], images: bool) -> StepRecord:
     step = {key: value for key, value in row.items() if key in _STEP_FIELDS}
     step |= {key: tuple(step[key]) for key in _TUPLES if step.get(key) is not None}
-    return StepRecord(**step, image=_picture(row.get("image")) if images else None)
+    return typed(StepRecord(**step, image=_picture(row.get("image")) if images else None))
 
 
 def _picture(data: str | None) -> Image | None:

@@ -16,6 +16,7 @@ import re
 import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
@@ -39,7 +40,7 @@ Problems = defaultdict[str, list[str]]  # dotted path (or override) -> what is w
 _PARSE_ERRORS = (yaml.YAMLError, OmegaConfBaseException, ValueError, LookupError, AttributeError, RecursionError)
 _OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
-_MAX_DEPTH = 50
+_MAX_DEPTH, _MAX_NESTING = 50, 100
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "mapping", list: "list"}
 
 
@@ -94,7 +95,7 @@ def to_yaml(config: BaseModel) -> str:
 def read_yaml(path: Path) -> Tree:
     """Read one YAML file as plain data, its references as they stand. Raises: ConfigError, which names the line."""
     try:
-        loaded = OmegaConf.load(io.StringIO(_decoded(path.read_bytes())))
+        loaded = OmegaConf.load(io.StringIO(_shallow(_decoded(path.read_bytes()))))
         data = OmegaConf.to_container(loaded, resolve=False)
     except OSError as error:  # OmegaConf raises one without strerror for a file that holds a bare number
         raise ConfigError(f"{path}: {error.strerror or 'expected a mapping (key: value) at the top'}") from None
@@ -108,6 +109,15 @@ def read_yaml(path: Path) -> Tree:
 def _decoded(raw: bytes) -> str:
     """Decode a file by its byte-order mark, without one as UTF-8. Raises: UnicodeDecodeError."""
     return raw.decode("utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig")
+
+
+def _shallow(text: str) -> str:
+    """Return a YAML text that is not nested so deeply that its parser would overflow the stack. Raises: ValueError."""
+    opened = accumulate(1 if mark in "[{" else -1 for mark in re.findall(r"[\[\]{}]", text))
+    compact = (len(re.findall(r"[-?]\s", line)) for line in text.split("\n"))
+    if max((*opened, *compact), default=0) > _MAX_NESTING:
+        raise ValueError("nested too deeply")
+    return text
 
 
 # --- merging ---
@@ -152,7 +162,7 @@ def parse_override(text: str) -> tuple[list[str], object]:
     if not _OVERRIDE_KEY.fullmatch(key):
         raise ConfigError("expected names joined by dots before the '=', for example train.seed=1")
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={_shallow(value)}"]), resolve=False)
     except _PARSE_ERRORS as error:
         raise ConfigError(f"the value is not YAML{_yaml_error(error)}") from None
     assert isinstance(parsed, dict)

@@ -23,6 +23,7 @@ from compiler.language import Kind
 from configs.load import read_yaml
 from configs.run_folder import RunFolder
 from data_gen.rows import SftRow, as_dataset, load_rows, row_folders
+from runtime.store import read_json
 from runtime.text import without_newlines
 
 if TYPE_CHECKING:
@@ -236,7 +237,11 @@ FIELDS: Mapping[str, str] = {
     "action": "the action to take: the target of the action loss through the frozen executor",
 }
 _SIZES = {1e3: "n<1K", 1e4: "1K<n<10K", 1e5: "10K<n<100K", 1e6: "100K<n<1M", math.inf: "n>1M"}
-_VERDICTS = {True: "isolated from the held-out splits", False: "LEAKS into the held-out splits", None: "not checked"}
+_VERDICTS = {
+    "True": "isolated from the held-out splits",
+    "False": "LEAKS into the held-out splits",
+    "None": "not checked",
+}
 _TEMPLATE = """---
 pretty_name: {title}
 license: {license}
@@ -282,17 +287,18 @@ def provenance(rows: Path) -> dict[str, Any]:
     """Say how rows were made, from the records of their collection beside them; "unknown" where those do not say."""
     run = rows.parent
     config = read_yaml(run / "config.resolved.yaml") if (run / "config.resolved.yaml").is_file() else {}
-    environment = config.get("env") or {}
+    environment, git = config.get("env"), _json(run / "environment.json").get("git")
+    environment, git = (each if isinstance(each, dict) else {} for each in (environment, git))
     known = {
         "environment": environment.get("name"),
         "environment seed": environment.get("seed"),
         "split": config.get("split"),
         "tasks (SHA-256 of the manifest)": _json(run / "manifest.json").get("sha256"),
-        "leakage": _VERDICTS.get(_json(run / "leakage.json").get("clean")),
+        "leakage": _VERDICTS.get(str(_json(run / "leakage.json").get("clean"))),
         "teacher": _json(run / "collect.json").get("teacher"),
         "noise": config.get("noise"),
         "seed": config.get("seed"),
-        "MemCompiler commit": (_json(run / "environment.json").get("git") or {}).get("commit"),
+        "MemCompiler commit": git.get("commit"),
     }
     return {name: "unknown" if value is None else value for name, value in known.items()}
 
@@ -364,13 +370,5 @@ def push(rows: str | Path, repo: str, private: bool = True) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Read an object from a file; an empty one where there is none. Raises: ValueError, for anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError(f"{type(value).__name__} instead of an object")
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): collect anew (memcompiler collect)") from None
-    return value
+    """Read an object from a file; an empty one where there is none. Raises: RecordError, for anything else."""
+    return read_json(path) if path.is_file() else {}

@@ -60,7 +60,7 @@ def system_of(path: Path) -> str | None:
     """Say which system a folder is of; None where it does not say: there is none, or a bank of before there were
     several."""
     mark = path / MARK
-    return read_json(mark)["system"] if mark.exists() else None
+    return read_json(mark).get("system") if mark.exists() else None
 
 
 def asking(endpoint: Endpoint) -> Ask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -12,8 +11,10 @@ from typing import Any
 
 from agent.records import Episode, read_episodes
 from eval.metrics import grouped, joined
+from eval.table import to_markdown
 from runtime.attempts import ATTEMPTS, Attempts
 from runtime.store import JsonLines, RecordError, to_json
+from runtime.told import parse_json
 
 EPISODES, RESULTS = "episodes.jsonl", "results.json"
 Key = tuple[str, str]  # delivery, task
@@ -74,7 +75,7 @@ def read_results(run: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: evaluate first (memcompiler eval -c CONFIG --out {run})")
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}): evaluate again") from error
     if not isinstance(results, dict) or not results.get("results"):
@@ -82,6 +83,12 @@ def read_results(run: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} holds no results{f', {missing} are missing' if missing else ''}: go on with --on-exists resume"
         )
+    try:
+        to_markdown(results)
+        episode_files(run, results)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is not as an evaluation writes it ({problem}): evaluate again") from error
     return results
 
 

@@ -79,7 +79,7 @@ def check_answer(given: tuple[str, str]) -> None:
     expect(REASONING not in answer.text, "reasoning is part of an answer")
     expect(min(answer.tokens_in, answer.tokens_out) >= 0, "a count of tokens is negative")
     plain = said.isascii() and not any(mark in said for mark in "<`")
-    expect(not said or not plain or answer.text.strip() == said.strip(), "an answer says something else")
+    expect(not said or not plain or answer.text.split() == said.split(), "an answer says something else")
     for read in (read_emission, lambda answer: read_emission(Answer(answer.text, 0, 0, True))):
         check_emission(read(answer).emission)
 
@@ -365,7 +365,7 @@ TARGETS = (
     Target("state.operations", make_state, check_state, (), 3),
     Target("state.text", make_state_text, check_state_text, (ValueError,), 2),
     Target("step.rules", make_step, check_step, (), 0.5),
-    Target("step.prompt", lambda rng: (encoder(), make_step(rng))[1], check_prompt, (ValueError,), 1),
+    Target("step.prompt", lambda rng: (encoder(), make_step(rng))[1], check_prompt),
     Target("environment.household", make_play, check_play, (), 1),
     *([Target("environment.gymnasium", make_gymnasium, check_gymnasium, (ValueError,))] * bool(find_spec("gymnasium"))),
 )

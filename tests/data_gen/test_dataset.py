@@ -136,7 +136,7 @@ def test_a_card_without_records_says_so(tmp_path: Path) -> None:
     (tmp_path / "leakage.json").write_text(json.dumps({"clean": False}))
     assert "LEAKS" in dataset.provenance(tmp_path / "rows")["leakage"]
     (tmp_path / "leakage.json").write_text("{")
-    with pytest.raises(ValueError, match="not JSON"):
+    with pytest.raises(ValueError, match=r"leakage\.json is damaged"):
         dataset.provenance(tmp_path / "rows")
 
 
