@@ -183,7 +183,7 @@ def loaded(module: str, by: str) -> str:
     [
         (["train", "sft", "epoch=3"], "did you mean"),
         (["train", "sft", "rows=/nowhere"], "memcompiler collect"),
-        (["eval", "limit=0", "deliveries=[none]"], "no tasks"),
+        (["eval", "limit=0", "deliveries=[none]"], "greater than 0"),
         (["eval", "split=nope", "limit=1", "deliveries=[none]"], "test"),
         (["eval", "deliveries=[magic]"], "magic"),
         (["eval", "deliveries=[compiled]", "limit=1", "env.scenes={test: 1}"], "checkpoint"),

@@ -207,7 +207,7 @@ def test_other_settings_data_or_prompts_are_refused(tmp_path, monkeypatch):
         (["deliveries=[compiled]", "baseline=null", "compiler.checkpoint=/nowhere"], "no checkpoint in /nowhere"),
         (["matrix={memory: {a: {memory.kk: 1}}}"], "memory=a"),
         (["matrix={memory: {}}"], "one level or more"),
-        (["limit=0"], "no tasks"),
+        (["limit=0"], "greater than 0"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said_at_once(overrides, message, tmp_path):

@@ -26,6 +26,7 @@ from envs.base import Observation, Task, Transition
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.prompt import Prompt
+from lm.replies import answer_text
 from memory.trajectory import png_bytes
 from tests import tiny_models, vllm_engines
 from training.sft import embedded_memories, encode_row, sft_losses
@@ -104,7 +105,7 @@ def test_generation_equals_the_models_own_forward_pass() -> None:
             if token == model.end_id:
                 break
             answer.append(token)
-        assert (made.text, made.tokens_out) == (model.tokenizer.decode(answer), len(answer))
+        assert (made.text, made.tokens_out) == (answer_text(model.tokenizer.decode(answer)), len(answer))
 
 
 def test_picture_and_soft_tokens_both_count() -> None:

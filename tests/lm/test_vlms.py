@@ -23,6 +23,7 @@ from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.backbone import Backbone, load_backbone
 from lm.prompt import Part, Picture, Prompt, PromptEncoder, merge, messages
+from lm.replies import answer_text
 from lm.vision import check_sees, joined, vision_parts
 from memory.trajectory import png_bytes
 from tests import tiny_models, tiny_vlms
@@ -151,7 +152,7 @@ def test_an_executor_generates_what_the_models_own_forward_pass_chooses(family: 
             if token == model.end_id:
                 break
             answer.append(token)
-        assert (made.text, made.tokens_out) == (model.tokenizer.decode(answer), len(answer))
+        assert (made.text, made.tokens_out) == (answer_text(model.tokenizer.decode(answer)), len(answer))
 
 
 def test_tokens_of_a_picture_that_see_one_another_are_read_as_such() -> None:
