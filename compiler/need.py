@@ -19,6 +19,7 @@ from compiler.checkpoint import CheckpointError, beside, find
 from compiler.prompt import state_text
 from compiler.records import CompileRequest
 from memory.linear import Head, heads_sha256, load_heads, save_heads
+from memory.words import words
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
@@ -68,7 +69,7 @@ def _words(request: CompileRequest) -> list[str]:
     before, did = request.history[:-1], request.history[-1:]
     for line in (*state, f"before: {' ; '.join(before)}", f"did: {' ; '.join(did)}", f"see: {request.observation}"):
         head, _, text = line.partition(":")
-        said = _WORD.findall(text.lower())
+        said = _WORD.findall(text.lower()) if text.isascii() else words(text)
         found += [f"{head} {word}" for word in said] + [f"{head} {a} {b}" for a, b in pairwise(said)]
         lines[head] = set(said), set(pairwise(said))
     for (head, one), (other, two) in combinations(lines.items(), 2):

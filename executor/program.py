@@ -110,7 +110,7 @@ def _units_of(actions: Sequence[str]) -> list[Unit]:
 
 def _parted(place: str) -> tuple[str, int]:
     name, _, number = place.rpartition(" ")
-    return name, int(number) if number.isdigit() else 0
+    return name, int(number) if number.isdecimal() else 0
 
 
 # by rule --------------------------------------------------------------------------------------------------------------

@@ -162,4 +162,4 @@ def _facts(told: str, sought: str, scene: str) -> list[str]:
 def _parted(place: str) -> tuple[str, int]:
     """Part a place into its kind and its number, by which places are in order."""
     kind, _, number = place.rpartition(" ")
-    return kind, int(number) if number.isdigit() else 0
+    return kind, int(number) if number.isdecimal() else 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from lm.ledger import Answer
 from lm.replies import answer_text
+from memory.words import word_tokens
 from runtime.http import TransientError
 from runtime.told import parse_json
 
@@ -142,7 +143,9 @@ def _count(value: object) -> int | None:
 
 
 def estimate(messages: Sequence[Message]) -> int:
-    """Count tokens, at four characters each; a picture counts as a thousand."""
+    """Estimate tokens: four characters each, or by word and script where that is more; a picture counts as 1,000."""
     contents = [message["content"] for message in messages]
     parts = [part for parts in contents for part in ([{"text": parts}] if isinstance(parts, str) else parts)]
-    return sum(len(part["text"]) // 4 + 1 if "text" in part else 1000 for part in parts)
+    return sum(
+        max(len(part["text"]) // 4, round(word_tokens(part["text"]))) + 1 if "text" in part else 1000 for part in parts
+    )

@@ -17,8 +17,10 @@ from compiler import checkpoint
 from compiler.build import load_compiler
 from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.run_folder import RunFolder
+from configs.training import MAY_CHANGE_ON_RESUME as TRAINING
 from configs.training import GrpoConfig
 from envs.registry import compiler_told, executor_told
+from eval.evaluate import MAY_CHANGE as EVALUATION
 from eval.evaluate import ModelCache, evaluate
 from eval.matrix import Cell
 from eval.metrics import difference
@@ -27,12 +29,15 @@ from eval.report import write_report
 from eval.runs import EPISODES, RESULTS
 from eval.table import points, print_results
 from executor.build import AnyExecutor, load_executor
+from memcompiler.collect import MAY_CHANGE_ON_RESUME as COLLECTION
 from memcompiler.collect import run_collect
 from runtime.store import read_json
 from training import distributed
 from training.run import train_grpo, train_sft
 
 console = Console(width=120)
+STAGES = {"collect": COLLECTION, "sft": TRAINING, "grpo": TRAINING, "eval": EVALUATION}
+MAY_CHANGE_ON_RESUME = tuple(f"{stage}.{name}" for stage, names in STAGES.items() for name in names)
 
 
 def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> None:
@@ -54,7 +59,7 @@ def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> 
 
 def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "resume") -> None:
     """Collect, train (SFT, then GRPO if asked for), evaluate, report; each stage is the command of the same name."""
-    with RunFolder.create(out, config, on_exists=on_exists) as run:
+    with RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME) as run:
         if (out / RESULTS).exists():
             console.print(f"  {out} is complete already")
             print_results(read_json(out / RESULTS), console)

@@ -264,8 +264,7 @@ class VllmReader:
 
 @dataclass(slots=True)
 class EndpointReader:
-    """A model behind an endpoint, which is shown pictures where there are any; tokens are estimated, four characters
-    each, a thousand for a picture."""
+    """A model behind an endpoint, which is shown pictures where there are any; tokens are estimated (`lm.answers`)."""
 
     name: str
     endpoint: Any
