@@ -176,10 +176,13 @@ def test_a_served_model_that_cannot_write_emissions_poisons_no_row(tmp_path, mon
     with pytest.raises(ValueError, match="there are no rows to save"):
         run_collect(load_config(CollectConfig, "collect/quickstart", chosen), tmp_path / "run")
     episodes = records(tmp_path / "run")
-    steps = [step for episode in episodes for step in episode["steps"]]
-    assert len(episodes) == 2 and len(steps) == 4 and all(step["parse_error"] and step["action"] for step in steps)
+    # What it writes is malformed, or, where it is white space up to the limit, no answer.
+    refused = lambda episode: "finish_reason length" in episode["error"]
+    steps = [step for episode in episodes for step in episode["steps"][: -1 if refused(episode) else None]]
+    assert len(episodes) == 2 and steps and all(step["parse_error"] and step["action"] for step in steps)
     account = json.loads((tmp_path / "run" / "endpoints.json").read_text())["teacher"]
-    assert account["requests"] == 4 * 3 + 2 and not account["faults"]  # three attempts a step, and two rationales
+    assert account["requests"] <= 4 * 3 + 2  # three attempts a step, and two rationales
+    assert account["faults"].keys() == {"length" for episode in episodes if refused(episode)}
     assert sum(role["tokens_out"] for role in account["roles"].values()) > 4 * 3
 
 
