@@ -68,11 +68,11 @@ def by_words(asked: Asked) -> tuple[list[Candidate], Edges]:
     return candidates(asked, np.flatnonzero(scores > 0), scores[scores > 0], scores[scores > 0]), {}
 
 
-def found(cases: list[Case], router: Router | None, fill: bool = True, **switches: Any) -> Shares:
-    """Return the share of each question's evidence that is packed. Without a router, BM25 scores the units."""
+def found(cases: list[Case], trained: Router | None, fill: bool = True, **switches: Any) -> Shares:
+    """Return the share of each question's evidence that is packed. Without a trained router, BM25 scores the units."""
     settings, shares = S3MemSettings(fill=fill, **switches), Shares()
     for question, label in labels(cases, settings):
-        nodes, edges = scored(label.asked, settings, router) if router else by_words(label.asked)
+        nodes, edges = scored(label.asked, settings, trained) if trained else by_words(label.asked)
         for budget in BUDGETS:
             got = {pick.unit.id for pick in packed(label.asked.anchor, nodes, edges, budget, settings).picks}
             share = len(got & label.support) / len(label.support)
