@@ -8,7 +8,7 @@ Whatever ends a worker (its process, its node, its silence) costs what it had no
 one, `retries` times, the last time item by item, so that an item that kills whoever has it takes no other with it; then
 `broken` says what is recorded in its place. Nothing is handed out again that was answered.
 
-Where the workers are is the fleet's business: on Ray (`runtime.ray_fleet`), or simulated (`benchmarks.cluster_driver`).
+Where the workers are is the fleet's business: `runtime.ray_fleet` has them on Ray.
 """
 
 from __future__ import annotations

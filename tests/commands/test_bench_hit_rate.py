@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.hit_rate import Stream, named, replay, trace
-from benchmarks.karma_figures import Point, figure_settings, fit
 from memcompiler.cli import app
 from memory.karma.settings import KarmaSettings
 
@@ -56,10 +55,14 @@ def test_faster_drift_turns_it_round() -> None:
 
 @pytest.mark.parametrize("stream", ["uniform", "skewed", "drifting"])
 def test_more_room_hits_more(stream: Stream) -> None:
-    for number in (5, 6):
-        rates = [replay(asked(stream, 0), s).rate for s in figure_settings(number)]
+    for policy in ("fifo", "wtinylfu"):
+        rates = [rate(stream, 0, {"policy": policy}, capacity) for capacity in (5, 10, 15, 20, 25)]
         assert rates == sorted(rates)
-    assert [named(s) for s in figure_settings(6)][:2] == ["W-TinyLFU [4, 1]", "W-TinyLFU [9, 1]"]
+
+
+def test_memories_are_named_as_in_the_paper() -> None:
+    names = [named(KarmaSettings(policy=policy, capacity=5)) for policy in ("fifo", "lru", "wtinylfu")]
+    assert names == ["FIFO [5]", "LRU [5]", "W-TinyLFU [4, 1]"]
 
 
 def test_a_memory_is_warmed_up_above_95_percent_of_its_capacity() -> None:
@@ -76,8 +79,3 @@ def test_the_command_ends_with_the_rate() -> None:
         )
     bad = CliRunner().invoke(app, [*line.format("wtinylfu").split(), "--capacity", "5"])
     assert bad.exit_code != 0 and "does not fit a capacity of 5" in bad.output
-
-
-def test_the_line_of_figure_7_is_that_of_least_squares() -> None:
-    exact = [Point(n, "0", n / 10, 0.2 + 0.5 * n / 10) for n in range(5)]
-    assert fit(exact) == pytest.approx((1, 0.5, 0.2))

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.answers_compared import compared
-from benchmarks.answers_compared import table as compared_table
 from configs.collect import MemoryModels
 from data_gen.cases import Case, Question
 from envs.base import Task
@@ -206,20 +204,6 @@ def test_a_run_asks_nothing_twice_and_takes_no_other_question(tmp_path: Path) ->
     }
     with pytest.raises(ValueError, match="name another folder"):
         run_answers(asked(tokens=41), cases(), Echo(), tmp_path / "whole")
-
-
-def test_runs_are_compared_on_the_questions_that_all_have(tmp_path: Path) -> None:
-    """A run that is still going on, too; the first is what the others differ from."""
-    run_answers(asked("random", 20), cases(), Echo(), tmp_path / "random")
-    run_answers(asked("oracle", 20), cases(), Echo(), tmp_path / "oracle")
-    answers = tmp_path / "oracle" / "answers.jsonl"
-    answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:9]))
-    first, best = compared([tmp_path / "random", tmp_path / "oracle"])
-    assert (first["n"], first["answerable"], best["n"]) == (9, 8, 9) and first["logprob_gap"].mean == 0
-    assert best["recall"].mean == 1 > first["recall"].mean and best["f1_gap"].mean > 0 < best["logprob_gap"].mean
-    assert "| oracle | 100.0 [100.0, 100.0] |" in compared_table([first, best])
-    with pytest.raises(ValueError, match="memcompiler qa --out"):
-        compared([tmp_path / "none"])
 
 
 def test_a_hugging_face_reader_says_the_first_line_and_how_likely_an_answer_is() -> None:
