@@ -83,12 +83,6 @@ def read_results(run: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} holds no results{f', {missing} are missing' if missing else ''}: go on with --on-exists resume"
         )
-    try:
-        to_markdown(results)
-        episode_files(run, results)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is not as an evaluation writes it ({problem}): evaluate again") from error
     return results
 
 
@@ -100,6 +94,12 @@ def load_run(run: Path) -> tuple[dict[str, Any], EpisodeSource]:
         ValueError: as `read_results`.
     """
     results = read_results(run)
+    try:
+        to_markdown(results)
+        episode_files(run, results)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{run / RESULTS} is not as an evaluation writes it ({problem}): evaluate again") from error
     for path in episode_files(run, results):
         if not path.exists():
             inside = sorted(file.parent.name for file in path.parent.glob(f"*/{RESULTS}"))

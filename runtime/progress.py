@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -36,8 +36,10 @@ def progress(name: str, total: int, done: int = 0) -> Iterator[Callable[[object]
 
 def quiet() -> None:
     """Silence the libraries' progress bars: one is enough, ours."""
-    import datasets
     from transformers.utils import logging  # without what models need
 
-    datasets.disable_progress_bars()
     logging.disable_progress_bar()
+    with suppress(ModuleNotFoundError):  # GPU images may lack datasets (docs/gpu.md)
+        import datasets
+
+        datasets.disable_progress_bars()

@@ -10,8 +10,12 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
+import lm.backbone
 from agent.deliveries import Delivery
 from agent.episode import EpisodeSpec, Limits, run_episodes
 from agent.expert import ExpertExecutor
@@ -37,6 +41,7 @@ SHOWN = 6  # rows of losses
 
 def measure(setup: Setup) -> Iterator[Row]:
     """Yield the CPU's speed, then losses and speed of a run on the device, between two evaluations."""
+    read_text_alone()
     env, specs, pool = material(SCENES[setup.size], SEED)
     apart = HELD_OUT[setup.size]
     rows = expert_rows(env, specs[:-apart], pool)
@@ -54,6 +59,12 @@ def measure(setup: Setup) -> Iterator[Row]:
         yield {"what": f"success on {apart} held-out tasks before", "value": success(played, trainer)}
         yield from train(setup, trainer)
         yield {"what": f"success on {apart} held-out tasks after", "value": success(played, trainer)}
+
+
+def read_text_alone() -> None:
+    """Give the shipped compiler its tokenizer alone where torchvision, which its processor needs, is missing."""
+    if find_spec("torchvision") is None:
+        lm.backbone.load_processor = lambda name, revision=None: AutoTokenizer.from_pretrained(name, revision=revision)
 
 
 def expert_rows(env: HouseholdEnvironment, specs: Sequence[EpisodeSpec], pool: EntryPool) -> list[SftRow]:

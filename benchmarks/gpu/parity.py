@@ -23,9 +23,8 @@ from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
 from configs.training import SftConfig
 from executor.hf import FrozenExecutor
-from lm.backbone import load_encoder
-from lm.prompt import Prompt
-from plan.models import MEMORY, WORD
+from lm.prompt import Picture, Prompt
+from plan.models import MEMORY, WORD, model_config
 from plan.replay import commands, requests_of
 from training.sft import Example, sft_losses
 
@@ -166,10 +165,12 @@ def _examples(n: int, width: int = 50 + EMITTED, picture: bool = False) -> list[
 
 
 def _picture(seed: int) -> Prompt:
-    """Draw a picture, as the shipped compiler's processor reads it."""
-    encoder = load_encoder(TINY[0])
-    values = torch.randint(0, 256, (64, 64, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    return encoder.pictures([Image.fromarray(values.numpy())])
+    """Draw a picture of 64 x 64 pixels, as the shipped compiler reads it: 8 x 8 patches of 2 x 3 x 8 x 8 values, and a
+    token for four patches. (Its processor would need torchvision.)"""
+    values = torch.randn(64, 384, generator=torch.Generator().manual_seed(seed))
+    read = {"pixel_values": values, "image_grid_thw": torch.tensor([[1, 8, 8]])}
+    picture = Picture(Image.new("RGB", (64, 64)), 16, read)
+    return Prompt((model_config(TINY[0]).image_token_id,) * picture.tokens, pictures=(picture,))
 
 
 def _prompts(tokens: int, seed: int, soft: int = 0) -> list[Prompt]:
