@@ -30,7 +30,7 @@ from executor.prompt import ExecutorRequest, MemoryBlock, executor_text, memory_
 from memory.entry import MemoryEntry, entry_from_json
 from memory.protocol import Kept, Recall, Record
 from memory.trajectory import png_bytes
-from runtime.errors import StopReason, is_failure
+from runtime.errors import StopReason, first_failure
 from runtime.told import parse_json, typed
 
 if TYPE_CHECKING:
@@ -210,8 +210,7 @@ class Episode:
     @property
     def failure(self) -> str:
         """Say what broke this episode or one of its further attempts; "" where nothing did."""
-        attempts = (self, *self.retries)
-        return next((f"{e.stop_reason}: {e.error}" for e in attempts if is_failure(e.stop_reason)), "")
+        return first_failure((e.stop_reason, e.error) for e in (self, *self.retries))
 
     def note_recall(self, recalled: Recall, step: StepRecord) -> None:
         """Record what was recalled for a step; the first is what the episode begins with."""

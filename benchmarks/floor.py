@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from lm.backbone import device_of, dtype_of
+from lm.device import device_of, dtype_of
 from plan.models import untrained
 
 SIZE, TRIES = 2048, 8

@@ -96,11 +96,11 @@ def load_run(run: Path) -> tuple[dict[str, Any], EpisodeSource]:
     results = read_results(run)
     try:
         to_markdown(results)
-        episode_files(run, results)
+        files = episode_files(run, results)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"{run / RESULTS} is not as an evaluation writes it ({problem}): evaluate again") from error
-    for path in episode_files(run, results):
+    for path in files:
         if not path.exists():
             inside = sorted(file.parent.name for file in path.parent.glob(f"*/{RESULTS}"))
             hint = f"; there are runs inside: {', '.join(inside)}" if inside else ""

@@ -54,7 +54,8 @@ def load_executor(config: ExecutorConfig, told: Told, cache: Path | None = None)
         return ProgramExecutor(endpoint, config.feedback, config.homes, likely, reads=common["reads"])
     if config.engine == "hf":
         return load_frozen(config, told)
-    from lm.backbone import dtype_of, load_encoder
+    from lm.backbone import load_encoder
+    from lm.device import dtype_of
 
     quiet()
     name = model_path(config.model)

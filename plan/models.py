@@ -16,7 +16,8 @@ from compiler.records import CompileRequest, Decoding
 from configs.load import ConfigError
 from configs.models import CompilerConfig, ExecutorConfig, model_path
 from executor.hf import FrozenExecutor
-from lm.backbone import Backbone, dtype_of
+from lm.backbone import Backbone
+from lm.device import dtype_of
 from lm.prompt import Prompt
 from plan.shapes import Ledger
 from soft_mem.projector import Projector, ProjectorConfig

@@ -16,7 +16,8 @@ from transformers import DynamicCache
 from compiler.records import CompileRequest, Decoding
 from configs.models import CompilerConfig, ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
-from lm.backbone import Backbone, dtype_of
+from lm.backbone import Backbone
+from lm.device import dtype_of
 from lm.prompt import Prompt
 from lm.vision import vision_parts
 from memory.entry import MemoryEntry, Provenance

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from textwrap import shorten
 from typing import Any, Generic, TypeVar
 
-from runtime.errors import is_failure
+from runtime.errors import first_failure
 from runtime.store import JsonLines, Row, to_json
 
 ATTEMPTS = 3  # at a result that machinery breaks, where settings do not say
@@ -22,8 +22,7 @@ Outcome = tuple[str, str, Sequence[str]]  # a result's name, what broke it ("": 
 
 def failure_of(row: Row) -> str:
     """Say what broke a recorded episode or one of its further attempts; "" where nothing did."""
-    attempts = (row, *row.get("retries", ()))
-    return next((f"{e['stop_reason']}: {e['error']}" for e in attempts if is_failure(e["stop_reason"])), "")
+    return first_failure((e["stop_reason"], e["error"]) for e in (row, *row.get("retries", ())))
 
 
 class Attempts(Generic[K]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar
 
@@ -56,3 +57,8 @@ FAILURES = (
 def is_failure(stop_reason: str) -> bool:
     """Tell whether an episode broke: it counts as failed in evaluation and has no part in training or memory."""
     return stop_reason in FAILURES
+
+
+def first_failure(ends: Iterable[tuple[str, str]]) -> str:
+    """Name the first failure among stop reasons with their errors; "" where none of them is one."""
+    return next((f"{reason}: {error}" for reason, error in ends if is_failure(reason)), "")

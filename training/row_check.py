@@ -28,6 +28,7 @@ from training import distributed
 from training.sft import Rows, encode_row
 
 SHOWN = 5  # bad rows that an error names
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OSError, SyntaxError)  # the last one is Pillow's
 
 
 def bad_rows(
@@ -39,14 +40,7 @@ def bad_rows(
     for i in distributed.share(len(rows)):
         try:
             wrong = check.fault(rows[i])
-        except (
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            OSError,
-            SyntaxError,
-        ) as error:  # Pillow raises SyntaxError
+        except UNREADABLE as error:
             wrong = f"{type(error).__name__}: {error}"
         if wrong:
             found[i] = f"task {tasks[i]}: {wrong}"

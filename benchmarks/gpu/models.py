@@ -16,7 +16,8 @@ from configs.load import load_config
 from configs.models import Speed
 from configs.training import SftConfig
 from executor.hf import FrozenExecutor
-from lm.backbone import Backbone, dtype_of
+from lm.backbone import Backbone
+from lm.device import dtype_of
 from plan.budget import Lengths
 from plan.models import WordlessBackbone, untrained
 from soft_mem.projector import Projector, ProjectorConfig
