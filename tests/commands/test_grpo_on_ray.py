@@ -91,17 +91,23 @@ def newest(out: Path, role: str) -> int:
 def meanwhile(*acts: tuple[Callable[[], Any], Callable[[], Any]]) -> Callable[[], list[Any]]:
     """Do things, each as soon as its condition holds; what is returned waits for what they gave."""
     given: list[Any] = []
+    failed: list[Exception] = []
 
     def watch() -> None:
-        for condition, act in acts:
-            until(condition, 400, 0.02)
-            given.append(act())
+        try:
+            for condition, act in acts:
+                until(condition, 400, 0.02)
+                given.append(act())
+        except Exception as error:
+            failed.append(error)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
 
     def done() -> list[Any]:
         thread.join(30)
+        if failed:
+            raise failed[0]
         assert len(given) == len(acts), f"{len(given)} of {len(acts)} were done before the run was over"
         return given
 
@@ -170,8 +176,11 @@ def test_vllm_rolls_out_and_acts_and_is_replaced_when_its_own_process_dies(sft, 
 
     def kill_engine() -> None:
         [actor] = [row["pid"] for row in rows(out / RECORD) if (row["role"], row["event"]) == ("compiler", "ready")]
-        [engine] = [pid for pid, command in processes("").items() if below(pid, actor) and "EngineCore" in command]
-        os.kill(engine, signal.SIGKILL)
+        started = {pid: command for pid, command in processes("").items() if pid != actor and below(pid, actor)}
+        # vLLM names its process, but not where the environment moved in memory: then it is the one that was spawned.
+        engines = [pid for pid, command in started.items() if "EngineCore" in command or "spawn_main" in command]
+        assert len(engines) == 1, started
+        os.kill(engines[0], signal.SIGKILL)
 
     with ray_nodes(1, 1):
         done = meanwhile((lambda: lines(out / "metrics.jsonl") >= 1, kill_engine))
