@@ -87,7 +87,7 @@ class DeliverySpec:
 
     def make(
         self, trained: Compiler | None, seed: int, reader: TrajectoryReader | None = None, need: Guess | None = None
-    ) -> Delivery:  # fmt: skip
+    ) -> Delivery:
         """Make the delivery that the loop plays; `reader` (of the environment) is what teachers need, `need` what
         stands beside the compiler's checkpoint. Raises: ValueError, where it needs what is not there."""
         if self.needs_checkpoint and trained is None:
@@ -132,42 +132,74 @@ DELIVERIES = {  # in the order of every table and plot
         DeliverySpec("disclosure", "rule-based disclosure", compiler=lambda *_: RuleDisclosure(), soft=False),
         DeliverySpec("compiled_text", "compiled, text only", compiler=_trained, soft=False, needs_checkpoint=True),
         DeliverySpec(
-            COMPILED, "compiled, text + soft", compiler=_trained, needs_checkpoint=True,
+            COMPILED,
+            "compiled, text + soft",
+            compiler=_trained,
+            needs_checkpoint=True,
             compared_with=("none", "static", "compiled_text"),
         ),
         DeliverySpec(  # the quickstart's second compiler, under the delivery `compiled`
-            AFTER_GRPO, "compiled, text + soft, after GRPO", compiler=_trained, needs_checkpoint=True,
-            compared_with=(COMPILED,), played=False,
+            AFTER_GRPO,
+            "compiled, text + soft, after GRPO",
+            compiler=_trained,
+            needs_checkpoint=True,
+            compared_with=(COMPILED,),
+            played=False,
         ),
         DeliverySpec(
-            "compiled_unsure", "compiled, where unsure", compiler=_trained, where_unsure=True, needs_checkpoint=True,
+            "compiled_unsure",
+            "compiled, where unsure",
+            compiler=_trained,
+            where_unsure=True,
+            needs_checkpoint=True,
             compared_with=("none", "static", COMPILED),
         ),
         DeliverySpec(
-            "compiled_needed", "compiled, where needed", compiler=_trained, where_needed=True, needs_checkpoint=True,
+            "compiled_needed",
+            "compiled, where needed",
+            compiler=_trained,
+            where_needed=True,
+            needs_checkpoint=True,
             compared_with=("none", "static", COMPILED),
         ),
         DeliverySpec(
             "compiled_no_brief", "compiled, no brief", compiler=_trained, brief_state=False, needs_checkpoint=True
         ),
         DeliverySpec(  # what state tracking is worth by itself
-            "compiled_no_memory", "compiled, memory empty", compiler=_trained, needs_checkpoint=True, memory="empty",
-            control=True, compared_with=("none", COMPILED),
+            "compiled_no_memory",
+            "compiled, memory empty",
+            compiler=_trained,
+            needs_checkpoint=True,
+            memory="empty",
+            control=True,
+            compared_with=("none", COMPILED),
         ),
         DeliverySpec(
-            "expert_compiler", "expert as compiler", soft=False, needs_expert=True, control=True,
+            "expert_compiler",
+            "expert as compiler",
+            soft=False,
+            needs_expert=True,
+            control=True,
             compiler=lambda _, seed, reader: ExpertTeacher("right", seed, reader),
         ),
         DeliverySpec(
-            "expert_random_entry", "expert, random entry", soft=False, needs_expert=True, control=True,
+            "expert_random_entry",
+            "expert, random entry",
+            soft=False,
+            needs_expert=True,
+            control=True,
             compiler=lambda _, seed, reader: ExpertTeacher("random", seed, reader),
         ),
         DeliverySpec(
-            "compiled_shuffled_soft", "shuffled soft tokens", needs_checkpoint=True, control=True, interdependent=True,
+            "compiled_shuffled_soft",
+            "shuffled soft tokens",
+            needs_checkpoint=True,
+            control=True,
+            interdependent=True,
             compiler=lambda trained, *_: trained and ShuffledSoft(trained),
         ),
     )
-}  # fmt: skip
+}
 
 
 def pasted(kind: Kind, first: str, recalled: Sequence[MemoryEntry]) -> str:
@@ -201,9 +233,15 @@ def recorded_step(
     """
     spec, step = find(episode.delivery), episode.steps[t]
     return StepInput(
-        stated_goal(episode.goal, episode.scene), step.observation, step.image, step.admissible,
-        tuple(earlier.action for earlier in episode.steps[:t]), tuple(memory),
+        stated_goal(episode.goal, episode.scene),
+        step.observation,
+        step.image,
+        step.admissible,
+        tuple(earlier.action for earlier in episode.steps[:t]),
+        tuple(memory),
         parse_brief_state(step.brief_before) if spec.brief_state else None,
         pasted(spec.kind, episode.memory_text, memory),
-        Emission(step.guidance, step.reason) if step.emission_kind else None, soft, first=episode.steps[0].observation,
-    )  # fmt: skip
+        Emission(step.guidance, step.reason) if step.emission_kind else None,
+        soft,
+        first=episode.steps[0].observation,
+    )

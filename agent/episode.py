@@ -99,9 +99,15 @@ class EpisodeExpert:
 
 
 async def run_episode(
-    env: Environment, spec: EpisodeSpec, delivery: Delivery, executor: Executor, limits: Limits, batcher: StepBatcher,
-    index: int, goes_on: bool = False,
-) -> Episode:  # fmt: skip
+    env: Environment,
+    spec: EpisodeSpec,
+    delivery: Delivery,
+    executor: Executor,
+    limits: Limits,
+    batcher: StepBatcher,
+    index: int,
+    goes_on: bool = False,
+) -> Episode:
     """Play one episode, in a world of its own or, where it `goes_on`, in the one that an earlier one left. A failure of
     environment, memory, compiler or executor ends it with a named reason. Raises: EndpointStop, where no endpoint may
     be asked any more, for any episode; BankError, where memory is not what it was for any of them."""
@@ -122,9 +128,17 @@ async def run_episode(
             episode.note_recall(recalled, record)
             text = pasted(delivery.kind, episode.memory_text, recalled.entries)
             step = StepInput(
-                spec.goal, observed.text, observed.image, observed.admissible, history, recalled.entries,
-                state if delivery.brief_state else None, text, expert=expert, first=first,
-            )  # fmt: skip
+                spec.goal,
+                observed.text,
+                observed.image,
+                observed.admissible,
+                history,
+                recalled.entries,
+                state if delivery.brief_state else None,
+                text,
+                expert=expert,
+                first=first,
+            )
             step, action = await roles.decide(step, record)
             if step.emission is not None and (not spares or step.emission.guidance or not t):
                 state, record.op_errors = apply_ops(step.emission.ops, state)  # the change of b_t, Eq. 4
@@ -163,9 +177,16 @@ def _begin(spec: EpisodeSpec, delivery: Delivery, limits: Limits) -> Episode:
     """Say what is known of an episode before its first step."""
     task = spec.task
     return Episode(
-        task.id, task.goal, task.scene, task.split, task.kind, task.family, delivery.name, limits.seed,
+        task.id,
+        task.goal,
+        task.scene,
+        task.split,
+        task.kind,
+        task.family,
+        delivery.name,
+        limits.seed,
         bank_version=spec.bank_version,
-    )  # fmt: skip
+    )
 
 
 def lost_episode(task: Task, delivery: str, seed: int, why: str, bank_version: int | None = None) -> Episode:
@@ -253,9 +274,14 @@ class _Roles:
 
 
 def run_episodes(
-    make_env: Callable[[], Environment], specs: Sequence[EpisodeSpec], delivery: Delivery, executor: Executor,
-    limits: Limits, concurrency: int = 64, on_episode: Callable[[Episode], None] | None = None,
-) -> list[Episode]:  # fmt: skip
+    make_env: Callable[[], Environment],
+    specs: Sequence[EpisodeSpec],
+    delivery: Delivery,
+    executor: Executor,
+    limits: Limits,
+    concurrency: int = 64,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[Episode]:
     """Play all specs, at most `concurrency` at a time, each with an environment of its own; results in their order."""
     alone = [[spec] for spec in specs]
     played = run_sequences(make_env, alone, delivery, executor, limits, concurrency, on_episode)
@@ -263,9 +289,14 @@ def run_episodes(
 
 
 def run_sequences(
-    make_env: Callable[[], Environment], sequences: Sequence[Sequence[EpisodeSpec]], delivery: Delivery,
-    executor: Executor, limits: Limits, concurrency: int = 64, on_episode: Callable[[Episode], None] | None = None,
-) -> list[list[Episode]]:  # fmt: skip
+    make_env: Callable[[], Environment],
+    sequences: Sequence[Sequence[EpisodeSpec]],
+    delivery: Delivery,
+    executor: Executor,
+    limits: Limits,
+    concurrency: int = 64,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[list[Episode]]:
     """Play sequences of tasks side by side, each in a world of its own that is never reset: what a task leaves, solved
     or not, the next one finds. A world that breaks ends its sequence: the tasks that are left fail with it.
 

@@ -154,10 +154,8 @@ class ExpertTeacher:
             (here if of_scene(request.goal, entry) else elsewhere).append(lead)
         known = self._known_places(request, need)
         alike = [
-            _Lead(place, lead.scene, lead.fact)
-            for lead in elsewhere
-            for place in self.reader.likes(lead.place, known)
-        ]  # fmt: skip
+            _Lead(place, lead.scene, lead.fact) for lead in elsewhere for place in self.reader.likes(lead.place, known)
+        ]
         ranked = dict[str, _Lead]()
         own = here if _scene(request.goal) else _most_said(here)
         for lead in (*own, *_most_said(alike, at_least=2 if here else 1)):
@@ -214,7 +212,7 @@ class ExpertTeacher:
             if entry.provenance.success and of_scene(request.goal, entry)
             for steps in [["", *self.reader.steps(entry.provenance.actions)]]
             for pair in pairwise(steps)
-        ]  # fmt: skip
+        ]
         shape = self.reader.shape
         after = [p for p in pairs if p[0] == last[-1]] or [p for p in pairs if shape(p[0]) == shape(last[-1])]
         votes = Counter(shape(following) for _, following in after)

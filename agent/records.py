@@ -68,9 +68,7 @@ class StepInput:
 
 def compile_request(step: StepInput) -> CompileRequest:
     """Ask the compiler for (M, b_t, o_t) -> emission (paper Eq. 3 and 4)."""
-    return CompileRequest(
-        step.goal, step.memory, step.state, step.observation, step.image, step.history, step.expert
-    )  # fmt: skip
+    return CompileRequest(step.goal, step.memory, step.state, step.observation, step.image, step.history, step.expert)
 
 
 def delivered(step: StepInput, executor: Executor) -> MemoryBlock:
@@ -95,9 +93,17 @@ def executor_request(step: StepInput, executor: Executor) -> ExecutorRequest:
     image = step.image if executor.sees_images else None
     first = step.first if executor.reads.first_view and step.history else ""  # at the first step it is in view
     return ExecutorRequest(
-        step.goal, delivered(step, executor), step.history, step.observation, step.admissible, step.expert, image,
-        executor.reads.history, first, executor.reads.goal_last,
-    )  # fmt: skip
+        step.goal,
+        delivered(step, executor),
+        step.history,
+        step.observation,
+        step.admissible,
+        step.expert,
+        image,
+        executor.reads.history,
+        first,
+        executor.reads.goal_last,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,9 +156,11 @@ class StepRecord:
         self.compilation = made
         if made.mu is not None and made.log_sigma is not None and made.z is not None:
             self.soft = {
-                "n": float(len(made.mu)), "mu_norm": made.mu.norm(dim=-1).mean().item(),
-                "sigma_mean": made.log_sigma.exp().mean().item(), "z_norm": made.z.norm(dim=-1).mean().item(),
-            }  # fmt: skip
+                "n": float(len(made.mu)),
+                "mu_norm": made.mu.norm(dim=-1).mean().item(),
+                "sigma_mean": made.log_sigma.exp().mean().item(),
+                "z_norm": made.z.norm(dim=-1).mean().item(),
+            }
 
     def note_action(self, request: ExecutorRequest, made: Action, seconds: float) -> None:
         """Record what the executor read and decided; where it is asked again, both times cost."""

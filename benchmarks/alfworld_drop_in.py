@@ -59,8 +59,10 @@ def in_a_process(name: str, games: Path, size: int, steps: int, seconds: float, 
     if played.returncode:
         sys.exit(f"{name}, batch {size}, failed: {played.stderr[-2000:]}")
     took = json.loads(played.stdout.splitlines()[-1])
-    typer.echo(f"{name}, batch {size}: {took['steps_s']:,.1f} steps/s (n = {took['steps']:,}), {took['resets_s']:,.2f} "
-               f"resets/s (n = {took['resets']:,}), {took['mib']:,.0f} MiB")  # fmt: skip
+    typer.echo(
+        f"{name}, batch {size}: {took['steps_s']:,.1f} steps/s (n = {took['steps']:,}), {took['resets_s']:,.2f} "
+        f"resets/s (n = {took['resets']:,}), {took['mib']:,.0f} MiB"
+    )
     return took
 
 
@@ -79,8 +81,13 @@ def measured(name: str, games: Path, size: int, steps: int, seconds: float) -> d
             stepping += (time.perf_counter() - started) * (step > 0)
         rounds += 1
     resets, stepped = size * rounds, size * rounds * steps
-    return {"steps": stepped, "steps_s": stepped / stepping, "resets": resets, "resets_s": resets / resetting,
-            "mib": memory() / MIB}  # fmt: skip
+    return {
+        "steps": stepped,
+        "steps_s": stepped / stepping,
+        "resets": resets,
+        "resets_s": resets / resetting,
+        "mib": memory() / MIB,
+    }
 
 
 def environment(name: str, games: Path) -> Any:
@@ -89,8 +96,12 @@ def environment(name: str, games: Path) -> Any:
     else:
         from envs.alfworld.drop_in import AlfredTWEnv
     dataset = {"eval_id_data_path": str(games), "num_eval_games": -1}
-    env = {"task_types": [1, 2, 3, 4, 5, 6], "domain_randomization": False, "goal_desc_human_anns_prob": 0,
-           "expert_type": "handcoded"}  # fmt: skip
+    env = {
+        "task_types": [1, 2, 3, 4, 5, 6],
+        "domain_randomization": False,
+        "goal_desc_human_anns_prob": 0,
+        "expert_type": "handcoded",
+    }
     rl = {"training": {"max_nb_steps_per_episode": 50}}
     config = {"dataset": dataset, "env": env, "general": {"training_method": "dqn"}, "rl": rl}
     return AlfredTWEnv(config, "eval_in_distribution")

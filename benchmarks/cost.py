@@ -45,9 +45,13 @@ class Cost:
 
 
 def run_bench_cost(
-    run: Path, steps: int | None, delivery: str, over: str, compiler_parameters: float | None,
+    run: Path,
+    steps: int | None,
+    delivery: str,
+    over: str,
+    compiler_parameters: float | None,
     executor_parameters: float | None,
-) -> None:  # fmt: skip
+) -> None:
     """Print one table; end with `cost ratio: R`, FLOPs per solved task of `delivery` over those of `over`, both within
     `steps` steps (default: all that the run gave).
 
@@ -81,8 +85,10 @@ def cost_of(name: str, episodes: Sequence[Episode], parameters: dict[str, float]
         task, steps = episode.task_id, episode.steps[:budget]
         spent = sum(
             2 * parameters[role] * step.tokens.get(f"{role}_{way}", 0)
-            for step in steps for role in ROLES for way in ("in", "out")
-        )  # fmt: skip
+            for step in steps
+            for role in ROLES
+            for way in ("in", "out")
+        )
         flops[task] = flops.get(task, 0.0) + spent
         solved[task] = solved.get(task, 0) + succeeded(episode, budget)
     steps = [step for episode in episodes for step in episode.steps[:budget]]
@@ -138,9 +144,12 @@ def size_of(settings: dict[str, Any]) -> int:
 def _table(title: str, costs: dict[str, Cost], parameters: dict[str, float]) -> Table:
     table = Table(title=title)
     names = (
-        "delivery", "solved", *(f"{role} {what}" for role in ROLES for what in ("in (cached)", "out", "s")),
-        "GFLOP", "executor tokens",
-    )  # fmt: skip
+        "delivery",
+        "solved",
+        *(f"{role} {what}" for role in ROLES for what in ("in (cached)", "out", "s")),
+        "GFLOP",
+        "executor tokens",
+    )
     for i, name in enumerate(names):
         table.add_column(name, justify="right" if i else "left")
     for cost in costs.values():

@@ -88,9 +88,20 @@ class DeliveryBench(Settings):
 
 
 def run_bench_delivery(
-    compiler: str | None, executor: str | None, shapes: Shapes, memory_tokens: int, steps: int, concurrency: str,
-    engine: str, dtype: str, n_soft: int, prefix_mib: float, lengths: Path | None, needed: float, out: Path | None,
-) -> None:  # fmt: skip
+    compiler: str | None,
+    executor: str | None,
+    shapes: Shapes,
+    memory_tokens: int,
+    steps: int,
+    concurrency: str,
+    engine: str,
+    dtype: str,
+    n_soft: int,
+    prefix_mib: float,
+    lengths: Path | None,
+    needed: float,
+    out: Path | None,
+) -> None:
     """Print one table; write results.json into `out`, if it is given; end with `ratio: R`, compiled over static seconds
     of a step in steady state, of the last engine at the first of `concurrency`.
 
@@ -109,11 +120,19 @@ def run_bench_delivery(
     auto = "bfloat16" if torch.cuda.is_available() else "float32"
     named = compiler or executor
     config = DeliveryBench(
-        compiler=compiler or executor or "", executor=executor or compiler or "", shapes=None if named else shapes,
-        lengths=str(lengths or MEASURED.name), memory_tokens=memory_tokens, steps=steps, n_soft=n_soft,
-        concurrency=_numbers(concurrency), engines=ENGINES[engine], prefix_mib=prefix_mib, needed=needed,
+        compiler=compiler or executor or "",
+        executor=executor or compiler or "",
+        shapes=None if named else shapes,
+        lengths=str(lengths or MEASURED.name),
+        memory_tokens=memory_tokens,
+        steps=steps,
+        n_soft=n_soft,
+        concurrency=_numbers(concurrency),
+        engines=ENGINES[engine],
+        prefix_mib=prefix_mib,
+        needed=needed,
         dtype=auto if dtype == "auto" else dtype,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     said = said_in(lengths or MEASURED)
     run = RunFolder.create(out, config) if out else None
     with _pair(config) as pair:
@@ -262,9 +281,7 @@ def _cache_gib(config: DeliveryBench, pair: tuple[str, str], needed: int) -> int
     return max(1, -(-max(map(bytes_of, pair)) // 2**30))
 
 
-def _measure(
-    players: Players, delivery: str, episodes: int, script: Script, steps: int, need: Guess
-) -> dict[str, Any]:  # fmt: skip
+def _measure(players: Players, delivery: str, episodes: int, script: Script, steps: int, need: Guess) -> dict[str, Any]:
     """Play all steps of `episodes` episodes side by side, after a warm-up at this batch size (one step of others).
 
     Returns:
@@ -301,20 +318,26 @@ def _measure(
         "second_pass_share": sum(second[1:]) / sum(total[1:]),
         "seconds": {
             name: {
-                "first": of[0], "mean": statistics.fmean(of[1:]), "p95": float(np.percentile(of[1:], 95)), "values": of,
+                "first": of[0],
+                "mean": statistics.fmean(of[1:]),
+                "p95": float(np.percentile(of[1:], 95)),
+                "values": of,
             }
             for name, of in seconds.items()
         },
         "tokens": {
             name: {"first": of[0], "mean": statistics.fmean(of[1:]), "values": of} for name, of in tokens.items()
         },
-    }  # fmt: skip
+    }
 
 
 def _of_step(
-    played: Sequence[Episode], steps: int, kind: Literal["seconds", "tokens"], name: str,
+    played: Sequence[Episode],
+    steps: int,
+    kind: Literal["seconds", "tokens"],
+    name: str,
     over: Callable[[list[float]], float],
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     return [over([getattr(e.steps[t], kind).get(name, 0.0) for e in played]) for t in range(steps)]
 
 
@@ -323,8 +346,9 @@ def _floor(row: dict[str, Any], floors: dict[str, Floor]) -> float:
     mean = {name: of["mean"] for name, of in row["tokens"].items()}
     return sum(
         floor.step(mean[f"{role}_in"] - mean[f"{role}_cached"], mean[f"{role}_out"], row["episodes"])
-        for role, floor in floors.items() if mean[f"{role}_in"]
-    )  # fmt: skip
+        for role, floor in floors.items()
+        if mean[f"{role}_in"]
+    )
 
 
 def _ratios(rows: Sequence[dict[str, Any]], delivery: str = COMPILED) -> dict[tuple[str, int], float]:
@@ -339,10 +363,24 @@ def _table(config: DeliveryBench, rows: Sequence[dict[str, Any]]) -> Table:
     models = (config.shapes and f"{config.shapes} shapes") or f"{config.compiler} for {config.executor}"
     table = Table(title=f"{models}, {config.dtype}; memory {held:.0f} tokens; episodes of {config.steps} steps")
     names = (
-        "engine", "episodes", "delivery", "compiler in (cached)", "out", "executor in (cached)", "out",
-        "first step, ms", "emission, ms", "second pass, ms", "executor, ms", "step, ms", "floor, ms",
-        "share of second pass", "steps compiled", "NOACTION", "steps/s",
-    )  # fmt: skip
+        "engine",
+        "episodes",
+        "delivery",
+        "compiler in (cached)",
+        "out",
+        "executor in (cached)",
+        "out",
+        "first step, ms",
+        "emission, ms",
+        "second pass, ms",
+        "executor, ms",
+        "step, ms",
+        "floor, ms",
+        "share of second pass",
+        "steps compiled",
+        "NOACTION",
+        "steps/s",
+    )
     for name in names:
         table.add_column(name, justify="right")
     for row in rows:

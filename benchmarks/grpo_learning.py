@@ -72,9 +72,19 @@ def one_variant(root: Path, seed: int, name: str, a: argparse.Namespace) -> None
     out, start = root / str(seed) / name, start_of(root, seed, name)
     settings = [f"updates={a.updates}", f"save_every={a.every}", "keep=1000", *VARIANTS[name], *a.overrides]
     run(
-        out, "grpo", "train", "grpo", "-c", f"grpo/{a.world.stage}", *a.world.seeded(seed), *a.world.trained,
-        f"compiler.checkpoint={start}", *settings, "--out", f"{out}/grpo",
-    )  # fmt: skip
+        out,
+        "grpo",
+        "train",
+        "grpo",
+        "-c",
+        f"grpo/{a.world.stage}",
+        *a.world.seeded(seed),
+        *a.world.trained,
+        f"compiler.checkpoint={start}",
+        *settings,
+        "--out",
+        f"{out}/grpo",
+    )
     for update in range(a.every, a.updates + 1, a.every):
         held_out(out / f"eval-{update}", seed, out / f"grpo/checkpoints/step-{update:06d}", name, a)
 
@@ -85,11 +95,21 @@ def start_of(root: Path, seed: int, name: str) -> Path:
 
 def held_out(out: Path, seed: int, checkpoint: Path, name: str, a: argparse.Namespace) -> None:
     run(
-        out, "eval", "eval", "-c", f"eval/{a.world.stage}", *a.world.seeded(seed), *a.world.played,
-        f"max_steps={a.world.budget}", "deliveries=[compiled]", f"limit={a.limit}",
-        f"compiler.checkpoint={checkpoint}", *([LINEAR] if name == "linear" else []),
-        "--out", f"{out}/run",
-    )  # fmt: skip
+        out,
+        "eval",
+        "eval",
+        "-c",
+        f"eval/{a.world.stage}",
+        *a.world.seeded(seed),
+        *a.world.played,
+        f"max_steps={a.world.budget}",
+        "deliveries=[compiled]",
+        f"limit={a.limit}",
+        f"compiler.checkpoint={checkpoint}",
+        *([LINEAR] if name == "linear" else []),
+        "--out",
+        f"{out}/run",
+    )
 
 
 def held_out_episodes(root: Path, name: str, update: int, a: argparse.Namespace) -> dict[int, list[Episode]]:
@@ -115,10 +135,14 @@ def rows(root: Path, a: argparse.Namespace) -> Iterator[dict]:
             before, after = (of(itertools.chain(*every[u].values())) for u in (0, update))
             change = paired_difference(after, before)
             yield {
-                "variant": name, "family": family or "all", "update": update, "n": change.n,
-                "success": summarise(after)["success"], "change": asdict(change),
+                "variant": name,
+                "family": family or "all",
+                "update": update,
+                "n": change.n,
+                "success": summarise(after)["success"],
+                "change": asdict(change),
                 "by_seed": {seed: fmean(map(succeeded, of(played))) for seed, played in every[update].items()},
-            }  # fmt: skip
+            }
 
 
 def plot(found: list[dict], root: Path, a: argparse.Namespace) -> None:
@@ -177,10 +201,14 @@ def main() -> None:
 def cells(row: dict) -> list[str]:
     success, change = row["success"], row["change"]
     return [
-        row["variant"], f"{row['family']} (n = {row['n']})", percent(success["mean"] - change["mean"]),
-        interval(success), interval(change, "{:+.1f}"), f"{change['wins']} / {change['losses']}",
+        row["variant"],
+        f"{row['family']} (n = {row['n']})",
+        percent(success["mean"] - change["mean"]),
+        interval(success),
+        interval(change, "{:+.1f}"),
+        f"{change['wins']} / {change['losses']}",
         " / ".join(map(percent, row["by_seed"].values())),
-    ]  # fmt: skip
+    ]
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def named(settings: KarmaSettings) -> str:
 
 def run_bench_hit_rate(
     stream: Stream, objects: int, capacity: int, policy: str, window: int | None, queries: int, seed: int, drift: int
-) -> None:  # fmt: skip
+) -> None:
     """Replay one stream and print its hit rates; the last line is the one with first uses. BadParameter for a window
     that does not fit."""
     if policy == "wtinylfu" and window is not None and window > capacity:

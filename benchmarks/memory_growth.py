@@ -69,8 +69,12 @@ def measured(
     written = sorted(timed(partial(write, episode)) for episode in stream)
     recalled = sorted(timed(ask) for _ in range(times))
     at = lambda values, share: round(values[int(share * (len(values) - 1))], 3)
-    return {"recall_p50": at(recalled, 0.5), "recall_p95": at(recalled, 0.95), "write_p50": at(written, 0.5),
-            "write_p95": at(written, 0.95)}  # fmt: skip
+    return {
+        "recall_p50": at(recalled, 0.5),
+        "recall_p95": at(recalled, 0.95),
+        "write_p50": at(written, 0.5),
+        "write_p95": at(written, 0.95),
+    }
 
 
 def main() -> None:

@@ -158,12 +158,16 @@ def table(made: dict[int, dict[str, dict]]) -> str:
     heads = ("steps", "delivery", "success %", "score %", "mean steps", "success against none", "score")
     rows = [
         (
-            str(steps), find(name).label, interval(of["success"]), interval(of["score"]), f"{of['steps']:.1f}",
+            str(steps),
+            find(name).label,
+            interval(of["success"]),
+            interval(of["score"]),
+            f"{of['steps']:.1f}",
             *(("", "") if name == "none" else (points(of["success_difference"]), interval(of["score_difference"]))),
         )
         for steps, by_delivery in made.items()
         for name, of in by_delivery.items()
-    ]  # fmt: skip
+    ]
     return "\n".join(markdown_table(heads, rows, 2))
 
 

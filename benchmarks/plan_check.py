@@ -145,9 +145,10 @@ def peak(run: Callable[[], object]) -> int:
 
 
 def staying(
-    models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer | None = None,
+    models: Sequence[torch.nn.Module],
+    optimizer: torch.optim.Optimizer | None = None,
     local: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-) -> int:  # fmt: skip
+) -> int:
     """Count the bytes that stay from step to step: weights, and AdamW's moments. `local` gives what this process holds
     of a tensor in slices."""
     moments = [tensor for state in (optimizer.state.values() if optimizer else ()) for tensor in state.values()]
@@ -155,9 +156,14 @@ def staying(
 
 
 def _check(
-    stage: str, case: Case, predicted: Replay, passing: int, compiler: MemoryCompiler | None,
-    executor: FrozenExecutor | None, optimizer: torch.optim.Optimizer | None = None,
-) -> Check:  # fmt: skip
+    stage: str,
+    case: Case,
+    predicted: Replay,
+    passing: int,
+    compiler: MemoryCompiler | None,
+    executor: FrozenExecutor | None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Check:
     """Put both sides together: what stays is counted on the real models."""
     models = [model for model in (compiler, executor and executor.model) if model is not None]
     stays = staying(models, optimizer)
@@ -199,10 +205,18 @@ def make_llama(
 ) -> None:
     """Save a Llama with random weights and grouped queries."""
     config = LlamaConfig(
-        vocab_size=max(words, len(tokenizer)), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=grouped, intermediate_size=inner, tie_word_embeddings=False, max_position_embeddings=4096,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        vocab_size=max(words, len(tokenizer)),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=grouped,
+        intermediate_size=inner,
+        tie_word_embeddings=False,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     save(folder, LlamaForCausalLM(config), tokenizer)
 
 

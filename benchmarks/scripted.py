@@ -123,9 +123,14 @@ class Script:
     """
 
     def __init__(
-        self, compiler: str, executor: str, memory_tokens: int, n_soft: int, said: Sequence[Sequence[Said]],
+        self,
+        compiler: str,
+        executor: str,
+        memory_tokens: int,
+        n_soft: int,
+        said: Sequence[Sequence[Said]],
         seed: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.memory_tokens, self.n_soft, self.episodes, self.seed = memory_tokens, n_soft, said, seed
         self.compiler, self.executor = load_encoder(compiler), TokenExecutor(load_encoder(executor), RULES)
 
@@ -334,9 +339,13 @@ class ScriptedExecutor:
 
 
 def play(
-    compiler: Compiler, executor: Executor, delivery: str, specs: Sequence[EpisodeSpec], steps: int,
+    compiler: Compiler,
+    executor: Executor,
+    delivery: str,
+    specs: Sequence[EpisodeSpec],
+    steps: int,
     need: Guess | None = None,
-) -> list[Episode]:  # fmt: skip
+) -> list[Episode]:
     """Play all episodes side by side. `need`: for the delivery that asks which steps need compiling.
 
     Raises:

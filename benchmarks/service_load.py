@@ -92,9 +92,12 @@ def main() -> None:
 def served(queue: int, max_new_tokens: int) -> Iterator[str]:
     """Start a service of its own, in PyTorch; its URL. It ends with the block."""
     config = CompilerConfig(
-        model=MODEL, dtype="float32", instructions="none", soft=Soft(n_tokens=N_SOFT, emb_std=0.02),
+        model=MODEL,
+        dtype="float32",
+        instructions="none",
+        soft=Soft(n_tokens=N_SOFT, emb_std=0.02),
         max_new_tokens=max_new_tokens,
-    )  # fmt: skip
+    )
     url, anyone = http_url(LOOPBACK, port := free_port()), SimpleNamespace(embedding_table=torch.zeros(1, WIDTH))
     with tempfile.TemporaryDirectory(prefix="memcompiler-load-") as folder:
         checkpoint.save_weights(Path(folder), load_compiler(config, anyone))

@@ -54,9 +54,10 @@ class Ours:
 
     def __init__(self, config: SftConfig, rows: Sequence[SftRow], out: Path) -> None:
         executor = load_frozen(config.executor, Told(INSTRUCTIONS))
-        self.config, self.trainer = config, SftTrainer(
-            config, load_compiler(config.compiler, executor), executor, rows, out
-        )  # fmt: skip
+        self.config, self.trainer = (
+            config,
+            SftTrainer(config, load_compiler(config.compiler, executor), executor, rows, out),
+        )
         self.trainer.compiler.train()
         self._models = [self.trainer.compiler, *([executor.model] if config.soft else [])]
 
@@ -107,10 +108,18 @@ class Plain:
         config, rows = self._ours.config, [_row(example) for example in self._ours.coming]
         micro = config.micro_batch_size
         settings = TrainingArguments(
-            str(self._out), max_steps=1, per_device_train_batch_size=micro, use_cpu=True, report_to="none",
-            gradient_accumulation_steps=len(rows) // micro, learning_rate=config.optimizer.lr, disable_tqdm=True,
-            save_strategy="no", logging_strategy="no", train_sampling_strategy="sequential",
-        )  # fmt: skip
+            str(self._out),
+            max_steps=1,
+            per_device_train_batch_size=micro,
+            use_cpu=True,
+            report_to="none",
+            gradient_accumulation_steps=len(rows) // micro,
+            learning_rate=config.optimizer.lr,
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_strategy="no",
+            train_sampling_strategy="sequential",
+        )
         empty = {"input_ids": self._ours.trainer.compiler.backbone.pad_id, "attention_mask": 0, "labels": IGNORE}
         padded = lambda rows: {name: pad([row[name] for row in rows], value) for name, value in empty.items()}
         self._trainer = Trainer(self._model, settings, padded, rows, callbacks=[self._clock])  # type: ignore[arg-type]
@@ -150,9 +159,14 @@ def main(
     quiet()
     played = load_rows(rows)
     common = [
-        f"batch_size={batch}", f"micro_batch_size={micro}", "save_every=100000", "max_steps=100000",
-        f"compiler.model={model}", f"executor.model={model}", "compiler.soft.n_tokens=16",
-    ]  # fmt: skip
+        f"batch_size={batch}",
+        f"micro_batch_size={micro}",
+        "save_every=100000",
+        "max_steps=100000",
+        f"compiler.model={model}",
+        f"executor.model={model}",
+        "compiler.soft.n_tokens=16",
+    ]
     with tempfile.TemporaryDirectory() as name:
         folder, running = Path(name), dict[str, Any]()
         for each in dict.fromkeys([TEXT, *(way or WAYS)]):

@@ -41,10 +41,17 @@ def shape_of(name: str, shapes: Shapes, tokenizer: Any) -> LlamaConfig:
     wide, many = (8, 4) if shapes == "small" else (1, 1)  # fewer heads, and each half as wide
     whole = model_config(name)
     return LlamaConfig(
-        hidden_size=whole.hidden_size // wide, intermediate_size=whole.intermediate_size // wide,
-        num_hidden_layers=whole.num_hidden_layers // many, num_attention_heads=whole.num_attention_heads // many,
-        num_key_value_heads=whole.num_key_value_heads // many, vocab_size=whole.vocab_size // wide,
-        max_position_embeddings=whole.max_position_embeddings, rms_norm_eps=whole.rms_norm_eps, attention_bias=True,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        hidden_size=whole.hidden_size // wide,
+        intermediate_size=whole.intermediate_size // wide,
+        num_hidden_layers=whole.num_hidden_layers // many,
+        num_attention_heads=whole.num_attention_heads // many,
+        num_key_value_heads=whole.num_key_value_heads // many,
+        vocab_size=whole.vocab_size // wide,
+        max_position_embeddings=whole.max_position_embeddings,
+        rms_norm_eps=whole.rms_norm_eps,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )

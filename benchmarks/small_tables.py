@@ -52,13 +52,20 @@ def table_parts(variants: Sequence[str], limit: int) -> dict[int, list[Evaluatio
     """List the evaluations whose results make each table."""
     against = ["baseline={variant: n16, delivery: compiled}"] if "n16" in variants else []
     return {
-        3: [Evaluation("table3", ("none", "static", "static_top1", "compiled"), settings=("baseline=none",)),
+        3: [
+            Evaluation("table3", ("none", "static", "static_top1", "compiled"), settings=("baseline=none",)),
             Evaluation("table3-n0", ("compiled_text",), "n0"),
-            Evaluation("table3-no-brief", ("compiled_no_brief",), NO_BRIEF)],
+            Evaluation("table3-no-brief", ("compiled_no_brief",), NO_BRIEF),
+        ],
         4: [Evaluation("table4", ("compiled",), variants=variants, settings=against)],
-        5: [Evaluation("table5", ("static", "compiled"),
-                       settings=("baseline=static", f"limit={max(2, limit // 8)}", "concurrency=1"))],
-    }  # fmt: skip
+        5: [
+            Evaluation(
+                "table5",
+                ("static", "compiled"),
+                settings=("baseline=static", f"limit={max(2, limit // 8)}", "concurrency=1"),
+            )
+        ],
+    }
 
 
 def evaluate(out: Path, world: World, of: Evaluation, seeds: Sequence[int], limit: int) -> float:
@@ -72,10 +79,21 @@ def evaluate(out: Path, world: World, of: Evaluation, seeds: Sequence[int], limi
             level["compiler.checkpoint"] = checkpoint + of.trained
     matrix = json.dumps(axes).replace("${", "\\\\${")  # not yet: in the cell
     return run(
-        out, f"eval-{of.name}", "eval", "-c", f"eval/{world.stage}", *world.played,
-        f"deliveries={json.dumps(list(of.deliveries))}", f"limit={limit}", *of.settings, f"matrix={matrix}",
-        "--on-exists", "resume", "--out", f"{out}/{of.name}",
-    )  # fmt: skip
+        out,
+        f"eval-{of.name}",
+        "eval",
+        "-c",
+        f"eval/{world.stage}",
+        *world.played,
+        f"deliveries={json.dumps(list(of.deliveries))}",
+        f"limit={limit}",
+        *of.settings,
+        f"matrix={matrix}",
+        "--on-exists",
+        "resume",
+        "--out",
+        f"{out}/{of.name}",
+    )
 
 
 def _level(name: str, checkpoint: str) -> dict[str, Any]:

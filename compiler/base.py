@@ -96,9 +96,13 @@ class TokenCompiler:
         return whole or soft_is_read(request.soft_on, self.parsed(ids, truncated)[1].emission)
 
     def _compilations(
-        self, requests: Sequence[CompileRequest], prompts: Sequence[Prompt], drafts: Sequence[Draft],
-        gaussian: Gaussian, by: Generators,
-    ) -> list[Compilation]:  # fmt: skip
+        self,
+        requests: Sequence[CompileRequest],
+        prompts: Sequence[Prompt],
+        drafts: Sequence[Draft],
+        gaussian: Gaussian,
+        by: Generators,
+    ) -> list[Compilation]:
         """Parse the drafts and draw their soft tokens."""
         temperature = self.decoding.soft_temperature
         noise = _draw_noise(self.projector, gaussian, temperature, by)
@@ -118,11 +122,19 @@ class TokenCompiler:
         for i, (request, prompt, draft) in enumerate(zip(requests, prompts, drafts, strict=True)):
             text, parsed = self.parsed(draft.ids, draft.truncated)
             compilation = Compilation(
-                text=text, emission=parsed.emission, parse_error=parsed.error, prompt_ids=prompt.ids,
-                prompt=prompt if self.decoding.draws else None, emission_ids=draft.ids, text_logprobs=draft.logprobs,
-                request=request, tokens_in=len(prompt.ids), tokens_out=len(draft.ids), tokens_cached=draft.cached,
+                text=text,
+                emission=parsed.emission,
+                parse_error=parsed.error,
+                prompt_ids=prompt.ids,
+                prompt=prompt if self.decoding.draws else None,
+                emission_ids=draft.ids,
+                text_logprobs=draft.logprobs,
+                request=request,
+                tokens_in=len(prompt.ids),
+                tokens_out=len(draft.ids),
+                tokens_cached=draft.cached,
                 weight_version=self.weight_version,
-            )  # fmt: skip
+            )
             if self.makes_soft(request, draft.ids, draft.truncated):
                 for (name, tensor), part in zip(of_soft.items(), rows[i].split(sizes), strict=True):
                     setattr(compilation, name, part.view(tensor.shape[1:]).clone())

@@ -26,7 +26,7 @@ log = logging.getLogger("memcompiler.compiler")
 
 def load_compiler(
     config: CompilerConfig, executor: object, seed: int = 0, told: str = "", weights: Weights = "device"
-) -> MemoryCompiler:  # fmt: skip
+) -> MemoryCompiler:
     """Make base model, fresh LoRA and projector for this executor; with `checkpoint`, the trained ones (of a merged one
     model and projector, with a fresh LoRA, which changes nothing). Always the Hugging Face model, which training needs;
     `load_served_compiler` makes the engine that is fast.
@@ -131,8 +131,11 @@ def _adapter(config: CompilerConfig, found: Path) -> LoraConfig:
         if ours[name] != theirs[name]:
             log.warning(
                 "compiler.lora.%s is %s in the settings, but %s in the adapter of %s, which counts: leave it out",
-                name, ours[name], theirs[name], config.checkpoint,
-            )  # fmt: skip
+                name,
+                ours[name],
+                theirs[name],
+                config.checkpoint,
+            )
     return lora
 
 

@@ -125,9 +125,11 @@ class CompileBody(Body):
             "state": None if request.state is None else render_brief_state(request.state),
             "observation": request.observation,
             "image": None if request.image is None else _base64(png_bytes(request.image)),
-            "history": list(request.history), "soft_on": request.soft_on, "sampling": sampling.model_dump(),
+            "history": list(request.history),
+            "soft_on": request.soft_on,
+            "sampling": sampling.model_dump(),
             "tensors": list(tensors),
-        }  # fmt: skip
+        }
 
     def request(self) -> CompileRequest:
         memory = tuple(
@@ -136,9 +138,7 @@ class CompileBody(Body):
         )
         state = None if self.state is None else parse_brief_state(self.state)
         image = None if self.image is None else _image(base64.b64decode(self.image))
-        return CompileRequest(
-            self.goal, memory, state, self.observation, image, self.history, soft_on=self.soft_on
-        )  # fmt: skip
+        return CompileRequest(self.goal, memory, state, self.observation, image, self.history, soft_on=self.soft_on)
 
 
 class Seconds(Body):
@@ -170,18 +170,32 @@ class CompileReply(Body):
 
     @classmethod
     def of(
-        cls, made: Compilation, tensors: tuple[TensorName, ...], emb_std: float | None, seed: int | None,
+        cls,
+        made: Compilation,
+        tensors: tuple[TensorName, ...],
+        emb_std: float | None,
+        seed: int | None,
         seconds: Seconds,
-    ) -> CompileReply:  # fmt: skip
+    ) -> CompileReply:
         sent: dict[str, Tensor | None] = {name: getattr(made, name) if name in tensors else None for name in TENSORS}
         bodies = {name: None if tensor is None else TensorBody.of(tensor) for name, tensor in sent.items()}
         return cls(
-            text=made.text, kind=made.emission.kind, parse_error=made.parse_error, prompt_ids=made.prompt_ids,
-            emission_ids=made.emission_ids, text_logprobs=_floats(made.text_logprobs),
-            latent_logprobs=_floats(made.latent_logprobs), emb_std=emb_std, seed=seed, tokens_in=made.tokens_in,
-            tokens_out=made.tokens_out, cached_tokens=made.tokens_cached, weight_version=made.weight_version,
-            seconds=seconds, **bodies,
-        )  # fmt: skip
+            text=made.text,
+            kind=made.emission.kind,
+            parse_error=made.parse_error,
+            prompt_ids=made.prompt_ids,
+            emission_ids=made.emission_ids,
+            text_logprobs=_floats(made.text_logprobs),
+            latent_logprobs=_floats(made.latent_logprobs),
+            emb_std=emb_std,
+            seed=seed,
+            tokens_in=made.tokens_in,
+            tokens_out=made.tokens_out,
+            cached_tokens=made.tokens_cached,
+            weight_version=made.weight_version,
+            seconds=seconds,
+            **bodies,
+        )
 
     def compilation(self, request: CompileRequest) -> Compilation:
         """Make the record that the agent loop reads; where z was not sent, it is the mean. Raises: ValueError, where
@@ -194,12 +208,24 @@ class CompileReply(Body):
         mu, log_sigma, z, noise = (None if body is None else body.tensor() for body in sent)
         z = mu if z is None else z
         return Compilation(
-            text=self.text, emission=parsed.emission, parse_error=error, prompt_ids=self.prompt_ids,
-            emission_ids=self.emission_ids, text_logprobs=_tensor(self.text_logprobs), z=z, noise=noise, mu=mu,
-            log_sigma=log_sigma, soft=None if z is None or self.emb_std is None else z * self.emb_std,
-            latent_logprobs=_tensor(self.latent_logprobs), request=request, tokens_in=self.tokens_in,
-            tokens_out=self.tokens_out, tokens_cached=self.cached_tokens, weight_version=self.weight_version,
-        )  # fmt: skip
+            text=self.text,
+            emission=parsed.emission,
+            parse_error=error,
+            prompt_ids=self.prompt_ids,
+            emission_ids=self.emission_ids,
+            text_logprobs=_tensor(self.text_logprobs),
+            z=z,
+            noise=noise,
+            mu=mu,
+            log_sigma=log_sigma,
+            soft=None if z is None or self.emb_std is None else z * self.emb_std,
+            latent_logprobs=_tensor(self.latent_logprobs),
+            request=request,
+            tokens_in=self.tokens_in,
+            tokens_out=self.tokens_out,
+            tokens_cached=self.cached_tokens,
+            weight_version=self.weight_version,
+        )
 
 
 def _image(data: bytes) -> Image.Image:
@@ -231,9 +257,14 @@ class RemoteCompiler:
     """
 
     def __init__(
-        self, url: str, temperature: float = 0.0, latent_temperature: float | None = None,
-        seed: int = 0, timeout: float = 120.0, parallel: int = 64,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        temperature: float = 0.0,
+        latent_temperature: float | None = None,
+        seed: int = 0,
+        timeout: float = 120.0,
+        parallel: int = 64,
+    ) -> None:
         start = "memcompiler serve compiler --checkpoint RUN"
         self.server = RemoteServer(url, COMPILER_KEY, start, timeout, parallel)
         self.decoding = Decoding(temperature, latent_temperature=latent_temperature)

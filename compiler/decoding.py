@@ -59,9 +59,13 @@ class Decoder:
     """
 
     def __init__(
-        self, compiler: Writer, prompts: Sequence[Prompt], memories: Sequence[Hashable], by: Generators,
+        self,
+        compiler: Writer,
+        prompts: Sequence[Prompt],
+        memories: Sequence[Hashable],
+        by: Generators,
         makes_soft: Callable[[int, Sequence[int], bool], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.compiler, self.backbone, self.prompts, self.by = compiler, compiler.backbone, prompts, by
         self.makes_soft = makes_soft
         alike = compiler.decoding.temperature == 0 or not isinstance(by, torch.Generator)

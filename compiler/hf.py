@@ -43,9 +43,15 @@ class MemoryCompiler(TokenCompiler, nn.Module):
     """Compiles requests in batches; the same module is what SFT and GRPO train."""
 
     def __init__(
-        self, backbone: Backbone, projector: Projector, decoding: Decoding | None = None, instructions: str = "",
-        lora: Lora | LoraConfig | None = None, seed: int = 0, speed: Speed | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        backbone: Backbone,
+        projector: Projector,
+        decoding: Decoding | None = None,
+        instructions: str = "",
+        lora: Lora | LoraConfig | None = None,
+        seed: int = 0,
+        speed: Speed | None = None,
+    ) -> None:
         super().__init__()
         if projector.config.d_compiler != backbone.hidden_size:
             raise ValueError(

@@ -48,10 +48,17 @@ class VllmCompiler(TokenCompiler):
     """
 
     def __init__(
-        self, llm: LLM, encoder: PromptEncoder, projector: Projector, decoding: Decoding | None = None,
-        instructions: str = "", seed: int = 0, constrained: bool = False, device: str = "cpu",
+        self,
+        llm: LLM,
+        encoder: PromptEncoder,
+        projector: Projector,
+        decoding: Decoding | None = None,
+        instructions: str = "",
+        seed: int = 0,
+        constrained: bool = False,
+        device: str = "cpu",
         speed: Speed | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.llm, self.encoder, self.device = llm, encoder, torch.device(device)
         self.context = llm.model_config.max_model_len
         self.decoding, self.instructions, self.constrained = decoding or Decoding(), instructions, constrained
@@ -135,12 +142,20 @@ class VllmCompiler(TokenCompiler):
         shape = StructuredOutputsParams(grammar=grammar()) if self.constrained else None
         params = [
             SamplingParams(
-                temperature=decoding.temperature, top_k=decoding.top_k, top_p=decoding.top_p, seed=seed,
-                max_tokens=decoding.max_new_tokens, stop_token_ids=[end], ignore_eos=True, logprobs=0,
-                detokenize=False, structured_outputs=shape, **self._bans(),
+                temperature=decoding.temperature,
+                top_k=decoding.top_k,
+                top_p=decoding.top_p,
+                seed=seed,
+                max_tokens=decoding.max_new_tokens,
+                stop_token_ids=[end],
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+                structured_outputs=shape,
+                **self._bans(),
             )
             for seed in seeds
-        ]  # fmt: skip
+        ]
         return [_draft_of(output, end) for output in self._run(prompts, [()] * len(prompts), params, wanted)]
 
     def _bans(self) -> dict[str, Any]:
@@ -184,11 +199,14 @@ class VllmCompiler(TokenCompiler):
         keys = [str(next(self._tail_keys)) for _ in prompts]
         params = [
             SamplingParams(
-                temperature=0.0, max_tokens=1, detokenize=False, extra_args=tail_of(key, self.n_tokens),
+                temperature=0.0,
+                max_tokens=1,
+                detokenize=False,
+                extra_args=tail_of(key, self.n_tokens),
                 skip_reading_prefix_cache=past_cache,
             )
             for key in keys
-        ]  # fmt: skip
+        ]
         self._run(prompts, then, params, wanted)
         tails = take_tails(self.llm)
         return [tails.get(key) for key in keys]

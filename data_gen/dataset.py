@@ -317,12 +317,15 @@ def dataset_card(made: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     table = lambda facts: "\n".join(f"| {name} | {cell(value)} |" for name, value in facts.items())
     environment, split = (without_newlines(str(made[name])) for name in ("environment", "split"))
     return _TEMPLATE.format(
-        title=json.dumps(f"MemCompiler SFT rows, {environment} {split}"), place=f"{environment}, {split}",
+        title=json.dumps(f"MemCompiler SFT rows, {environment} {split}"),
+        place=f"{environment}, {split}",
         license=licence or "other",
-        size=next(label for limit, label in _SIZES.items() if found["rows"] < limit), facts=table(made),
-        contents="\n".join(f"- {line}" for line in in_words(found)), fields=table(FIELDS),
+        size=next(label for limit, label in _SIZES.items() if found["rows"] < limit),
+        facts=table(made),
+        contents="\n".join(f"- {line}" for line in in_words(found)),
+        fields=table(FIELDS),
         terms=_OWN_TERMS if licence else _OTHER_TERMS.format(environment),
-    )  # fmt: skip
+    )
 
 
 def describe_rows(run: RunFolder, rows: Sequence[SftRow], collected: Mapping[str, Any]) -> None:

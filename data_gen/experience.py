@@ -172,9 +172,13 @@ def _asked(config: Config) -> dict[str, str]:
 
 
 def _fill(
-    config: Config, envs: Environments, experience: Sequence[Task], bank: MemorySystem, facts: dict[str, Any],
+    config: Config,
+    envs: Environments,
+    experience: Sequence[Task],
+    bank: MemorySystem,
+    facts: dict[str, Any],
     whole: Path,
-) -> None:  # fmt: skip
+) -> None:
     """Play what the bank does not hold yet, what breaks up to `ATTEMPTS` times, and write down that it is whole:
     runs that share the bank would not compare if it changed later."""
     make_memory(bank)
@@ -188,9 +192,11 @@ def _fill(
     if lost:
         console.print(f"  experience: {len(lost)} of {len(experience)} tasks left no episode, first {_told(lost[0])}")
     made = {
-        "tasks": len(experience), "entries": len(bank), "version": bank.snapshot(),
+        "tasks": len(experience),
+        "entries": len(bank),
+        "version": bank.snapshot(),
         "seconds": round(time.monotonic() - started, 1),
-    }  # fmt: skip
+    }
     write_atomically(whole, to_json({**facts, **made, "lost": [_told(episode) for episode in lost]}, indent=2))
 
 
@@ -242,10 +248,15 @@ class Explainer(Protocol):
 
 
 def collect_experience(
-    make_env: Callable[[], Environment], tasks: Sequence[Task], bank: MemorySystem, explainer: Explainer,
-    views: Views = no_views, max_steps: int = EXPERT_STEPS, on_episode: Callable[[Episode], None] | None = None,
+    make_env: Callable[[], Environment],
+    tasks: Sequence[Task],
+    bank: MemorySystem,
+    explainer: Explainer,
+    views: Views = no_views,
+    max_steps: int = EXPERT_STEPS,
+    on_episode: Callable[[Episode], None] | None = None,
     round_size: int = ROUND,
-) -> list[Episode]:  # fmt: skip
+) -> list[Episode]:
     """Have the expert play `tasks`; every episode becomes a trace, with why it went so (`explainer`), committed when
     the `round_size` episodes of its round are over. Returns those that broke, which leave none. Raises: ConfigError,
     where they outnumber the others."""
@@ -287,6 +298,11 @@ def traces_of(episodes: Iterable[Episode], views: Views = no_views) -> list[list
 
 def _trace(e: Episode, attempt: int, views: Views) -> Trace:
     return Trace(
-        Task(e.task_id, e.goal, e.scene, e.split, e.kind), tuple(step.told() for step in e.steps), e.success, attempt,
-        e.rationale, tuple(map(png_bytes, views(e))), e.memory_ids,
-    )  # fmt: skip
+        Task(e.task_id, e.goal, e.scene, e.split, e.kind),
+        tuple(step.told() for step in e.steps),
+        e.success,
+        attempt,
+        e.rationale,
+        tuple(map(png_bytes, views(e))),
+        e.memory_ids,
+    )

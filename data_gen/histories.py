@@ -30,9 +30,7 @@ def lived(envs: Environments, split: str, noise: float = 0.0, seed: int = 0) -> 
 def played(envs: Environments, tasks: Sequence[Task], noise: float = 0.0, seed: int = 0) -> list[Trace]:
     """Have the expert play tasks, each a history of its own."""
     specs, actor = [EpisodeSpec(task) for task in tasks], ExpertExecutor(noise, seed)
-    episodes = run_episodes(
-        envs.lease, specs, Delivery("expert", "none"), actor, Limits(EXPERT_STEPS), SIDE_BY_SIDE
-    )  # fmt: skip
+    episodes = run_episodes(envs.lease, specs, Delivery("expert", "none"), actor, Limits(EXPERT_STEPS), SIDE_BY_SIDE)
     return [trace for [trace] in traces_of(episodes)]
 
 

@@ -242,9 +242,12 @@ def guard_training(
 
 
 def audit_training(
-    config: CollectConfig | GrpoConfig, manifest: Manifest, held_out: Sequence[Task], unchecked: Mapping[str, str],
+    config: CollectConfig | GrpoConfig,
+    manifest: Manifest,
+    held_out: Sequence[Task],
+    unchecked: Mapping[str, str],
     dropped: int = 0,
-) -> Audit:  # fmt: skip
+) -> Audit:
     """Compare tasks, and the bank that is given for them, with the held-out tasks. Raises: LeakageError."""
     if not held_out:
         return Audit(manifest.sha256, None, unchecked, None, dropped)

@@ -17,9 +17,14 @@ from runtime.errors import is_failure
 
 
 def play_round(
-    make_env: Callable[[], Environment], specs: Sequence[EpisodeSpec], delivery: Delivery, executor: Executor,
-    limits: Limits, size: int, on_episode: Callable[[Episode], None] | None = None,
-) -> list[Episode]:  # fmt: skip
+    make_env: Callable[[], Environment],
+    specs: Sequence[EpisodeSpec],
+    delivery: Delivery,
+    executor: Executor,
+    limits: Limits,
+    size: int,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[Episode]:
     """Play `specs`, at most `size` side by side; then again those that failed and that memory wants another attempt at,
     until it wants none. Further attempts are the episodes' `retries`; `on_episode` hears of first ones."""
     episodes = run_episodes(make_env, specs, delivery, executor, limits, size, on_episode)

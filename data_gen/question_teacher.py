@@ -119,12 +119,13 @@ def checked(told: Any, known: set[str]) -> Question | str:
     evidence = tuple(dict.fromkeys(texts(fields.get("evidence"))))
     anchors = tuple(dict.fromkeys(texts(fields.get("anchors")))) or evidence
     problems = {
-        "no_question": not any(letter.isalpha() for letter in text), "no_answer": not answer,
+        "no_question": not any(letter.isalpha() for letter in text),
+        "no_answer": not answer,
         "no_evidence": not evidence,
         "unknown_record": not known.issuperset((*evidence, *anchors)),
         "too_much_evidence": len(evidence) > MOST_EVIDENCE or len(anchors) > MOST_EVIDENCE,
         "names_a_record": any(id in text for id in evidence),
-    }  # fmt: skip
+    }
     if reason := next((name for name, wrong in problems.items() if wrong), ""):
         return reason
     return Question("", text, answer, kind or "asked", evidence, anchors=anchors, links=tuple(pairwise(evidence)))

@@ -41,9 +41,14 @@ class Steps:
         return [(i, change) for i, unit in enumerate(self.units) for change in unit.changes]
 
     def asked(
-        self, category: str, text: str, answer: str, evidence: Sequence[int], anchors: Sequence[int] = (),
+        self,
+        category: str,
+        text: str,
+        answer: str,
+        evidence: Sequence[int],
+        anchors: Sequence[int] = (),
         chain: bool = False,
-    ) -> Question:  # fmt: skip
+    ) -> Question:
         """Make a question; `chain`: each piece of evidence is read because of the one before it."""
         told, of = [self.ids[i] for i in evidence], [self.ids[i] for i in anchors or evidence]
         links = tuple(pairwise(told)) if chain else ()
@@ -134,8 +139,12 @@ def _single(steps: Steps, draw: random.Random) -> Iterator[Question]:
 
 
 TEMPLATES: tuple[Callable[[Steps, random.Random], Iterator[Question]], ...] = (
-    _times, _beside, _places, _states, _single,
-)  # fmt: skip
+    _times,
+    _beside,
+    _places,
+    _states,
+    _single,
+)
 
 
 def step_case(trace: Trace, per_template: int, seed: int = 0) -> Case:

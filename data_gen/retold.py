@@ -32,9 +32,15 @@ VERBS = {  # of what was done: as the teller may say it, and as a question may
     "see": (("saw", "noticed", "had a look at"), ("see", "notice")),
 }
 COMPANIONS = (
-    "my sister", "my brother", "my neighbour", "my aunt", "a colleague", "my grandmother", "the children",
+    "my sister",
+    "my brother",
+    "my neighbour",
+    "my aunt",
+    "a colleague",
+    "my grandmother",
+    "the children",
     "an old friend",
-)  # fmt: skip
+)
 OCCASIONS = (
     "the party|the exam|the wedding|the move|the holidays|the picnic|the visit|the concert|the storm|the anniversary"
 ).split("|")
@@ -88,7 +94,7 @@ class Style:
         within = draw.uniform
         return cls(
             within(0.3, 0.9), within(0, 0.6), within(0.5, 1), within(0.3, 1.5), draw.randint(2, 5), within(0, 0.5)
-        )  # fmt: skip
+        )
 
 
 def deeds(trace: Trace) -> list[tuple[str, str, str]]:
@@ -136,10 +142,13 @@ class _Dialogue:
     def filled(self, text: str, who: int) -> str:
         draw = self.draw
         slots = {
-            "{other}": self.speakers[1 - who], "{thing}": draw.choice(self.things), "{spot}": draw.choice(PLACES),
-            "{place}": draw.choice(self.places), "{companion}": draw.choice(COMPANIONS),
+            "{other}": self.speakers[1 - who],
+            "{thing}": draw.choice(self.things),
+            "{spot}": draw.choice(PLACES),
+            "{place}": draw.choice(self.places),
+            "{companion}": draw.choice(COMPANIONS),
             "{occasion}": draw.choice(OCCASIONS),
-        }  # fmt: skip
+        }
         for slot, value in slots.items():
             text = text.replace(slot, value)
         return " ".join(text.split())
@@ -158,13 +167,18 @@ class _Dialogue:
             "place": f"{it.capitalize()} was in the {event.place}.",
             "companion": f"{event.companion.capitalize()} helped me with {it}.",
             "occasion": f"{it.capitalize()} is for {event.occasion}.",
-        }  # fmt: skip
+        }
         parts = [part for part in later if getattr(event, part)]
         draw.shuffle(parts)
         rest = [part for part in parts if draw.random() < self.style.spread]
         ends = _named(event)
-        deed = " ".join([f"{draw.choice(('So', 'Well,', 'Guess what,', 'You know,'))} I {verb} {thing}",
-                         *(ends[part] for part in parts if part not in rest), time])  # fmt: skip
+        deed = " ".join(
+            [
+                f"{draw.choice(('So', 'Well,', 'Guess what,', 'You know,'))} I {verb} {thing}",
+                *(ends[part] for part in parts if part not in rest),
+                time,
+            ]
+        )
         turn = self.say(who, f"{' '.join(deed.split())}.")
         turns |= {part: turn for part in ("thing", "day", *parts) if part not in rest}
         while rest:
@@ -199,7 +213,7 @@ class _Dialogue:
 
 def dialogue_case(
     name: str, traces: tuple[Trace, Trace], sessions: int, per_category: int, seed: int = 0, style: Style | None = None
-) -> Case:  # fmt: skip
+) -> Case:
     """Make a dialogue about two histories, one of each speaker, and at most so many questions of each category."""
     draw = random.Random(f"{seed} {name}")
     told = [deeds(trace) for trace in traces]
@@ -223,8 +237,9 @@ def _talk(dialogue: _Dialogue, stretches: Sequence[Sequence[tuple[str, str, str]
     some = lambda of, share: draw.choice(of) if draw.random() < share else ""
     turns = [
         (who, Event(dialogue.speakers[who], *deed, some(COMPANIONS, 0.5), some(OCCASIONS, 0.5)))
-        for who, stretch in enumerate(stretches) for deed in draw.sample(stretch, min(most, len(stretch)))
-    ]  # fmt: skip
+        for who, stretch in enumerate(stretches)
+        for deed in draw.sample(stretch, min(most, len(stretch)))
+    ]
     draw.shuffle(turns)
     for who in (0, 1):
         dialogue.say(who, draw.choice(SMALL_TALK))
@@ -265,9 +280,14 @@ def _about_one(dialogue: _Dialogue) -> Iterator[Question]:
             turn, ground = told.turns[asked], told.turns["thing"]
             links = ((ground, turn),) if ground != turn else ()
             made = Question(
-                "", _worded(dialogue, event, asked, named, event.by), answer,
-                "temporal" if asked == "day" else "single-hop", (turn,), anchors=(ground,), links=links,
-            )  # fmt: skip
+                "",
+                _worded(dialogue, event, asked, named, event.by),
+                answer,
+                "temporal" if asked == "day" else "single-hop",
+                (turn,),
+                anchors=(ground,),
+                links=links,
+            )
             yield made
             if asked != "day":
                 yield replace(
@@ -313,9 +333,11 @@ def _about_several(dialogue: _Dialogue) -> Iterator[Question]:
             continue
         verb = dialogue.draw.choice(VERBS[value][1]) if part == "verb" else ""
         text = {
-            "verb": f"What things did {by} {verb}?", "thing": f"What has {by} done with the {value}?",
-            "place": f"What did {by} do in the {value}?", "companion": f"What has {by} done with {value}?",
+            "verb": f"What things did {by} {verb}?",
+            "thing": f"What has {by} done with the {value}?",
+            "place": f"What did {by} do in the {value}?",
+            "companion": f"What has {by} done with {value}?",
             "occasion": f"What has {by} done for {value}?",
-        }[part].replace(" my ", " their ")  # fmt: skip
+        }[part].replace(" my ", " their ")
         answer = ", ".join(dict.fromkeys(told.event.thing for told in members))
         yield Question("", text, answer, "multi-hop", turns, anchors=turns, links=tuple(pairwise(turns)))

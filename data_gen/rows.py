@@ -73,10 +73,17 @@ class SftRow:
         memory = [MemoryEntry(id, text, nowhere, pictures) for id, text, pictures in entries]
         image = Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
         return StepInput(
-            self.goal, self.observation, image, self.commands or None, self.history, tuple(memory),
-            parse_brief_state(self.state) if self.state else None, emission=parse(self.emission).emission,
-            soft=torch.empty(n_tokens, 0) if n_tokens else None, first=self.first,
-        )  # fmt: skip
+            self.goal,
+            self.observation,
+            image,
+            self.commands or None,
+            self.history,
+            tuple(memory),
+            parse_brief_state(self.state) if self.state else None,
+            emission=parse(self.emission).emission,
+            soft=torch.empty(n_tokens, 0) if n_tokens else None,
+            first=self.first,
+        )
 
 
 def rows_of(episode: Episode, kept: Kept, commands: bool = False) -> list[SftRow]:
@@ -91,14 +98,26 @@ def rows_of(episode: Episode, kept: Kept, commands: bool = False) -> list[SftRow
         image = None if step.image is None else png_bytes(step.image)
         rows.append(
             SftRow(
-                task_id=episode.task_id, split=episode.split, family=episode.family, t=step.t, goal=goal,
-                memory_ids=tuple(e.id for e in memory), memory_texts=tuple(e.text for e in memory),
-                state=step.brief_before, observation=step.observation, image=image, history=history,
-                emission=step.emission_text, action=step.executor_text, success=episode.success,
-                steps=len(episode.steps), memory_images=pictures if any(pictures) else (),
-                commands=step.admissible or () if commands else (), first=episode.steps[0].observation,
+                task_id=episode.task_id,
+                split=episode.split,
+                family=episode.family,
+                t=step.t,
+                goal=goal,
+                memory_ids=tuple(e.id for e in memory),
+                memory_texts=tuple(e.text for e in memory),
+                state=step.brief_before,
+                observation=step.observation,
+                image=image,
+                history=history,
+                emission=step.emission_text,
+                action=step.executor_text,
+                success=episode.success,
+                steps=len(episode.steps),
+                memory_images=pictures if any(pictures) else (),
+                commands=step.admissible or () if commands else (),
+                first=episode.steps[0].observation,
             )
-        )  # fmt: skip
+        )
         history = (*history, step.action)
     return rows
 
@@ -188,9 +207,7 @@ class StoredRows(Stored[SftRow]):
         ValueError: the folder holds another dataset.
     """
 
-    def __init__(
-        self, folder: Path, edit: Callable[[SftRow], SftRow] | None = None, pictures: bool = True
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, edit: Callable[[SftRow], SftRow] | None = None, pictures: bool = True) -> None:
         self._dataset: Any = _stored(folder, () if pictures else PICTURES)  # gives tables (pyright takes it for dicts)
         self._edit = edit or (lambda row: row)
 

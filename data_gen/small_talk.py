@@ -1,14 +1,41 @@
 """Sentences around what is told in `data_gen.retold`: what people say when they say nothing that is asked for."""
 
 NAMES = (
-    "Ada", "Bruno", "Carla", "Dmitri", "Elif", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Kaori", "Luis", "Mina",
-    "Nils", "Olga", "Pavel", "Quentin", "Rosa", "Selim", "Tara",
-)  # fmt: skip
+    "Ada",
+    "Bruno",
+    "Carla",
+    "Dmitri",
+    "Elif",
+    "Farid",
+    "Greta",
+    "Hugo",
+    "Ines",
+    "Jonas",
+    "Kaori",
+    "Luis",
+    "Mina",
+    "Nils",
+    "Olga",
+    "Pavel",
+    "Quentin",
+    "Rosa",
+    "Selim",
+    "Tara",
+)
 PLACES = "the garden|my sister's flat|the market|the library|the old bridge|the station|the lake|the office".split("|")
 TIMES = (
-    "yesterday", "last week", "this morning", "last Friday", "two days ago", "on Monday", "last weekend", "last month",
-    "today", "the other day", "recently",
-)  # fmt: skip
+    "yesterday",
+    "last week",
+    "this morning",
+    "last Friday",
+    "two days ago",
+    "on Monday",
+    "last weekend",
+    "last month",
+    "today",
+    "the other day",
+    "recently",
+)
 SMALL_TALK = (
     "Hey {other}! It has been a while, how are things on your side?",
     "Hi {other}, good to hear from you. What have you been up to lately?",

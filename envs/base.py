@@ -139,5 +139,7 @@ def living(env: Environment) -> LivingEnvironment:
     """Return an environment as one in which tasks can follow one another; EnvironmentFailure where they cannot."""
     if isinstance(env, LivingEnvironment):
         return env
-    raise EnvironmentFailure(f"{env.name} starts every task in a world of its own: sequences of tasks in one world are "
-                             "played by household and, with its native engine, alfworld")  # fmt: skip
+    raise EnvironmentFailure(
+        f"{env.name} starts every task in a world of its own: sequences of tasks in one world are "
+        "played by household and, with its native engine, alfworld"
+    )

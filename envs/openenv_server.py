@@ -50,9 +50,13 @@ def openenv_app(make_env: Callable[[], Environment], split: str, max_sessions: i
         raise ValueError(f"split {split!r} has no tasks to serve")
     turns = itertools.count()
     return create_fastapi_app(
-        lambda: Session(make_env, split, tasks, turns), CommandAction, TextObservation, max_sessions,
-        env_name=env.name, state_cls=EpisodeState,
-    )  # fmt: skip
+        lambda: Session(make_env, split, tasks, turns),
+        CommandAction,
+        TextObservation,
+        max_sessions,
+        env_name=env.name,
+        state_cls=EpisodeState,
+    )
 
 
 class CommandAction(types.Action):
@@ -94,9 +98,13 @@ class Session(interfaces.Environment):
         self._steps, self._over, self._episode_id = 0, True, None
 
     def reset(
-        self, seed: int | None = None, episode_id: str | None = None, task: str | None = None,
-        index: int | None = None, split: str | None = None,
-    ) -> TextObservation:  # fmt: skip
+        self,
+        seed: int | None = None,
+        episode_id: str | None = None,
+        task: str | None = None,
+        index: int | None = None,
+        split: str | None = None,
+    ) -> TextObservation:
         """Start an episode; ValueError for a split or task that is not served, or more than one way to choose."""
         chosen = self._choose(seed, task, index, split)
         self._env = self._env or self._make_env()
@@ -118,9 +126,12 @@ class Session(interfaces.Environment):
     @property
     def state(self) -> EpisodeState:
         return EpisodeState(
-            episode_id=self._episode_id, step_count=self._steps, task=self._task.id if self._task else None,
-            split=self._split, over=self._over,
-        )  # fmt: skip
+            episode_id=self._episode_id,
+            step_count=self._steps,
+            task=self._task.id if self._task else None,
+            split=self._split,
+            over=self._over,
+        )
 
     def close(self) -> None:
         if self._env is not None:
@@ -170,7 +181,11 @@ class Session(interfaces.Environment):
     def _shown(self, observation: Observation, **fields: Any) -> TextObservation:
         assert self._task is not None
         return TextObservation(
-            task=self._task.id, goal=self._task.goal, scene=self._task.scene, text=observation.text,
+            task=self._task.id,
+            goal=self._task.goal,
+            scene=self._task.scene,
+            text=observation.text,
             image=None if observation.image is None else base64.b64encode(png(observation.image)).decode("ascii"),
-            admissible=None if observation.admissible is None else list(observation.admissible), **fields,
-        )  # fmt: skip
+            admissible=None if observation.admissible is None else list(observation.admissible),
+            **fields,
+        )

@@ -18,16 +18,21 @@ from runtime.settings import did_you_mean
 
 GROUP = "memcompiler.environments"
 DEFAULT = "household"
-_ALL = Plugins("environment", GROUP, EnvSpec, {
-    "household": "envs.household.environment:HOUSEHOLD",
-    "alfworld": "envs.alfworld.environment:ALFWORLD",
-    "scienceworld": "envs.scienceworld.environment:SCIENCEWORLD",
-    "eb_alfred": "envs.embodiedbench.spec:EB_ALFRED",
-    "eb_habitat": "envs.embodiedbench.spec:EB_HABITAT",
-    "eb_navigation": "envs.embodiedbench.spec:EB_NAVIGATION",
-    "eb_manipulation": "envs.embodiedbench.spec:EB_MANIPULATION",
-    "gymnasium": "envs.gymnasium.environment:GYMNASIUM",
-})  # fmt: skip
+_ALL = Plugins(
+    "environment",
+    GROUP,
+    EnvSpec,
+    {
+        "household": "envs.household.environment:HOUSEHOLD",
+        "alfworld": "envs.alfworld.environment:ALFWORLD",
+        "scienceworld": "envs.scienceworld.environment:SCIENCEWORLD",
+        "eb_alfred": "envs.embodiedbench.spec:EB_ALFRED",
+        "eb_habitat": "envs.embodiedbench.spec:EB_HABITAT",
+        "eb_navigation": "envs.embodiedbench.spec:EB_NAVIGATION",
+        "eb_manipulation": "envs.embodiedbench.spec:EB_MANIPULATION",
+        "gymnasium": "envs.gymnasium.environment:GYMNASIUM",
+    },
+)
 BUILT_IN = _ALL.built_in
 register, find, names, loaded = _ALL.register, _ALL.find, _ALL.names, _ALL.loaded
 

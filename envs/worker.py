@@ -186,10 +186,12 @@ class Hosted:
         made = self.inner.step(action)
         observation, blobs = self._observation(field(made, "observation"))
         return {
-            "observation": observation, "progress": float(field(made, "progress")),
-            "success": bool(field(made, "success")), "done": bool(field(made, "done")),
+            "observation": observation,
+            "progress": float(field(made, "progress")),
+            "success": bool(field(made, "success")),
+            "done": bool(field(made, "done")),
             "truncated": bool(field(made, "truncated", False)),
-        }, blobs  # fmt: skip
+        }, blobs
 
     def expert(self) -> Value:
         plan = getattr(self.inner, "expert", lambda: None)()

@@ -47,16 +47,27 @@ class Worker:
         self.strikes = 0  # errors of the hosted environment since it last made a step
         ours, theirs = socket.socketpair()
         command = [
-            spec.python or sys.executable, str(SCRIPT), "--factory", spec.factory,
-            "--arguments", json.dumps(dict(spec.arguments)), "--socket", str(theirs.fileno()),
-            "--beat", str(limits.beat_s),
-        ]  # fmt: skip
+            spec.python or sys.executable,
+            str(SCRIPT),
+            "--factory",
+            spec.factory,
+            "--arguments",
+            json.dumps(dict(spec.arguments)),
+            "--socket",
+            str(theirs.fileno()),
+            "--beat",
+            str(limits.beat_s),
+        ]
         try:
             # Leased from any thread, so the end of ours must not be the worker's: it watches its lifeline.
             self.child = ChildProcess(
-                command, name="worker", env=_variables(spec), output="kept", dies_with="lifeline",
+                command,
+                name="worker",
+                env=_variables(spec),
+                output="kept",
+                dies_with="lifeline",
                 pass_fds=(theirs.fileno(),),
-            )  # fmt: skip
+            )
         except OSError as error:
             ours.close()
             raise WorkerFailure("start", f"cannot start {command[0]}: {error}; set WorkerSpec.python") from error

@@ -32,8 +32,14 @@ from runtime.errors import StopReason, is_failure
 LOOP = 3
 INVALID_SHARE = 0.25
 KINDS = (
-    "broken", "wrong_termination", "repeated_action", "invalid_action", "never_found", "missing_step", "step_limit",
-)  # fmt: skip
+    "broken",
+    "wrong_termination",
+    "repeated_action",
+    "invalid_action",
+    "never_found",
+    "missing_step",
+    "step_limit",
+)
 
 _GOALS = tuple(
     re.compile(pattern)

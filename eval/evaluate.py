@@ -138,9 +138,18 @@ def _choose(config: EvalConfig, loaded: ModelCache, out: Path, beside: Path | No
 def _evaluation(config: EvalConfig, loaded: ModelCache, chosen: Chosen, title: str) -> Evaluation:
     executor, compiler = loaded.executor(config), loaded.compiler(config)
     return Evaluation(
-        loaded.environments(config).lease, chosen.specs, executor, compiler, limits_of(config), config.concurrency,
-        chosen.top_specs, title, reader_of(config.env), tuple(chosen.worlds), needed_by(config),
-    )  # fmt: skip
+        loaded.environments(config).lease,
+        chosen.specs,
+        executor,
+        compiler,
+        limits_of(config),
+        config.concurrency,
+        chosen.top_specs,
+        title,
+        reader_of(config.env),
+        tuple(chosen.worlds),
+        needed_by(config),
+    )
 
 
 def _play(cell: Cell, run: RunFolder, loaded: ModelCache, record: EpisodeRecord, beside: Path | None) -> dict[str, Any]:
@@ -225,7 +234,7 @@ def _play_here(
 
 def stream_of(
     name: str, config: EvalConfig, evaluation: Evaluation, out: Path, given: MemorySystem, record: EpisodeRecord
-) -> stream.Stream:  # fmt: skip
+) -> stream.Stream:
     """Return a delivery's way through the stream of the evaluated tasks."""
     wanted, tasks = find(name), [spec.task for spec in evaluation.specs]
     k = min(1, config.memory.k) if wanted.memory == "top" else config.memory.k
@@ -292,11 +301,15 @@ def _run_matrix(config: EvalConfig, made: Sequence[Cell], run: RunFolder, loaded
     first = described[made[0].name]
     meta = {
         **{key: varying(cell[key] for cell in described.values()) for key in ("environment", "split", "seed")},
-        "complete": True, "baseline": config.baseline,
+        "complete": True,
+        "baseline": config.baseline,
         "broken_due": sum(of.get("broken_due", 0) for of in described.values()),
-        "axes": {axis: list(levels) for axis, levels in axes(config).items()}, "cells": described,
-        "higher_is_better": HIGHER_IS_BETTER, "git": first["git"], "versions": first["versions"],
-    }  # fmt: skip
+        "axes": {axis: list(levels) for axis, levels in axes(config).items()},
+        "cells": described,
+        "higher_is_better": HIGHER_IS_BETTER,
+        "git": first["git"],
+        "versions": first["versions"],
+    }
     pooled = _pooled(config, made, done, episodes_of(out, meta)(False), meta)
     run.write_json(RESULTS, pooled)
     write_run_report(out)

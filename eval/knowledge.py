@@ -54,8 +54,13 @@ def tables_of(memory: MemorySystem) -> list[Table]:
     counts = Counter((entry.provenance.source, entry.id.rpartition("/")[0]) for entry in entries)
     rows = tuple((source, kind.rpartition("/")[2] or "entry", str(n)) for (source, kind), n in sorted(counts.items()))
     scenes = len({entry.provenance.scene for entry in entries})
-    facts = (("system", memory.name), ("version", str(memory.snapshot())), ("episodes", str(memory.origins().total())),
-             ("entries", str(len(entries))), ("scenes", str(scenes)))  # fmt: skip
+    facts = (
+        ("system", memory.name),
+        ("version", str(memory.snapshot())),
+        ("episodes", str(memory.origins().total())),
+        ("entries", str(len(entries))),
+        ("scenes", str(scenes)),
+    )
     own = memory.tables() if isinstance(memory, Telling) else []
     return [Table("memory", ("", ""), facts), Table("entries", ("source", "kind", "n"), rows), *own]
 

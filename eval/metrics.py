@@ -29,9 +29,17 @@ EMISSION_KINDS = ("EXPERIENCE", "BRIEF", "HYBRID", "NOACTION")
 GROUNDINGS = ("choice", "exact", "fuzzy", "failed")
 ROLES = ("compiler", "executor")
 CLOCKS = (*ROLES, "environment")
-HIGHER_IS_BETTER = {"success": True, "success_at": True, "progress": True, "steps": False, "steps_to_success": False,
-                    "cost_per_success": False, "parse_error_rate": False, "grounding_failure_rate": False,
-                    "op_error_rate": False}  # fmt: skip
+HIGHER_IS_BETTER = {
+    "success": True,
+    "success_at": True,
+    "progress": True,
+    "steps": False,
+    "steps_to_success": False,
+    "cost_per_success": False,
+    "parse_error_rate": False,
+    "grounding_failure_rate": False,
+    "op_error_rate": False,
+}
 REQUIRED_META = ("environment", "split", "seed")
 
 K = TypeVar("K")
@@ -192,9 +200,11 @@ def _groups(episodes: Sequence[Episode], label: Callable[[Episode], str]) -> dic
 
 
 def results(
-    per_delivery: Mapping[str, Sequence[Episode]], meta: Mapping[str, Any], pairs: Iterable[tuple[str, str]] = (),
+    per_delivery: Mapping[str, Sequence[Episode]],
+    meta: Mapping[str, Any],
+    pairs: Iterable[tuple[str, str]] = (),
     budgets: Mapping[str, Sequence[int]] = {},
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Make the content of `results.json`: a summary per delivery, the run's meta data, and the paired differences.
 
     Args:
@@ -292,7 +302,7 @@ def difference(a: Sequence[Episode], b: Sequence[Episode], budgets: Sequence[int
 
 def paired_difference(
     a: Sequence[Episode], b: Sequence[Episode], within: float = inf, seed: int = 0
-) -> PairedDifference:  # fmt: skip
+) -> PairedDifference:
     """Take a - b in success within so many steps, over the tasks that both played.
 
     Episodes of one task (several seeds) are averaged first: they are not independent of each other.

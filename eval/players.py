@@ -83,8 +83,13 @@ class ModelCache:
             trained = remote.about()
             report_reading(trained.get("executor_reads"), config.executor, str(config.compiler.url))
             if (theirs := trained.get("environment")) != config.env.name:
-                log.warning("the service at %s is told about %s, this run plays %s: serve with env=%s",
-                            config.compiler.url, theirs, config.env.name, config.env.name)  # fmt: skip
+                log.warning(
+                    "the service at %s is told about %s, this run plays %s: serve with env=%s",
+                    config.compiler.url,
+                    theirs,
+                    config.env.name,
+                    config.env.name,
+                )
             return remote
         found, told = checkpoint.find(Path(str(config.compiler.checkpoint))), compiler_told(config.env)
         report_reading(checkpoint.executor_reading(found), config.executor, str(found))
@@ -227,9 +232,16 @@ class EvalWorker:
             return
         specs, top = specs_of(config, list(unit.items.values()), self._bank_of(part), [part.delivery])
         evaluation = Evaluation(
-            loaded.environments(config).lease, specs, executor, compiler, limits_of(config), config.concurrency, top,
-            reader=reader_of(config.env), need=needed_by(config),
-        )  # fmt: skip
+            loaded.environments(config).lease,
+            specs,
+            executor,
+            compiler,
+            limits_of(config),
+            config.concurrency,
+            top,
+            reader=reader_of(config.env),
+            need=needed_by(config),
+        )
         evaluation.run(part.delivery, lambda e: done(_key(part, e.task_id), line_of(e, part.cell)))
 
     def _bank_of(self, part: Part) -> MemorySystem:

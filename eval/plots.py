@@ -98,10 +98,16 @@ def _success_against_steps(panel: Axes, name: str, number: int, summary: Mapping
     steps, color = range(len(curve)), CURVES[number % len(CURVES)]
     panel.fill_between(steps, low, high, color=color, alpha=0.06 if control else 0.16, linewidth=0)
     panel.plot(
-        steps, mean, color=color, linewidth=1.0 if control else 1.8, linestyle="--" if control else "-",
-        marker=MARKERS[number % len(MARKERS)], markersize=5, markevery=[int(t) for t in summary["success_at"]],
+        steps,
+        mean,
+        color=color,
+        linewidth=1.0 if control else 1.8,
+        linestyle="--" if control else "-",
+        marker=MARKERS[number % len(MARKERS)],
+        markersize=5,
+        markevery=[int(t) for t in summary["success_at"]],
         label=plain(display_name(split_name(name)[1])),
-    )  # fmt: skip
+    )
 
 
 def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
@@ -142,9 +148,11 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 def family_title(family: str) -> str:
     """Say in words what a family asks for; an unknown one by its own name."""
     titles = {
-        "": "all tasks", "text": "fact in the text", "visual": "fact in the picture",
+        "": "all tasks",
+        "text": "fact in the text",
+        "visual": "fact in the picture",
         "remembered": "fact in memory's picture",
-    }  # fmt: skip
+    }
     return titles.get(family, family)
 
 

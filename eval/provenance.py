@@ -46,7 +46,7 @@ def identity(config: EvalConfig, specs: Sequence[EpisodeSpec], models: Mapping[s
 
 def identity_of_models(
     config: EvalConfig, executor: Any, compiler: Compiler | None, need: Need | None = None
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """State weights and prompts; and what guesses which steps need compiling, where a delivery asks it."""
     compiler_hash = None
     if isinstance(compiler, RemoteCompiler):

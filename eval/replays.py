@@ -40,9 +40,7 @@ def utf8(text: str) -> bytes:
 # which episodes are replayed ------------------------------------------------------------------------------------------
 
 
-def select(
-    heads: Iterable[Episode], tasks: int, columns: Sequence[str], pair: tuple[str, str]
-) -> list[list[Episode]]:  # fmt: skip
+def select(heads: Iterable[Episode], tasks: int, columns: Sequence[str], pair: tuple[str, str]) -> list[list[Episode]]:
     """Choose tasks to replay, each with one episode per delivery: by rule, so that nobody can pick the pretty ones.
 
     Tasks are sorted into heaps by family and by how the two deliveries of the pair ended. Heaps give one task in turn:

@@ -40,9 +40,12 @@ _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def write_report(
-    results: Mapping[str, Any], episodes: Sequence[Episode], out_path: Path, plots: Sequence[Path] = (),
+    results: Mapping[str, Any],
+    episodes: Sequence[Episode],
+    out_path: Path,
+    plots: Sequence[Path] = (),
     max_bytes: int = MAX_BYTES,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write the report of results and episodes (of all deliveries) in hand, with PNG files as its figures."""
     page, replays = _page(results, plots), Replays(max_bytes=max_bytes)
     return write_page("report.html.j2", page, episodes, lambda pictures: episodes, out_path, replays)
@@ -65,9 +68,13 @@ def write_run_report(run_dir: Path, out_path: Path | None = None, replays: Repla
 
 
 def write_page(
-    template: str, page: Mapping[str, Any], episodes: Iterable[Episode], source: EpisodeSource, out_path: Path,
+    template: str,
+    page: Mapping[str, Any],
+    episodes: Iterable[Episode],
+    source: EpisodeSource,
+    out_path: Path,
     replays: Replays,
-) -> Path:  # fmt: skip
+) -> Path:
     """Render a page with as many of the chosen tasks, in their order, as fit into it.
 
     Args:
@@ -82,10 +89,15 @@ def write_page(
     environment = _environment()
     style, script = (_TEMPLATES.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     render = partial(
-        environment.get_template(template).render, **page, style=Markup(style), script=Markup(script),
-        policy=_policy(style, script), played=len({head.task_id for head in heads}), only=only,
+        environment.get_template(template).render,
+        **page,
+        style=Markup(style),
+        script=Markup(script),
+        policy=_policy(style, script),
+        played=len({head.task_id for head in heads}),
+        only=only,
         max_megabytes=replays.max_bytes / 1e6,
-    )  # fmt: skip
+    )
     fitting = _fitting(environment, tasks, replays.max_bytes - len(utf8(render(tasks=[], left_out=len(tasks)))))
     if out_path.exists() and b"MemCompiler" not in out_path.read_bytes():
         raise FileExistsError(f"{out_path} is not a page that this command wrote: choose another file (--out)")
@@ -162,15 +174,20 @@ def _policy(style: str, script: str) -> str:
 def _environment() -> Environment:
     """Autoescape for every template: jinja2's own rule goes by the file name and would leave `.j2` unescaped."""
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
+    )
     environment.globals.update(
-        display_name=display_name, family_title=family_title, is_control=is_control,
-        broken_episodes=table.broken_episodes, p_value=table.p_value, emission_kinds=EMISSION_KINDS,
+        display_name=display_name,
+        family_title=family_title,
+        is_control=is_control,
+        broken_episodes=table.broken_episodes,
+        p_value=table.p_value,
+        emission_kinds=EMISSION_KINDS,
         error_kinds=ERROR_KINDS,
-    )  # fmt: skip
-    environment.filters.update(
-        percent=table.percent, milliseconds=table.milliseconds, two_digits=table.two_digits
-    )  # fmt: skip
+    )
+    environment.filters.update(percent=table.percent, milliseconds=table.milliseconds, two_digits=table.two_digits)
     return environment

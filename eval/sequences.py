@@ -214,9 +214,11 @@ def _summary(of: Sequence[Columns], base: Sequence[Columns] | None) -> dict[str,
     made: dict[str, Interval | None] = {
         "sequences": wilson(sum(all(each["solved"]) for each in of), len(of)),
         "sub_tasks": ratio([(sum(each["solved"]), len(each["solved"])) for each in of]),
-        "mra": share("recalled", "needed"), "mhr": share("hit", None), "mhr_without_first": share("hit", "again"),
+        "mra": share("recalled", "needed"),
+        "mhr": share("hit", None),
+        "mhr_without_first": share("hit", "again"),
         "mhr_warm": share("hit", "warm"),
-    }  # fmt: skip
+    }
     for name, key in (("re", "stops"), ("rt", "steps")):
         pairs = list(zip(of, base, strict=True)) if base else []
         made[name] = ratio([_saved(one, other, key, False) for one, other in pairs])
@@ -255,9 +257,11 @@ def ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> Interval | Non
 
 
 def living(
-    sequences: Sequence[TaskSequence], episodes: Mapping[str, Sequence[Episode]], memories: Mapping[str, MemorySystem],
+    sequences: Sequence[TaskSequence],
+    episodes: Mapping[str, Sequence[Episode]],
+    memories: Mapping[str, MemorySystem],
     most: int,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+) -> dict[str, dict[str, Any]]:
     """Say of each delivery what results.json holds of living worlds: the summary, and the sequences behind it."""
     found = dict[str, dict[str, dict[str, Any]]]()
     for name, of_delivery in episodes.items():

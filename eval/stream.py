@@ -55,9 +55,15 @@ class Stream:
     """
 
     def __init__(
-        self, config: EvalConfig, tasks: Sequence[Task], k: int, delivery: Delivery, out: Path, given: MemorySystem,
+        self,
+        config: EvalConfig,
+        tasks: Sequence[Task],
+        k: int,
+        delivery: Delivery,
+        out: Path,
+        given: MemorySystem,
         record: EpisodeRecord,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tasks, self.k, self.delivery, self.record = tasks, k, delivery, record
         self.limits, self.size = limits_of(config), config.memory.round
         self.views: Views = kept_views(config)
@@ -119,9 +125,11 @@ def told_by(episodes: Sequence[Episode]) -> dict[str, Any]:
     repeats = [episode for episode, known in zip(episodes, again, strict=True) if known]
     first = [episode for episode, known in zip(episodes, again, strict=True) if not known]
     return {
-        "quarters": parts, "first": _success(first), "repeats": _success(repeats),
+        "quarters": parts,
+        "first": _success(first),
+        "repeats": _success(repeats),
         "retries": _retried([retry for episode in episodes for retry in episode.retries]),
-    }  # fmt: skip
+    }
 
 
 def _parts(episodes: Sequence[Episode]) -> list[Sequence[Episode]]:
@@ -152,7 +160,7 @@ def pooled(streams: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             **{key: sum(of[key] for of in retries) for key in ("attempts", "solved", "steps")},
             "tokens": {role: sum(of["tokens"][role] for of in retries) for role in ROLES},
         },
-    }  # fmt: skip
+    }
 
 
 def _mean(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:

@@ -173,8 +173,10 @@ def _row(results: Mapping[str, Any], columns: Sequence[Column], delivery: str) -
 def _notes(results: Mapping[str, Any]) -> list[str]:
     """Every pair of deliveries that was compared, how to read the table, and every episode that broke."""
     summaries = results["results"]
-    lines = [f"{display_name(a)} − {display_name(b)}: {_at_all_budgets(pair, results)}"
-             for a, b, pair in compared_pairs(results)]  # fmt: skip
+    lines = [
+        f"{display_name(a)} − {display_name(b)}: {_at_all_budgets(pair, results)}"
+        for a, b, pair in compared_pairs(results)
+    ]
     lines += _stream_notes(summaries)
     lines += _living_notes(summaries)
     counts = sizes([summary["success"]["n"] for summary in summaries.values()])

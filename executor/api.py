@@ -24,9 +24,13 @@ class ApiExecutor:
     accepts_soft = False
 
     def __init__(
-        self, endpoint: Endpoint, instructions: str = "", max_new_tokens: int = 64, role: str = "executor",
+        self,
+        endpoint: Endpoint,
+        instructions: str = "",
+        max_new_tokens: int = 64,
+        role: str = "executor",
         reads: Reads = PAPER,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.endpoint, self.instructions = endpoint, instructions
         self.max_new_tokens, self.role, self.reads = max_new_tokens, role, reads
         self.sees_images = endpoint.config.images

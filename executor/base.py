@@ -36,9 +36,14 @@ class TokenExecutor:
     mode: Literal["choice", "guided", "generate"] = "choice"
 
     def __init__(
-        self, encoder: PromptEncoder, instructions: str = "", max_new_tokens: int = 64, images: bool = True,
-        temperature: float = 0.0, reads: Reads = PAPER,
-    ) -> None:  # fmt: skip
+        self,
+        encoder: PromptEncoder,
+        instructions: str = "",
+        max_new_tokens: int = 64,
+        images: bool = True,
+        temperature: float = 0.0,
+        reads: Reads = PAPER,
+    ) -> None:
         self.encoder, self.tokenizer, self.instructions = encoder, encoder.tokenizer, instructions
         self.placeholder, self.end_id = encoder.memory_id, encoder.end_id
         self.placeholder_text = self.tokenizer.convert_ids_to_tokens(self.placeholder)

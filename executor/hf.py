@@ -27,10 +27,16 @@ class FrozenExecutor(TokenExecutor):
     that transformers generates with from tokens alone, which soft tokens are not."""
 
     def __init__(
-        self, backbone: Backbone, mode: Literal["choice", "generate"] = "choice", instructions: str = "",
-        max_new_tokens: int = 64, batch_size: int = 64, images: bool = True, temperature: float = 0.0,
+        self,
+        backbone: Backbone,
+        mode: Literal["choice", "generate"] = "choice",
+        instructions: str = "",
+        max_new_tokens: int = 64,
+        batch_size: int = 64,
+        images: bool = True,
+        temperature: float = 0.0,
         reads: Reads = PAPER,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if mode == "generate" and "inputs_embeds" not in asked(backbone.model.prepare_inputs_for_generation):
             raise ValueError(f"{type(backbone.model).__name__} cannot generate from soft tokens: executor.mode=choice")
         super().__init__(backbone, instructions, max_new_tokens, images, temperature, reads)
@@ -120,9 +126,12 @@ class FrozenExecutor(TokenExecutor):
         return list(torch.cat(scores).split([len(names) for names in candidates]))
 
     def action_nll(
-        self, prompts: Sequence[Prompt], soft_BNd: Tensor | None, actions: Sequence[Sequence[int]],
+        self,
+        prompts: Sequence[Prompt],
+        soft_BNd: Tensor | None,
+        actions: Sequence[Sequence[int]],
         smoothing: float = 0.0,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Compute L_action (paper C.3.1): per-row summed NLL (B,) of the action's tokens, and their counts (B,).
 
         Gradient flows through the frozen model into `soft_BNd`; only the action positions get logits.

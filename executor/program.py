@@ -168,9 +168,13 @@ def plan_prompt(now: Situation) -> list[dict[str, Any]]:
     """Write the prompt of Appendix A: role, skills, example, then instruction, memory and places."""
     facts = " ".join(f"{{{unit.text}}}" for unit in now.units) or "none"
     rest = "\n".join(line for line in now.memory.split("\n") if line and not read_unit(line)) or "none"
-    parts = [f"instruction: {now.goal}", f"short-term memory: {facts}", f"long-term memory: {rest}",
-             f"places: {', '.join(now.places)}",
-             "In which areas may the object be, from likely to unlikely, and what is the program?"]  # fmt: skip
+    parts = [
+        f"instruction: {now.goal}",
+        f"short-term memory: {facts}",
+        f"long-term memory: {rest}",
+        f"places: {', '.join(now.places)}",
+        "In which areas may the object be, from likely to unlikely, and what is the program?",
+    ]
     return [{"role": "system", "content": ROLE}, {"role": "user", "content": "\n".join(parts)}]
 
 
@@ -288,7 +292,7 @@ class ProgramExecutor:
 
     def order(
         self, places: Sequence[str], sought: str, graph: SceneGraph, here: str, goal: str, ranked: Sequence[str] = ()
-    ) -> list[str]:  # fmt: skip
+    ) -> list[str]:
         """Put places in the order in which they are explored: without a scene graph, shuffled; with one area by area,
         as they are ranked, else by how likely one of their places holds the thing, then by hops from here."""
         drawn = lambda place: blake2b(f"{self.seed}/{goal}/{place}".encode("utf-8", "surrogatepass")).digest()

@@ -26,8 +26,12 @@ _GONE = re.compile(rf"\bgo to {_PLACE}")
 _TAKEN = re.compile(rf"\btake [a-z]+ \d+ from {_PLACE}")
 _FAILED = re.compile(r"^Failed here before: (.+)$", re.MULTILINE)
 _TARGET = re.compile(r"\b(?:in|on) (?:the )?([a-z]+)\.?$")
-_TREATED = {"clean": ("clean", "sinkbasin"), "heat": ("heat", "microwave"), "hot": ("heat", "microwave"),
-            "cool": ("cool", "fridge")}  # fmt: skip
+_TREATED = {
+    "clean": ("clean", "sinkbasin"),
+    "heat": ("heat", "microwave"),
+    "hot": ("heat", "microwave"),
+    "cool": ("cool", "fridge"),
+}
 CHARACTERS = 4  # of a token: it has no tokenizer, and this is what is counted where a server counts none
 
 

@@ -15,10 +15,15 @@ LEADING = ("GoToObject", "Explore")
 COMMANDS = {  # what does a deed, in ALFWorld's words; the paper's others have none there
     "PickupObject": r"take {x} from (?P<place>{any})",
     "PutObject": r"(?:move|put) {x} (?:to|in/on|in|on) (?P<place>{y})",
-    "HeatObject": r"heat {x} with {any}", "CoolObject": r"cool {x} with {any}", "CleanObject": r"clean {x} with {any}",
-    "SliceObject": r"slice {x} with {any}", "SwitchOn": r"use {x}", "ToggleOn": r"use {x}",
-    "OpenObject": r"open {x}", "CloseObject": r"close {x}",
-}  # fmt: skip
+    "HeatObject": r"heat {x} with {any}",
+    "CoolObject": r"cool {x} with {any}",
+    "CleanObject": r"clean {x} with {any}",
+    "SliceObject": r"slice {x} with {any}",
+    "SwitchOn": r"use {x}",
+    "ToggleOn": r"use {x}",
+    "OpenObject": r"open {x}",
+    "CloseObject": r"close {x}",
+}
 SKILLS = (*LEADING, *COMMANDS, "SwitchOff", "ToggleOff", "BreakObject", "ThrowObject")
 _ANY = r"[a-z]+ \d+"
 _CALL = re.compile(r"(\w+)\(([^()]*)\)")

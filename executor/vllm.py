@@ -49,10 +49,17 @@ class VllmExecutor(TokenExecutor):
     """
 
     def __init__(
-        self, llm: LLM, encoder: PromptEncoder, weights: Path, mode: Literal["choice", "guided", "generate"] = "choice",
-        instructions: str = "", max_new_tokens: int = 64, images: bool = True, temperature: float = 0.0,
+        self,
+        llm: LLM,
+        encoder: PromptEncoder,
+        weights: Path,
+        mode: Literal["choice", "guided", "generate"] = "choice",
+        instructions: str = "",
+        max_new_tokens: int = 64,
+        images: bool = True,
+        temperature: float = 0.0,
         reads: Reads = PAPER,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(encoder, instructions, max_new_tokens, images, temperature, reads)
         if self.sees_images and not llm.model_config.is_multimodal_model:
             raise ValueError("the engine's model takes text only: give it a tokenizer, or images=False")
@@ -82,13 +89,17 @@ class VllmExecutor(TokenExecutor):
 
         params = [
             SamplingParams(
-                temperature=0.0, max_tokens=self.max_new_tokens, stop_token_ids=[self.end_id], ignore_eos=True,
+                temperature=0.0,
+                max_tokens=self.max_new_tokens,
+                stop_token_ids=[self.end_id],
+                ignore_eos=True,
                 detokenize=False,
                 structured_outputs=StructuredOutputsParams(choice=list(names))
-                if self.mode == "guided" and names else None,
+                if self.mode == "guided" and names
+                else None,
             )
             for names in admissible
-        ]  # fmt: skip
+        ]
         outputs = self._run([self._request(prompt) for prompt in prompts], params)
         return [(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
 

@@ -77,9 +77,18 @@ def _read_choice(choice: Any, counts: Mapping[str, Any]) -> tuple[str, str, str]
     if not answer and written.strip():
         reasoned = reasoned or "all of it was reasoning"
     kind = (
-        "refusal" if refusal else "content_filter" if reason in _FILTERED else "tool_call" if calls
-        else "length" if reason in _CUT else "no_choice" if reason in _PASSING and not reasoned else "empty"
-    )  # fmt: skip
+        "refusal"
+        if refusal
+        else "content_filter"
+        if reason in _FILTERED
+        else "tool_call"
+        if calls
+        else "length"
+        if reason in _CUT
+        else "no_choice"
+        if reason in _PASSING and not reasoned
+        else "empty"
+    )
     facts = {"finish_reason": reason, "refusal": str(refusal or "")[:200], "tool call": ", ".join(calls)[:200]}
     said = [f"{name} {fact}" for name, fact in facts.items() if fact]
     return "", kind, ", ".join(filter(None, ["no answer", *said, reasoned]))

@@ -62,9 +62,16 @@ def share_heads(model: Any) -> None:
 
 
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, position_bias: Tensor | None = None, **more: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    position_bias: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
     """Attend with queries (B, H, Q, d) to keys and values (B, G, K, d), G a divisor of H: (B, Q, H, d)."""
     if attention_mask is None or position_bias is not None:
         return sdpa_attention_forward(

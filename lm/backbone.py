@@ -65,9 +65,13 @@ class Backbone(PromptEncoder):
     _home: torch.device | None = None  # where the weights are going to be, where they are not there yet
 
     def __init__(
-        self, model: Any, processor: Any, memory_token: str = "auto", arguments: Mapping[str, Any] | None = None,
+        self,
+        model: Any,
+        processor: Any,
+        memory_token: str = "auto",
+        arguments: Mapping[str, Any] | None = None,
         home: torch.device | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(processor, memory_token, arguments)
         self.model = model  # the HF model; PEFT wraps layers in place, so this stays the handle
         self._home = home
@@ -203,9 +207,13 @@ class Backbone(PromptEncoder):
         read = {"input_ids": batch.tokens} if embeddings is None else {"inputs_embeds": embeddings}
         with self._checkpointing(cache is None), self.reading(batch):
             return self.body(
-                **read, attention_mask=batch.mask if mask is None else mask, position_ids=batch.positions,
-                past_key_values=cache, use_cache=cache is not None, **batch.vision,
-            ).last_hidden_state.to(self.device)  # fmt: skip
+                **read,
+                attention_mask=batch.mask if mask is None else mask,
+                position_ids=batch.positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **batch.vision,
+            ).last_hidden_state.to(self.device)
 
     def reading(self, batch: Batch) -> AbstractContextManager[None]:
         """Have passes over a batch on a GPU take from the batch whether it is padded, instead of waiting to read it."""
@@ -274,9 +282,11 @@ def load_processor(name: str | Path, revision: str | None = None) -> Any:
 
 
 def load_encoder(
-    name: str | Path, memory_token: str = "auto", revision: str | None = None,
+    name: str | Path,
+    memory_token: str = "auto",
+    revision: str | None = None,
     arguments: Mapping[str, Any] | None = None,
-) -> PromptEncoder:  # fmt: skip
+) -> PromptEncoder:
     """Load what encodes prompts exactly as the model's backbone does, without weights."""
     return PromptEncoder(load_processor(name, revision), memory_token, arguments)
 
@@ -288,11 +298,18 @@ Quantize = Literal["8bit", "4bit"]
 
 
 def load_backbone(
-    name: str | Path, dtype: torch.dtype, device: str, memory_token: str = "auto",
-    device_map: str | Mapping[str, str] | None = None, revision: str | None = None, attention: str = "auto",
-    arguments: Mapping[str, Any] | None = None, weights: Weights = "device", quantize: Quantize | None = None,
+    name: str | Path,
+    dtype: torch.dtype,
+    device: str,
+    memory_token: str = "auto",
+    device_map: str | Mapping[str, str] | None = None,
+    revision: str | None = None,
+    attention: str = "auto",
+    arguments: Mapping[str, Any] | None = None,
+    weights: Weights = "device",
+    quantize: Quantize | None = None,
     **placing: Any,
-) -> Backbone:  # fmt: skip
+) -> Backbone:
     """Load the model with its prompts; a vision-language model if its config has a vision part.
 
     Args:
@@ -371,10 +388,17 @@ def backbone_of(config: ModelSettings, folder: Path | None = None, weights: Weig
     """Load the model that settings name, or the one in a folder, as they say."""
     device = device_of(config.device)
     return load_backbone(
-        folder or model_path(config.model), dtype_of(config.dtype, device), device, config.memory_token,
-        getattr(config, "device_map", None), None if folder else config.revision, config.attention,
-        config.chat_template, weights, getattr(config, "quantize", None),
-    )  # fmt: skip
+        folder or model_path(config.model),
+        dtype_of(config.dtype, device),
+        device,
+        config.memory_token,
+        getattr(config, "device_map", None),
+        None if folder else config.revision,
+        config.attention,
+        config.chat_template,
+        weights,
+        getattr(config, "quantize", None),
+    )
 
 
 def input_embeddings(name: str | Path, revision: str | None = None) -> Tensor:

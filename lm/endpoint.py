@@ -165,8 +165,9 @@ class Endpoint:
         attempts = AsyncRetrying(
             retry=retry_if_exception(lambda error: isinstance(error, Fault) and not error.final),
             wait=as_asked(wait_exponential(backoff_s, MAX_WAIT_S) + wait_random(0, backoff_s)),
-            stop=stop_after_attempt(tries), reraise=True,
-        )  # fmt: skip
+            stop=stop_after_attempt(tries),
+            reraise=True,
+        )
         try:
             answer = await attempts(self._attempt, send, role, estimate)
         except Fault as last:
@@ -216,7 +217,7 @@ class Endpoint:
         create = self._client.embeddings.with_raw_response.create
         asked = create(
             model=self.config.model, input=texts, encoding_format="float", extra_body=dict(self.config.extra)
-        )  # fmt: skip
+        )
         return read_vectors(await self._body(asked), len(texts), estimate)
 
     async def _body(self, request: Awaitable[Any]) -> str:
@@ -270,9 +271,12 @@ class Endpoint:
         try:
             http = DefaultAsyncHttpxClient(trust_env=not is_loopback(urlsplit(url).hostname or ""))
             return AsyncOpenAI(
-                base_url=url, api_key=self._key or "none", timeout=self.config.timeout_s, max_retries=0,
+                base_url=url,
+                api_key=self._key or "none",
+                timeout=self.config.timeout_s,
+                max_retries=0,
                 http_client=http,
-            )  # fmt: skip
+            )
         except Exception as error:  # an address, a proxy, a certificate or a package: nothing could be asked
             raise EndpointStop(f"cannot ask {url}{_proxies(url)}: {error or type(error).__name__}") from error
 

@@ -105,8 +105,12 @@ class Ledger:
         self._rows(
             "INSERT INTO totals VALUES (?, ?, ?, 1, ?, ?) ON CONFLICT DO UPDATE SET n = n + 1, "
             "tokens_in = tokens_in + excluded.tokens_in, tokens_out = tokens_out + excluded.tokens_out",
-            self.model, role, outcome, tokens_in, tokens_out,
-        )  # fmt: skip
+            self.model,
+            role,
+            outcome,
+            tokens_in,
+            tokens_out,
+        )
 
     def spent(self) -> tuple[int, int]:
         """Return the tokens read and written by this model, over all runs and processes that share the file."""

@@ -117,9 +117,7 @@ class PromptEncoder:
             reserved token; a processor that does not say which token pictures take the places of.
     """
 
-    def __init__(
-        self, processor: Any, memory_token: str = "auto", arguments: Mapping[str, Any] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, processor: Any, memory_token: str = "auto", arguments: Mapping[str, Any] | None = None) -> None:
         self.processor, self.arguments = processor, dict(arguments or {})
         self.is_vlm = hasattr(processor, "image_processor")
         self.tokenizer = processor.tokenizer if self.is_vlm else processor

@@ -31,9 +31,11 @@ _KEY, _ROWS = "memcompiler_key", "memcompiler_rows"
 _FAILED = "this vLLM engine failed amid an earlier batch: start it anew; its log has the cause"
 _DIED = "vLLM's engine process died: its log has the cause (often memory); start it anew"
 _ON_CPU = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of every thread setting
-}  # fmt: skip
+}
 
 
 def load_engine(name: str | Path, dtype: str, ours: Mapping[str, Any], theirs: VllmEngine) -> LLM:
@@ -75,9 +77,12 @@ def request_of(encoder: PromptEncoder, prompt: Prompt, then: Sequence[int] = ())
 
 
 def run(
-    llm: LLM, requests: Sequence[Any], params: Any, lora: LoRARequest | None = None,
+    llm: LLM,
+    requests: Sequence[Any],
+    params: Any,
+    lora: LoRARequest | None = None,
     wanted: Callable[[int], bool] = lambda i: True,
-) -> list[RequestOutput | None]:  # fmt: skip
+) -> list[RequestOutput | None]:
     """Run all requests as one batch; outputs in their order. Request i is aborted once `wanted(i)`, asked before every
     step, is false: its output is None, unless it has ended before.
 

@@ -19,9 +19,10 @@ bench_app.command("env")(bench_env)
 @bench_app.command("rollout")
 @with_settings("configs.training:GrpoConfig", "grpo/quickstart")
 def bench_rollout(
-    settings: "GrpoConfig", out: Out = Path("out/bench-rollout"),
+    settings: "GrpoConfig",
+    out: Out = Path("out/bench-rollout"),
     updates: Annotated[int, typer.Option(min=1, help="Updates whose rollouts are played, each way.")] = 2,
-) -> None:  # fmt: skip
+) -> None:
     """Rollouts with all episodes batched against one episode at a time."""
     from benchmarks.rollout import run_bench_rollout
 
@@ -49,15 +50,26 @@ def bench_delivery(
         float, typer.Option(min=0, max=1, help="Share of steps that need compiling (default: the shipped pair's).")
     ] = 0.35,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder, for results.json.")] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Measure what a step costs in whole episodes, with no memory, a pasted and a compiled one: tokens, latency and
     where it goes, throughput. The last line is compiled over static, after the first step."""
     from benchmarks.delivery import run_bench_delivery
 
     run_bench_delivery(
-        compiler, executor, shapes, memory_tokens, steps, concurrency, engine, dtype, n_soft, prefix_mib, lengths,
-        needed, out,
-    )  # fmt: skip
+        compiler,
+        executor,
+        shapes,
+        memory_tokens,
+        steps,
+        concurrency,
+        engine,
+        dtype,
+        n_soft,
+        prefix_mib,
+        lengths,
+        needed,
+        out,
+    )
 
 
 @bench_app.command("cost")

@@ -40,9 +40,11 @@ if TYPE_CHECKING:
     from configs.training import GrpoConfig, SftConfig
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, cls=OneLineErrors,
+    no_args_is_help=True,
+    add_completion=False,
+    cls=OneLineErrors,
     help="Compile memory for embodied agents, don't inject it.",
-)  # fmt: skip
+)
 
 
 train_app = command_group("Train the compiler and the soft-token projector.")
@@ -52,9 +54,15 @@ report_app = command_group(
     RunsByDefault,
 )
 for name, group in {
-    "train": train_app, "serve": serve_app, "bank": bank_app, "data": data_app, "env": env_app, "bench": bench_app,
-    "zoo": zoo_app, "report": report_app,
-}.items():  # fmt: skip
+    "train": train_app,
+    "serve": serve_app,
+    "bank": bank_app,
+    "data": data_app,
+    "env": env_app,
+    "bench": bench_app,
+    "zoo": zoo_app,
+    "report": report_app,
+}.items():
     app.add_typer(group, name=name)
 
 
@@ -196,19 +204,26 @@ def answer_questions(
     engine: Annotated[Literal["hf", "vllm", "endpoint"], typer.Option(help="What the reader runs on.")] = "hf",
     base_url: Annotated[str, typer.Option(help="Of engine endpoint.")] = "https://api.openai.com/v1",
     key_env: Annotated[str, typer.Option(help="Of engine endpoint: variable with its key; empty: none.")] = "",
-    api: Annotated[list[str] | None, typer.Option(
-        help="Of engine endpoint: a further setting, as extra.max_completion_tokens=4096; may be given several times.",
-    )] = None,
+    api: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of engine endpoint: a further setting (extra.max_completion_tokens=4096); repeatable.",
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="So many questions, of all categories.")] = None,
     facts: Annotated[bool, typer.Option("--facts", help="Read the file's notes of the records instead.")] = False,
-    picture_tokens: Annotated[int, typer.Option(
-        min=0, help="Show the reader the records' pictures, each of which counts so many tokens; 0: none are shown.",
-    )] = 0,
+    picture_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Show the reader the records' pictures, each of which counts so many tokens; 0: none are shown.",
+        ),
+    ] = 0,
     attempts: Annotated[int, typer.Option(min=1, help="At a question whose answer fails, over all runs.")] = 3,
     models: MemoryModelsOption = None,
     settings: Annotated[list[str] | None, typer.Argument(help="The memory's own settings, as a.b=c.")] = None,
     out: Out = Path("out/qa"),
-) -> None:  # fmt: skip
+) -> None:
     """Answer questions about long histories from what a memory packs. The same command resumes after a kill."""
     from configs.collect import MemoryModels
     from eval.qa.command import run_qa
@@ -319,12 +334,13 @@ app.command()(parity)
 
 @serve_app.command("compiler")
 def serve_compiler(
-    overrides: Overrides = None, config: Config = None,
+    overrides: Overrides = None,
+    config: Config = None,
     checkpoint: Annotated[str | None, typer.Option(help="A run or checkpoint (compiler.checkpoint).")] = None,
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8100,
     print_config: PrintConfig = False,
-) -> None:  # fmt: skip
+) -> None:
     """Put a trained compiler, with its projector, behind POST /compile (docs/serving.md). In vLLM, unless
     compiler.engine=hf."""
     named = [f"compiler.checkpoint={checkpoint}"] if checkpoint else []

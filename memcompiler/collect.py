@@ -32,11 +32,21 @@ MAY_CHANGE_ON_RESUME = (
         f"{block}.{name}"
         for block in ("api", "executor.api", "memory.api")
         for name in (
-            "base_url", "key_env", "price_in", "price_out", "budget", "budget_tokens", "rpm", "tpm", "concurrency",
-            "timeout_s", "retries", "backoff_s",
+            "base_url",
+            "key_env",
+            "price_in",
+            "price_out",
+            "budget",
+            "budget_tokens",
+            "rpm",
+            "tpm",
+            "concurrency",
+            "timeout_s",
+            "retries",
+            "backoff_s",
         )
     ),
-)  # fmt: skip
+)
 
 
 def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> None:

@@ -23,10 +23,14 @@ OnExists = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the plan: what it needs, and whether it fits.")]
-MemoryModelsOption = Annotated[list[str] | None, typer.Option(
-    "--with", help="A model that the memory uses: embed=NAME, or embed_api.model=NAME or api.model=NAME and further "
-    "settings of that endpoint; may be given several times.",
-)]  # fmt: skip
+MemoryModelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        help="A model that the memory uses: embed=NAME, or embed_api.model=NAME or api.model=NAME and further "
+        "settings of that endpoint; may be given several times.",
+    ),
+]
 Host = Annotated[str, typer.Option(help="Loopback address to bind to.")]
 Public = Annotated[bool, typer.Option(help="Make a new repository public.")]
 Repository = Annotated[str, typer.Argument(help="Hub repository, owner/name.")]
@@ -67,9 +71,12 @@ def with_settings(
 
 
 def load_settings(
-    schema: str, config: str | None, overrides: list[str], print_config: bool,
+    schema: str,
+    config: str | None,
+    overrides: list[str],
+    print_config: bool,
     check: Callable[[Any], object] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return validated settings; end the command with a clear message (exit 2) where they are wrong, or once they are
     printed."""
     from configs.load import ConfigError, load_config, to_yaml
@@ -156,6 +163,15 @@ def _known_failures() -> tuple[type[Exception], ...]:
     from training.checkpoint import CheckpointError
 
     return (
-        BankError, CheckpointError, ClusterError, ConfigError, EndpointStop, EnvironmentFailure, FileExistsError,
-        FileNotFoundError, ModuleNotFoundError, ProcessError, ValueError,
-    )  # fmt: skip
+        BankError,
+        CheckpointError,
+        ClusterError,
+        ConfigError,
+        EndpointStop,
+        EnvironmentFailure,
+        FileExistsError,
+        FileNotFoundError,
+        ModuleNotFoundError,
+        ProcessError,
+        ValueError,
+    )

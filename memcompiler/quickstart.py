@@ -122,9 +122,12 @@ def _evaluated(
 
 
 def _add_after_grpo(
-    results: dict[str, Any], episodes: Sequence[Episode], after: Mapping[str, Any], played: list[Episode],
+    results: dict[str, Any],
+    episodes: Sequence[Episode],
+    after: Mapping[str, Any],
+    played: list[Episode],
     budgets: Sequence[int],
-) -> list[Episode]:  # fmt: skip
+) -> list[Episode]:
     """Add the full delivery's results after GRPO as `compiled_grpo`; its episodes, named so."""
     if before := [episode for episode in episodes if episode.delivery == "compiled"]:
         change = difference(played, before, budgets)

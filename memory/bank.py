@@ -247,11 +247,16 @@ class MemoryBank:
         successes = sum(row["success"] for row in rows)
         counts = {f"by_{c}": dict(sorted(Counter(row[c] for row in rows).items())) for c in fields}
         return {
-            "path": str(self.path), "version": pinned.version, "entries": len(rows), "successes": successes,
-            "failures": len(rows) - successes, "scenes": len(counts["by_scene"]),
-            "images": sum(row["images"] or 0 for row in rows), "embedding": embedding_of(pinned.table.schema),
+            "path": str(self.path),
+            "version": pinned.version,
+            "entries": len(rows),
+            "successes": successes,
+            "failures": len(rows) - successes,
+            "scenes": len(counts["by_scene"]),
+            "images": sum(row["images"] or 0 for row in rows),
+            "embedding": embedding_of(pinned.table.schema),
             **counts,
-        }  # fmt: skip
+        }
 
     def origins(self) -> Counter[tuple[str, str]]:
         """Count entries by (task id, split): what an audit needs, without texts and pictures."""

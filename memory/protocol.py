@@ -88,9 +88,14 @@ class Query:
 
     @classmethod
     def question(
-        cls, text: str, tokens: int | None = None, id: str = "", scene: str = "", k: int = 1_000,
+        cls,
+        text: str,
+        tokens: int | None = None,
+        id: str = "",
+        scene: str = "",
+        k: int = 1_000,
         costs: Costs = ESTIMATED,
-    ) -> Query:  # fmt: skip
+    ) -> Query:
         """Ask a question, which no episode is played for."""
         return cls(Task(id, text, scene, "", "question"), k, text, tokens, costs)
 

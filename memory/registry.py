@@ -39,10 +39,16 @@ class MemorySpec:
     open: Callable[[Path, Any, Tools], MemorySystem]
 
 
-_ALL = Plugins("memory system", "memcompiler.memories", MemorySpec, {
-    "trajectory": "memory.bank:TRAJECTORY", "brainmem": "memory.brainmem.system:BRAINMEM",
-    "s3mem": "memory.s3mem.system:S3MEM",
-    "karma": "memory.karma.system:KARMA",
-})  # fmt: skip
+_ALL = Plugins(
+    "memory system",
+    "memcompiler.memories",
+    MemorySpec,
+    {
+        "trajectory": "memory.bank:TRAJECTORY",
+        "brainmem": "memory.brainmem.system:BRAINMEM",
+        "s3mem": "memory.s3mem.system:S3MEM",
+        "karma": "memory.karma.system:KARMA",
+    },
+)
 BUILT_IN = _ALL.built_in
 register, find, names, loaded = _ALL.register, _ALL.find, _ALL.names, _ALL.loaded

@@ -121,7 +121,7 @@ class Retriever:
 
     def _best(
         self, scores: NDArray[np.float32], rows: NDArray[np.intp], k: int, keep: Callable[[Found], bool]
-    ) -> list[Found]:  # fmt: skip
+    ) -> list[Found]:
         """Find at least the k best of `rows` that `keep` keeps (if there are as many), by (score, id): whole groups of
         equal score, for a part of one would depend on the order of writing."""
         values, limit = scores[rows], max(WINDOW, 4 * k)

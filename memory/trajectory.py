@@ -20,9 +20,14 @@ if TYPE_CHECKING:
 
 
 def entry_from_trajectory(
-    task: Task, actions: Sequence[str], observations: Sequence[str], success: bool, rationale: str = "",
-    images: Iterable[bytes | Image] = (), id: str | None = None,
-) -> MemoryEntry:  # fmt: skip
+    task: Task,
+    actions: Sequence[str],
+    observations: Sequence[str],
+    success: bool,
+    rationale: str = "",
+    images: Iterable[bytes | Image] = (),
+    id: str | None = None,
+) -> MemoryEntry:
     """Make the memory entry of one episode: the commands as executed, why it succeeded or how it failed, and pictures
     in the order in which they were seen. What the commands answered is for memory systems that summarise it.
 
@@ -39,9 +44,7 @@ def entry_from_trajectory(
 def entry_of_trace(trace: Trace) -> MemoryEntry:
     """Make the memory entry of one attempt at a task."""
     feedback = [record.feedback for record in trace.records]
-    return entry_from_trajectory(
-        trace.task, trace.actions, feedback, trace.success, trace.rationale, trace.views
-    )  # fmt: skip
+    return entry_from_trajectory(trace.task, trace.actions, feedback, trace.success, trace.rationale, trace.views)
 
 
 def trajectory_text(scene: str, goal: str, actions: Sequence[str], success: bool, rationale: str = "") -> str:

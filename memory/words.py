@@ -31,9 +31,10 @@ _LETTERS = (  # Thai and Lao, Burmese, Khmer, kana, Han, Hangul
 )
 _UNSPACED = re.compile(f"[{_LETTERS}]+")
 _MARKS = "".join(
-    c for c in map(chr, (*range(0xE00, 0xF00), *range(0x1000, 0x10A0), *range(0x1780, 0x1800)))
+    c
+    for c in map(chr, (*range(0xE00, 0xF00), *range(0x1000, 0x10A0), *range(0x1780, 0x1800)))
     if unicodedata.category(c)[0] == "M"
-)  # fmt: skip
+)
 _MARKED = re.compile(f".[{_MARKS}]*")
 SPACED = f"[^\\W{_LETTERS}]"  # a pattern: a letter or digit of a script that has spaces between words
 

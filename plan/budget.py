@@ -27,10 +27,15 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-40", 39.4, 312, 1.56), Gpu("a100", 79.2, 312, 2.04), Gpu("h100", 79.2), Gpu("h200", 139.8, 989, 4.8),
-        Gpu("b200", 178.0, 2250, 8.0), Gpu("l40s", 44.4, 362, 0.86), Gpu("rtx4090", 23.5, 165, 1.01),
+        Gpu("a100-40", 39.4, 312, 1.56),
+        Gpu("a100", 79.2, 312, 2.04),
+        Gpu("h100", 79.2),
+        Gpu("h200", 139.8, 989, 4.8),
+        Gpu("b200", 178.0, 2250, 8.0),
+        Gpu("l40s", 44.4, 362, 0.86),
+        Gpu("rtx4090", 23.5, 165, 1.01),
     )
-}  # fmt: skip
+}
 
 
 def find_gpu(text: str) -> Gpu:
@@ -143,9 +148,15 @@ class Plan:
     def to_json(self, gpu: Gpu, gpus: int, remedy: Sequence[str] | None) -> dict[str, Any]:
         """Write it for machines, sizes in bytes."""
         return {
-            **asdict(self), "gpu": asdict(gpu), "gpus": gpus, "gpus_taken": self.gpus, "needs_gib": self.needs(),
-            "shares": self.shares, "fits": self.fits(gpu, gpus), "remedy": list(remedy) if remedy else None,
-        }  # fmt: skip
+            **asdict(self),
+            "gpu": asdict(gpu),
+            "gpus": gpus,
+            "gpus_taken": self.gpus,
+            "needs_gib": self.needs(),
+            "shares": self.shares,
+            "fits": self.fits(gpu, gpus),
+            "remedy": list(remedy) if remedy else None,
+        }
 
 
 def lines(plan: Plan, lengths: Lengths, gpu: Gpu, gpus: int, remedy: Sequence[str] | None) -> list[str]:
@@ -153,10 +164,16 @@ def lines(plan: Plan, lengths: Lengths, gpu: Gpu, gpus: int, remedy: Sequence[st
     gib = lambda size: f"{size / GIB:.2f}" if size else DASH
     heads = ["process", "GPUs", *(part.replace("_", " ") for part in PARTS), "on a GPU", "loading", "host RAM"]
     rows = [
-        [b.process, f"{b.count} x {b.gpus}", *(gib(getattr(b, part)) for part in PARTS), gib(b.gpu), gib(b.loading),
-         gib(b.host)]
+        [
+            b.process,
+            f"{b.count} x {b.gpus}",
+            *(gib(getattr(b, part)) for part in PARTS),
+            gib(b.gpu),
+            gib(b.loading),
+            gib(b.host),
+        ]
         for b in plan.budgets
-    ]  # fmt: skip
+    ]
     read = ", ".join(f"{field.name} {getattr(lengths, field.name)}" for field in fields(lengths))
     said = [f"## {plan.name}", "", *(markdown_table(heads, rows) if rows else ["no model runs here"]), ""]
     said += [f"- sizes in GiB, at the fullest moment; lengths assumed (--lengths): {read}"]

@@ -19,9 +19,13 @@ from plan.stages import plans, remedy
 from runtime.store import to_json, write_atomically
 
 SCHEMAS = {
-    "sft": SftConfig, "grpo": GrpoConfig, "eval": EvalConfig, "collect": CollectConfig, "serve": ServeConfig,
+    "sft": SftConfig,
+    "grpo": GrpoConfig,
+    "eval": EvalConfig,
+    "collect": CollectConfig,
+    "serve": ServeConfig,
     "quickstart": QuickstartConfig,
-}  # fmt: skip
+}
 
 NODE = 8  # GPUs, which the paper's GRPO takes
 

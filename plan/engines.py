@@ -42,7 +42,7 @@ class _Size:
 
 def engine(
     process: str, device: str, settings: Engine, gpu: Gpu, lengths: Lengths, share: Share | None = None
-) -> Budget:  # fmt: skip
+) -> Budget:
     """Say what a vLLM engine takes: its share of a GPU, of which the cache gets what weights and a chunk leave. It does
     not start where one sequence of its longest does not fit. Engines that share a GPU are told as one process."""
     share = share or Share(1)
@@ -51,14 +51,22 @@ def engine(
     room, least = own * gpu.gib * GIB - size.taken, size.per_token * size.context
     together = f"{beside} of them on one; " if beside > 1 else ""
     return Budget(
-        process, device, math.ceil(share.count / beside), settings.vllm.tensor_parallel_size, own * beside,
-        weights=beside * size.weights, activations=beside * size.activations, logits=beside * size.logits,
-        kv_cache=beside * max(room, least), overhead=beside * ENGINE, host=beside * 2 * HOST,
+        process,
+        device,
+        math.ceil(share.count / beside),
+        settings.vllm.tensor_parallel_size,
+        own * beside,
+        weights=beside * size.weights,
+        activations=beside * size.activations,
+        logits=beside * size.logits,
+        kv_cache=beside * max(room, least),
+        overhead=beside * ENGINE,
+        host=beside * 2 * HOST,
         least=beside * (size.taken + least),
         note=f"vLLM at {own:g} of a GPU: {together}a cache of {max(room, 0) / size.per_token:,.0f} tokens, "
         f"{max(room, 0) / size.per_token / size.sequence:,.0f} sequences of {size.sequence} at once; one of "
         f"{size.context:,} has to fit",
-    )  # fmt: skip
+    )
 
 
 def laid_out(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Layout:
@@ -134,7 +142,10 @@ def _size(settings: Engine, lengths: Lengths) -> _Size:
     n, replay = vllm.tensor_parallel_size, replay_engine(settings.model, settings.dtype, vllm.max_num_seqs)
     compiles = isinstance(settings, CompilerConfig)
     return _Size(
-        replay.weights / n, replay.held["activations"], replay.held["logits"],
-        cache_per_token(text, settings.dtype) / n, vllm.max_model_len or text.max_position_embeddings,
+        replay.weights / n,
+        replay.held["activations"],
+        replay.held["logits"],
+        cache_per_token(text, settings.dtype) / n,
+        vllm.max_model_len or text.max_position_embeddings,
         lengths.prompt + lengths.emission if compiles else lengths.acting + lengths.action,
-    )  # fmt: skip
+    )

@@ -150,7 +150,7 @@ def shaped_compiler(config: CompilerConfig, d_executor: int, ledger: Ledger, dec
     soft = config.soft
     settings = ProjectorConfig(
         backbone.hidden_size, d_executor, soft.n_tokens, soft.projector, normalise=soft.normalise
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         projector = Projector(settings)
     ledger.adopt(projector, "adapter and projector")

@@ -97,9 +97,10 @@ def replay_sft(config: SftConfig, lengths: Lengths, rows: int, gpu: bool = True)
     terms = [getattr(config.weights, name) * value.sum() / rows for name, value in losses.items()]
     sum(terms, torch.tensor(0.0)).backward()
     flops = {
-        "compiler forward": forward - executor.flops, "executor forward": executor.flops,
+        "compiler forward": forward - executor.flops,
+        "executor forward": executor.flops,
         "backward": ledger.flops - forward,
-    }  # fmt: skip
+    }
     return _replayed(ledger, {name: f / rows for name, f in flops.items()}, compiler, executor)
 
 

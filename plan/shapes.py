@@ -112,9 +112,14 @@ class Shape(Tensor):
     @staticmethod
     def __new__(cls, elem: Tensor, ledger: Ledger) -> Shape:
         return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, elem.size(), strides=elem.stride(), storage_offset=elem.storage_offset(), dtype=elem.dtype,
-            device=torch.device("cpu"), requires_grad=False,
-        )  # fmt: skip
+            cls,
+            elem.size(),
+            strides=elem.stride(),
+            storage_offset=elem.storage_offset(),
+            dtype=elem.dtype,
+            device=torch.device("cpu"),
+            requires_grad=False,
+        )
 
     def __init__(self, elem: Tensor, ledger: Ledger) -> None:
         self.elem, self.ledger = elem, ledger

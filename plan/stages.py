@@ -50,9 +50,12 @@ def plans(settings: Settings | QuickstartConfig, lengths: Lengths, gpu: Gpu, gpu
 def plan(settings: Settings, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     """Plan one stage."""
     stages: dict[type, Callable[..., Plan]] = {
-        SftConfig: plan_sft, GrpoConfig: plan_grpo, EvalConfig: plan_eval, CollectConfig: plan_collect,
+        SftConfig: plan_sft,
+        GrpoConfig: plan_grpo,
+        EvalConfig: plan_eval,
+        CollectConfig: plan_collect,
         ServeConfig: plan_serve,
-    }  # fmt: skip
+    }
     return stages[type(settings)](settings, lengths, gpu, gpus)
 
 
@@ -72,14 +75,17 @@ def plan_sft(config: SftConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     budget = _trainer("trainer", replay, config.backend, gpus, host)
     n = config.compiler.soft.n_tokens if config.soft else 0
     return Plan(
-        "sft", f"SFT, {_who(config)}, micro-batches of {min(config.micro_batch_size, mine)}, backend {config.backend}",
-        (budget,), _disk(models, replay.trained, config.keep),
+        "sft",
+        f"SFT, {_who(config)}, micro-batches of {min(config.micro_batch_size, mine)}, backend {config.backend}",
+        (budget,),
+        _disk(models, replay.trained, config.keep),
         {
             "compiler": config.batch_size * (lengths.prompt + lengths.emission + n),
             "executor": config.batch_size * (lengths.acting + lengths.action) * config.soft,
         },
-        0, {name: mine * flops / _products(gpu) for name, flops in replay.flops.items()},
-    )  # fmt: skip
+        0,
+        {name: mine * flops / _products(gpu) for name, flops in replay.flops.items()},
+    )
 
 
 def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
@@ -128,18 +134,22 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
         "compile: decode": config.max_steps * lengths.emission * compiling.weights / _reads(gpu),
         "act": steps / (acts.count or trainers) * acting.flops["act"] / _products(gpu) if acting else 0.0,
         "update": samples * config.iterations * update.flops["update"] / _products(gpu),
-    }  # fmt: skip
+    }
     return Plan(
-        "grpo", f"GRPO, {_who(config)}, placement {trainers} + {rolls.count} + {acts.count}",
-        (actor, *budgets), _disk(models, update.trained, config.keep),
+        "grpo",
+        f"GRPO, {_who(config)}, placement {trainers} + {rolls.count} + {acts.count}",
+        (actor, *budgets),
+        _disk(models, update.trained, config.keep),
         {
-            "compiler, reading": steps * lengths.prompt, "compiler, writing": steps * lengths.emission,
+            "compiler, reading": steps * lengths.prompt,
+            "compiler, writing": steps * lengths.emission,
             "executor": steps * lengths.acting,
             "update": steps * (lengths.prompt + lengths.emission + config.compiler.soft.n_tokens),
         },
-        min(episodes, config.concurrency * trainers), seconds,
+        min(episodes, config.concurrency * trainers),
+        seconds,
         (said(place), f"an update of {episodes} episodes of {config.max_steps} steps, the most that there are"),
-    )  # fmt: skip
+    )
 
 
 def plan_eval(config: EvalConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
@@ -244,9 +254,18 @@ def _trainer(process: str, replay: Replay, backend: str, n: int, host: float) ->
         weights, gradients = cut / n + replay.towers + gathered, trained / n
         moments = (3 if backend == "zero3" else 2) * trained / n
     return Budget(
-        process, process, n, weights=weights, gradients=gradients, moments=moments, activations=held["activations"],
-        logits=held["logits"], kv_cache=held["kv_cache"], overhead=overhead, host=host,
-    )  # fmt: skip
+        process,
+        process,
+        n,
+        weights=weights,
+        gradients=gradients,
+        moments=moments,
+        activations=held["activations"],
+        logits=held["logits"],
+        kv_cache=held["kv_cache"],
+        overhead=overhead,
+        host=host,
+    )
 
 
 def _alone(process: str, replay: Replay, count: int) -> Budget:
@@ -265,9 +284,15 @@ def _fullest(held: Sequence[Replay]) -> Replay:
 
 
 def _playing(
-    stage: str, process: str, compiler: CompilerConfig | None, executor: ExecutorConfig | None, concurrency: int,
-    lengths: Lengths, gpu: Gpu, gpus: int,
-) -> Plan:  # fmt: skip
+    stage: str,
+    process: str,
+    compiler: CompilerConfig | None,
+    executor: ExecutorConfig | None,
+    concurrency: int,
+    lengths: Lengths,
+    gpu: Gpu,
+    gpus: int,
+) -> Plan:
     """Plan a process that plays episodes without learning: engines of its own, or models in PyTorch."""
     budgets: list[Budget] = []
     held: list[Replay] = []
@@ -307,7 +332,7 @@ def _playing(
     who = " and ".join(f"{role} {own.model} ({own.engine})" for role, own in roles if own is not None)
     return Plan(
         stage, f"{process}: {who or 'no model'}", tuple(budgets), _disk(models, 0, 0), tokens, concurrency, seconds
-    )  # fmt: skip
+    )
 
 
 def _sizes(compiler: CompilerConfig | None, executor: ExecutorConfig | None) -> dict[str, float]:

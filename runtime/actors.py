@@ -27,9 +27,15 @@ _ADDRESS = re.compile(r"\d+(\.\d+){3}(:\d+)?")
 _AROUND = re.compile(r"The actor \w+ is unavailable: |\.? ?The task may or may not.*|\.? ?Some common causes.*")
 # What a process needs to do as its driver would, where its node does not say. Keys are not sent: a node has its own.
 _SENT = (
-    *WAITING, "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_HOME", "HF_HUB_CACHE", "ALFWORLD_DATA",
+    *WAITING,
+    "OMP_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    "HF_HUB_OFFLINE",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "ALFWORLD_DATA",
     "MEMCOMPILER_DIST_TIMEOUT",
-)  # fmt: skip
+)
 
 
 class Actor:
@@ -150,11 +156,17 @@ def meeting(places: list[Place]) -> list[dict[str, str]]:
     for rank, place in enumerate(places):
         beside = [i for i, other in enumerate(places) if other.node == place.node]
         gpus = [gpu for i in beside for gpu in places[i].gpus]
-        told.append({
-            "RANK": str(rank), "WORLD_SIZE": str(len(places)), "LOCAL_RANK": str(beside.index(rank)),
-            "LOCAL_WORLD_SIZE": str(len(beside)), "MASTER_ADDR": first.address, "MASTER_PORT": str(first.port),
-            **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
-            # Names of this machine lead elsewhere than to loopback; a Ray of our own stays there.
-            **({"GLOO_SOCKET_IFNAME": "lo"} if first.address == LOOPBACK else {}),
-        })  # fmt: skip
+        told.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(places)),
+                "LOCAL_RANK": str(beside.index(rank)),
+                "LOCAL_WORLD_SIZE": str(len(beside)),
+                "MASTER_ADDR": first.address,
+                "MASTER_PORT": str(first.port),
+                **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
+                # Names of this machine lead elsewhere than to loopback; a Ray of our own stays there.
+                **({"GLOO_SOCKET_IFNAME": "lo"} if first.address == LOOPBACK else {}),
+            }
+        )
     return told

@@ -21,7 +21,7 @@ from tenacity import (
     retry_if_exception_type,
     stop_before_delay,
     wait_exponential,
-)  # fmt: skip
+)
 
 MAX_WAIT_S = 120.0  # between two attempts, whatever Retry-After says
 _BUSY = (429, 503)
@@ -61,10 +61,11 @@ class RemoteServer:
         key = os.environ.get(key_name)
         self.url, self.start, self.timeout, self.parallel = url.rstrip("/"), start, timeout, parallel
         self._client = httpx.Client(
-            base_url=self.url, headers={"Authorization": f"Bearer {key}"} if key else {},
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             limits=httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel),
             trust_env=False,  # no proxy between us and a server that we name by its address
-        )  # fmt: skip
+        )
 
     def get(self, path: str) -> Any:
         """Return the JSON at `path`. Raises: RemoteError."""
@@ -109,9 +110,11 @@ class RemoteServer:
                 raise RemoteError("given up: another request of the batch failed")
 
         attempts = Retrying(
-            retry=retry_if_exception_type(TransientError), wait=as_asked(_backoff, _LONGEST_PAUSE_S), sleep=pause,
+            retry=retry_if_exception_type(TransientError),
+            wait=as_asked(_backoff, _LONGEST_PAUSE_S),
+            sleep=pause,
             stop=stop_before_delay(self.timeout),
-        )  # fmt: skip
+        )
         try:
             return attempts(self._attempt, method, path, body, deadline)
         except RetryError as error:

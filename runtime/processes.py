@@ -46,10 +46,16 @@ class ChildProcess:
     """
 
     def __init__(
-        self, command: Sequence[str], *, name: str = "", env: Mapping[str, str] | None = None, cwd: Path | None = None,
-        output: Path | Literal["terminal", "kept"] = "terminal", dies_with: Literal["thread", "lifeline"] = "thread",
+        self,
+        command: Sequence[str],
+        *,
+        name: str = "",
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        output: Path | Literal["terminal", "kept"] = "terminal",
+        dies_with: Literal["thread", "lifeline"] = "thread",
         pass_fds: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name or Path(command[0]).name
         self._log = output if isinstance(output, Path) else None
         self._words, self._drain = bytearray(), None
@@ -57,12 +63,17 @@ class ChildProcess:
         with contextlib.ExitStack() as stack:
             sink = stack.enter_context(self._log.open("wb")) if self._log else None
             self._process = subprocess.Popen(
-                command, env=env, cwd=cwd, stdin=subprocess.PIPE if dies_with == "lifeline" else None,
+                command,
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.PIPE if dies_with == "lifeline" else None,
                 stdout=subprocess.PIPE if output == "kept" else sink,
-                stderr=subprocess.STDOUT if output == "kept" else sink, bufsize=0, pass_fds=pass_fds,
+                stderr=subprocess.STDOUT if output == "kept" else sink,
+                bufsize=0,
+                pass_fds=pass_fds,
                 start_new_session=True,
                 preexec_fn=partial(_end_with_thread, os.getpid()) if dies_with == "thread" else None,
-            )  # fmt: skip
+            )
         self.pid = self._process.pid
         if output == "kept":
             self._drain = threading.Thread(target=self._read_output, name=f"output of {self.name}", daemon=True)

@@ -13,9 +13,20 @@ from typing import Any
 from configs.models import EndpointConfig
 
 FAULTS = (
-    "429", "429 retry-after", "500", "hang", "truncated", "html", "empty choices", "null content", "array", "closed",
-    "garbage", "400", "401",
-)  # fmt: skip
+    "429",
+    "429 retry-after",
+    "500",
+    "hang",
+    "truncated",
+    "html",
+    "empty choices",
+    "null content",
+    "array",
+    "closed",
+    "garbage",
+    "400",
+    "401",
+)
 MODEL = "faulty-1"
 
 
@@ -36,10 +47,12 @@ class FaultyServer:
     """
 
     def __init__(
-        self, faults: Iterable[str] = (), answer: Callable[[list[dict[str, Any]]], Any] = hashed,
+        self,
+        faults: Iterable[str] = (),
+        answer: Callable[[list[dict[str, Any]]], Any] = hashed,
         on_request: Callable[[int], None] = lambda n: None,
         vector: Callable[[str], list[float]] = lambda text: [float(len(text)), 1.0],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.faults, self.answer, self.on_request, self.vector = list(faults), answer, on_request, vector
         self.served: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []

@@ -20,9 +20,12 @@ class HereFleet:
     """
 
     def __init__(
-        self, make: Callable[[], Worker], rooms: tuple[int, ...] = (2,), deaths: Mapping[int, int] | None = None,
+        self,
+        make: Callable[[], Worker],
+        rooms: tuple[int, ...] = (2,),
+        deaths: Mapping[int, int] | None = None,
         mute: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.make, self.deaths, self.mute = make, dict(deaths or {}), mute
         self.rooms, self.hired, self.asked = deque(rooms), 0, 0  # asked: most workers at a time
         self.workers: dict[int, Worker] = {}

@@ -33,9 +33,14 @@ def ray_nodes(*cpus: int, dashboard: bool = False) -> Iterator[Any]:
         from ray.cluster_utils import Cluster
 
         head = {
-            **SMALL, "num_cpus": cpus[0], "include_dashboard": dashboard, "dashboard_host": LOOPBACK,
-            "dashboard_port": 0, "no_monitor": True, "temp_dir": str(folder),
-        }  # fmt: skip
+            **SMALL,
+            "num_cpus": cpus[0],
+            "include_dashboard": dashboard,
+            "dashboard_host": LOOPBACK,
+            "dashboard_port": 0,
+            "no_monitor": True,
+            "temp_dir": str(folder),
+        }
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             patch.setenv(ADDRESS, cluster.address)

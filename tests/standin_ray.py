@@ -95,9 +95,11 @@ class StandInRay:
     """The module."""
 
     exceptions = SimpleNamespace(
-        RayError=RayError, RayTaskError=RayTaskError, ActorDiedError=ActorDiedError,
+        RayError=RayError,
+        RayTaskError=RayTaskError,
+        ActorDiedError=ActorDiedError,
         ActorUnavailableError=ActorUnavailableError,
-    )  # fmt: skip
+    )
 
     def wait(self, refs: list[Ref], num_returns: int = 1, timeout: float | None = None) -> tuple[list[Ref], list[Ref]]:
         ready = [ref for ref in refs if not ref.pending]

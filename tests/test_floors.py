@@ -94,20 +94,3 @@ def test_the_test_sees_late_and_type_checkers_imports(tmp_path: Path) -> None:
     )
     known = {"low", "low.b", "low.c", "low.d", "low.e"}
     assert set(imported(file, known)) == {"low.b", "low.c", "low.d", "low.e"}
-
-
-def test_the_map_names_every_file(repository: Path, order: list[str]) -> None:
-    page = (repository / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Every file", 1)[1]
-    folder, named = "", set()
-    for line in page.split("```")[1].strip().splitlines():
-        if line.startswith(" "):
-            named.add(f"{folder}{line.split()[0]}")
-        else:
-            folder = line.strip()
-    files = {
-        path.relative_to(repository).as_posix()
-        for top in [*order, "examples"]
-        for path in (repository / top).rglob("*.py")
-        if path.name != "__init__.py" or path.read_text(encoding="utf-8").strip()
-    }
-    assert named == files

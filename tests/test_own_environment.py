@@ -39,10 +39,18 @@ class Vault:
             raise ValueError(f"no split {split!r}; there are train, past, exam")
         first = 100 if split == "exam" else 0
         return [
-            Task(f"{split}/{room}", "take the coin", f"vault {room}", split, "fetch", "text",
-                 {"box": str(room % BOXES + 1)}, {"vault": (f"vault {room}",)})
+            Task(
+                f"{split}/{room}",
+                "take the coin",
+                f"vault {room}",
+                split,
+                "fetch",
+                "text",
+                {"box": str(room % BOXES + 1)},
+                {"vault": (f"vault {room}",)},
+            )
             for room in range(first, first + self._rooms)
-        ]  # fmt: skip
+        ]
 
     def reset(self, task: Task) -> Observation:
         self._task, self._at = task, 0
@@ -82,7 +90,9 @@ def look_at_the_boxes() -> str:
 
 
 VAULT = EnvSpec(
-    "vault", VaultSettings, lambda settings: WorkerSpec(f"{__name__}:Vault", {"rooms": settings.rooms}),
+    "vault",
+    VaultSettings,
+    lambda settings: WorkerSpec(f"{__name__}:Vault", {"rooms": settings.rooms}),
     splits=lambda _: Splits("exam", held_out=("exam",), experience=lambda split: {"train": "past"}.get(split, split)),
     isolation={"vault": "disjoint"},
     packages=("pydantic",),
@@ -90,15 +100,20 @@ VAULT = EnvSpec(
     probes=lambda: [Probe("vault", look_at_the_boxes, core=False)],
     refusals=("The guard shakes his head",),
     instructions="You stand in a vault. Answer with one command, for example: go to box 1.",
-)  # fmt: skip
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 MODELS = {
-    "compiler": {"model": "zoo/household/compiler", "dtype": "float32", "instructions": "none", "max_new_tokens": 8,
-                 "soft": {"n_tokens": 2, "emb_std": "auto"}},
+    "compiler": {
+        "model": "zoo/household/compiler",
+        "dtype": "float32",
+        "instructions": "none",
+        "max_new_tokens": 8,
+        "soft": {"n_tokens": 2, "emb_std": "auto"},
+    },
     "executor": {"model": "zoo/household/executor", "dtype": "float32", "max_new_tokens": 8},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -135,9 +150,12 @@ def test_it_is_collected_learnt_from_and_evaluated_by_its_name(vault: None, tmp_
     assert checkpoint.environment(checkpoint.find(tmp_path / "sft")) == "vault"
 
     asked = {
-        "env": {"name": "vault", "rooms": 2}, **MODELS, "deliveries": ["static", "compiled"], "max_steps": 2,
+        "env": {"name": "vault", "rooms": 2},
+        **MODELS,
+        "deliveries": ["static", "compiled"],
+        "max_steps": 2,
         "memory": {"experience_split": "exam"},
-    }  # fmt: skip
+    }
     asked["compiler"] = {**MODELS["compiler"], "checkpoint": str(tmp_path / "sft")}
     results = run_eval(EvalConfig.model_validate(asked), tmp_path / "eval")
     assert (results["environment"], results["split"], results["n_tasks"]) == ("vault", "exam", 2)
@@ -194,8 +212,11 @@ class Offered(metadata.EntryPoint):
 
 @pytest.fixture
 def offers(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = [Offered("vault", "vault", registry.GROUP), Offered("shaft", "broken", registry.GROUP),
-                 Offered("cave", "nothing", registry.GROUP)]  # fmt: skip
+    installed = [
+        Offered("vault", "vault", registry.GROUP),
+        Offered("shaft", "broken", registry.GROUP),
+        Offered("cave", "nothing", registry.GROUP),
+    ]
 
     def entry_points(group: str, name: str | None = None) -> metadata.EntryPoints:
         if group != "memcompiler.environments":

@@ -128,10 +128,15 @@ DIARY = MemorySpec("diary", DiarySettings, open_diary)
 MEMORY = {"system": "diary", "settings": {"pages": 1}}
 ENV = {"name": "household", "scenes": {"train": 3, "test": 2}}
 MODELS = {
-    "compiler": {"model": "zoo/household/compiler", "dtype": "float32", "instructions": "none", "max_new_tokens": 8,
-                 "soft": {"n_tokens": 2, "emb_std": "auto"}},
+    "compiler": {
+        "model": "zoo/household/compiler",
+        "dtype": "float32",
+        "instructions": "none",
+        "max_new_tokens": 8,
+        "soft": {"n_tokens": 2, "emb_std": "auto"},
+    },
     "executor": {"model": "zoo/household/executor", "dtype": "float32", "max_new_tokens": 8, "temperature": 1.0},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -163,9 +168,15 @@ def test_it_serves_collection_training_and_evaluation(
     train_sft(SftConfig.model_validate(sft), tmp_path / "sft")
     trained = {**MODELS, "compiler": {**MODELS["compiler"], "checkpoint": str(tmp_path / "sft")}}
     grpo = {
-        **trained, "env": ENV, "memory": MEMORY, "updates": 1, "tasks": 1, "group_size": 2, "max_steps": 2,
+        **trained,
+        "env": ENV,
+        "memory": MEMORY,
+        "updates": 1,
+        "tasks": 1,
+        "group_size": 2,
+        "max_steps": 2,
         "loss": {"latent_gradient": "pathwise"},
-    }  # fmt: skip
+    }
     other = CollectConfig.model_validate({"env": ENV})
     with Environments(other.env) as envs:  # of the same episodes, and another bank
         bank = filled_bank(other, envs, envs.tasks("train_experience")[:1], tmp_path / "other")

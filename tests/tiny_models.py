@@ -38,9 +38,15 @@ def lm_backbone(seed: int = 0, device: str = "cpu") -> Backbone:
 
 
 def memory_compiler(
-    vlm: bool = True, n_tokens: int = 4, d_executor: int = 64, seed: int = 0, dtype: torch.dtype = torch.float32,
-    kind: type[MemoryCompiler] = MemoryCompiler, device: str = "cpu", **kwargs,
-) -> MemoryCompiler:  # fmt: skip
+    vlm: bool = True,
+    n_tokens: int = 4,
+    d_executor: int = 64,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    kind: type[MemoryCompiler] = MemoryCompiler,
+    device: str = "cpu",
+    **kwargs,
+) -> MemoryCompiler:
     backbone = vlm_backbone(seed, device) if vlm else lm_backbone(seed, device)
     backbone.model.to(dtype)
     projector = Projector(ProjectorConfig(backbone.hidden_size, d_executor, n_tokens, **kwargs.pop("projector", {})))
@@ -49,9 +55,7 @@ def memory_compiler(
     return kind(backbone, projector, **kwargs)
 
 
-def uneven_writer(
-    vlm: bool, decoding: Decoding, speed: Speed | None = None, device: str = "cpu"
-) -> MemoryCompiler:  # fmt: skip
+def uneven_writer(vlm: bool, decoding: Decoding, speed: Speed | None = None, device: str = "cpu") -> MemoryCompiler:
     """A compiler whose emissions end early or late, and partly repeat what stands before: its logits are steep, and the
     end of turn comes at about every seventh hidden state."""
     compiler = memory_compiler(vlm, decoding=decoding, speed=speed, device=device).eval()

@@ -22,9 +22,13 @@ from soft_mem.projector import Projector, ProjectorConfig
 from tests import tiny_models
 
 SEES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 8,
     "initializer_range": 0.2,
-}  # fmt: skip
+}
 # Like those of LLaVA, SmolVLM or Gemma, it makes nothing of content that is plain text.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{% if p.type == 'image' %}IMAGE"
@@ -37,9 +41,12 @@ def _tokenizer(image: str, *others: str, **named: str) -> Any:
     """Make the tests' tokenizer with a family's special tokens, some of which are attributes of it."""
     known = tiny_models.tokenizer()
     made = PreTrainedTokenizerFast(
-        tokenizer_object=copy.deepcopy(known._tokenizer), eos_token=known.eos_token, pad_token=known.pad_token,
-        model_max_length=4096, extra_special_tokens=named,
-    )  # fmt: skip
+        tokenizer_object=copy.deepcopy(known._tokenizer),
+        eos_token=known.eos_token,
+        pad_token=known.pad_token,
+        model_max_length=4096,
+        extra_special_tokens=named,
+    )
     made.add_special_tokens({"additional_special_tokens": [*others]}, replace_extra_special_tokens=False)
     made.chat_template = TEMPLATE.replace("IMAGE", image)
     return made
@@ -47,11 +54,20 @@ def _tokenizer(image: str, *others: str, **named: str) -> Any:
 
 def _reads(tokenizer: Any, **more: Any) -> dict[str, Any]:
     return {
-        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2, "max_position_embeddings": 4096,
-        "initializer_range": 0.2, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None, **more,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.2,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        **more,
+    }
 
 
 def llava() -> tuple[Any, Any]:
@@ -59,13 +75,17 @@ def llava() -> tuple[Any, Any]:
     tokenizer = _tokenizer("<image>", "<image>")
     config = transformers.LlavaConfig(
         vision_config={**SEES, "model_type": "clip_vision_model", "image_size": 32, "projection_dim": 32},
-        text_config={**_reads(tokenizer), "model_type": "llama"}, image_token_index=_id(tokenizer, "<image>"),
-    )  # fmt: skip
+        text_config={**_reads(tokenizer), "model_type": "llama"},
+        image_token_index=_id(tokenizer, "<image>"),
+    )
     processor = transformers.LlavaProcessor(
         transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
-        tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
         chat_template=tokenizer.chat_template,
-    )  # fmt: skip
+    )
     return transformers.LlavaForConditionalGeneration(config), processor
 
 
@@ -75,30 +95,39 @@ def internvl() -> tuple[Any, Any]:
     tokenizer = _tokenizer("<IMG_CONTEXT>", **names, video_token="<video>")
     config = transformers.InternVLConfig(
         vision_config={**SEES, "patch_size": [8, 8], "image_size": [32, 32]},
-        text_config={**_reads(tokenizer), "model_type": "qwen2"}, image_token_id=_id(tokenizer, "<IMG_CONTEXT>"),
+        text_config={**_reads(tokenizer), "model_type": "qwen2"},
+        image_token_id=_id(tokenizer, "<IMG_CONTEXT>"),
         image_seq_length=4,
-    )  # fmt: skip
+    )
     processor = transformers.InternVLProcessor(
-        transformers.GotOcr2ImageProcessor(size={"height": 32, "width": 32}, max_patches=4), tokenizer,
-        transformers.InternVLVideoProcessor(size={"height": 32, "width": 32}), image_seq_length=4,
+        transformers.GotOcr2ImageProcessor(size={"height": 32, "width": 32}, max_patches=4),
+        tokenizer,
+        transformers.InternVLVideoProcessor(size={"height": 32, "width": 32}),
+        image_seq_length=4,
         chat_template=tokenizer.chat_template,
-    )  # fmt: skip
+    )
     return transformers.InternVLForConditionalGeneration(config), processor
 
 
 def idefics3() -> tuple[Any, Any]:
     """Crops in rows and columns, with other tokens between; those of a batch are padded, and a mask says so."""
     places = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
-    tokenizer = _tokenizer("<image>", "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>",
-                           *places)  # fmt: skip
+    tokenizer = _tokenizer(
+        "<image>", "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *places
+    )
     processor = transformers.Idefics3Processor(
         transformers.Idefics3ImageProcessor(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}),
-        tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template,
-    )  # fmt: skip
+        tokenizer,
+        image_seq_len=4,
+        chat_template=tokenizer.chat_template,
+    )
     config = transformers.Idefics3Config(
-        vision_config={**SEES, "image_size": 32}, text_config={**_reads(tokenizer), "model_type": "llama"},
-        image_token_id=_id(tokenizer, "<image>"), scale_factor=2, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        vision_config={**SEES, "image_size": 32},
+        text_config={**_reads(tokenizer), "model_type": "llama"},
+        image_token_id=_id(tokenizer, "<image>"),
+        scale_factor=2,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     return transformers.Idefics3ForConditionalGeneration(config), processor
 
 
@@ -108,22 +137,31 @@ def gemma3(**reads: Any) -> tuple[Any, Any]:
     tokenizer = _tokenizer("<start_of_image>", **names)
     layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
     config = transformers.Gemma3Config(
-        vision_config={**SEES, "image_size": 32}, text_config=_reads(tokenizer, **layers | reads),
-        mm_tokens_per_image=4, tie_word_embeddings=False, image_token_index=_id(tokenizer, "<image_soft_token>"),
-        boi_token_index=_id(tokenizer, "<start_of_image>"), eoi_token_index=_id(tokenizer, "<end_of_image>"),
-    )  # fmt: skip
+        vision_config={**SEES, "image_size": 32},
+        text_config=_reads(tokenizer, **layers | reads),
+        mm_tokens_per_image=4,
+        tie_word_embeddings=False,
+        image_token_index=_id(tokenizer, "<image_soft_token>"),
+        boi_token_index=_id(tokenizer, "<start_of_image>"),
+        eoi_token_index=_id(tokenizer, "<end_of_image>"),
+    )
     processor = transformers.Gemma3Processor(
-        transformers.Gemma3ImageProcessor(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4,
+        transformers.Gemma3ImageProcessor(size={"height": 32, "width": 32}),
+        tokenizer,
+        image_seq_length=4,
         chat_template=tokenizer.chat_template,
-    )  # fmt: skip
+    )
     model = transformers.Gemma3ForConditionalGeneration(config)
     torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.5)  # made as zeros
     return model, processor
 
 
 FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "llava": llava, "internvl": internvl, "idefics3": idefics3, "gemma3": gemma3,
-}  # fmt: skip
+    "llava": llava,
+    "internvl": internvl,
+    "idefics3": idefics3,
+    "gemma3": gemma3,
+}
 
 
 def backbone(family: str, **reads: Any) -> Backbone:

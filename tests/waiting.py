@@ -11,9 +11,12 @@ from typing import Any
 
 
 def until(
-    true: Callable[[], Any], seconds: float = 20, pause: float = 0.01, process: subprocess.Popen | None = None,
+    true: Callable[[], Any],
+    seconds: float = 20,
+    pause: float = 0.01,
+    process: subprocess.Popen | None = None,
     words: Callable[[], object] = lambda: "",
-) -> Any:  # fmt: skip
+) -> Any:
     """Return what `true()` gives once it is true.
 
     Args:

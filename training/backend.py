@@ -250,10 +250,12 @@ class Zero2(Replicated):
             "managed_gradient_accumulation": False,  # a step ends when we call step()
             "gradient_clipping": self.settings.grad_clip,
             "zero_optimization": {
-                "stage": self.stage, "overlap_comm": False, "stage3_param_persistence_threshold": self.persistent,
+                "stage": self.stage,
+                "overlap_comm": False,
+                "stage3_param_persistence_threshold": self.persistent,
             },
             "zero_allow_untested_optimizer": True,
-        }  # fmt: skip
+        }
         self._share_out(joint, settings)
         optimizer = super()._wrap(joint)
         with self._prepared(joint):

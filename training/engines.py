@@ -78,7 +78,7 @@ class CompilerEngine:
 
     def __init__(
         self, config: CompilerConfig, seed: int, told: str, fetch: Callable[[Any], Mapping[str, bytes]] | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._vllm = config.engine == "vllm"
         make = load_served_compiler(config, seed, told) if self._vllm else load_compiler(config, None, seed, told)
         self._compiler: Any = make
@@ -197,7 +197,7 @@ class Pool:
 
     def __init__(
         self, ray: Any, role: str, engines: Sequence[Any], rules: Placement, tell: Tell, first: int = 0
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ray, self._role, self._engines, self._rules, self._tell = ray, role, list(engines), rules, tell
         self._first = first
         self._lost: dict[int, Any] = {}  # what the ones that are lost say when they are back; None: never

@@ -46,9 +46,11 @@ class HeldOutTasks:
             compiler.decoding = drawn
         whole = [episode for episode in episodes if not is_failure(episode.stop_reason)]
         sums = {
-            "failures": len(episodes) - len(whole), "whole": len(whole), "success": sum(e.success for e in whole),
+            "failures": len(episodes) - len(whole),
+            "whole": len(whole),
+            "success": sum(e.success for e in whole),
             "steps": sum(len(e.steps) for e in whole),
-        }  # fmt: skip
+        }
         total = distributed.total({name: float(value) for name, value in sums.items()})
         mean = lambda name: total[name] / total["whole"] if total["whole"] else float("nan")
         found = {"success": mean("success"), "episode_steps": mean("steps"), "failures": total["failures"]}

@@ -78,10 +78,16 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
     stage, unit, counts = "grpo", "update", "tasks"
 
     def __init__(
-        self, config: GrpoConfig, compiler: MemoryCompiler, executor: ModelExecutor, engine: RolloutEngine,
-        specs: Sequence[EpisodeSpec], out: Path, facts: dict[str, Any] | None = None,
+        self,
+        config: GrpoConfig,
+        compiler: MemoryCompiler,
+        executor: ModelExecutor,
+        engine: RolloutEngine,
+        specs: Sequence[EpisodeSpec],
+        out: Path,
+        facts: dict[str, Any] | None = None,
         played: HeldOutTasks | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not specs:
             raise ValueError("there are no tasks to train on: check split, limit and the environment's data")
         if (episodes := config.tasks * config.group_size) < distributed.world_size():
@@ -129,9 +135,10 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         groups = gather_groups(rollout.places, rollout.episodes, self.config.token_cost)
         metrics = self.learn(samples_of(groups, self.compiler, self.pathwise), update)
         seconds = {
-            "seconds_rollout": rollout.seconds, "seconds_waited": rolled - started,
+            "seconds_rollout": rollout.seconds,
+            "seconds_waited": rolled - started,
             "seconds_update": time.perf_counter() - rolled,
-        }  # fmt: skip
+        }
         self.step += 1
         metrics = {"update": float(self.step), **rollout_means(groups), **metrics, **seconds}
         metrics["staleness"] = float(update - rollout.weight_version)
@@ -222,9 +229,14 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         rollout, weight, before = padded([s.rollout_logprobs for s in samples]), padded(weights), padded(old)
         assert rollout is not None and weight is not None
         tokens = PolicyTokens(
-            like, like.detach() if before is None else before, rollout, padded(reference),
-            to_device(torch.tensor([s.advantage for s in samples]), like.device), weight, scores.mask,
-        )  # fmt: skip
+            like,
+            like.detach() if before is None else before,
+            rollout,
+            padded(reference),
+            to_device(torch.tensor([s.advantage for s in samples]), like.device),
+            weight,
+            scores.mask,
+        )
         loss, surrogate = policy_loss(tokens, self.config.loss)
         return loss, token_totals(scores, tokens, surrogate, n)
 
@@ -244,10 +256,13 @@ class GrpoTrainer(Trainer[tuple[dict[str, float], list[Group]]]):
         entropy = -(full.exp() * full.masked_fill(full.isinf(), 0)).sum(-1).detach()
         sigma = scored.gaussian.log_sigma.detach().float()
         return Scores(
-            torch.cat([text, latent], 1).masked_fill(~mask, 0.0), mask, entropy * text_mask,
-            (sigma + 0.5 * math.log(2 * math.pi * math.e)).mean((1, 2)), sigma.exp().mean((1, 2)),
+            torch.cat([text, latent], 1).masked_fill(~mask, 0.0),
+            mask,
+            entropy * text_mask,
+            (sigma + 0.5 * math.log(2 * math.pi * math.e)).mean((1, 2)),
+            sigma.exp().mean((1, 2)),
             scored.gaussian.mu.detach().float().abs().mean((1, 2)),
-        )  # fmt: skip
+        )
 
     def _drawn(self, gaussian: Gaussian, samples: Sequence[Sample]) -> Tensor:
         """Score the actions that the executor drew, with the gradient of its soft tokens: (B, 1), 0 without a draw."""
@@ -323,17 +338,20 @@ def token_weights(samples: Sequence[Sample], settings: PolicyLoss) -> tuple[list
     global order, and the global number of samples. Weights sum to 1 over all samples of all ranks: `token` weighs all
     tokens alike, `step` all samples, `episode` all episodes (each spread over its samples, those over their tokens)."""
     relative = [
-        torch.cat([
-            torch.full((s.sampled,), settings.text_weight),
-            torch.full((len(s.rollout_logprobs) - s.sampled,), settings.latent_weight),
-        ])
+        torch.cat(
+            [
+                torch.full((s.sampled,), settings.text_weight),
+                torch.full((len(s.rollout_logprobs) - s.sampled,), settings.latent_weight),
+            ]
+        )
         for s in samples
-    ]  # fmt: skip
+    ]
     steps = Counter(s.episode for s in samples)
     counts = {
-        "samples": float(len(samples)), "episodes": float(len(steps)),
+        "samples": float(len(samples)),
+        "episodes": float(len(steps)),
         "tokens": float(sum(r.sum() for r in relative)),
-    }  # fmt: skip
+    }
     shares = distributed.gather(counts)
     total = {name: sum(share[name] for share in shares) for name in counts}
     first = int(sum(share["samples"] for share in shares[: distributed.rank()]))

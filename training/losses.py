@@ -65,9 +65,7 @@ class PolicyTokens:
 
 def policy_loss(tokens: PolicyTokens, settings: PolicyLoss) -> tuple[Tensor, Surrogate]:
     """Compute the weighted sum of Eq. 8 over all tokens, with what the settings add; and its terms, for the record."""
-    surrogate = clipped_surrogate(
-        tokens.policy, tokens.old, tokens.advantages, settings.clip_low, settings.clip_high
-    )  # fmt: skip
+    surrogate = clipped_surrogate(tokens.policy, tokens.old, tokens.advantages, settings.clip_low, settings.clip_high)
     per_token = surrogate.loss
     if settings.importance_cap:  # what sampled was not quite what trains: another engine, or older weights
         per_token = per_token * (tokens.old - tokens.rollout).exp().clamp(max=settings.importance_cap)

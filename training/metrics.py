@@ -54,11 +54,15 @@ def token_totals(scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, n: 
     # What the weights, before they moved, make of a token's log p, against the engine that sampled it.
     apart = (tokens.old - tokens.rollout).abs()
     sums = {
-        "text_tokens": text.sum(), "latent_tokens": latent.sum(), "rows": torch.ones_like(scores.sigma).sum(),
+        "text_tokens": text.sum(),
+        "latent_tokens": latent.sum(),
+        "rows": torch.ones_like(scores.sigma).sum(),
         "loss": (surrogate.loss.detach() * tokens.weights * scores.mask).sum(),
-        "entropy_text": scores.text_entropy.sum(), "entropy_latent": scores.latent_entropy.sum(),
-        "sigma": scores.sigma.sum(), "mu_abs": scores.mu.sum(),
-    }  # fmt: skip
+        "entropy_text": scores.text_entropy.sum(),
+        "entropy_latent": scores.latent_entropy.sum(),
+        "sigma": scores.sigma.sum(),
+        "mu_abs": scores.mu.sum(),
+    }
     peaks: dict[str, Tensor] = {}
     for name, mask, columns in (("text", text, slice(None, -n)), ("latent", latent, slice(-n, None))):
         distances = apart[:, columns].masked_fill(~mask, 0.0)
@@ -98,17 +102,24 @@ def rollout_means(groups: Sequence[Group]) -> dict[str, float]:
     led = [group for group in groups if group.leads]
     spread = [torch.tensor(g.all_rewards).var(correction=0).item() if g.all_rewards else 0.0 for g in led]
     local = {
-        "episodes": len(episodes), "counted": len(counted), "groups": len(led), "steps": len(steps),
-        "reward": sum(sum(group.rewards) for group in groups), "success": sum(e.success for e in counted),
-        "emission_tokens": sum(len(step.emission_ids) for step in steps), "group_variance": sum(spread),
+        "episodes": len(episodes),
+        "counted": len(counted),
+        "groups": len(led),
+        "steps": len(steps),
+        "reward": sum(sum(group.rewards) for group in groups),
+        "success": sum(e.success for e in counted),
+        "emission_tokens": sum(len(step.emission_ids) for step in steps),
+        "group_variance": sum(spread),
         "zero_variance_fraction": sum(not group.informative for group in led),
         "failures": sum(is_failure(e.stop_reason) for e in episodes),
         "parse_error_rate": sum(step.parse_error is not None for step in steps),
         "op_error_rate": sum(bool(step.op_errors) for step in steps),
         **{f"emission_{name}": kinds[name] for name in ("experience", "brief", "hybrid", "noaction")},
-        **{f"seconds_{short}": sum(s.seconds.get(name, 0.0) for e in episodes for s in e.steps)
-           for short, name in (("env", "environment"), ("compiler", "compiler"), ("executor", "executor"))},
-    }  # fmt: skip
+        **{
+            f"seconds_{short}": sum(s.seconds.get(name, 0.0) for e in episodes for s in e.steps)
+            for short, name in (("env", "environment"), ("compiler", "compiler"), ("executor", "executor"))
+        },
+    }
     total = distributed.total({name: float(value) for name, value in local.items()})
     per = {"reward": "counted", "success": "counted", "group_variance": "groups", "zero_variance_fraction": "groups"}
     per |= {name: "steps" for name in total if name.endswith("_rate") or name.startswith("emission_")}

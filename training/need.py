@@ -111,7 +111,7 @@ def _old_states(rows: Iterable[SftRow]) -> Iterator[tuple[SftRow, str, bool]]:
 
 def fit(
     x: Any, guided: NDArray[np.int64], held_x: Any, held_guided: NDArray[np.int64], recall: float
-) -> tuple[Need, dict[str, float]]:  # fmt: skip
+) -> tuple[Need, dict[str, float]]:
     """Fit (n, WIDTH) features to labels (n,); C is the one that needs the fewest compilations for this recall of the
     held-out ones."""
     found = []

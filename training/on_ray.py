@@ -233,9 +233,7 @@ def _on(config: Any, share: Share) -> Any:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def _train(
-    seats: _Seats, config: GrpoConfig, out: Path, on_exists: str, engines: Engines, tell: Tell
-) -> None:  # fmt: skip
+def _train(seats: _Seats, config: GrpoConfig, out: Path, on_exists: str, engines: Engines, tell: Tell) -> None:
     """Have all trainers train to the end. Raises: TrainerLost; else what one of them raised."""
     seats.take("trainer", Runner, 0)
     try:

@@ -212,9 +212,16 @@ def _sample(step: StepRecord, compiler: MemoryCompiler, advantage: float, episod
         logprobs.append(compiled.latent_logprobs.float())
     z = torch.zeros(shape) if compiled.z is None else compiled.z  # nobody read them: they have no part in the policy
     return Sample(
-        prompt, compiled.emission_ids, z, torch.cat(logprobs), len(compiled.text_logprobs), advantage,
-        episode, compiled.weight_version, draw,
-    )  # fmt: skip
+        prompt,
+        compiled.emission_ids,
+        z,
+        torch.cat(logprobs),
+        len(compiled.text_logprobs),
+        advantage,
+        episode,
+        compiled.weight_version,
+        draw,
+    )
 
 
 def _draw(step: StepRecord, compiled: Compilation) -> Draw:

@@ -117,10 +117,17 @@ def labelled(case: Case, settings: S3MemSettings) -> list[tuple[Question, Labels
     index, by_pointer = Index(units, settings), {pointer: unit.id for unit in units for pointer in unit.pointers}
     of = lambda ids: frozenset(by_pointer[id] for id in ids)
     return [
-        (q, Labels(index.ask(q.text), of(q.evidence), of(q.anchors),
-                   tuple((by_pointer[a], by_pointer[b]) for a, b in q.links)))
+        (
+            q,
+            Labels(
+                index.ask(q.text),
+                of(q.evidence),
+                of(q.anchors),
+                tuple((by_pointer[a], by_pointer[b]) for a, b in q.links),
+            ),
+        )
         for q in case.questions
-    ]  # fmt: skip
+    ]
 
 
 def held_out_recall(router: Router, examples: Iterable[tuple[Question, Labels]], settings: S3MemSettings) -> float:
@@ -137,9 +144,13 @@ def held_out_recall(router: Router, examples: Iterable[tuple[Question, Labels]],
 
 
 def train_router(
-    out: Path, environments: Sequence[str], features: Features = "numeric", seed: int = 0,
-    settings: S3MemSettings | None = None, questions: Path | None = None,
-) -> Router:  # fmt: skip
+    out: Path,
+    environments: Sequence[str],
+    features: Features = "numeric",
+    seed: int = 0,
+    settings: S3MemSettings | None = None,
+    questions: Path | None = None,
+) -> Router:
     """Train, choose C on the held-out scenes, and write router and manifest. `questions`: a file of cases with more of
     them. Raises: ValueError, where that is none."""
     settings = settings or S3MemSettings(fill=True)
@@ -159,11 +170,16 @@ def train_router(
     best = max(CS, key=lambda c: scores[c][0])
     chosen = scores[best][1]
     manifest = {
-        "trained_on": {source.name: source.facts() for source in found}, "dialogues": DIALOGUES, "seed": seed,
-        "questions": len(examples), "held_out": len(tests), "c": best,
+        "trained_on": {source.name: source.facts() for source in found},
+        "dialogues": DIALOGUES,
+        "seed": seed,
+        "questions": len(examples),
+        "held_out": len(tests),
+        "c": best,
         "held_out_recall": {f"{c:g}": round(score, 4) for c, (score, _) in scores.items()},
-        "benchmarks": [], "settings": settings.model_dump(mode="json"),
-    }  # fmt: skip
+        "benchmarks": [],
+        "settings": settings.model_dump(mode="json"),
+    }
     if questions:
         sha = hashlib.sha256(questions.read_bytes()).hexdigest()[:16]
         manifest["asked"] = {"questions": sum(len(case.questions) for case in more), "sha256": sha}

@@ -123,7 +123,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
 
 def train_grpo(
     config: GrpoConfig, out: Path, on_exists: str = "resume", engines: Engines | None = None
-) -> MemoryCompiler:  # fmt: skip
+) -> MemoryCompiler:
     """Run stage 2, or go on with it. `engines`: that roll out and act beside the trainers (`training.on_ray`). Raises:
     ConfigError, where tasks share what they must not with evaluation's."""
     require(config.trackers)
@@ -172,9 +172,11 @@ def train_grpo(
 
 
 def train(
-    trainer: Trainer[Made], run: RunFolder | None, config: SftConfig | GrpoConfig,
+    trainer: Trainer[Made],
+    run: RunFolder | None,
+    config: SftConfig | GrpoConfig,
     record: Callable[[Made], tuple[Metrics, str]],
-) -> None:  # fmt: skip
+) -> None:
     """Take all steps that remain, and tell run folder (rank 0 has it), trackers and terminal of each: `record` makes
     metrics and a line for the terminal of what a step gives."""
     if trainer.resume():
@@ -302,9 +304,12 @@ def _is_served(config: GrpoConfig, engines: Engines | None) -> bool:
 
 
 def rollout_engine(
-    config: GrpoConfig, envs: Environments, executor: Executor, engines: Engines | None = None,
+    config: GrpoConfig,
+    envs: Environments,
+    executor: Executor,
+    engines: Engines | None = None,
     need: Need | None = None,
-) -> RolloutEngine:  # fmt: skip
+) -> RolloutEngine:
     """Make what plays episodes: the compiler in training compiles, or a vLLM engine, or engines beside it."""
     served: Any = None
     if engines is not None and engines.compilers:
@@ -326,12 +331,17 @@ def _rollout_rows(update: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Say of every episode what it was and how it ended, failures with their reason."""
     return [
         {
-            "update": update, "task": episode.task_id, "family": episode.family, "success": episode.success,
-            "steps": len(episode.steps), "stop_reason": str(episode.stop_reason), "error": episode.error,
+            "update": update,
+            "task": episode.task_id,
+            "family": episode.family,
+            "success": episode.success,
+            "steps": len(episode.steps),
+            "stop_reason": str(episode.stop_reason),
+            "error": episode.error,
         }
         for group in groups
         for episode in group.episodes
-    ]  # fmt: skip
+    ]
 
 
 def engine_lines(metrics: Metrics, first: bool) -> list[str]:

@@ -93,9 +93,16 @@ class SftTrainer(Trainer[dict[str, float]]):
     stage, unit, counts = "sft", "step", "rows"
 
     def __init__(
-        self, config: SftConfig, compiler: MemoryCompiler, executor: FrozenExecutor, rows: Rows, out: Path,
-        facts: dict[str, Any] | None = None, held_out: Rows = (), played: HeldOutTasks | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: SftConfig,
+        compiler: MemoryCompiler,
+        executor: FrozenExecutor,
+        rows: Rows,
+        out: Path,
+        facts: dict[str, Any] | None = None,
+        held_out: Rows = (),
+        played: HeldOutTasks | None = None,
+    ) -> None:
         if not len(rows):
             raise ValueError("no SFT rows: run `memcompiler collect` first")
         self.config, self.executor, self.rows, self.held_out = config, executor, rows, held_out
@@ -198,10 +205,15 @@ class SftTrainer(Trainer[dict[str, float]]):
             workers = self.config.loader_workers
             self.batch_indices(self.step)  # what rows' lengths are, workers need not find out each for itself
             loader = DataLoader(
-                Steps(self.total, self._mine), batch_size=None, sampler=range(self.step, self.total), collate_fn=list,
-                num_workers=workers, timeout=PATIENCE if workers else 0, generator=torch.Generator(),
+                Steps(self.total, self._mine),
+                batch_size=None,
+                sampler=range(self.step, self.total),
+                collate_fn=list,
+                num_workers=workers,
+                timeout=PATIENCE if workers else 0,
+                generator=torch.Generator(),
                 multiprocessing_context="fork" if workers else None,  # they take tokenizers and rows over as they are
-            )  # fmt: skip
+            )
             batches = iter(loader)
         self._ahead = self.step + 1, batches
         return next(batches)
@@ -252,11 +264,14 @@ def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, 
     request = executor_request(step, executor)
     pictures = pictures_of(step.memory) if executor.sees_images else []
     return Example(
-        compiler.encode(compile_request(step)), compiler.emission_ids(row.emission),
-        replace(executor.encode(request), soft=None), executor.action_ids(row.action),
-        executor.encoder.ids(row.memory_text), request.delivered.n_soft > 0,
+        compiler.encode(compile_request(step)),
+        compiler.emission_ids(row.emission),
+        replace(executor.encode(request), soft=None),
+        executor.action_ids(row.action),
+        executor.encoder.ids(row.memory_text),
+        request.delivered.n_soft > 0,
         executor.encoder.pictures(pictures) if pictures else None,
-    )  # fmt: skip
+    )
 
 
 def _counts(examples: Sequence[Example]) -> dict[str, int]:
@@ -273,9 +288,12 @@ def _read_once(totals: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def sft_losses(
-    compiler: MemoryCompiler, executor: FrozenExecutor, examples: Sequence[Example], config: SftConfig,
+    compiler: MemoryCompiler,
+    executor: FrozenExecutor,
+    examples: Sequence[Example],
+    config: SftConfig,
     temperature: float = 1.0,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Compute the terms of Eq. 9: `text` (B,), and of the rows whose soft tokens are read the others. `text` and
     `action` sum over a row's tokens, the others are its means. Soft tokens are drawn at `temperature`."""
     scored = compiler.score([e.prompt for e in examples], [e.emission for e in examples])
@@ -316,9 +334,14 @@ def _read(examples: Sequence[Example], executor: FrozenExecutor, n: int) -> tupl
 
 
 def _latent(
-    compiler: MemoryCompiler, executor: FrozenExecutor, examples: Sequence[Example], gaussian: Any, z: Tensor,
-    soft: Tensor, config: SftConfig,
-) -> Tensor:  # fmt: skip
+    compiler: MemoryCompiler,
+    executor: FrozenExecutor,
+    examples: Sequence[Example],
+    gaussian: Any,
+    z: Tensor,
+    soft: Tensor,
+    config: SftConfig,
+) -> Tensor:
     """Compute L_latent, the semantic alignment of Eq. 6: the soft tokens should hold the memory's content."""
     settings = compiler.projector.config
     if config.latent == "lm_head":  # the executor reads the memory back out of the soft tokens

@@ -43,9 +43,16 @@ class Trainer(ABC, Generic[Made]):
     frozen: str  # the executor's fingerprint before the first step
 
     def __init__(
-        self, config: SftConfig | GrpoConfig, compiler: MemoryCompiler, executor_hash: str, items: int, total: int,
-        out: Path, facts: dict[str, Any] | None, played: HeldOutTasks | None,
-    ) -> None:  # fmt: skip
+        self,
+        config: SftConfig | GrpoConfig,
+        compiler: MemoryCompiler,
+        executor_hash: str,
+        items: int,
+        total: int,
+        out: Path,
+        facts: dict[str, Any] | None,
+        played: HeldOutTasks | None,
+    ) -> None:
         self.compiler, self.executor_hash, self.reading = compiler, executor_hash, config.executor.reading
         self.items, self.total, self.seed, self.step = items, total, config.seed, 0
         self.folder, self.save_every, self.keep = out / "checkpoints", config.save_every, config.keep
@@ -113,10 +120,16 @@ class Trainer(ABC, Generic[Made]):
         tensors = self.backend.state()  # all ranks: it may have to be gathered
         if distributed.rank() == 0:
             state = {
-                "stage": self.stage, "step": self.step, "total": self.total, self.counts: self.items,
-                "seed": self.seed, "executor_hash": self.executor_hash, "executor_reads": self.reading, **self.facts,
+                "stage": self.stage,
+                "step": self.step,
+                "total": self.total,
+                self.counts: self.items,
+                "seed": self.seed,
+                "executor_hash": self.executor_hash,
+                "executor_reads": self.reading,
+                **self.facts,
                 **self.best.facts(),
-            }  # fmt: skip
+            }
             save_checkpoint(self.folder, self.compiler, tensors, state, self.keep, self.best.step)
         distributed.barrier()
 

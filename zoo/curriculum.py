@@ -37,8 +37,12 @@ NOTHING = "nothing"  # no entry tells a place, no picture marks one, no place is
 Fact = tuple[tuple[str, str], str]  # scene and object, the place
 Kind = Literal["copy", "recall", "facts", "documents", "goals"]
 
-FORMS = (" {scene} {thing}", " in {scene} the {thing}", " in {scene} the {thing} was in",
-         "\nbecause in {scene} the {thing} was in")  # fmt: skip
+FORMS = (
+    " {scene} {thing}",
+    " in {scene} the {thing}",
+    " in {scene} the {thing} was in",
+    "\nbecause in {scene} the {thing} was in",
+)
 """How a fact is told, before the place: with ever more words between the two keys, and between them and the place."""
 
 
@@ -130,10 +134,13 @@ def _told(places: Mapping[tuple[str, str], str]) -> list[tuple[str, str]]:
 
 def _goal(vocabulary: Vocabulary, rng: random.Random, scene: str, thing: str) -> str:
     target = rng.choice(vocabulary.goals)
-    task = rng.choice([
-        f"put a {rng.choice(['', 'hot ', 'cool ', 'clean '])}{thing} in {target}", f"put some {thing} on {target}",
-        f"{rng.choice(['heat', 'cool', 'clean'])} some {thing} and put it in {target}",
-    ])  # fmt: skip
+    task = rng.choice(
+        [
+            f"put a {rng.choice(['', 'hot ', 'cool ', 'clean '])}{thing} in {target}",
+            f"put some {thing} on {target}",
+            f"{rng.choice(['heat', 'cool', 'clean'])} some {thing} and put it in {target}",
+        ]
+    )
     return f"in {scene}: {task}"
 
 
@@ -288,10 +295,15 @@ class Level:
 
 
 LEVELS = (
-    Level("copy", 0, 0.9), Level("recall", 0, 0.97), *(Level("facts", form, 0.95) for form in range(len(FORMS))),
-    *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)), Level("documents", 12, 0.985),
-    Level("goals", 0, 0.97), Level("goals", 6, 0.97), Level("goals", 12, 0.975),
-)  # fmt: skip
+    Level("copy", 0, 0.9),
+    Level("recall", 0, 0.97),
+    *(Level("facts", form, 0.95) for form in range(len(FORMS))),
+    *(Level("documents", filler, 0.97) for filler in range(0, 12, 2)),
+    Level("documents", 12, 0.985),
+    Level("goals", 0, 0.97),
+    Level("goals", 6, 0.97),
+    Level("goals", 12, 0.975),
+)
 
 
 class TextCurriculum(TrainerCallback):
@@ -325,9 +337,14 @@ class TextCurriculum(TrainerCallback):
         )
 
     def _drawn(
-        self, level: Level, numbers: np.random.Generator, draw: random.Random, batch: int, pairs: int | None = None,
+        self,
+        level: Level,
+        numbers: np.random.Generator,
+        draw: random.Random,
+        batch: int,
+        pairs: int | None = None,
         entries: int | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+    ) -> dict[str, Tensor]:
         match level.kind:
             case "copy":
                 tokens, labels = repeated_segments(self.vocabulary, numbers, batch)

@@ -30,9 +30,15 @@ from transformers import (
 
 END_OF_TURN, MEMORY_TOKEN = "<|im_end|>", "<|mem|>"
 SPECIAL = (
-    "<|endoftext|>", "<|im_start|>", END_OF_TURN, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-    "<|video_pad|>", MEMORY_TOKEN,
-)  # fmt: skip
+    "<|endoftext|>",
+    "<|im_start|>",
+    END_OF_TURN,
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    MEMORY_TOKEN,
+)
 IMAGE_SIZE, PATCH, MERGE = 64, 8, 2  # one patch is one cell of the rendered floor map; 16 image tokens a view
 
 
@@ -106,14 +112,24 @@ def make_compiler(
     config = Qwen2_5_VLConfig(
         text_config={**_decoder(tokenizer, hidden, layers), "rope_parameters": rope},
         vision_config={
-            "depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128, "out_hidden_size": hidden,
-            "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2, "window_size": IMAGE_SIZE,
-            "fullatt_block_indexes": [0, 1], "initializer_range": 0.04,
+            "depth": 2,
+            "hidden_size": 64,
+            "num_heads": 2,
+            "intermediate_size": 128,
+            "out_hidden_size": hidden,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": 2,
+            "window_size": IMAGE_SIZE,
+            "fullatt_block_indexes": [0, 1],
+            "initializer_range": 0.04,
         },
-        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
@@ -128,14 +144,26 @@ def as_llama(model: Qwen2ForCausalLM) -> LlamaForCausalLM:
     AutoTokenizer replaces whatever tokenizer lies in a `qwen2` folder by Qwen's own pre-tokenizer (transformers 5.17),
     which would cut every entity into bytes; a `llama` folder keeps its tokenizer.
     """
-    shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-              "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "rms_norm_eps", "eos_token_id",
-              "pad_token_id", "rope_parameters")  # fmt: skip
+    shared = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+        "eos_token_id",
+        "pad_token_id",
+        "rope_parameters",
+    )
     settings = {name: getattr(model.config, name) for name in shared}
     llama = LlamaForCausalLM(LlamaConfig(**settings, bos_token_id=None, attention_bias=True))
     weights = llama.state_dict()
-    llama.load_state_dict({k: torch.zeros_like(v) if k.endswith("o_proj.bias") else v for k, v in weights.items()}
-                          | model.state_dict())  # fmt: skip
+    llama.load_state_dict(
+        {k: torch.zeros_like(v) if k.endswith("o_proj.bias") else v for k, v in weights.items()} | model.state_dict()
+    )
     return llama
 
 
@@ -147,8 +175,17 @@ def save(folder: Path, model, processor) -> None:
 
 def _decoder(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> dict:
     return {
-        "vocab_size": len(tokenizer), "hidden_size": hidden, "intermediate_size": 3 * hidden,
-        "num_hidden_layers": layers, "num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 32,
-        "max_position_embeddings": 4096, "tie_word_embeddings": True, "initializer_range": 0.04, "rms_norm_eps": 1e-6,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 32,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.04,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }

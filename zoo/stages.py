@@ -78,9 +78,10 @@ def _begun(model: Any, inputs: Batch) -> dict[str, Any]:
     cache.batch_repeat_interleave(each)
     known = mask.repeat_interleave(each, 0)
     return {
-        "past_key_values": cache, "attention_mask": torch.cat([known, known.new_ones(rows, length)], 1),
+        "past_key_values": cache,
+        "attention_mask": torch.cat([known, known.new_ones(rows, length)], 1),
         "position_ids": known.sum(1, keepdim=True) + torch.arange(length),
-    }  # fmt: skip
+    }
 
 
 class AnswerTrainer(AnswerLoss, Trainer):  # type: ignore[misc]
@@ -106,32 +107,59 @@ def arguments(folder: Path, seed: int, steps: int, rate: float, every: int, warm
     """Say what all stages have in common; a share of `warmup` under 1 brings a cosine down to a fiftieth with it."""
     cosine = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.02}}
     return {
-        "output_dir": str(folder), "seed": seed, "max_steps": steps, "learning_rate": rate, "warmup_steps": warmup,
-        "adam_beta2": 0.95, "weight_decay": 0.05, "logging_steps": every, "save_steps": every, "save_total_limit": 2,
-        "use_cpu": True, "disable_tqdm": True, "report_to": "none",
+        "output_dir": str(folder),
+        "seed": seed,
+        "max_steps": steps,
+        "learning_rate": rate,
+        "warmup_steps": warmup,
+        "adam_beta2": 0.95,
+        "weight_decay": 0.05,
+        "logging_steps": every,
+        "save_steps": every,
+        "save_total_limit": 2,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": "none",
         "use_cache": True,  # what the config of the model that is saved says; losses here ask for none
         **(cosine if warmup < 1 else {"lr_scheduler_type": "constant_with_warmup"}),
-    }  # fmt: skip
+    }
 
 
 def train_on_answers(
-    model: PreTrainedModel, folder: Path, seed: int, steps: int, draw: Callable[[int], Batch],
-    exam: Callable[[int], Batch], rate: float, every: int, warmup: float = 0.02,
-    callbacks: Sequence[TrainerCallback] = (), bf16: bool = False,
+    model: PreTrainedModel,
+    folder: Path,
+    seed: int,
+    steps: int,
+    draw: Callable[[int], Batch],
+    exam: Callable[[int], Batch],
+    rate: float,
+    every: int,
+    warmup: float = 0.02,
+    callbacks: Sequence[TrainerCallback] = (),
+    bf16: bool = False,
     paces: Mapping[str, Tensor] | None = None,
-) -> PreTrainedModel:  # fmt: skip
+) -> PreTrainedModel:
     """Train on the batches that `draw(step)` gives, with the accuracy on `exam(1)` in the log; the trained model.
     `paces`: by parameter name, the part of the rate at which some weights learn (what broadcasts to them)."""
     settings = TrainingArguments(
-        **arguments(folder, seed, steps, rate, every, warmup), per_device_train_batch_size=1,
-        per_device_eval_batch_size=1, train_sampling_strategy="sequential", remove_unused_columns=False,
-        eval_strategy="steps", eval_steps=every,
-    )  # fmt: skip
+        **arguments(folder, seed, steps, rate, every, warmup),
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        eval_strategy="steps",
+        eval_steps=every,
+    )
     trainer = AnswerTrainer(
-        model, settings, data_collator=lambda rows: rows[0], train_dataset=Batches(steps, draw),
-        eval_dataset=Batches(1, exam), compute_metrics=accuracy, callbacks=[Stopwatch(), *callbacks],
+        model,
+        settings,
+        data_collator=lambda rows: rows[0],
+        train_dataset=Batches(steps, draw),
+        eval_dataset=Batches(1, exam),
+        compute_metrics=accuracy,
+        callbacks=[Stopwatch(), *callbacks],
         optimizers=(_paced(model, settings, paces) if paces else None, None),
-    )  # fmt: skip
+    )
     trainer.bf16 = bf16
     return run(trainer, folder)
 
@@ -160,9 +188,12 @@ def _paced(model: PreTrainedModel, settings: TrainingArguments, paces: Mapping[s
         {"params": [w for w in named.values() if w.ndim == 1], "weight_decay": 0.0},
     ]
     return PacedAdamW(
-        groups, lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_epsilon,
+        groups,
+        lr=settings.learning_rate,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
         paces={named[name]: pace for name, pace in paces.items()},
-    )  # fmt: skip
+    )
 
 
 def accuracy(outcome: EvalPrediction) -> dict[str, float]:

@@ -64,9 +64,17 @@ PACE, EMBEDDING_PACE = 0.2, 0.02  # of the rate, at which set heads learn, and e
 SMALL, WRITTEN, COPIED, AIMED, TREATING = 0.05, 0.13, 0.5, 2.0, 4.0  # what is left of random weights in a head that is
 # set; what heads write
 KINDS = {
-    "numbers": -34, "verbs": -9, "parts": -8, "treatments": -7, "sinks": -6, "sections": -5, "goals": -4, "scenes": -3,
-    "things": -2, "places": -1,
-}  # fmt: skip
+    "numbers": -34,
+    "verbs": -9,
+    "parts": -8,
+    "treatments": -7,
+    "sinks": -6,
+    "sections": -5,
+    "goals": -4,
+    "scenes": -3,
+    "things": -2,
+    "places": -1,
+}
 """The dimension of an embedding that tells its kind."""
 KIND, NORM = 0.5, 1.2  # what stands there; the norm of an embedding whose kind is to be told
 CODE = 12  # dimensions of what a kind of places and its places have in common, and of where it is gathered
@@ -223,12 +231,23 @@ def wired(
     hidden, heads = GATHERING if gathers else (HIDDEN, HEADS)
     forward = (FORWARD if gathers else 3) * hidden
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=forward, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, head_dim=HEAD_DIM, attention_bias=True,
-        max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=hidden**-0.5, rms_norm_eps=1e-6,
-        eos_token_id=end, pad_token_id=padding, bos_token_id=None,
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=HEAD_DIM,
+        attention_bias=True,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        initializer_range=hidden**-0.5,
+        rms_norm_eps=1e-6,
+        eos_token_id=end,
+        pad_token_id=padding,
+        bos_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": THETAS[bool(gathers)]},
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         embeddings = cast("Tensor", model.get_input_embeddings().weight)

@@ -132,5 +132,8 @@ def _stepping(bench: Bench, episodes: int, acting: Callable[..., Callable[[], ob
     static, after = taken
     step = compiled["batch_s"] + after
     return {
-        "static_s": static, "act_compiled_s": after, "compiled_s": step, "compiled_over_static": step / static,
-    }  # fmt: skip
+        "static_s": static,
+        "act_compiled_s": after,
+        "compiled_s": step,
+        "compiled_over_static": step / static,
+    }

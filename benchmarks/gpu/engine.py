@@ -106,10 +106,16 @@ def engine(setup: Setup) -> VllmEngine:
 def compiler_config(setup: Setup, folder: Path | None = None, ngram: int = 0) -> CompilerConfig:
     """Make settings of the small compiler; with a folder, in vLLM."""
     return CompilerConfig(
-        model=COMPILER, dtype=dtype(setup), device=setup.device, vllm=engine(setup), instructions="none",
-        max_new_tokens=TOKENS, engine="vllm" if folder else "hf", checkpoint=str(folder) if folder else None,
+        model=COMPILER,
+        dtype=dtype(setup),
+        device=setup.device,
+        vllm=engine(setup),
+        instructions="none",
+        max_new_tokens=TOKENS,
+        engine="vllm" if folder else "hf",
+        checkpoint=str(folder) if folder else None,
         speed=Speed(ngram=ngram),
-    )  # fmt: skip
+    )
 
 
 def trained(setup: Setup, seed: int) -> MemoryCompiler:
@@ -143,18 +149,18 @@ def requests() -> list[CompileRequest]:
     ]
 
 
-def alike(
-    setup: Setup, what: str, theirs: Sequence[Compilation], ours: Sequence[Compilation]
-) -> Iterator[Row]:  # fmt: skip
+def alike(setup: Setup, what: str, theirs: Sequence[Compilation], ours: Sequence[Compilation]) -> Iterator[Row]:
     """Yield the share of tokens that are the same in the same place, and how far apart the means of soft tokens are
     where all of an emission's are."""
     allowed = TOLERATED[dtype(setup)]
     pairs = [(a.emission_ids, b.emission_ids) for a, b in zip(theirs, ours, strict=True)]
     same = share_alike(*zip(*pairs, strict=True))
     yield {
-        "what": f"{what}: share of tokens that PyTorch writes", "relative": same, "tolerated": allowed["tokens"],
+        "what": f"{what}: share of tokens that PyTorch writes",
+        "relative": same,
+        "tolerated": allowed["tokens"],
         "passed": same >= allowed["tokens"],
-    }  # fmt: skip
+    }
     equal = [i for i, (a, b) in enumerate(pairs) if a == b]
     if equal:
         gap = _gap(*(_means([made[i] for i in equal]) for made in (theirs, ours)))

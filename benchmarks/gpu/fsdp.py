@@ -64,6 +64,11 @@ def _steps(setup: Setup, case: Case, backend: str, compiler: MemoryCompiler, exe
     budget = plan_sft(config, lengths, Gpu("any", 0.0), setup.processes).budgets[0]
     plan = sum(getattr(budget, part) for part in PARTS if part != "overhead")
     return {
-        "first_loss": first["loss"], "seconds": seconds, "tokens_per_s": first["tokens"] / seconds,
-        "stays_gib": stays / GIB, "peak_gib": held / GIB, "plan_gib": plan / GIB, "plan_over_peak": plan / held,
-    }  # fmt: skip
+        "first_loss": first["loss"],
+        "seconds": seconds,
+        "tokens_per_s": first["tokens"] / seconds,
+        "stays_gib": stays / GIB,
+        "peak_gib": held / GIB,
+        "plan_gib": plan / GIB,
+        "plan_over_peak": plan / held,
+    }

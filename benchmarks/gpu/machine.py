@@ -41,9 +41,11 @@ def measure(setup: Setup) -> Iterator[Row]:
 
 def _software() -> list[tuple[str, object]]:
     facts: list[tuple[str, object]] = [
-        ("python", platform.python_version()), ("torch", torch.__version__), ("CUDA of torch", torch.version.cuda),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("CUDA of torch", torch.version.cuda),
         ("cuDNN", torch.backends.cudnn.version()),
-    ]  # fmt: skip
+    ]
     return [*facts, *((name, _version(name)) for name in PACKAGES)]
 
 
@@ -57,9 +59,11 @@ def _version(package: str) -> str | None:
 def _gpus() -> list[tuple[str, object]]:
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
     facts: list[tuple[str, object]] = [
-        ("driver", _driver()), ("NCCL", ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl),
-        ("bf16", torch.cuda.is_bf16_supported(including_emulation=False)), ("GPUs", torch.cuda.device_count()),
-    ]  # fmt: skip
+        ("driver", _driver()),
+        ("NCCL", ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl),
+        ("bf16", torch.cuda.is_bf16_supported(including_emulation=False)),
+        ("GPUs", torch.cuda.device_count()),
+    ]
     for i in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(i)
         free = torch.cuda.mem_get_info(i)[0]

@@ -100,9 +100,13 @@ def compare(dtype: str, cpu: Side, here: Side) -> Iterator[Row]:
     share = share_alike(ours[0], theirs[0])
     exact = dtype == "float32"
     yield {
-        "dtype": dtype, "what": "tokens of greedy emissions, share that is the same", "absolute": None,
-        "relative": share, "tolerated": 1.0 if exact else None, "passed": share == 1.0 if exact else None,
-    }  # fmt: skip
+        "dtype": dtype,
+        "what": "tokens of greedy emissions, share that is the same",
+        "absolute": None,
+        "relative": share,
+        "tolerated": 1.0 if exact else None,
+        "passed": share == 1.0 if exact else None,
+    }
     if share == 1.0:  # behind other tokens, soft tokens are others
         yield _row(dtype, "soft tokens (mu)", ours[1], theirs[1], allowed["values"])
 
@@ -119,9 +123,13 @@ def _row(dtype: str, what: str, ours: Tensor, theirs: Tensor, allowed: float, by
     of, over = (gap.norm(), ours.norm()) if by_norm else (gap.abs().max(), ours.abs().max())
     relative = float(of / over.clamp(min=1e-12))
     return {
-        "dtype": dtype, "what": what, "absolute": float(gap.abs().max()), "relative": relative, "tolerated": allowed,
+        "dtype": dtype,
+        "what": what,
+        "absolute": float(gap.abs().max()),
+        "relative": relative,
+        "tolerated": allowed,
         "passed": relative <= allowed,
-    }  # fmt: skip
+    }
 
 
 def _losses(side: Side, examples: Sequence[Example], latent: str) -> tuple[dict[str, Tensor], Tensor]:

@@ -20,9 +20,12 @@ SEES_7B, READS_7B, READS_14B = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2.5-7B-I
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # Compiler, executor, and the GiB that the plan says one row of SFT with gradient checkpointing takes on one GPU.
 PAIRS = (
-    (SEES_7B, READS_14B, 45.9), (READS_7B, READS_14B, 44.6), (SEES_7B, READS_7B, 31.2), (READS_7B, READS_7B, 30.0),
+    (SEES_7B, READS_14B, 45.9),
+    (READS_7B, READS_14B, 44.6),
+    (SEES_7B, READS_7B, 31.2),
+    (READS_7B, READS_7B, 30.0),
     (SMALL, SMALL, 1.7),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)

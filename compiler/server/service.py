@@ -102,9 +102,13 @@ class CompilerService:
     """
 
     def __init__(
-        self, load: Callable[[], TokenCompiler], config: ServeConfig, weights: str | None = None,
-        about: Mapping[str, Any] | None = None, gather_s: float = 0.005,
-    ) -> None:  # fmt: skip
+        self,
+        load: Callable[[], TokenCompiler],
+        config: ServeConfig,
+        weights: str | None = None,
+        about: Mapping[str, Any] | None = None,
+        gather_s: float = 0.005,
+    ) -> None:
         self.config, self.weights, self.gather_s = config, weights, gather_s
         self.about = dict(about or {})
         self.failure: Exception | None = None  # why there is no compiler

@@ -26,9 +26,15 @@ TEXTWORLD_WORKERS = 4  # it takes seconds to start and 50 ms a step
 # Predicate in TextWorld's state -> the name that `Seen.facts` gives it. What is left out never changes in a game or, as
 # the agent's coordinates, shows in the other fields.
 CHANGING = {
-    "inreceptacle": "in", "holds": "holds", "opened": "open", "ishot": "hot", "iscool": "cool", "isclean": "clean",
-    "issliced": "sliced", "istoggled": "on",
-}  # fmt: skip
+    "inreceptacle": "in",
+    "holds": "holds",
+    "opened": "open",
+    "ishot": "hot",
+    "iscool": "cool",
+    "isclean": "clean",
+    "issliced": "sliced",
+    "istoggled": "on",
+}
 
 Fact = tuple[str, ...]  # ("in", "mug 1", "cabinet 3"), ("hot", "mug 1")
 
@@ -39,9 +45,13 @@ class AlfworldEnvironment(EngineEnvironment):
     name = "alfworld"
 
     def __init__(
-        self, data_root: str | os.PathLike[str] | None = None, images: bool = True, image_size: int = 64, seed: int = 0,
+        self,
+        data_root: str | os.PathLike[str] | None = None,
+        images: bool = True,
+        image_size: int = 64,
+        seed: int = 0,
         sequences: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._folder = AlfworldGames(data_root)
         super().__init__(self._folder, images, image_size, seed, sequences)
 
@@ -68,8 +78,9 @@ class TextWorldEnvironment(AlfworldEnvironment):
         try:
             _, room, _ = seen.text.split("\n\n")  # a banner, the room, the task
         except ValueError:
-            raise EnvironmentFailure(f"TextWorld opens {task.id} with other than banner, room and task: "
-                                     f"{seen.text!r}") from None  # fmt: skip
+            raise EnvironmentFailure(
+                f"TextWorld opens {task.id} with other than banner, room and task: {seen.text!r}"
+            ) from None
         return replace(ours, text=room, admissible=seen.admissible)
 
     def sequences(self, split: str) -> NoReturn:
@@ -86,8 +97,10 @@ class TextWorldEnvironment(AlfworldEnvironment):
             raise EnvironmentFailure("no live episode: call reset(task) first")
         ours, seen = super().step(action), self._theirs.step(action)
         if seen.won != ours.success:
-            raise EnvironmentFailure(f"after {action!r} TextWorld says won={seen.won} and the native engine "
-                                     f"{ours.success}: please report this game")  # fmt: skip
+            raise EnvironmentFailure(
+                f"after {action!r} TextWorld says won={seen.won} and the native engine "
+                f"{ours.success}: please report this game"
+            )
         observation = replace(ours.observation, text=seen.text, admissible=seen.admissible)
         return Transition(observation, ours.progress, seen.won, done=seen.won)
 
@@ -202,7 +215,9 @@ def _default_games() -> Path:
 
 
 ALFWORLD = EnvSpec(
-    "alfworld", AlfworldSettings, _construct,
+    "alfworld",
+    AlfworldSettings,
+    _construct,
     splits=lambda _: Splits("valid_seen", held_out=("valid_unseen",)),  # all of train is experience
     workers=lambda settings: TEXTWORLD_WORKERS if settings.engine == "textworld" else 0,
     isolation={"gamefile": "disjoint", "scene": "disjoint"},
@@ -218,4 +233,4 @@ ALFWORLD = EnvSpec(
     compiling=COMPILING,
     views=telling_views,
     reader=AlfworldReader(),
-)  # fmt: skip
+)

@@ -117,8 +117,10 @@ class Handcoded:
     def check() -> None:
         """Raise ModuleNotFoundError, with what to do, where alfworld is not installed."""
         if importlib.util.find_spec("alfworld") is None:
-            raise ModuleNotFoundError("the handcoded expert is alfworld's own: uv sync --extra alfworld, or set "
-                                      "env.expert_type to planner, which the native engine has")  # fmt: skip
+            raise ModuleNotFoundError(
+                "the handcoded expert is alfworld's own: uv sync --extra alfworld, or set "
+                "env.expert_type to planner, which the native engine has"
+            )
 
     def plan(self, episode: Episode, command: str) -> list[str]:
         if not command:

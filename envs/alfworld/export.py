@@ -105,11 +105,23 @@ def _problem(game: Game) -> str:
         "object": items,
         "receptacle": places,
         "location": locations,
-        "otype": sorted({f"{kind}type" for kind in (*_ITEM_TYPES, *(item.type for item in game.items),
-                                                    *(kind for _, kind in game.can_contain))}),
-        "rtype": sorted({f"{kind}type" for kind in (*_PLACE_TYPES, *(place.type for place in game.receptacles),
-                                                    *(kind for kind, _ in game.can_contain))}),
-    }  # fmt: skip
+        "otype": sorted(
+            {
+                f"{kind}type"
+                for kind in (*_ITEM_TYPES, *(item.type for item in game.items), *(kind for _, kind in game.can_contain))
+            }
+        ),
+        "rtype": sorted(
+            {
+                f"{kind}type"
+                for kind in (
+                    *_PLACE_TYPES,
+                    *(place.type for place in game.receptacles),
+                    *(kind for kind, _ in game.can_contain),
+                )
+            }
+        ),
+    }
     declared = "\n".join(f"  {' '.join(names)} - {kind}" for kind, names in kinds.items() if names)
     facts = "\n".join(f"  ({fact})" for fact in _facts(game, items, places, locations))
     goal = game.goal

@@ -106,9 +106,14 @@ def _task(split: str, folder: Path, relative: str) -> Task | None:
     # What tells an exported home from all others is its key: its label, "home 17", comes again in every split.
     isolation = {"gamefile": (id_.partition("/")[2],), "scene": (str(about_scene.get("key") or scene),)}
     return Task(
-        id_, task_sentence(data["grammar"]), scene, split, about["task_type"],
-        data={"path": relative, "sha256": hashlib.sha256(content).hexdigest()}, isolation=isolation,
-    )  # fmt: skip
+        id_,
+        task_sentence(data["grammar"]),
+        scene,
+        split,
+        about["task_type"],
+        data={"path": relative, "sha256": hashlib.sha256(content).hexdigest()},
+        isolation=isolation,
+    )
 
 
 def read_trial(folder: Path, kinds: Collection[str] = KINDS) -> tuple[dict[str, Any], bytes, dict[str, Any]] | None:
@@ -166,11 +171,16 @@ def load_game(data: Mapping[str, str], shuffle: Shuffle | None = None) -> Game:
     facts = _Facts(found, shuffle)
     fitting = facts.of("cancontain")
     return Game(
-        _receptacles(facts), _items(facts), _start(facts), _read_goal(goal), task_sentence(data["grammar"]),
+        _receptacles(facts),
+        _items(facts),
+        _start(facts),
+        _read_goal(goal),
+        task_sentence(data["grammar"]),
         can_contain=frozenset((place.removesuffix("type"), item.removesuffix("type")) for place, item in fitting),
-        wording=_read_wording(data["grammar"]), locations=tuple(facts.names[location] for location in facts.locations),
+        wording=_read_wording(data["grammar"]),
+        locations=tuple(facts.names[location] for location in facts.locations),
         reachable=tuple(filter(None, map(_stand, facts.locations))),
-    )  # fmt: skip
+    )
 
 
 def _read_problem(problem: str) -> tuple[dict[str, list[tuple[str, ...]]], str]:
@@ -194,19 +204,20 @@ GOALS = {  # as PDDL
     world.HEAT: _PLACED.replace("{treated}", "(heatable ?o) (ishot ?o) "),
     world.COOL: _PLACED.replace("{treated}", "(coolable ?o) (iscool ?o) "),
     world.TWO: "(exists (?one - object ?other - object ?r - receptacle) (and (not (= ?one ?other)) "
-         "(objecttype ?one {item}type) (objecttype ?other {item}type) (receptacletype ?r {place}type) "
-         "(inreceptacle ?one ?r) (inreceptacle ?other ?r)))",
+    "(objecttype ?one {item}type) (objecttype ?other {item}type) (receptacletype ?r {place}type) "
+    "(inreceptacle ?one ?r) (inreceptacle ?other ?r)))",
     LOOK: "(exists (?a - agent ?l - location ?r - receptacle ?lamp - object ?o - object) (and "
-          "(objecttype ?o {item}type) (holds ?a ?o) (objecttype ?lamp {lamp}type) (toggleable ?lamp) "
-          "(istoggled ?lamp) (inreceptacle ?lamp ?r) (receptacleatlocation ?r ?l) (atlocation ?a ?l)))",
-}  # fmt: skip
+    "(objecttype ?o {item}type) (holds ?a ?o) (objecttype ?lamp {lamp}type) (toggleable ?lamp) "
+    "(istoggled ?lamp) (inreceptacle ?lamp ?r) (receptacleatlocation ?r ?l) (atlocation ?a ?l)))",
+}
 
 
 def _read_goal(goal: str) -> Goal:
     """Recognise the goal by the predicates it is made of."""
     kind = next((kind for kind, formula in GOALS.items() if _predicates(formula) == _predicates(goal)), None)
-    types = {variable: name.removesuffix("type")
-             for variable, name in re.findall(r"\(objecttype\s+(\?\w+)\s+(\w+)\)", goal)}  # fmt: skip
+    types = {
+        variable: name.removesuffix("type") for variable, name in re.findall(r"\(objecttype\s+(\?\w+)\s+(\w+)\)", goal)
+    }
     if kind is None or not types:
         raise ValueError(f"goal is none of ALFWorld's six task types: {' '.join(goal.split())}")
     if kind == LOOK:

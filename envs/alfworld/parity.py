@@ -36,9 +36,26 @@ _APPLIANCES = frozenset(kind for kinds in APPLIANCES.values() for kind in kinds)
 _WEIGHT = {"go": 2.5, "look": 0.7, "examine": 0.7, "inventory": 0.2, "help": 0.05, "close": 1.0}
 IMPOSSIBLE = 0.15  # share of a random walk's commands that are not in the list
 GARBAGE = (
-    "", "   ", "look around", "LOOK", "take", "go to", "go to nowhere 1", "help me", "open door 1", "examine", "use",
-    "inventory 1", "put {o} in/on {r}", "%s", "наверх", "take a from b", "slice", "move", "x" * 300,
-)  # fmt: skip
+    "",
+    "   ",
+    "look around",
+    "LOOK",
+    "take",
+    "go to",
+    "go to nowhere 1",
+    "help me",
+    "open door 1",
+    "examine",
+    "use",
+    "inventory 1",
+    "put {o} in/on {r}",
+    "%s",
+    "наверх",
+    "take a from b",
+    "slice",
+    "move",
+    "x" * 300,
+)
 
 
 class NativeGame:
@@ -101,8 +118,10 @@ def find_games(root: Path) -> list[Path]:
     """Find all `game.tw-pddl` below a folder, sorted by path; FileNotFoundError where there is none."""
     games = sorted(root.rglob("game.tw-pddl"), key=lambda path: path.as_posix())
     if not games:
-        raise FileNotFoundError(f"no game.tw-pddl below {root}: give an ALFWORLD_DATA folder, or one that "
-                                "`memcompiler env export` has written")  # fmt: skip
+        raise FileNotFoundError(
+            f"no game.tw-pddl below {root}: give an ALFWORLD_DATA folder, or one that "
+            "`memcompiler env export` has written"
+        )
     return games
 
 
@@ -155,8 +174,10 @@ def quickened() -> Iterator[None]:
     parse = functools.lru_cache(maxsize=None)(kept[0])
     textgen._parse_and_convert = lambda *words, **named: copy.deepcopy(parse(*words, **named))
     textgen.copy_context = lambda context: {
-        **context, "variables": dict(context["variables"]), "mapping": dict(context["mapping"])
-    }  # fmt: skip
+        **context,
+        "variables": dict(context["variables"]),
+        "mapping": dict(context["mapping"]),
+    }
     Rule.parse_conjunctive_query = functools.lru_cache(maxsize=None)(kept[2])
     try:
         yield
@@ -219,11 +240,23 @@ def _impossible(game: Game, draw: random.Random) -> str:
     item, other = draw.choice(game.items).name, draw.choice(game.items).name
     place = draw.choice(game.receptacles).name
     formed = (
-        f"take {item} from {place}", game.wording.put.format(o=item, r=place), f"open {place}", f"close {place}",
-        f"go to {place}", f"heat {item} with {place}", f"cool {item} with {place}", f"clean {item} with {place}",
-        f"slice {item} with {other}", f"use {item}", f"examine {item}", f"examine {place}", f"Go to {place}",
-        f"go  to {place}", f"put {item} in {place}", f"take {item}",
-    )  # fmt: skip
+        f"take {item} from {place}",
+        game.wording.put.format(o=item, r=place),
+        f"open {place}",
+        f"close {place}",
+        f"go to {place}",
+        f"heat {item} with {place}",
+        f"cool {item} with {place}",
+        f"clean {item} with {place}",
+        f"slice {item} with {other}",
+        f"use {item}",
+        f"examine {item}",
+        f"examine {place}",
+        f"Go to {place}",
+        f"go  to {place}",
+        f"put {item} in {place}",
+        f"take {item}",
+    )
     return draw.choice(GARBAGE) if draw.random() < 0.2 else draw.choice(formed)
 
 

@@ -234,10 +234,17 @@ class _Manipulation(HostedEmbodiedBench):
             env.reset()
             kind, files = env.dataset[index][-1], Path(env.dataset[index][3]).parts
             variation, episode = ([part for part in files if part.startswith(p)][-1] for p in ("variation", "episode"))
-            listed.append(task_files.task(
-                f"{split}-{kind}-{variation}-{episode}", env.episode_language_instruction, "", split, kind,
-                {"eval_set": split, "index": str(index)}, {"episode": [f"{split}/{kind}/{variation}/{episode}"]},
-            ))  # fmt: skip
+            listed.append(
+                task_files.task(
+                    f"{split}-{kind}-{variation}-{episode}",
+                    env.episode_language_instruction,
+                    "",
+                    split,
+                    kind,
+                    {"eval_set": split, "index": str(index)},
+                    {"episode": [f"{split}/{kind}/{variation}/{episode}"]},
+                )
+            )
         return listed
 
     def skills(self) -> list[str] | None:

@@ -99,9 +99,11 @@ def construct(settings: EmbodiedBenchSettings) -> WorkerSpec:
     """Say how a worker is started. Raises as `interpreter`."""
     home, data_root = _home(settings), settings.data_root
     arguments = {
-        "benchmark": settings.name, "home": str(Path(home).resolve()) if home else "",
-        "data_root": str(Path(data_root).resolve()) if data_root else "", "resolution": settings.resolution,
-    }  # fmt: skip
+        "benchmark": settings.name,
+        "home": str(Path(home).resolve()) if home else "",
+        "data_root": str(Path(data_root).resolve()) if data_root else "",
+        "resolution": settings.resolution,
+    }
     python, variables = interpreter(settings.name, settings.python), worker_variables(settings.name)
     return WorkerSpec("envs.embodiedbench.hosted:host", arguments, python, variables)
 
@@ -154,9 +156,14 @@ def import_all(benchmark: str, seconds: float = 100.0) -> str:
     with tempfile.TemporaryDirectory() as folder:  # some of these modules write where they are imported
         try:
             done = subprocess.run(
-                command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                command,
+                cwd=folder,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
                 timeout=seconds,
-            )  # fmt: skip
+            )
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"its Python imports for more than {seconds:g} s") from None
     if done.returncode != 0:
@@ -179,7 +186,9 @@ _SHARED = ("base", "common_sense", "complex_instruction", "visual_appearance", "
 def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **isolation: Rule) -> EnvSpec:
     fix = f"{_export(benchmark)}  # to install: docs/environments.md"
     return EnvSpec(
-        benchmark, EmbodiedBenchSettings, construct,
+        benchmark,
+        EmbodiedBenchSettings,
+        construct,
         splits=lambda _: Splits("base", held_out),
         workers=lambda _: 1,
         limits=LIMITS,
@@ -191,7 +200,7 @@ def _spec(benchmark: str, instructions: str, held_out: tuple[str, ...] = (), **i
         instructions=instructions,
         lists_commands=benchmark != "eb_manipulation",  # the scene's skills, as their words are all that counts
         compiling=COMPILING[benchmark],
-    )  # fmt: skip
+    )
 
 
 EB_ALFRED = _spec("eb_alfred", ALFRED, (*_SHARED, "spatial"), episode="disjoint")

@@ -21,15 +21,27 @@ from typing import Any
 
 SPLITS = {
     "eb_alfred": (
-        "base", "common_sense", "complex_instruction", "spatial", "visual_appearance", "long_horizon", "train",
+        "base",
+        "common_sense",
+        "complex_instruction",
+        "spatial",
+        "visual_appearance",
+        "long_horizon",
+        "train",
     ),
     "eb_habitat": (
-        "base", "common_sense", "complex_instruction", "spatial_relationship", "visual_appearance", "long_horizon",
-        "train", "train_validation",
+        "base",
+        "common_sense",
+        "complex_instruction",
+        "spatial_relationship",
+        "visual_appearance",
+        "long_horizon",
+        "train",
+        "train_validation",
     ),
     "eb_navigation": ("base", "common_sense", "complex_instruction", "visual_appearance", "long_horizon"),
     "eb_manipulation": ("base", "common_sense", "complex", "spatial", "visual"),
-}  # fmt: skip
+}
 
 # How EB-Habitat's instructions name places; with the object's name they are what a template leaves open.
 PLACES = re.compile(
@@ -71,9 +83,15 @@ def task(
 ) -> dict[str, Any]:
     """Make the fields of an `envs.base.Task`."""
     return {
-        "id": id, "goal": goal.strip(), "scene": scene, "split": split, "kind": kind, "family": "", "data": data,
+        "id": id,
+        "goal": goal.strip(),
+        "scene": scene,
+        "split": split,
+        "kind": kind,
+        "family": "",
+        "data": data,
         "isolation": isolation,
-    }  # fmt: skip
+    }
 
 
 def alfred_task(name: str, repeat: int, instruction: str, split: str) -> dict[str, Any]:
@@ -109,11 +127,18 @@ def habitat_task(episode: dict[str, Any], split: str) -> dict[str, Any]:
     instruction, layout = episode["instruction"], Path(episode["scene_id"]).name.split(".")[0]
     objects, mark = object_categories(episode), fingerprint(episode)
     return task(
-        f"{split}-{mark}", instruction, layout, split, f"{len(objects)} object{'' if len(objects) == 1 else 's'}",
+        f"{split}-{mark}",
+        instruction,
+        layout,
+        split,
+        f"{len(objects)} object{'' if len(objects) == 1 else 's'}",
         {"eval_set": split, "fingerprint": mark},
-        {"object": objects, "template": [instruction_template(instruction, objects)],
-         "scene": [layout.split("_staging")[0]]},
-    )  # fmt: skip
+        {
+            "object": objects,
+            "template": [instruction_template(instruction, objects)],
+            "scene": [layout.split("_staging")[0]],
+        },
+    )
 
 
 def fingerprint(episode: dict[str, Any]) -> str:
@@ -144,10 +169,14 @@ def instruction_template(instruction: str, objects: list[str]) -> str:
 def _navigation_task(entry: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     start, target = entry["agentPose"]["position"], entry["targetObjectType"]
     return task(
-        f"{split}-{index}", entry["instruction"], entry["scene"], split, f"navigate to {target}",
+        f"{split}-{index}",
+        entry["instruction"],
+        entry["scene"],
+        split,
+        f"navigate to {target}",
         {"entry": json.dumps(entry, sort_keys=True)},
         {"episode": [f"{entry['scene']}#{entry['targetObjectIds']}#{start['x']:.2f},{start['z']:.2f}"]},
-    )  # fmt: skip
+    )
 
 
 def _first(root: Path, *candidates: str) -> Path:

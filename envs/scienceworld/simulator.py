@@ -23,12 +23,15 @@ START_SECONDS = 60.0  # a second on an idle machine
 INSTALL = "install the extra: uv sync --extra scienceworld"
 
 JAVA_OPTIONS = (
-    "-Xmx512m", "-XX:+UseSerialGC",  # many processes share a machine; one of them needs about 260 MB
+    "-Xmx512m",
+    "-XX:+UseSerialGC",  # many processes share a machine; one of them needs about 260 MB
     "-XX:-UsePerfData",  # no file left in the temporary folder
     # The simulator iterates over sets of objects without a hash of their own, so that the order, and with it readings
     # of a thermometer, would differ from run to run. One hash for all objects means insertion order, on every run.
-    "-XX:+IgnoreUnrecognizedVMOptions", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2",
-)  # fmt: skip
+    "-XX:+IgnoreUnrecognizedVMOptions",
+    "-XX:+UnlockExperimentalVMOptions",
+    "-XX:hashCode=2",
+)
 
 
 def java_path() -> str:

@@ -6,9 +6,17 @@ from collections.abc import Sequence
 from envs.trajectories import Fact, TrajectoryReader, last_of_each
 
 ROOMS = (
-    "art studio", "bathroom", "bedroom", "foundry", "greenhouse", "hallway", "kitchen", "living room", "outside",
+    "art studio",
+    "bathroom",
+    "bedroom",
+    "foundry",
+    "greenhouse",
+    "hallway",
+    "kitchen",
+    "living room",
+    "outside",
     "workshop",
-)  # fmt: skip
+)
 TELEPORT = "teleport to "
 RELATED = 0.6  # share of words that goals of one type have in common, at least
 _MOVE = re.compile(r"(?:go to|teleport to|open door to) (?P<room>.+)")

@@ -173,10 +173,11 @@ def curves(of_episodes: Sequence[Sequence[Attention]]) -> dict[str, Any]:
     if not any(of_episodes):
         raise ValueError("no step shows memory to the executor: set memory.k, or name other deliveries")
     return {
-        "episodes": len(of_episodes), "steps_with_memory": sum(map(len, of_episodes)),
+        "episodes": len(of_episodes),
+        "steps_with_memory": sum(map(len, of_episodes)),
         "tokens": fmean(a.tokens for steps in of_episodes for a in steps),
         **{quantity: _quantity(of_episodes, quantity) for quantity in ("logit", "share")},
-    }  # fmt: skip
+    }
 
 
 def _quantity(of_episodes: Sequence[Sequence[Attention]], quantity: str) -> dict[str, Any]:

@@ -34,9 +34,14 @@ FIGURES = (3, 4)
 
 
 def run_figure(
-    number: int, run: Path, overrides: Sequence[str], out: Path | None, deliveries: Sequence[str], limit: int | None,
+    number: int,
+    run: Path,
+    overrides: Sequence[str],
+    out: Path | None,
+    deliveries: Sequence[str],
+    limit: int | None,
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
     """Compute figure `number` from the episodes of RUN, of a matrix from those of one cell. `overrides` are settings
     over the run's own, such as where its models are now; `limit` is how many tasks are taken.
 
@@ -132,21 +137,37 @@ def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: 
     attention_plot(made, png)
     rows = [
         [
-            name, str(of["episodes"]), str(of["steps_with_memory"]), channel, _ends(of["logit"][channel]["by_step"]),
-            _trend(of["logit"][channel]["slope"]), _trend(of["share"][channel]["slope"]),
+            name,
+            str(of["episodes"]),
+            str(of["steps_with_memory"]),
+            channel,
+            _ends(of["logit"][channel]["by_step"]),
+            _trend(of["logit"][channel]["slope"]),
+            _trend(of["share"][channel]["slope"]),
         ]
         for name, of in made.items()
         for channel in CHANNELS
         if channel in of["logit"]
-    ]  # fmt: skip
+    ]
     heads = (
-        "delivery", "episodes", "steps with memory", "tokens", "logit, first to last step",
-        "trend of the logit per step", "trend of the share per step",
-    )  # fmt: skip
-    text = _page(3, "mean pre-softmax attention logit of the executor over memory tokens", heads, rows, [
-        "Trend: mean over episodes of each one's own, 95 % bootstrap interval over episodes.",
-        *([f"{drawn} steps had sampled soft tokens: their mean stands for them."] if drawn else []),
-    ])  # fmt: skip
+        "delivery",
+        "episodes",
+        "steps with memory",
+        "tokens",
+        "logit, first to last step",
+        "trend of the logit per step",
+        "trend of the share per step",
+    )
+    text = _page(
+        3,
+        "mean pre-softmax attention logit of the executor over memory tokens",
+        heads,
+        rows,
+        [
+            "Trend: mean over episodes of each one's own, 95 % bootstrap interval over episodes.",
+            *([f"{drawn} steps had sampled soft tokens: their mean stands for them."] if drawn else []),
+        ],
+    )
     return {"deliveries": made, "sampled_soft_steps": drawn}, text
 
 
@@ -163,26 +184,44 @@ def _figure4(
     latents.latents_plot(shown, png)
     rows = [
         [
-            space, str(apart["n"]), str(apart["episodes"]), f"{apart['silhouette']:.3f}", percent(apart["probe"]),
-            f"{percent(apart['permuted_mean'])} ({percent(apart['permuted_max'])})", f"{apart['p_value']:.3f}",
+            space,
+            str(apart["n"]),
+            str(apart["episodes"]),
+            f"{apart['silhouette']:.3f}",
+            percent(apart["probe"]),
+            f"{percent(apart['permuted_mean'])} ({percent(apart['permuted_max'])})",
+            f"{apart['p_value']:.3f}",
         ]
         for space, (_, _, apart) in shown.items()
-    ]  # fmt: skip
+    ]
     heads = (
-        "space", "tokens", "episodes", "silhouette", "probe, % of held-out tokens",
-        "shuffled labels, mean (highest), %", "p",
-    )  # fmt: skip
-    text = _page(4, "soft memory tokens and text memory tokens", heads, rows, [
-        *(f"{space}: {meaning}." for space, meaning in latents.SPACES.items()),
-        *(f"{space}: not measured, {why}." for space, why in left_out.items()),
-        "Probe: logistic regression, tested on episodes that it was not trained on; distinct vectors, as many of each "
-        "kind. p: share of label shuffles that do as well.",
-    ])  # fmt: skip
+        "space",
+        "tokens",
+        "episodes",
+        "silhouette",
+        "probe, % of held-out tokens",
+        "shuffled labels, mean (highest), %",
+        "p",
+    )
+    text = _page(
+        4,
+        "soft memory tokens and text memory tokens",
+        heads,
+        rows,
+        [
+            *(f"{space}: {meaning}." for space, meaning in latents.SPACES.items()),
+            *(f"{space}: not measured, {why}." for space, why in left_out.items()),
+            "Probe: logistic regression, tested on episodes that it was not trained on; distinct vectors, as many of "
+            "each kind. p: share of label shuffles that do as well.",
+        ],
+    )
     points = {
-        space: [{"kind": str(k), "x": round(float(x), 3), "y": round(float(y), 3)}
-                for k, (x, y) in zip(of.kinds, places, strict=True)]
+        space: [
+            {"kind": str(k), "x": round(float(x), 3), "y": round(float(y), 3)}
+            for k, (x, y) in zip(of.kinds, places, strict=True)
+        ]
         for space, (of, places, _) in shown.items()
-    }  # fmt: skip
+    }
     apart = {space: apart for space, (_, _, apart) in shown.items()}
     return {"seed_of_figure": seed, "separability": apart, "not_measured": left_out, "points": points}, text
 

@@ -179,12 +179,17 @@ def separability(tokens: Tokens, seed: int = 0, permutations: int = 100) -> dict
     permuted = [score(rng.permutation(y)) for _ in range(permutations)]
     accuracy = score(y)
     return {
-        "n": len(y), "episodes": episodes, "dimensions": tokens.vectors.shape[1],
-        "silhouette": float(silhouette_score(tokens.vectors, y)), "probe": accuracy,
-        "chance": float(max(y[test].mean(), 1 - y[test].mean())), "permuted_mean": float(np.mean(permuted)),
+        "n": len(y),
+        "episodes": episodes,
+        "dimensions": tokens.vectors.shape[1],
+        "silhouette": float(silhouette_score(tokens.vectors, y)),
+        "probe": accuracy,
+        "chance": float(max(y[test].mean(), 1 - y[test].mean())),
+        "permuted_mean": float(np.mean(permuted)),
         "permuted_max": float(np.max(permuted)),
-        "p_value": (1 + sum(p >= accuracy for p in permuted)) / (1 + permutations), "permutations": permutations,
-    }  # fmt: skip
+        "p_value": (1 + sum(p >= accuracy for p in permuted)) / (1 + permutations),
+        "permutations": permutations,
+    }
 
 
 def _probe(vectors: np.ndarray, train: np.ndarray, test: np.ndarray) -> Callable[[np.ndarray], float]:

@@ -66,8 +66,10 @@ def _measured(run: Path, number: int) -> Row:
     shown = [("f1", "F1"), ("bleu_1", "BLEU")] if number == 1 else [("f1", "F1")]
     cells = {
         f"{results['data']}: {category} {name}": _percent(of[key])
-        for category, of in parts.items() if number in (1, 2) or category == "overall" for key, name in shown
-    }  # fmt: skip
+        for category, of in parts.items()
+        if number in (1, 2) or category == "overall"
+        for key, name in shown
+    }
     cells[f"{results['data']}: {TOKENS}"] = TableCell(results["tokens_per_question"], n=results["n"])
     engine, _, reader = results["reader"].partition(":")  # a folder by its name alone: where it lies tells nobody else
     read_by = f"{engine}:{Path(reader).name}" if Path(reader).is_absolute() else results["reader"]

@@ -49,12 +49,17 @@ class Spec:
 def _embodiedbench(metric: str) -> tuple[Column, ...]:
     columns: list[Column] = []
     for name, environment, spatial in (
-        ("EB-ALFRED", "eb_alfred", "spatial"), ("EB-Habitat", "eb_habitat", "spatial_relationship"),
-    ):  # fmt: skip
+        ("EB-ALFRED", "eb_alfred", "spatial"),
+        ("EB-Habitat", "eb_habitat", "spatial_relationship"),
+    ):
         splits = {
-            "Base": "base", "Com.": "common_sense", "Comp.": "complex_instruction", "Vis.": "visual_appearance",
-            "Spat.": spatial, "Long": "long_horizon",
-        }  # fmt: skip
+            "Base": "base",
+            "Com.": "common_sense",
+            "Comp.": "complex_instruction",
+            "Vis.": "visual_appearance",
+            "Spat.": spatial,
+            "Long": "long_horizon",
+        }
         columns.append(Column(f"{name} Avg.", environment, tuple(splits.values()), metric))
         columns += [Column(f"{name} {short}", environment, (split,), metric) for short, split in splits.items()]
     return tuple(columns)
@@ -78,27 +83,36 @@ SPECS: Mapping[int, Spec] = {
     3: Spec(
         (ALFWORLD, _SCIENCEWORLD, replace(_SCIENCEWORLD, name="ScienceWorld progress", metric="progress")),
         {
-            "compiled": "MemCompiler (Full)", "compiled_text": "w/o Soft-Mem (text only)",
+            "compiled": "MemCompiler (Full)",
+            "compiled_text": "w/o Soft-Mem (text only)",
             "compiled_no_brief": "w/o Brief State (raw obs as state)",
-            "static": "AMMI (static injection, same memory)", "none": "No Memory",
+            "static": "AMMI (static injection, same memory)",
+            "none": "No Memory",
         },
-        metrics=("success", "progress"), by_method=True,
+        metrics=("success", "progress"),
+        by_method=True,
     ),
     4: Spec(
         tuple(_BY_NAME[f"EB-Habitat {short}"] for short in ("Avg.", "Spat.", "Vis.")),
         {
-            "n0/compiled_text": "N=0 (text only)", "n4/compiled": "N=4", "n8/compiled": "N=8",
-            "n16/compiled": "N=16 (default)", "n32/compiled": "N=32",
-            "no_orth/compiled": "N=16, w/o orth. constraint", "linear/compiled": "N=16, linear proj. (no Gaussian)",
+            "n0/compiled_text": "N=0 (text only)",
+            "n4/compiled": "N=4",
+            "n8/compiled": "N=8",
+            "n16/compiled": "N=16 (default)",
+            "n32/compiled": "N=32",
+            "no_orth/compiled": "N=16, w/o orth. constraint",
+            "linear/compiled": "N=16, linear proj. (no Gaussian)",
         },
-        axes=_AXES | {"variant"}, by_method=True,
+        axes=_AXES | {"variant"},
+        by_method=True,
     ),
     5: Spec(
         (*(Column(name, "", (), name) for name in EFFICIENCY), Column("Success %", "", ())),
-        {"static": "AMMI", "compiled": "SCMC"}, by_method=True,
+        {"static": "AMMI", "compiled": "SCMC"},
+        by_method=True,
     ),
     6: Spec(_embodiedbench("progress"), _METHODS, metrics=("progress",)),
-}  # fmt: skip
+}
 
 # -- BrainMem ---------------------------------------------------------------------------------------------------------
 
@@ -118,26 +132,47 @@ def _levels(axis: str, rows: Mapping[str, str], metrics: tuple[str, ...] = ("suc
 
 
 BRAINMEM: Mapping[int, Spec] = {
-    4: _levels("tiers", {
-        "none": "No memory", "working": "+ working memory", "working-episodic": "+ episodic memory",
-        "no-evolving": "+ semantic memory", "all": "+ evolving (all)",
-    }),
-    5: _levels("working", {
-        "all": "All", "no-feedback": "w/o feedback", "no-success-state": "w/o success state",
-        "no-agent-state": "w/o agent state", "no-consistency-check": "w/o consistency check",
-    }),
+    4: _levels(
+        "tiers",
+        {
+            "none": "No memory",
+            "working": "+ working memory",
+            "working-episodic": "+ episodic memory",
+            "no-evolving": "+ semantic memory",
+            "all": "+ evolving (all)",
+        },
+    ),
+    5: _levels(
+        "working",
+        {
+            "all": "All",
+            "no-feedback": "w/o feedback",
+            "no-success-state": "w/o success state",
+            "no-agent-state": "w/o agent state",
+            "no-consistency-check": "w/o consistency check",
+        },
+    ),
     6: _levels("window", {w: f"W={w}" for w in ("1", "3", "5", "8", "10")}, ("success", "progress")),
-    7: _levels("episodic", {
-        "all": "Both", "no-spatial": "w/o spatial graph", "no-trajectory": "w/o trajectory graph",
-    }),
+    7: _levels(
+        "episodic",
+        {
+            "all": "Both",
+            "no-spatial": "w/o spatial graph",
+            "no-trajectory": "w/o trajectory graph",
+        },
+    ),
     8: _levels("k", {k: f"k={k}" for k in ("1", "2", "3", "5")}),
     9: _levels("parts", {"all": "All", "no-insights": "w/o learning insights"}),
     10: Spec(_TOKENS, {"none": "No memory", "live": "BrainMem"}, ("tokens",), by_method=True, families=False),
     14: Spec(
-        (_BASE,), {"brainmem/none": "No memory", "brainmem/live": "BrainMem"}, axes=_AXES | {"memory", "order"},
-        axis="memory", by_method=True, families=False,
+        (_BASE,),
+        {"brainmem/none": "No memory", "brainmem/live": "BrainMem"},
+        axes=_AXES | {"memory", "order"},
+        axis="memory",
+        by_method=True,
+        families=False,
     ),
-}  # fmt: skip
+}
 
 
 # -- KARMA ------------------------------------------------------------------------------------------------------------
@@ -160,14 +195,23 @@ def _living(axis: str, methods: Mapping[str, str]) -> Spec:
 
 
 KARMA: Mapping[int, Spec] = {
-    1: _living("method", {
-        "episodes-stand-in": "Bank of episodes (stand-in)", "last-seen-stand-in": "Last seen where (stand-in)",
-        "karma": "KARMA",
-    }),
-    2: _living("memories", {
-        "no-long": "w/o long-term", "no-short": "w/o short-term", "karma": "KARMA",
-    }),
-}  # fmt: skip
+    1: _living(
+        "method",
+        {
+            "episodes-stand-in": "Bank of episodes (stand-in)",
+            "last-seen-stand-in": "Last seen where (stand-in)",
+            "karma": "KARMA",
+        },
+    ),
+    2: _living(
+        "memories",
+        {
+            "no-long": "w/o long-term",
+            "no-short": "w/o short-term",
+            "karma": "KARMA",
+        },
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +227,17 @@ class Paper:
 PAPERS: Mapping[str, Paper] = {
     "memcompiler": Paper("2605.07594v2", "numbers.yaml", SPECS),
     "brainmem": Paper(
-        "2604.16331v1", "brainmem.yaml", BRAINMEM,
+        "2604.16331v1",
+        "brainmem.yaml",
+        BRAINMEM,
         "Columns of other benchmarks than the paper's are analogues: the same switches, another benchmark and planner.",
     ),
     "karma": Paper(
-        "2409.14908", "karma.yaml", KARMA,
+        "2409.14908",
+        "karma.yaml",
+        KARMA,
         "Measured rows are analogues: household-L, sequences of the same three classes in generated homes, planned by "
         "rule. SR: of whole sequences (Wilson); MRA, RE, RT: bootstrap over sequences. The reference of RE and RT is "
         "the same planner without memory.",
     ),
-}  # fmt: skip
+}

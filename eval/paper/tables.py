@@ -67,12 +67,14 @@ class Table:
         """Give what `tableN.json` holds; a cell that a measured row lacks is null."""
         rows = [
             {
-                "executor": row.executor, "method": row.method, "source": row.source,
+                "executor": row.executor,
+                "method": row.method,
+                "source": row.source,
                 **({"measured": self.measured(row)} if row.source == PAPER else {}),
                 "cells": {c: asdict(row.cells[c]) if c in row.cells else None for c in self.columns},
             }
             for row in self.rows
-        ]  # fmt: skip
+        ]
         head = {"table": self.number, "title": self.title, "columns": list(self.columns)}
         return {**head, "rows": rows, "runs": list(self.runs), "notes": list(self.notes)}
 
@@ -143,10 +145,17 @@ def measurements(results: Mapping[str, Any], run: Path, efficiency: bool = False
         for key in ("environment", "split"):
             if len({cell[key] for cell in cells}) > 1:
                 raise ValueError(f"{name} mixes {key}s: a matrix that varies them names them in an axis")
-        found.append(Measured(
-            summary.get("delivery", delivery), cells[0]["environment"], str(cells[0]["split"]),
-            _executor(cells[0], paper_numbers()["models"]), summary.get("levels", {}), summary, taken.get(name, {}),
-        ))  # fmt: skip
+        found.append(
+            Measured(
+                summary.get("delivery", delivery),
+                cells[0]["environment"],
+                str(cells[0]["split"]),
+                _executor(cells[0], paper_numbers()["models"]),
+                summary.get("levels", {}),
+                summary,
+                taken.get(name, {}),
+            )
+        )
     return found
 
 
@@ -313,15 +322,16 @@ def _about(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     cells = _cells(results)
     keys = ("environment", "split", "seed", "scene_seed", "n_tasks", "tasks_sha256", "executor_hash", "compiler_hash")
     return {
-        "run": run.name, "git": results.get("git"),
+        "run": run.name,
+        "git": results.get("git"),
         **{key: sorted({str(c[key]) for c in cells if c.get(key) is not None}) for key in keys},
         "executors": sorted({_executor(cell, {}) for cell in cells}),
-    }  # fmt: skip
+    }
 
 
 def _notes(
     spec: Spec, paper: Paper, relative: bool, found: Sequence[Measured], results: Sequence[Mapping[str, Any]]
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     notes = [
         f"Rows marked paper: as printed in arXiv {paper.arxiv}. Rows marked measured: this project's runs, with 95 % "
         "intervals in brackets (Wilson for success, bootstrap for progress) and n, the episodes behind a number."

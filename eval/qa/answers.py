@@ -56,9 +56,13 @@ class Asked:
 
 
 def run_answers(
-    asked: Asked, cases: Sequence[Case], reader: Reader, out: Path, models: MemoryModels | None = None,
+    asked: Asked,
+    cases: Sequence[Case],
+    reader: Reader,
+    out: Path,
+    models: MemoryModels | None = None,
     attempts: int = ATTEMPTS,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Answer what is not answered yet, or has failed with attempts left; return and write the results.
 
     Args:
@@ -126,9 +130,10 @@ def chosen_questions(cases: Sequence[Case], limit: int | None) -> dict[str, list
             by_category.setdefault(pair[1].category, []).append(pair)
         place = lambda pair: hashlib.sha256(pair[1].id.encode()).hexdigest()
         everything = [
-            pair for of in by_category.values()
+            pair
+            for of in by_category.values()
             for pair in sorted(of, key=place)[: max(1, round(limit * len(of) / len(everything)))]
-        ]  # fmt: skip
+        ]
     found: dict[str, list[Question]] = {case.id: [] for case in cases}
     for case_id, question in everything:
         found[case_id].append(question)
@@ -150,16 +155,26 @@ def _answered(
         text, shown = answer.text if answer else "", shown_of(pack.texts, pack.pictures)
         estimated = Evidence.of(pack.texts, (), Costs(picture=picture), pack.pictures).tokens
         yield {
-            "id": question.id, "category": question.category, "answer": text, "gold": question.answer,
-            "failed": answer is None, "error": f"{type(got).__name__}: {got}" if isinstance(got, Exception) else "",
-            "abstained": abstains(text), "absent": question.absent,
+            "id": question.id,
+            "category": question.category,
+            "answer": text,
+            "gold": question.answer,
+            "failed": answer is None,
+            "error": f"{type(got).__name__}: {got}" if isinstance(got, Exception) else "",
+            "abstained": abstains(text),
+            "absent": question.absent,
             "recall": pack.recall(question.evidence) if question.evidence else None,
-            "tokens": reader.count(shown) if shown else 0, "word_tokens": estimated,
-            "reader_in": answer.tokens_in if answer else 0, "reader_out": answer.tokens_out if answer else 0,
-            "seconds": seconds, "f1": set_f1(text, question.answer), "bleu_1": bleu_1(text, question.answer),
+            "tokens": reader.count(shown) if shown else 0,
+            "word_tokens": estimated,
+            "reader_in": answer.tokens_in if answer else 0,
+            "reader_out": answer.tokens_out if answer else 0,
+            "seconds": seconds,
+            "f1": set_f1(text, question.answer),
+            "bleu_1": bleu_1(text, question.answer),
             "locomo": locomo_score(text, question.answer, "adversarial" if question.absent else question.category),
-            "logprob": logprob, "pictures": sum(map(len, pack.pictures)),
-        }  # fmt: skip
+            "logprob": logprob,
+            "pictures": sum(map(len, pack.pictures)),
+        }
 
 
 def _right(question: Question) -> str:
@@ -179,18 +194,24 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     total = lambda key: sum(row[key] for row in rows)
     used = {"calls": len(rows), "tokens_in": total("reader_in"), "tokens_out": total("reader_out")}
     return {
-        "n": len(rows), "failed": sum(row["failed"] for row in rows),
+        "n": len(rows),
+        "failed": sum(row["failed"] for row in rows),
         "broken": broken_facts((row["id"], _failure(row), row.get("broken", ())) for row in rows),
-        "by_category": {c: {"n": len(of), **(scored(of) or {})} for c in categories
-                        if (of := [row for row in rows if row["category"] == c])},
-        "overall": scored(rows), "overall_without_absent": scored(present),
+        "by_category": {
+            c: {"n": len(of), **(scored(of) or {})}
+            for c in categories
+            if (of := [row for row in rows if row["category"] == c])
+        },
+        "overall": scored(rows),
+        "overall_without_absent": scored(present),
         "logprob_without_absent": interval(liked) if liked else None,
         "abstention": {"right": mean(absent, "abstained"), "wrong": mean(present, "abstained"), "n": len(absent)},
-        "tokens_per_question": mean(rows, "tokens"), "word_tokens_per_question": mean(rows, "word_tokens"),
+        "tokens_per_question": mean(rows, "tokens"),
+        "word_tokens_per_question": mean(rows, "word_tokens"),
         "pictures_per_question": sum(row.get("pictures", 0) for row in rows) / len(rows) if rows else None,
         "recall": mean([row for row in rows if row["recall"] is not None], "recall"),
         "usage": {"reader": {**used, "seconds": total("seconds")}},
-    }  # fmt: skip
+    }
 
 
 def to_markdown(results: Mapping[str, Any]) -> str:

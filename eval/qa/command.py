@@ -19,10 +19,18 @@ from runtime.attempts import ATTEMPTS
 
 
 def run_qa(
-    data: Path, memory: str, settings: Mapping[str, Any], tokens: int, facts: bool,
-    reader: tuple[str, str, Mapping[str, Any]], limit: int | None, out: Path, models: MemoryModels,
-    picture: int = 0, attempts: int = ATTEMPTS,
-) -> None:  # fmt: skip
+    data: Path,
+    memory: str,
+    settings: Mapping[str, Any],
+    tokens: int,
+    facts: bool,
+    reader: tuple[str, str, Mapping[str, Any]],
+    limit: int | None,
+    out: Path,
+    models: MemoryModels,
+    picture: int = 0,
+    attempts: int = ATTEMPTS,
+) -> None:
     cases = read_cases(data)
     counted = "" if reader[0] == "endpoint" else "reader"  # whose tokenizer is not known
     asked = Asked(

@@ -57,9 +57,14 @@ Ranking = Callable[[Question], Scores]
 
 
 def asking(
-    name: str, case: Case, settings: Mapping[str, Any], folder: Path, facts: bool = False,
-    models: MemoryModels | None = None, costs: Costs = ESTIMATED,
-) -> Asking:  # fmt: skip
+    name: str,
+    case: Case,
+    settings: Mapping[str, Any],
+    folder: Path,
+    facts: bool = False,
+    models: MemoryModels | None = None,
+    costs: Costs = ESTIMATED,
+) -> Asking:
     """Open what is asked about a case: a baseline or a memory system by name; a system's memory lies in `folder`.
     `facts`: what was noted of the records is read in their place; `models`: those that a system, or the baseline
     `embed`, may use; `costs`: by which budgets are counted. Raises: ValueError for an unknown name."""
@@ -200,6 +205,12 @@ def _oracle(units: Sequence[Unit]) -> Ranking:
 
 
 BASELINES: Mapping[str, Callable[[Sequence[Unit]], Ranking]] = {
-    "bm25": _bm25(words), "bm25-stems": _bm25(stems), "windows": _bm25(stems, near=True), "dense": _dense,
-    "characters": _characters, "hybrid": _hybrid, "random": _random, "oracle": _oracle,
-}  # fmt: skip
+    "bm25": _bm25(words),
+    "bm25-stems": _bm25(stems),
+    "windows": _bm25(stems, near=True),
+    "dense": _dense,
+    "characters": _characters,
+    "hybrid": _hybrid,
+    "random": _random,
+    "oracle": _oracle,
+}

@@ -74,15 +74,18 @@ def emembench_case(name: str, folder: Path) -> Case:
     records = tuple(
         Record(int(step.get("t", t)), "", str(step.get("action", "")), _observed(step), picture=picture_of(step))
         for t, step in enumerate(steps)
-    )  # fmt: skip
+    )
     rows = (parse_json(line) for line in (folder / QA).read_text(encoding="utf-8").split("\n") if line.strip())
     questions = tuple(
         Question(
-            f"{name}/{i}", str(row.get("paraphrase") or row["question"]), str(row["gt"]),
-            str(row.get("type") or "unknown"), absent=str(row["gt"]).strip().lower() == UNANSWERABLE,
+            f"{name}/{i}",
+            str(row.get("paraphrase") or row["question"]),
+            str(row["gt"]),
+            str(row.get("type") or "unknown"),
+            absent=str(row["gt"]).strip().lower() == UNANSWERABLE,
         )
         for i, row in enumerate(rows)
-    )  # fmt: skip
+    )
     return placed(Case(name, (Trace(Task(name, "", "", "", "log"), records, True),), questions), folder)
 
 

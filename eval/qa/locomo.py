@@ -21,9 +21,11 @@ def locomo_case(sample: Mapping[str, Any]) -> Case:
     turns = [_turn(turn, when) for _, when, session in _sessions(sample["conversation"]) for turn in session]
     known = {record.id for record in turns}
     return Case(
-        name, (_history(name, turns),), tuple(_questions(name, sample["qa"], known)),
+        name,
+        (_history(name, turns),),
+        tuple(_questions(name, sample["qa"], known)),
         (_history(f"{name}/facts", list(_facts(sample, known))),),
-    )  # fmt: skip
+    )
 
 
 def _history(name: str, records: list[Record]) -> Trace:
@@ -40,8 +42,16 @@ def _sessions(conversation: Mapping[str, Any]) -> Iterator[tuple[int, str, list[
 
 def _turn(turn: Mapping[str, Any], when: str) -> Record:
     photo = f" [photo: {turn['blip_caption']}]" if turn.get("blip_caption") else ""
-    return Record(0, "", f"{turn['text']}{photo}", "", id=turn["dia_id"], actor=turn["speaker"], when=when,
-                  picture=picture_of(turn))  # fmt: skip
+    return Record(
+        0,
+        "",
+        f"{turn['text']}{photo}",
+        "",
+        id=turn["dia_id"],
+        actor=turn["speaker"],
+        when=when,
+        picture=picture_of(turn),
+    )
 
 
 def picture_of(told: Mapping[str, Any]) -> str:

@@ -127,9 +127,13 @@ class HfReader:
 
         with torch.no_grad():
             out = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=MAX_TOKENS,
-                do_sample=False, stopping_criteria=[ended],
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=MAX_TOKENS,
+                do_sample=False,
+                stopping_criteria=[ended],
+            )
         return _answer(self._told(out[0, given:]), given, out.shape[1] - given)
 
     def _tensor(self, ids: Sequence[int]) -> Any:
@@ -208,9 +212,14 @@ class SeeingReader:
         positions = {"position_ids": batch.positions} if batch.positions.dim() == 3 else {}
         with torch.no_grad():
             out = self.backbone.model.generate(
-                batch.tokens, attention_mask=batch.mask, max_new_tokens=MAX_TOKENS, do_sample=False,
-                pad_token_id=self.backbone.pad_id, **positions, **batch.vision,
-            )  # fmt: skip
+                batch.tokens,
+                attention_mask=batch.mask,
+                max_new_tokens=MAX_TOKENS,
+                do_sample=False,
+                pad_token_id=self.backbone.pad_id,
+                **positions,
+                **batch.vision,
+            )
         told = self.backbone.tokenizer.decode(out[0, given:], skip_special_tokens=True)
         return _answer(told, given, out.shape[1] - given)
 

@@ -25,9 +25,14 @@ Shares = dict[tuple[str, int], list[float]]  # by category and budget
 
 
 def run_recall(
-    data: Path, memory: str, budgets: Sequence[int], settings: Mapping[str, Any], facts: bool, out: Path | None,
+    data: Path,
+    memory: str,
+    budgets: Sequence[int],
+    settings: Mapping[str, Any],
+    facts: bool,
+    out: Path | None,
     models: MemoryModels,
-) -> None:  # fmt: skip
+) -> None:
     """Measure and print; the last line is the recall at 1000 tokens, or at the budget nearest to it. Raises:
     ValueError, where no question says where its answer stands."""
     cached = models.cached_in(out / RESPONSES) if out is not None else models
@@ -41,8 +46,10 @@ def run_recall(
     ]
     typer.echo("\n".join(markdown_table(["category", "n", *(f"{b} tokens" for b in budgets)], rows)))
     whole = [f"{100 * np.mean(np.array(shares[ALL, b]) >= 1):.1f}" for b in budgets]
-    typer.echo(f"all evidence found: {' / '.join(whole)}; {memory}: written in {times['write_s']:.2f} s, "
-               f"median recall {times['recall_ms']:.1f} ms, of processor time")  # fmt: skip
+    typer.echo(
+        f"all evidence found: {' / '.join(whole)}; {memory}: written in {times['write_s']:.2f} s, "
+        f"median recall {times['recall_ms']:.1f} ms, of processor time"
+    )
     means = {f"{c}@{b}": float(np.mean(v)) for (c, b), v in shares.items()}
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -55,9 +62,13 @@ def run_recall(
 
 
 def measured(
-    cases: Sequence[Case], memory: str, budgets: Sequence[int], settings: Mapping[str, Any] | None = None,
-    facts: bool = False, models: MemoryModels | None = None,
-) -> tuple[Shares, dict[str, float]]:  # fmt: skip
+    cases: Sequence[Case],
+    memory: str,
+    budgets: Sequence[int],
+    settings: Mapping[str, Any] | None = None,
+    facts: bool = False,
+    models: MemoryModels | None = None,
+) -> tuple[Shares, dict[str, float]]:
     """Ask every question that has evidence at every budget; also give the processor time of writing and of a recall,
     which does not depend on what else the machine does."""
     shares: Shares = {}

@@ -57,8 +57,13 @@ class Answers:
 
 def reflection(trace: Trace, topic: Topic, ask: Ask | None) -> str:
     """Say in a sentence how an attempt went (L3); by rule where no model does."""
-    text = "" if ask is None else line(ask(_chat(_WON if trace.success else _LOST, _told(trace, topic)), REFLECTION,
-                                           REFLECTION_TOKENS) or "")  # fmt: skip
+    text = (
+        ""
+        if ask is None
+        else line(
+            ask(_chat(_WON if trace.success else _LOST, _told(trace, topic)), REFLECTION, REFLECTION_TOKENS) or ""
+        )
+    )
     return text or rules.reflection(trace, topic)
 
 

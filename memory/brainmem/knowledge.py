@@ -25,9 +25,7 @@ SPATIAL_ADVICE = (
 
 
 SPATIAL = "Spatial Reasoning Guidance"
-ORDER = (
-    "Valuable Guidelines", "Room Successful Patterns", "Relevant Experiences", "Real-time Action Hints", SPATIAL
-)  # fmt: skip
+ORDER = ("Valuable Guidelines", "Room Successful Patterns", "Relevant Experiences", "Real-time Action Hints", SPATIAL)
 
 
 class Section(NamedTuple):

@@ -16,10 +16,15 @@ ROOMS, FACTS, MOVES = 4, 30, 30  # rooms that are drawn, relations and transitio
 def tables(known: Knowledge, failures: Mapping[str, int]) -> list[Table]:
     """List guidelines, experiences and, where a language model was asked, its answers that could not be used."""
     guidelines = tuple(
-        (f"{g.utility:.3f}", f"{g.n_success}/{g.n_total}", "protected" if g.protected else "",
-         ", ".join(sorted(g.task_types)), g.text)
+        (
+            f"{g.utility:.3f}",
+            f"{g.n_success}/{g.n_total}",
+            "protected" if g.protected else "",
+            ", ".join(sorted(g.task_types)),
+            g.text,
+        )
         for g in listed(known.guidelines, len(known.guidelines))
-    )  # fmt: skip
+    )
     kinds = Counter(e.task_type for e in known.experiences)
     won = Counter(e.task_type for e in known.experiences if e.success)
     experiences = tuple((kind or "-", str(n), str(won[kind])) for kind, n in sorted(kinds.items()))

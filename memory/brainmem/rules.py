@@ -21,11 +21,16 @@ def experience(attempts: Sequence[Trace], topic: Topic, id: str) -> Experience:
     lost = [trace for trace in attempts if not trace.success]
     told = won or attempts[-1]
     return Experience(
-        id, attempts[0].task.id, topic.room, topic.task_type, topic.objects, attempts[0].success,
+        id,
+        attempts[0].task.id,
+        topic.room,
+        topic.task_type,
+        topic.objects,
+        attempts[0].success,
         success_patterns=() if won is None else tuple(filter(None, [pattern(won, topic)])),
         failure_causes=tuple(dict.fromkeys(cause(trace, topic) for trace in lost)),
         learning_insights=tuple(insights(told, topic)),
-    )  # fmt: skip
+    )
 
 
 def reflection(trace: Trace, topic: Topic) -> str:

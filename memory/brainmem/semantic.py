@@ -149,9 +149,7 @@ class Guideline:
 
     def applied(self, success: bool, episode: int) -> Guideline:
         """Return it after an episode in which it was applied."""
-        return replace(
-            self, n_success=self.n_success + success, n_total=self.n_total + 1, last_applied=episode
-        )  # fmt: skip
+        return replace(self, n_success=self.n_success + success, n_total=self.n_total + 1, last_applied=episode)
 
 
 def listed(guidelines: Iterable[Guideline], most: int) -> list[Guideline]:
@@ -174,15 +172,17 @@ def counted(
     guidelines: Sequence[Guideline], shown: frozenset[str], task_type: str, success: bool, episode: int
 ) -> list[Guideline]:
     """Count an episode for the guidelines that were applied in it."""
-    return [
-        g.applied(success, episode) if g.id in shown and task_type in g.task_types else g for g in guidelines
-    ]  # fmt: skip
+    return [g.applied(success, episode) if g.id in shown and task_type in g.task_types else g for g in guidelines]
 
 
 def formed(
-    guidelines: Sequence[Guideline], experiences: Experiences, new: Experience, episode: int, id: str,
+    guidelines: Sequence[Guideline],
+    experiences: Experiences,
+    new: Experience,
+    episode: int,
+    id: str,
     words: Mapping[str, str] = {},
-) -> list[Guideline]:  # fmt: skip
+) -> list[Guideline]:
     """Take in a new experience: it joins the support of guidelines that it agrees with, without changing their counts;
     and each of its texts that an experience of another task agrees with, and no guideline says yet, becomes one.
 
@@ -203,9 +203,16 @@ def formed(
             continue
         objects = frozenset.intersection(*(e.objects for e in support))
         made = Guideline(
-            f"{id}.{number}", words.get(text, text), sum(e.success for e in support), len(support),
-            frozenset(e.task_type for e in support), objects, frozenset(e.id for e in support), episode, text,
-        )  # fmt: skip
+            f"{id}.{number}",
+            words.get(text, text),
+            sum(e.success for e in support),
+            len(support),
+            frozenset(e.task_type for e in support),
+            objects,
+            frozenset(e.id for e in support),
+            episode,
+            text,
+        )
         joined.append(made)
     return joined
 

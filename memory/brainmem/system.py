@@ -34,9 +34,12 @@ class BrainMem:
     name: ClassVar[str] = NAME
 
     def __init__(
-        self, path: str | Path, settings: BrainMemSettings | None = None, until: int | None = None,
+        self,
+        path: str | Path,
+        settings: BrainMemSettings | None = None,
+        until: int | None = None,
         ask: Ask | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.path, self.settings, self._ask = Path(path), settings or BrainMemSettings(), ask
         self._journal = Journal(self.path, until)
         self._known = Knowledge(self.settings)
@@ -136,9 +139,13 @@ class BrainSession:
     """One attempt at a task: the sections of its task, what earlier attempts at it teach, and working memory."""
 
     def __init__(
-        self, query: Query, first: Recall, settings: BrainMemSettings, earlier: Sequence[Trace] = (),
+        self,
+        query: Query,
+        first: Recall,
+        settings: BrainMemSettings,
+        earlier: Sequence[Trace] = (),
         lesson: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._first, self._settings, self._task = first, settings, query.task
         self._window: deque[WorkStep] = deque(maxlen=settings.working.window)
         self._now: Standing | None = None
@@ -192,9 +199,14 @@ def _context(known: Knowledge, task: Task) -> tuple[MemoryEntry, ...]:
 
 
 def _entry(
-    section: str, text: str, id: str = "", task: str = "", room: str = "", success: bool = True,
+    section: str,
+    text: str,
+    id: str = "",
+    task: str = "",
+    room: str = "",
+    success: bool = True,
     actions: tuple[str, ...] = (),
-) -> MemoryEntry:  # fmt: skip
+) -> MemoryEntry:
     """Make an entry of a section, or of one thing that is kept; a section's id follows from its text."""
     own = id or hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     provenance = Provenance(task, room, "", "", success, actions, NAME)

@@ -118,7 +118,7 @@ class WTinyLfu(Generic[V]):
 
     def __init__(
         self, window: int, main: int, frequencies: Frequencies, victim: str = "pool", age_on: str = "write"
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._sizes, self._protects = (window, main), int(PROTECTED * main)
         self._victim, self._age_on, self.frequencies = victim, age_on, frequencies
         self.window, self.elimination, self.protected = (OrderedDict[str, V]() for _ in range(3))

@@ -94,10 +94,7 @@ def build_graph(plan: FloorPlan, grid: int = 3, radius: float | None = None) -> 
         if radius is None or _distance(cells[cell], at) <= radius:
             homes.setdefault(names[cell], []).append(thing)
     beside = lambda x, z: [names[c] for c in ((x - 1, z), (x, z - 1), (x, z + 1), (x + 1, z)) if c in names]
-    areas = [
-        Area(name, cells[cell], tuple(homes.get(name, ())), tuple(beside(*cell)))
-        for cell, name in names.items()
-    ]  # fmt: skip
+    areas = [Area(name, cells[cell], tuple(homes.get(name, ())), tuple(beside(*cell))) for cell, name in names.items()]
     lost = tuple(thing for thing, at in plan.things.items() if at is None)
     areas += [Area(ELSEWHERE, None, lost, ())] if lost else []
     return SceneGraph(tuple(areas), tuple(plan.things.items()))

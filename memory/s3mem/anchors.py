@@ -92,10 +92,18 @@ def anchor_of(question: str, known: Known) -> Anchor:
     numbered = {each for each in objects if NUMBERED.fullmatch(each)} - {part for e in events for part in _spans(e)}
     linked = len(events) > 1 or len(numbered) > 1
     return Anchor(
-        question, kind, frozenset(ops), tuple(events), tuple(objects), tuple(places), tuple(sources), steps,
+        question,
+        kind,
+        frozenset(ops),
+        tuple(events),
+        tuple(objects),
+        tuple(places),
+        tuple(sources),
+        steps,
         tuple(" ".join(filter(None, (d[0] or d[2], d[1], d[3]))) for d in _DATE.findall(plain) if d[0] or d[2] or d[3]),
-        nth, bool(ops & MULTI_HOP) or linked,
-    )  # fmt: skip
+        nth,
+        bool(ops & MULTI_HOP) or linked,
+    )
 
 
 def _spans(text: str) -> set[str]:

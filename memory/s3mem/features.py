@@ -26,9 +26,19 @@ OF_TURNS = frozenset({"own", "window", "actor", "bias"})
 """What `numeric` heads see of a turn. More of it, learned from template dialogues, are habits of the templates (how far
 apart, how long, with which question mark), which no other people share: docs/s3mem.md has the figures."""
 _MET_BY = (  # what of a unit the anchor's operations meet
-    "match", "first", "last", "nth", "follows", "precedes", "changes", "changes_object", "in_steps", "time", "number",
+    "match",
+    "first",
+    "last",
+    "nth",
+    "follows",
+    "precedes",
+    "changes",
+    "changes_object",
+    "in_steps",
+    "time",
+    "number",
     "range_end",
-)  # fmt: skip
+)
 
 
 def node_features(asked: Asked, rows: NDArray[np.int64], features: Features = "numeric") -> Columns:
@@ -90,13 +100,16 @@ def _fields(asked: Asked, rows: NDArray[np.int64], units: Sequence[Unit]) -> Col
     changes_object = [any(c.key.rpartition(".")[0] in named for c in unit.changes) for unit in units]
     numbers = lambda values: np.array(list(values), dtype=float)
     return {
-        "object": asked.objects[rows], "date": asked.on_date[rows].astype(float),
-        "in_steps": asked.in_steps[rows].astype(float), "place": asked.at_place[rows].astype(float),
-        "changes": numbers(bool(unit.changes) for unit in units), "changes_object": numbers(changes_object),
+        "object": asked.objects[rows],
+        "date": asked.on_date[rows].astype(float),
+        "in_steps": asked.in_steps[rows].astype(float),
+        "place": asked.at_place[rows].astype(float),
+        "changes": numbers(bool(unit.changes) for unit in units),
+        "changes_object": numbers(changes_object),
         "time": numbers(tells_time(unit.event) for unit in units),
         "number": numbers(tells_number(unit.event) for unit in units),
         "length": numbers(min(word_tokens(unit.event) / (50 * WORD_TOKENS), 2.0) for unit in units),
-    }  # fmt: skip
+    }
 
 
 def _sequence(asked: Asked, rows: NDArray[np.int64]) -> Columns:
@@ -108,10 +121,15 @@ def _sequence(asked: Asked, rows: NDArray[np.int64]) -> Columns:
     first, last = np.flatnonzero(matches)[[0, -1]] if matches.any() else (-1, -1)
     ends = np.flatnonzero(asked.in_steps)[[0, -1]] if asked.in_steps.any() else (-1, -1)
     columns = {
-        "match": matches[rows], "first": place == 1, "last": place == many, "nth": (place == chosen) & (place > 0),
-        "follows": beside(index.before[rows]), "precedes": beside(index.after[rows]),
-        "between": (rows > first) & (rows < last), "range_end": (rows == ends[0]) | (rows == ends[1]),
-    }  # fmt: skip
+        "match": matches[rows],
+        "first": place == 1,
+        "last": place == many,
+        "nth": (place == chosen) & (place > 0),
+        "follows": beside(index.before[rows]),
+        "precedes": beside(index.after[rows]),
+        "between": (rows > first) & (rows < last),
+        "range_end": (rows == ends[0]) | (rows == ends[1]),
+    }
     return {name: np.asarray(column, dtype=float) for name, column in columns.items()}
 
 
@@ -144,16 +162,26 @@ def _pair(asked: Asked, i: int, j: int, one: Unit, other: Unit, ops: Sequence[st
     kinds = [kind for kind, id in one.relations if id == other.id]
     keys = {c.key for c in one.changes} & {c.key for c in other.changes}
     flags = {
-        "bias": True, "same_history": same_history, "adjacent": abs(apart) == 1, "near": 2 <= abs(apart) <= NEAR,
-        "forward": apart > 0, "backward": apart < 0, "next": apart == 1, "previous": apart == -1,
-        "same_place": bool(one.place) and one.place == other.place, "same_action": one.action == other.action,
-        "same_event": event_of(one) == event_of(other), "same_key": bool(keys),
+        "bias": True,
+        "same_history": same_history,
+        "adjacent": abs(apart) == 1,
+        "near": 2 <= abs(apart) <= NEAR,
+        "forward": apart > 0,
+        "backward": apart < 0,
+        "next": apart == 1,
+        "previous": apart == -1,
+        "same_place": bool(one.place) and one.place == other.place,
+        "same_action": one.action == other.action,
+        "same_event": event_of(one) == event_of(other),
+        "same_key": bool(keys),
         "same_actor": one.origin.actor == other.origin.actor,
         "retrieved": all(asked.order[0][each] < BEST for each in (i, j)),
-        "both_match": bool(asked.matches[i] and asked.matches[j]), "from_match": bool(asked.matches[i]),
-        "to_match": bool(asked.matches[j]), "next_occurrence": _follows(asked, i, j),
+        "both_match": bool(asked.matches[i] and asked.matches[j]),
+        "from_match": bool(asked.matches[i]),
+        "to_match": bool(asked.matches[j]),
+        "next_occurrence": _follows(asked, i, j),
         **{f"relation={kind}": True for kind in kinds},
-    }  # fmt: skip
+    }
     found = {name: 1.0 for name, flag in flags.items() if flag}
     found |= {
         "distance": min(abs(apart), 50) / 50,

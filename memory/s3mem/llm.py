@@ -91,9 +91,13 @@ def _cleaned(unit: Any, known: set[str], failures: Counter[str]) -> dict[str, An
     text = lambda name: unit[name].strip() if isinstance(unit.get(name), str) else ""
     objects = [thing.lower() for thing in texts(unit.get("objects"))]
     return {
-        "event": unit["event"].strip(), "action": text("action"), "objects": objects, "place": text("place"),
-        "changes": changes, "record_ids": list(dict.fromkeys(ids)),
-    }  # fmt: skip
+        "event": unit["event"].strip(),
+        "action": text("action"),
+        "objects": objects,
+        "place": text("place"),
+        "changes": changes,
+        "record_ids": list(dict.fromkeys(ids)),
+    }
 
 
 def merged(rules: Sequence[Unit], told: Sequence[Mapping[str, Any]]) -> list[Unit]:
@@ -106,13 +110,21 @@ def merged(rules: Sequence[Unit], told: Sequence[Mapping[str, Any]]) -> list[Uni
     for n, each in enumerate(told):
         ids = tuple(each["record_ids"])
         first = by_pointer[ids[0]]
-        units.append(replace(
-            first, event=each["event"], action=each["action"], objects=tuple(each["objects"]),
-            place=each["place"] or first.place, changes=tuple(Change(*change) for change in each["changes"]),
-            relations=(), pointers=ids, raw=" ".join(by_pointer[id].raw for id in ids),
-            id=unit_id(first.origin.history, ids, n, each["event"]),
-            pictures=tuple(dict.fromkeys(picture for id in ids for picture in by_pointer[id].pictures)),
-        ))  # fmt: skip
+        units.append(
+            replace(
+                first,
+                event=each["event"],
+                action=each["action"],
+                objects=tuple(each["objects"]),
+                place=each["place"] or first.place,
+                changes=tuple(Change(*change) for change in each["changes"]),
+                relations=(),
+                pointers=ids,
+                raw=" ".join(by_pointer[id].raw for id in ids),
+                id=unit_id(first.origin.history, ids, n, each["event"]),
+                pictures=tuple(dict.fromkeys(picture for id in ids for picture in by_pointer[id].pictures)),
+            )
+        )
     bare = [replace(unit, relations=()) for unit in units]
     return related(sorted(bare, key=lambda unit: (unit.order, unit.id)))
 
@@ -126,6 +138,12 @@ def anchor(question: str, by_rule: Anchor, ask: Ask) -> Anchor:
     ops = frozenset(texts(told.get("ops"))) or by_rule.ops
     kind = told["kind"] if told.get("kind") in ("event", "state", "source") else by_rule.kind
     return replace(
-        by_rule, kind=kind, ops=ops, events=named("events"), objects=named("objects"), places=named("places"),
-        sources=named("sources"), multi_hop=by_rule.multi_hop or bool(ops & MULTI_HOP),
-    )  # fmt: skip
+        by_rule,
+        kind=kind,
+        ops=ops,
+        events=named("events"),
+        objects=named("objects"),
+        places=named("places"),
+        sources=named("sources"),
+        multi_hop=by_rule.multi_hop or bool(ops & MULTI_HOP),
+    )

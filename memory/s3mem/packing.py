@@ -58,7 +58,7 @@ def _states(candidate: Candidate) -> set[tuple[str, str]]:
 
 def packed(
     anchor: Anchor, candidates: Sequence[Candidate], edges: Edges, budget: float, settings: S3MemSettings
-) -> Pack:  # fmt: skip
+) -> Pack:
     """Choose what is read, in the order in which it is read.
 
     Single-hop: by support, at most `n_single` above `tau_sup`. Multi-hop: from the surest anchor along the edges above

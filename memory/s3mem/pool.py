@@ -48,9 +48,11 @@ class Index:
         steps = [unit for unit in self.units if unit.origin.kind == "step"]
         actors = {unit.origin.actor.lower() for unit in self.units} - {""}
         return Known(
-            {event_of(unit) for unit in steps}, {o for unit in self.units for o in unit.objects},
-            {unit.place for unit in steps if unit.place}, sorted(actors),
-        )  # fmt: skip
+            {event_of(unit) for unit in steps},
+            {o for unit in self.units for o in unit.objects},
+            {unit.place for unit in steps if unit.place},
+            sorted(actors),
+        )
 
     @cached_property
     def before(self) -> NDArray[np.int64]:
@@ -151,9 +153,10 @@ class Asked:
         """List what each channel of the settings finds, the best first."""
         settings = self.index.settings
         ranked: dict[Channel, tuple[Scores, int]] = {
-            "lexical": (self.own, settings.lexical_top), "dense": (self.dense, settings.dense_top),
+            "lexical": (self.own, settings.lexical_top),
+            "dense": (self.dense, settings.dense_top),
             "window": (self.window, settings.window_top),
-        }  # fmt: skip
+        }
         on = set(settings.channels)
         found: dict[Channel, NDArray[np.int64]] = {}
         found |= {name: _top(scores, n) for name, (scores, n) in ranked.items() if name in on}

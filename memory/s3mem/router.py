@@ -105,7 +105,7 @@ def scored(asked: Asked, settings: S3MemSettings, router: Router | None = None) 
 
 def candidates(
     asked: Asked, rows: NDArray[np.int64], support: Iterable[float], anchor: Iterable[float]
-) -> list[Candidate]:  # fmt: skip
+) -> list[Candidate]:
     """Join units with their scores, rounded so that the last bit of a sum decides nothing."""
     how = asked.index.settings.representation
     units = asked.index.units
@@ -173,7 +173,7 @@ def fit(told: Material, c: float = 1.0) -> Router:
 
 def training_pairs(
     example: Labels, rows: Sequence[int] | NDArray[np.int64], rng: np.random.Generator
-) -> list[tuple[tuple[int, int], bool]]:  # fmt: skip
+) -> list[tuple[tuple[int, int], bool]]:
     """Choose the edges of an example: the positive ones, and at most 64 others of neighbours in rank, of pairs with
     evidence, and at random."""
     at, best = example.asked.index.at, example.asked.fused

@@ -37,9 +37,13 @@ class S3Mem:
     name: ClassVar[str] = NAME
 
     def __init__(
-        self, path: str | Path, settings: S3MemSettings | None = None, until: int | None = None,
-        ask: Ask | None = None, embed: Embed | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | Path,
+        settings: S3MemSettings | None = None,
+        until: int | None = None,
+        ask: Ask | None = None,
+        embed: Embed | None = None,
+    ) -> None:
         self.path, self.settings, self._ask, self._embed = Path(path), settings or S3MemSettings(), ask, embed
         self._journal = Journal(self.path, until)
         self._units, self._rows = list[Unit](), 0

@@ -24,8 +24,12 @@ _WENT = re.compile(r"(?:go|teleport) to ([a-z]+(?: [a-z]+)*(?: \d+)?)")
 _MOVES = [  # what an action changes: pattern, key's last part, value before, value after; {1} and {2} are its groups
     (re.compile(rf"(?:take|pick up) {_THING} from {_THING}"), "location", "{2}", HELD),
     (re.compile(rf"(?:take|pick up) {_THING}"), "location", "", HELD),
-    (re.compile(rf"(?:put|move|pour|place|drop|dunk) {_THING} (?:to|into|in/on|in|on) {_THING}"),
-     "location", "", "{2}"),
+    (
+        re.compile(rf"(?:put|move|pour|place|drop|dunk) {_THING} (?:to|into|in/on|in|on) {_THING}"),
+        "location",
+        "",
+        "{2}",
+    ),
     (re.compile(rf"open (?:door to )?{_THING}"), "state", "closed", "open"),
     (re.compile(rf"close (?:door to )?{_THING}"), "state", "open", "closed"),
     (re.compile(rf"(?:activate|turn on|use) {_THING}(?: on .+)?"), "power", "off", "on"),
@@ -34,7 +38,7 @@ _MOVES = [  # what an action changes: pattern, key's last part, value before, va
     (re.compile(rf"cool {_THING} with .+"), "temperature", "", "cold"),
     (re.compile(rf"clean {_THING} with .+"), "cleanness", "", "clean"),
     (re.compile(rf"slice {_THING} with .+"), "shape", "whole", "sliced"),
-]  # fmt: skip
+]
 
 
 def history_id(trace: Trace) -> str:
@@ -82,9 +86,17 @@ def _turns(trace: Trace) -> Iterator[Unit]:
         rare = sorted(telling, key=lambda w: (often[w], w))
         objects = dict.fromkeys([*names(record.action), *rare[:RARE_WORDS]])
         yield Unit(
-            order, record.when, record.action, origin_of(trace, record.actor), (ids[order],), "say",
-            tuple(objects), f"session {session}", raw=record.action, pictures=pictures(record),
-        )  # fmt: skip
+            order,
+            record.when,
+            record.action,
+            origin_of(trace, record.actor),
+            (ids[order],),
+            "say",
+            tuple(objects),
+            f"session {session}",
+            raw=record.action,
+            pictures=pictures(record),
+        )
 
 
 def sessions(records: Sequence[Record]) -> list[int]:
@@ -142,10 +154,18 @@ def _steps(trace: Trace) -> Iterator[Unit]:
         verb = found[0] if (found := _VERB.match(record.action)) else ""
         result = _result(record, bool(changes or views_any(record.feedback)))
         yield Unit(
-            order, f"step {record.t}", f"{record.action}{result}", origin_of(trace), (ids[order],), verb,
-            tuple(dict.fromkeys(things)), world.body.at or world.room, changes,
-            raw=f"{record.action} -> {record.feedback}", pictures=pictures(record),
-        )  # fmt: skip
+            order,
+            f"step {record.t}",
+            f"{record.action}{result}",
+            origin_of(trace),
+            (ids[order],),
+            verb,
+            tuple(dict.fromkeys(things)),
+            world.body.at or world.room,
+            changes,
+            raw=f"{record.action} -> {record.feedback}",
+            pictures=pictures(record),
+        )
 
 
 def views_any(text: str) -> bool:

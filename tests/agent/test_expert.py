@@ -106,9 +106,13 @@ FIND = ("go to safe 1", "open safe 1", "take mug 1 from safe 1", "move mug 1 to 
 
 
 def said(
-    memory: tuple[MemoryEntry, ...], view: str = ROOM, history: tuple[str, ...] = (), state: BriefState | None = None,
-    plan: tuple[str, ...] = FIND, teacher: ExpertTeacher | None = None,
-) -> Emission:  # fmt: skip
+    memory: tuple[MemoryEntry, ...],
+    view: str = ROOM,
+    history: tuple[str, ...] = (),
+    state: BriefState | None = None,
+    plan: tuple[str, ...] = FIND,
+    teacher: ExpertTeacher | None = None,
+) -> Emission:
     goal = "in FloorPlan1: put a mug in desk"
     request = CompileRequest(goal, memory, state, view, None, history, lambda: list(plan))
     return (teacher or ExpertTeacher(reader=AlfworldReader())).emission(request)

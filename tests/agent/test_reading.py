@@ -25,9 +25,11 @@ from tests.memory.entries import by_id
 
 GUIDANCE = {"guidance": "go north", "reason": "it is there"}
 EMISSIONS = {
-    Kind.EXPERIENCE: Emission(**GUIDANCE), Kind.HYBRID: Emission(**GUIDANCE, ops=(Create("x", "1"),)),
-    Kind.BRIEF: Emission(ops=(Create("x", "1"),)), Kind.NOACTION: Emission(),
-}  # fmt: skip
+    Kind.EXPERIENCE: Emission(**GUIDANCE),
+    Kind.HYBRID: Emission(**GUIDANCE, ops=(Create("x", "1"),)),
+    Kind.BRIEF: Emission(ops=(Create("x", "1"),)),
+    Kind.NOACTION: Emission(),
+}
 STATE = BriefState("g").apply(Create("plan", "a; b"))
 READS = [PAPER, EVERYTHING, Reads(state=True), Reads(soft_on="always"), Reads(first_view=True)]
 

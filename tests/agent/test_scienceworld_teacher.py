@@ -23,16 +23,28 @@ from tests.memory.entries import by_id
 
 READER = ScienceWorldReader()
 BOIL = (
-    "open door to kitchen", "go to kitchen", "look around", "pick up thermometer", "open cupboard", "pick up metal pot",
-    "focus on water", "wait1", "go to hallway", "go to foundry", "activate blast furnace",
-)  # fmt: skip
+    "open door to kitchen",
+    "go to kitchen",
+    "look around",
+    "pick up thermometer",
+    "open cupboard",
+    "pick up metal pot",
+    "focus on water",
+    "wait1",
+    "go to hallway",
+    "go to foundry",
+    "activate blast furnace",
+)
 
 
 def test_steps_rooms_and_milestones_are_read_off_a_path() -> None:
     assert READER.facts(BOIL) == [
-        Fact("pick up thermometer", "kitchen"), Fact("open cupboard", "kitchen"), Fact("pick up metal pot", "kitchen"),
-        Fact("focus on", "kitchen"), Fact("activate blast furnace", "foundry"),
-    ]  # fmt: skip
+        Fact("pick up thermometer", "kitchen"),
+        Fact("open cupboard", "kitchen"),
+        Fact("pick up metal pot", "kitchen"),
+        Fact("focus on", "kitchen"),
+        Fact("activate blast furnace", "foundry"),
+    ]
     assert destination(BOIL) == (2, "kitchen") and destination(BOIL[2:]) == (0, "")
     assert READER.need(BOIL) == Fact("pick up thermometer", "kitchen") and READER.need(BOIL[3:]) is None
     assert READER.need(BOIL[8:]) == Fact("activate blast furnace", "foundry")
@@ -46,14 +58,39 @@ def test_steps_rooms_and_milestones_are_read_off_a_path() -> None:
 def test_a_path_is_straightened_where_nothing_is_done_on_the_way() -> None:
     to = lambda room: (f"open door to {room}", f"go to {room}")
     searched = (
-        *to("kitchen"), "look around", "open fridge", *to("bathroom"), "look around", *to("kitchen"), "look around",
-        *to("hallway"), "look around", *to("bedroom"), *to("hallway"), *to("workshop"), "look around", "pick up lead",
-        "wait1", *to("hallway"), *to("workshop"), "examine lead", *to("hallway"), "focus on lead",
-    )  # fmt: skip
+        *to("kitchen"),
+        "look around",
+        "open fridge",
+        *to("bathroom"),
+        "look around",
+        *to("kitchen"),
+        "look around",
+        *to("hallway"),
+        "look around",
+        *to("bedroom"),
+        *to("hallway"),
+        *to("workshop"),
+        "look around",
+        "pick up lead",
+        "wait1",
+        *to("hallway"),
+        *to("workshop"),
+        "examine lead",
+        *to("hallway"),
+        "focus on lead",
+    )
     assert straighten(searched, "hallway") == [
-        *to("kitchen"), "look around", "open fridge", *to("hallway"), *to("workshop"), "look around", "pick up lead",
-        "wait1", *to("hallway"), "focus on lead",
-    ]  # fmt: skip
+        *to("kitchen"),
+        "look around",
+        "open fridge",
+        *to("hallway"),
+        *to("workshop"),
+        "look around",
+        "pick up lead",
+        "wait1",
+        *to("hallway"),
+        "focus on lead",
+    ]
     assert straighten(BOIL, "hallway") == list(BOIL) and straighten((), "hallway") == []
     assert straighten((*to("kitchen"), *to("hallway"), "look around"), "hallway") == ["look around"]
 

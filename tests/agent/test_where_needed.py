@@ -47,9 +47,20 @@ def row(task: int, t: int, memory: str = "the mug was in sink 1") -> SftRow:
     says = "> it was there | go to sink 1" if free and (task + t) % 20 else "."
     view = "You see a sink 1. You hold nothing." if free else "You see a mug 1. You hold a mug 1."
     return SftRow(
-        f"t{task}", "train", "", t, "put a mug in sink", ("e",), (memory,), "goal: put a mug in sink", view, None,
-        ("look",) * t, says, "go to sink 1",
-    )  # fmt: skip
+        f"t{task}",
+        "train",
+        "",
+        t,
+        "put a mug in sink",
+        ("e",),
+        (memory,),
+        "goal: put a mug in sink",
+        view,
+        None,
+        ("look",) * t,
+        says,
+        "go to sink 1",
+    )
 
 
 @pytest.fixture
@@ -91,9 +102,16 @@ def test_without_it_the_delivery_says_what_makes_it():
         needed_in_rollouts(load_config(GrpoConfig, None, ["delivery=compiled_needed"]))
     assert needed_in_rollouts(load_config(GrpoConfig, None, [])) is None
     with pytest.raises(ConfigError, match="fitted when SFT is over"):
-        load_config(SftConfig, None, [
-            "rows=x", "validation.share=0.1", "evaluation.tasks=4", "evaluation.delivery=compiled_needed",
-        ])  # fmt: skip
+        load_config(
+            SftConfig,
+            None,
+            [
+                "rows=x",
+                "validation.share=0.1",
+                "evaluation.tasks=4",
+                "evaluation.delivery=compiled_needed",
+            ],
+        )
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         needed_by(load_config(EvalConfig, None, asked))
     assert needed_by(load_config(EvalConfig, None, ["deliveries=[compiled]", "compiler.checkpoint=/nowhere"])) is None
@@ -125,9 +143,13 @@ def test_what_two_lines_share_tells_in_words_that_it_was_not_fitted_to(run: Path
         """Who looks for a thing is guided, until it is in view."""
         view = f"You see a {thing if t % 2 else 'bowl'} 1." if t else "You see nothing."
         return replace(
-            row(0, t), task_id=f"find {thing}", goal=f"take a {thing}", state=f"goal: take {thing}\nnow: find {thing}",
-            observation=view, emission="." if t % 2 else "> it was there | go to sink 1",
-        )  # fmt: skip
+            row(0, t),
+            task_id=f"find {thing}",
+            goal=f"take a {thing}",
+            state=f"goal: take {thing}\nnow: find {thing}",
+            observation=view,
+            emission="." if t % 2 else "> it was there | go to sink 1",
+        )
 
     save_rows([row_of(f"thing{n:c}", t) for n in range(ord("a"), ord("z")) for t in range(6)], tmp_path / "rows2")
     (run / "config.resolved.yaml").write_text(to_yaml(SftConfig(rows=str(tmp_path / "rows2"))))

@@ -14,17 +14,24 @@ ROOT = Path(__file__).parents[2]
 
 def memcompiler(*arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "memcompiler", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+        [sys.executable, "-m", "memcompiler", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-    )  # fmt: skip
+    )
 
 
 def kill_after(lines: int, common: list[str], out: Path) -> None:
     """Start a training command and kill -9 it as soon as its metrics have so many lines."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "memcompiler", *common, "--out", str(out)], cwd=ROOT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-m", "memcompiler", *common, "--out", str(out)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     deadline = time.monotonic() + 200
     metrics = out / "metrics.jsonl"
     while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < lines):

@@ -30,9 +30,11 @@ def episode(task: str, delivery: str, steps: int, success: bool, stop: StopReaso
 
 
 EPISODES = [
-    episode("t0", "compiled", 2, True), episode("t1", "compiled", 3, False),
-    episode("t0", "static", 3, True), episode("t1", "static", 4, True),
-]  # fmt: skip
+    episode("t0", "compiled", 2, True),
+    episode("t1", "compiled", 3, False),
+    episode("t0", "static", 3, True),
+    episode("t1", "static", 4, True),
+]
 
 
 @pytest.fixture
@@ -94,8 +96,10 @@ def test_the_interval_comes_from_the_tasks() -> None:
     compiled, static = (cost_of(e[0].delivery, e, sizes, 4) for e in many)
     value, low, high = ratio_of(compiled, static)
     assert low == pytest.approx(value) == high  # every task has the same ratio
-    value, low, high = ratio_of(compiled, cost_of("static", [*many[1][:50], *(
-        episode(f"t{i}", "static", 4, False) for i in range(50, 60))], sizes, 4))  # fmt: skip
+    value, low, high = ratio_of(
+        compiled,
+        cost_of("static", [*many[1][:50], *(episode(f"t{i}", "static", 4, False) for i in range(50, 60))], sizes, 4),
+    )
     assert low < value < high
 
 

@@ -35,9 +35,19 @@ from tests.tiny_models import tokenizer
 
 MODEL, MEMORY, STEPS, SOFT = "zoo/household/executor", 100, 10, 4
 SIZES = [
-    "--executor", MODEL, "--memory-tokens", str(MEMORY), "--steps", str(STEPS), "--concurrency", "1,2",
-    "--n-soft", str(SOFT), "--dtype", "float32",
-]  # fmt: skip
+    "--executor",
+    MODEL,
+    "--memory-tokens",
+    str(MEMORY),
+    "--steps",
+    str(STEPS),
+    "--concurrency",
+    "1,2",
+    "--n-soft",
+    str(SOFT),
+    "--dtype",
+    "float32",
+]
 
 
 RECORD = [
@@ -228,8 +238,12 @@ def test_the_prefix_cache_holds_the_memory_of_compiled_prompts(repository: Path,
     arguments = ["bench", "delivery", *sizes(tmp_path), "--engine", "vllm", "--out", str(out)]
     done = subprocess.run(
         [sys.executable, "-m", "memcompiler", *arguments],
-        cwd=repository, capture_output=True, text=True, timeout=560, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=560,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((out / "results.json").read_text())
     assert done.stdout.strip().splitlines()[-1] == f"ratio: {results['ratio']['vllm 1']:.2f}"

@@ -222,10 +222,17 @@ class Shaky:
 
 def config(protocol: str, **settings: Any) -> EvalConfig:
     memory = {"system": "trajectory", "protocol": protocol, "pictures": 0, "k": 4 if protocol == "online" else 0}
-    return EvalConfig.model_validate({
-        "env": {"name": "household", "scenes": {"train": 3, "test": 2}, "images": False}, "limit": 5, "max_steps": 12,
-        "deliveries": ["none", "static"], "split": "test", "memory": memory, **settings,
-    })  # fmt: skip
+    return EvalConfig.model_validate(
+        {
+            "env": {"name": "household", "scenes": {"train": 3, "test": 2}, "images": False},
+            "limit": 5,
+            "max_steps": 12,
+            "deliveries": ["none", "static"],
+            "split": "test",
+            "memory": memory,
+            **settings,
+        }
+    )
 
 
 def played(of: EvalConfig, out: Path, executor: Any = None) -> dict[str, Any]:

@@ -26,8 +26,17 @@ from memcompiler.options import OneLineErrors
 from tests.commands.running import ROOT, kill_after, memcompiler
 
 GAMES = ROOT.parent / "shared" / "data" / "alfworld"
-SMALL = ["collect.env.scenes={train: 4, test: 3}", "sft.max_steps=4", "sft.batch_size=4", "eval.limit=6",
-         "eval.max_steps=4", "grpo.updates=1", "grpo.tasks=2", "grpo.group_size=2", "grpo.max_steps=3"]  # fmt: skip
+SMALL = [
+    "collect.env.scenes={train: 4, test: 3}",
+    "sft.max_steps=4",
+    "sft.batch_size=4",
+    "eval.limit=6",
+    "eval.max_steps=4",
+    "grpo.updates=1",
+    "grpo.tasks=2",
+    "grpo.group_size=2",
+    "grpo.max_steps=3",
+]
 DELIVERIES = ("none", "static", "compiled_text", "compiled")
 
 
@@ -78,9 +87,16 @@ def test_the_checkpoint_is_complete_and_small(quickstart):
 @pytest.mark.slow
 def test_eval_of_a_checkpoint_on_the_generated_scenes(quickstart, tmp_path):
     done = memcompiler(
-        "eval", "-c", "eval/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", "limit=4", "max_steps=3",
-        "env.scenes={test: 2}", "--out", str(tmp_path / "run"),
-    )  # fmt: skip
+        "eval",
+        "-c",
+        "eval/quickstart",
+        f"compiler.checkpoint={quickstart / 'sft'}",
+        "limit=4",
+        "max_steps=3",
+        "env.scenes={test: 2}",
+        "--out",
+        str(tmp_path / "run"),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     check_results(tmp_path / "run" / "results.json")
 
@@ -89,10 +105,18 @@ def test_eval_of_a_checkpoint_on_the_generated_scenes(quickstart, tmp_path):
 @pytest.mark.skipif(not GAMES.exists(), reason="the real ALFWorld games are not at ../shared/data")
 def test_eval_on_real_alfworld_games(quickstart, tmp_path):
     done = memcompiler(
-        "eval", "-c", "eval/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", "env=alfworld",
-        "memory.experience_split=valid_seen", "limit=3", "max_steps=3", "--out", str(tmp_path / "run"),
+        "eval",
+        "-c",
+        "eval/quickstart",
+        f"compiler.checkpoint={quickstart / 'sft'}",
+        "env=alfworld",
+        "memory.experience_split=valid_seen",
+        "limit=3",
+        "max_steps=3",
+        "--out",
+        str(tmp_path / "run"),
         ALFWORLD_DATA=str(GAMES),
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     results = check_results(tmp_path / "run" / "results.json")
     assert (results["environment"], results["split"]) == ("alfworld", "valid_seen")
@@ -107,9 +131,20 @@ def assert_same_weights(folder: Path, step: int) -> None:
 
 @pytest.mark.slow
 def test_grpo_continues_an_sft_checkpoint_and_survives_a_kill(quickstart, tmp_path):
-    common = ["train", "grpo", "-c", "grpo/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", "updates=5",
-              "env.scenes={train: 2, test: 1}", "limit=6", "tasks=3", "group_size=4", "max_steps=8",
-              "save_every=2"]  # fmt: skip
+    common = [
+        "train",
+        "grpo",
+        "-c",
+        "grpo/quickstart",
+        f"compiler.checkpoint={quickstart / 'sft'}",
+        "updates=5",
+        "env.scenes={train: 2, test: 1}",
+        "limit=6",
+        "tasks=3",
+        "group_size=4",
+        "max_steps=8",
+        "save_every=2",
+    ]
     whole = memcompiler(*common, "--out", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stdout[-2000:] + whole.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
@@ -139,19 +174,39 @@ def test_vllm_engines_play_the_same_episodes_and_roll_out_for_grpo(quickstart, t
     played = {}
     for engine in ("hf", "vllm"):
         done = memcompiler(
-            "eval", "-c", "eval/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", f"compiler.engine={engine}",
-            f"executor.engine={engine}", "env.scenes={train: 2, test: 2}", "limit=4", "max_steps=4",
-            "deliveries=[static, compiled]", "--out", str(tmp_path / engine),
-        )  # fmt: skip
+            "eval",
+            "-c",
+            "eval/quickstart",
+            f"compiler.checkpoint={quickstart / 'sft'}",
+            f"compiler.engine={engine}",
+            f"executor.engine={engine}",
+            "env.scenes={train: 2, test: 2}",
+            "limit=4",
+            "max_steps=4",
+            "deliveries=[static, compiled]",
+            "--out",
+            str(tmp_path / engine),
+        )
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
         rows = map(json.loads, (tmp_path / engine / "episodes.jsonl").read_text().splitlines())
         played[engine] = [[(step["emission_text"], step["action"]) for step in row["steps"]] for row in rows]
     assert played["hf"] == played["vllm"] and len(played["hf"]) == 8
     done = memcompiler(
-        "train", "grpo", "-c", "grpo/quickstart", f"compiler.checkpoint={quickstart / 'sft'}", "compiler.engine=vllm",
-        "env.scenes={train: 2, test: 1}", "updates=2", "tasks=6", "group_size=4", "max_steps=12",
-        "loss.importance_cap=2", "--out", str(tmp_path / "grpo"),
-    )  # fmt: skip
+        "train",
+        "grpo",
+        "-c",
+        "grpo/quickstart",
+        f"compiler.checkpoint={quickstart / 'sft'}",
+        "compiler.engine=vllm",
+        "env.scenes={train: 2, test: 1}",
+        "updates=2",
+        "tasks=6",
+        "group_size=4",
+        "max_steps=12",
+        "loss.importance_cap=2",
+        "--out",
+        str(tmp_path / "grpo"),
+    )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and any(not row["skipped"] for row in rows)

@@ -65,8 +65,15 @@ def test_leakage_of_official_task_files_without_their_simulator(shared_data: Pat
     habitat = ["leakage", "env.name=eb_habitat", f"env.data_root={shared_data / 'embodiedbench'}"]
     shared = CliRunner().invoke(app, [*habitat, "split=train_validation", "memory.experience_split=train_validation"])
     assert shared.exit_code == 1 and "shared scene" in shared.output and "shared template" in shared.output
-    apart = CliRunner().invoke(app, [*habitat, "split=train_validation", "memory.experience_split=train_validation",
-                                     "leakage.held_out=[common_sense, long_horizon]"])  # fmt: skip
+    apart = CliRunner().invoke(
+        app,
+        [
+            *habitat,
+            "split=train_validation",
+            "memory.experience_split=train_validation",
+            "leakage.held_out=[common_sense, long_horizon]",
+        ],
+    )
     assert apart.exit_code == 0, apart.output
 
 

@@ -28,18 +28,25 @@ from runtime.errors import StopReason
 ROOT = Path(__file__).parents[2]
 TINY = {"model": "zoo/household/executor", "dtype": "float32", "instructions": "none", "max_new_tokens": 16}
 PLAIN: dict[str, Any] = {
-    "env": {"name": "household", "scenes": {"train": 2, "test": 3}}, "executor": TINY, "limit": 8, "max_steps": 4,
-    "concurrency": 4, "deliveries": ["none", "static", "static_top1", "disclosure", "expert_compiler"],
+    "env": {"name": "household", "scenes": {"train": 2, "test": 3}},
+    "executor": TINY,
+    "limit": 8,
+    "max_steps": 4,
+    "concurrency": 4,
+    "deliveries": ["none", "static", "static_top1", "disclosure", "expert_compiler"],
     "baseline": "none",
-}  # fmt: skip
+}
 MATRIX = {
-    **PLAIN, "deliveries": ["none", "static"], "limit": 3, "max_steps": 3,
+    **PLAIN,
+    "deliveries": ["none", "static"],
+    "limit": 3,
+    "max_steps": 3,
     "baseline": {"memory": "one", "delivery": "none"},
     "matrix": {
         "memory": {"one": {"memory.k": 1}, "four": {"memory.k": 4}},
         "seed": {0: {"seed": 0}, 1: {"seed": 1, "env.seed": 1}},
     },
-}  # fmt: skip
+}
 CLOCKED = ("seconds", "seconds_per_step", "latency", "git")
 
 
@@ -74,9 +81,13 @@ def number(out: Path) -> int:
 def kill_after(episodes: int, asked: Path, out: Path) -> None:
     """`memcompiler eval`, killed as soon as so many episodes are on disk."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "memcompiler", "eval", "-c", str(asked), "--out", str(out)], cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "memcompiler", "eval", "-c", str(asked), "--out", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     deadline = time.monotonic() + 250
     while time.monotonic() < deadline and number(out) < episodes:
         assert process.poll() is None, process.communicate()[0][-2000:]

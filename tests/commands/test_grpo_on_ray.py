@@ -45,9 +45,17 @@ def sft(tmp_path_factory) -> Path:
 
 def settings(sft: Path, **more: Any) -> list[str]:
     given = {
-        "compiler.checkpoint": sft, "tasks": 2, "group_size": 4, "max_steps": 6, "updates": UPDATES, "save_every": 1,
-        "keep": UPDATES, "sampling.temperature": 1.2, "env.visual_share": 0.5, **more,
-    }  # fmt: skip
+        "compiler.checkpoint": sft,
+        "tasks": 2,
+        "group_size": 4,
+        "max_steps": 6,
+        "updates": UPDATES,
+        "save_every": 1,
+        "keep": UPDATES,
+        "sampling.temperature": 1.2,
+        "env.visual_share": 0.5,
+        **more,
+    }
     return [SCENES, *(f"{name}={value}" for name, value in given.items())]
 
 
@@ -171,8 +179,11 @@ def test_two_trainers_learn_with_two_compilers_and_executors_of_their_own(sft, t
 def test_vllm_rolls_out_and_acts_and_is_replaced_when_its_own_process_dies(sft, tmp_path, monkeypatch):
     out, more = tmp_path / "run", {"loss.latent_gradient": "score", "updates": 2}
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # a process of its own, as on a GPU
-    more |= {f"{role}.{name}": value for role in ("compiler", "executor")
-             for name, value in {"engine": "vllm", "vllm.enforce_eager": "true"}.items()}  # fmt: skip
+    more |= {
+        f"{role}.{name}": value
+        for role in ("compiler", "executor")
+        for name, value in {"engine": "vllm", "vllm.enforce_eager": "true"}.items()
+    }
 
     def kill_engine() -> None:
         [actor] = [row["pid"] for row in rows(out / RECORD) if (row["role"], row["event"]) == ("compiler", "ready")]

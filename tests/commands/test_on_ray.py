@@ -31,9 +31,13 @@ GAMES = ["env.scenes={train: 24, test: 1}", "limit=48", "concurrency=4"]
 ON_RAY = ["cluster=ray", "ray.unit=2"]
 TINY = {"model": "zoo/household/executor", "dtype": "float32", "instructions": "none", "max_new_tokens": 16}
 PLAIN: dict[str, Any] = {
-    "env": {"name": "household", "scenes": {"train": 2, "test": 3}}, "executor": TINY, "limit": 6, "max_steps": 3,
-    "deliveries": ["none", "static_top1", "expert_compiler"], "baseline": "none",
-}  # fmt: skip
+    "env": {"name": "household", "scenes": {"train": 2, "test": 3}},
+    "executor": TINY,
+    "limit": 6,
+    "max_steps": 3,
+    "deliveries": ["none", "static_top1", "expert_compiler"],
+    "baseline": "none",
+}
 
 
 def collect(out: Path, *settings: str) -> Path:

@@ -17,16 +17,29 @@ from executor.build import load_executor
 from memcompiler.cli import app
 
 COMPILER: dict[str, Any] = {
-    "model": "zoo/household/compiler", "dtype": "float32", "instructions": "none", "max_new_tokens": 24,
+    "model": "zoo/household/compiler",
+    "dtype": "float32",
+    "instructions": "none",
+    "max_new_tokens": 24,
     "soft": {"n_tokens": 4, "emb_std": "auto"},
-}  # fmt: skip
+}
 SMALL: dict[str, Any] = {
-    "env": {"name": "household", "scenes": {"train": 2, "test": 3}, "visual_share": 0.5}, "compiler": COMPILER,
-    "executor": {"model": "zoo/household/executor", "dtype": "float32", "instructions": "none", "max_new_tokens": 16,
-                 "reads_state": True, "soft_on": "always"},
-    "memory": {"k": 2}, "deliveries": ["none", "static", "compiled_text", "compiled"], "baseline": "none", "limit": 4,
+    "env": {"name": "household", "scenes": {"train": 2, "test": 3}, "visual_share": 0.5},
+    "compiler": COMPILER,
+    "executor": {
+        "model": "zoo/household/executor",
+        "dtype": "float32",
+        "instructions": "none",
+        "max_new_tokens": 16,
+        "reads_state": True,
+        "soft_on": "always",
+    },
+    "memory": {"k": 2},
+    "deliveries": ["none", "static", "compiled_text", "compiled"],
+    "baseline": "none",
+    "limit": 4,
     "max_steps": 4,
-}  # fmt: skip
+}
 
 
 def checkpoint(folder: Path) -> Path:

@@ -18,8 +18,13 @@ from data_gen.rows import load_rows
 pytestmark = [pytest.mark.slow, pytest.mark.scienceworld]
 
 ENV = {"name": "scienceworld", "kinds": ["find-animal", "lifespan-shortest-lived"], "workers": 1}
-COMPILER = {"model": "zoo/household/compiler", "dtype": "float32", "instructions": "none", "max_new_tokens": 8,
-            "soft": {"n_tokens": 2, "emb_std": "auto"}}  # fmt: skip
+COMPILER = {
+    "model": "zoo/household/compiler",
+    "dtype": "float32",
+    "instructions": "none",
+    "max_new_tokens": 8,
+    "soft": {"n_tokens": 2, "emb_std": "auto"},
+}
 EXECUTOR = {"model": "zoo/household/executor", "dtype": "float32", "mode": "generate", "max_new_tokens": 8}
 
 
@@ -54,8 +59,14 @@ def test_agentsquare_s_variations_are_evaluated_with_nothing_by_hand(tmp_path: P
     pytest.importorskip("scienceworld", reason="needs the extra scienceworld")
     from eval.evaluate import run_eval
 
-    small = {"compiler.checkpoint": "null", "compiler.model": COMPILER["model"], "executor.model": EXECUTOR["model"],
-             "compiler.dtype": "float32", "executor.dtype": "float32", "executor.max_new_tokens": 8}  # fmt: skip
+    small = {
+        "compiler.checkpoint": "null",
+        "compiler.model": COMPILER["model"],
+        "executor.model": EXECUTOR["model"],
+        "compiler.dtype": "float32",
+        "executor.dtype": "float32",
+        "executor.max_new_tokens": 8,
+    }
     asked = ["deliveries=[none, expert_compiler]", "limit=1", "max_steps=2", "memory.experience_limit=1"]
     overrides = [f"{key}={value}" for key, value in small.items()]
     made = run_eval(load_config(EvalConfig, "eval/scienceworld-agentsquare", [*overrides, *asked]), tmp_path / "eval")

@@ -58,10 +58,31 @@ def test_brief_state_round_trips(state):
 
 
 hostile = st.lists(
-    st.sampled_from(["\n", "\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029", "note: door = locked", "goal: x",
-                     " = ", "; ", " - ", "# x", "\\", ":", "> a | b", "\n~ k: v"]) | st.text(max_size=5),
+    st.sampled_from(
+        [
+            "\n",
+            "\r",
+            "\x0b",
+            "\x0c",
+            "\x1c",
+            "\x85",
+            "\u2028",
+            "\u2029",
+            "note: door = locked",
+            "goal: x",
+            " = ",
+            "; ",
+            " - ",
+            "# x",
+            "\\",
+            ":",
+            "> a | b",
+            "\n~ k: v",
+        ]
+    )
+    | st.text(max_size=5),
     max_size=6,
-).map("".join)  # fmt: skip
+).map("".join)
 
 
 @given(hostile, hostile, hostile.filter(one_line), hostile)
@@ -172,8 +193,9 @@ def test_a_plan_or_a_text_that_is_too_long_is_an_operation_that_fails():
     long = "x" * (LONGEST + 1)
     after, errors = apply_ops([Create("plan", plan), Create("k", long), Create(long, "v"), Create("plan", long)], state)
     assert after == state and errors == (
-        "create: a plan of more than 32 subgoals", *("create: a text of more than 200 characters",) * 3,
-    )  # fmt: skip
+        "create: a plan of more than 32 subgoals",
+        *("create: a text of more than 200 characters",) * 3,
+    )
 
 
 def test_grammar_defines_every_rule_that_it_uses():

@@ -14,9 +14,11 @@ from tests.tiny_models import entry
 
 GOAL = "in home 17: put a hot mug in cabinet"
 STATE = (
-    BriefState(GOAL).apply(Create("plan", "find mug; heat mug; put mug in cabinet")).apply(Fold("took mug 1"))
+    BriefState(GOAL)
+    .apply(Create("plan", "find mug; heat mug; put mug in cabinet"))
+    .apply(Fold("took mug 1"))
     .apply(Create("mug 1", "in hand"))
-)  # fmt: skip
+)
 PICTURE = Image.new("RGB", (64, 64), (1, 2, 3))
 
 

@@ -50,8 +50,12 @@ from compiler.server.service import CompilerService
 
 ROOT = Path(__file__).parents[2]
 STATE = "goal: in home 1: put a mug in cabinet\nnow: find mug"
-BODY = {"goal": "put a mug in cabinet", "state": STATE, "observation": "You see a shelf 1.",
-        "memory": [{"id": "e1", "text": "in home 1: the mug was in shelf 1"}]}  # fmt: skip
+BODY = {
+    "goal": "put a mug in cabinet",
+    "state": STATE,
+    "observation": "You see a shelf 1.",
+    "memory": [{"id": "e1", "text": "in home 1: the mug was in shelf 1"}],
+}
 COMPARED = ("text", "emission", "parse_error", "prompt_ids", "emission_ids", "tokens_in", "tokens_out")
 TENSORS = ("text_logprobs", "mu", "log_sigma", "z", "soft", "latent_logprobs")
 
@@ -128,8 +132,11 @@ def test_metrics_are_prometheus_text() -> None:
         for seconds, count in (("request", 3), ("queue", 2), ("compile", values["memcompiler_batches_total"])):
             assert values[f'memcompiler_{seconds}_seconds_bucket{{le="+Inf"}}'] == count
             assert values[f"memcompiler_{seconds}_seconds_count"] == count
-        assert all(re.fullmatch(r'memcompiler_[a-z_]+(\{[a-z]+="[^"]+"\})? [0-9.e+-]+', line)
-                   for line in page.text.splitlines() if not line.startswith("#"))  # fmt: skip
+        assert all(
+            re.fullmatch(r'memcompiler_[a-z_]+(\{[a-z]+="[^"]+"\})? [0-9.e+-]+', line)
+            for line in page.text.splitlines()
+            if not line.startswith("#")
+        )
         families = re.findall(r"# TYPE (\S+) (\S+)", page.text)
         assert len(dict(families)) == len(families) and ("memcompiler_request_seconds", "histogram") in families
 
@@ -137,13 +144,18 @@ def test_metrics_are_prometheus_text() -> None:
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        ({"goal": 3}, "goal"), ({"unknown": 1}, "unknown"), ({"state": "no Brief State"}, "state"),
-        ({"state": "goal: a\nmood: good"}, "state"), ({"image": "%%%"}, "image: Value error, not base64"),
+        ({"goal": 3}, "goal"),
+        ({"unknown": 1}, "unknown"),
+        ({"state": "no Brief State"}, "state"),
+        ({"state": "goal: a\nmood: good"}, "state"),
+        ({"image": "%%%"}, "image: Value error, not base64"),
         ({"image": base64.b64encode(b"GIF89a" + bytes(40)).decode()}, "image: Value error, not a PNG"),
-        ({"sampling": {"temperature": -1}}, "sampling.temperature"), ({"sampling": {"seed": "x"}}, "sampling.seed"),
-        ({"memory": [{"id": "e1"}]}, "memory.0.text"), ({"tensors": ["h"]}, "tensors.0"),
+        ({"sampling": {"temperature": -1}}, "sampling.temperature"),
+        ({"sampling": {"seed": "x"}}, "sampling.seed"),
+        ({"memory": [{"id": "e1"}]}, "memory.0.text"),
+        ({"tensors": ["h"]}, "tensors.0"),
     ],
-)  # fmt: skip
+)
 def test_malformed_requests_are_422_and_say_where_but_not_what(change: dict[str, Any], where: str) -> None:
     with serving(Fake()) as (client, _):
         answer = client.post("/compile", json=BODY | change)
@@ -317,10 +329,11 @@ def test_every_request_arrives_as_it_was_sent() -> None:
     png = base64.b64decode(CompileBody.of(tiny_models.request(0), SamplingBody(), ())["image"])
     entry = MemoryEntry("e1", "text\nof two lines", Provenance("t", "s", "g", "train", True), (png,))
     for request in (
-        tiny_models.request(0), tiny_models.request(1, image=False),
+        tiny_models.request(0),
+        tiny_models.request(1, image=False),
         CompileRequest("goal", (entry,), state, "see\nthis", None, ("look", "go")),
         CompileRequest("goal", (), None, "see", None, ("look",)),
-    ):  # fmt: skip
+    ):
         sent = json.dumps(CompileBody.of(request, SamplingBody(temperature=0.5, seed=2**62), ("z",)))
         body = CompileBody.model_validate_json(sent)
         got = body.request()
@@ -551,8 +564,13 @@ def test_the_command_serves_a_checkpoint_and_leaves_on_sigterm(tmp_path: Path) -
     weights = {name: p.detach() for name, p in checkpoint.trained_parameters(made).items()}
     save_checkpoint(tmp_path / "checkpoints", made, Tensors(weights, {}), {"step": 1})
     command = [sys.executable, "-m", "memcompiler", "serve", "compiler", "--checkpoint", str(tmp_path), "--port", "0"]
-    overrides = ["compiler.engine=hf", "compiler.dtype=float32", "compiler.instructions=none", "compiler.device=cpu",
-                 "compiler.max_new_tokens=8"]  # fmt: skip
+    overrides = [
+        "compiler.engine=hf",
+        "compiler.dtype=float32",
+        "compiler.instructions=none",
+        "compiler.device=cpu",
+        "compiler.max_new_tokens=8",
+    ]
     with subprocess.Popen([*command, *overrides], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -576,10 +594,12 @@ class Tabled:
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({"authorization": "Bearer \xe9"}, 401), ({"authorization": "Bearer k\xe9y"}, 401),
-        ({"content-length": "\xb2"}, 200), ({"content-length": "9" * 5000}, 413),
+        ({"authorization": "Bearer \xe9"}, 401),
+        ({"authorization": "Bearer k\xe9y"}, 401),
+        ({"content-length": "\xb2"}, 200),
+        ({"content-length": "9" * 5000}, 413),
     ],
-)  # fmt: skip
+)
 def test_headers_of_any_bytes_get_an_answer(headers: dict[str, str], status: int) -> None:
     given = {"authorization": "Bearer key", **headers}
     with serving(Fake(), key="key") as (client, _):

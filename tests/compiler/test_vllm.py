@@ -253,13 +253,20 @@ def test_the_grammar_costs_nothing_where_it_is_off_and_never_touches_the_second_
             assert [repr(params) for params in first] == [
                 repr(
                     SamplingParams(
-                        temperature=1.2, top_k=0, top_p=1.0, seed=params.seed, max_tokens=8, logprobs=0,
-                        stop_token_ids=[ours.encoder.end_id], ignore_eos=True, detokenize=False,
+                        temperature=1.2,
+                        top_k=0,
+                        top_p=1.0,
+                        seed=params.seed,
+                        max_tokens=8,
+                        logprobs=0,
+                        stop_token_ids=[ours.encoder.end_id],
+                        ignore_eos=True,
+                        detokenize=False,
                         logit_bias=dict.fromkeys(ours.encoder.suppressed, -torch.inf),
                     )
                 )
                 for params in first
-            ]  # fmt: skip
+            ]
 
 
 @pytest.mark.vllm
@@ -491,7 +498,9 @@ def step(hidden: torch.Tensor | None, new: tuple = (), running: tuple = (), fini
         num_scheduled_tokens={r[0]: r[-1] for r in running} | {r[0]: r[3] for r in new},
         scheduled_new_reqs=[
             SimpleNamespace(
-                req_id=name, prompt_token_ids=[0] * length, num_computed_tokens=computed,
+                req_id=name,
+                prompt_token_ids=[0] * length,
+                num_computed_tokens=computed,
                 sampling_params=SimpleNamespace(extra_args=extra),
             )
             for name, length, computed, _, extra in new
@@ -499,7 +508,7 @@ def step(hidden: torch.Tensor | None, new: tuple = (), running: tuple = (), fini
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[r[0] for r in running], num_computed_tokens=[r[1] for r in running]
         ),
-    )  # fmt: skip
+    )
 
 
 def worker() -> tuple[HiddenTails, Any]:

@@ -59,9 +59,12 @@ def test_no_number_is_below_zero_infinite_or_a_truth_value(place: str) -> None:
     alone = create_model("Alone", __base__=Settings, **{name: (field.rebuild_annotation(), ...)})  # type: ignore[call-overload]
     kind = str(field.annotation)
     shaped = (
-        (lambda value: {"a": value}) if kind.startswith("dict") else
-        (lambda value: (value, value)) if kind.startswith("tuple") else lambda value: value
-    )  # fmt: skip
+        (lambda value: {"a": value})
+        if kind.startswith("dict")
+        else (lambda value: (value, value))
+        if kind.startswith("tuple")
+        else lambda value: value
+    )
     wrong = [float("nan"), float("inf"), -float("inf"), *([] if name in FREE else [-1, -3, -0.5])]
     for value in [*map(shaped, wrong), True, False]:
         with pytest.raises(ValidationError):

@@ -116,9 +116,15 @@ def test_a_value_may_refer_to_another_key(write):
 
 @pytest.mark.parametrize(
     "value",
-    ["${oc.env:HOME}", "x ${oc.env:HOME,none} y", "${rates.${oc.env:HOME}}", "${oc.decode:'1'}", "${ oc.env : HOME }",
-     "a: ${split} \\\\${oc.env:HOME}"],
-)  # fmt: skip
+    [
+        "${oc.env:HOME}",
+        "x ${oc.env:HOME,none} y",
+        "${rates.${oc.env:HOME}}",
+        "${oc.decode:'1'}",
+        "${ oc.env : HOME }",
+        "a: ${split} \\\\${oc.env:HOME}",
+    ],
+)
 def test_resolvers_are_refused_and_never_run(write, value, monkeypatch):
     monkeypatch.setenv("HOME", "/the/secret")
     quoted = json.dumps(value)  # which YAML reads as well
@@ -169,10 +175,16 @@ def test_all_mistakes_at_once_each_with_its_place(write):
         assert f"  {line}" in message
 
 
-@pytest.mark.parametrize(("key", "place"), [
-    ("lr", "'optimizer.lr'"), ("betas", "'optimizer.betas'"), ("clip_low", "'loss.clip_low'"), ("kl", "'loss.kl'"),
-    ("temperature", "'compiler.temperature' or 'executor.temperature' or 'sampling.temperature'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("lr", "'optimizer.lr'"),
+        ("betas", "'optimizer.betas'"),
+        ("clip_low", "'loss.clip_low'"),
+        ("kl", "'loss.kl'"),
+        ("temperature", "'compiler.temperature' or 'executor.temperature' or 'sampling.temperature'"),
+    ],
+)
 def test_a_setting_that_has_gone_into_a_block_is_named_with_it(key, place):
     with pytest.raises(ConfigError) as caught:
         load_config(GrpoConfig, None, [f"{key}=0.5"])
@@ -346,12 +358,18 @@ def test_any_file_is_read_or_refused(tmp_path_factory, text):
 @pytest.mark.parametrize(
     ("schema", "key"),
     [
-        (SftConfig, "rows"), (SftConfig, "compiler.model"), (GrpoConfig, "compiler.checkpoint"),
-        (EvalConfig, "executor.model"), (EvalConfig, "memory.bank"), (EvalConfig, "memory.experience_folder"),
-        (EvalConfig, "memory.tokenizer"), (EvalConfig, "memory.embed"), (EvalConfig, "executor.api.cache"),
+        (SftConfig, "rows"),
+        (SftConfig, "compiler.model"),
+        (GrpoConfig, "compiler.checkpoint"),
+        (EvalConfig, "executor.model"),
+        (EvalConfig, "memory.bank"),
+        (EvalConfig, "memory.experience_folder"),
+        (EvalConfig, "memory.tokenizer"),
+        (EvalConfig, "memory.embed"),
+        (EvalConfig, "executor.api.cache"),
         (EvalConfig, "env.data_root"),
     ],
-)  # fmt: skip
+)
 def test_a_path_may_begin_with_the_home_folder(monkeypatch, schema, key):
     monkeypatch.setenv("HOME", "/the/home")
     others = ["env=alfworld"] if key.startswith("env") else []

@@ -144,9 +144,13 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 KINDS = {
-    "collect": (CollectConfig(), ""), "train sft": (SftConfig(), ""), "train grpo": (GrpoConfig(), ""),
-    "eval": (EvalConfig(), ""), "bench rollout": (GrpoConfig(), "bench rollout"), "Settings": (Settings(), ""),
-}  # fmt: skip
+    "collect": (CollectConfig(), ""),
+    "train sft": (SftConfig(), ""),
+    "train grpo": (GrpoConfig(), ""),
+    "eval": (EvalConfig(), ""),
+    "bench rollout": (GrpoConfig(), "bench rollout"),
+    "Settings": (Settings(), ""),
+}
 
 
 @pytest.mark.parametrize("on_exists", run_folder.ON_EXISTS)

@@ -8,8 +8,15 @@ from configs.load import CONFIGS, ConfigError, load_config, to_yaml
 from configs.models import ServeConfig
 from configs.training import GrpoConfig, SftConfig
 
-SCHEMAS = {"quickstart.yaml": QuickstartConfig, "alfworld.yaml": QuickstartConfig, "sft": SftConfig, "eval": EvalConfig,
-           "collect": CollectConfig, "grpo": GrpoConfig, "serve": ServeConfig}  # fmt: skip
+SCHEMAS = {
+    "quickstart.yaml": QuickstartConfig,
+    "alfworld.yaml": QuickstartConfig,
+    "sft": SftConfig,
+    "eval": EvalConfig,
+    "collect": CollectConfig,
+    "grpo": GrpoConfig,
+    "serve": ServeConfig,
+}
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 
 

@@ -19,11 +19,19 @@ def png(color: int) -> bytes:
 
 def row(i: int, **changes: object) -> SftRow:
     made = SftRow(
-        task_id=f"t{i}", split="train", family="text", t=0, goal=f"in home {i}: put a mug in cabinet",
+        task_id=f"t{i}",
+        split="train",
+        family="text",
+        t=0,
+        goal=f"in home {i}: put a mug in cabinet",
         memory_ids=("a", "b")[: i % 3],
         memory_texts=("in home 1: put a mug in shelf", "in home 9: heat an egg")[: i % 3],
-        state=f"goal: in home {i}: put a mug in cabinet", observation="You see a cabinet 1.",
-        image=None if i == 1 else png(i), history=("look",) * i, emission="> go to shelf 1" if i % 2 else ".",
-        action="go to shelf 1", steps=4,
-    )  # fmt: skip
+        state=f"goal: in home {i}: put a mug in cabinet",
+        observation="You see a cabinet 1.",
+        image=None if i == 1 else png(i),
+        history=("look",) * i,
+        emission="> go to shelf 1" if i % 2 else ".",
+        action="go to shelf 1",
+        steps=4,
+    )
     return replace(made, **changes)

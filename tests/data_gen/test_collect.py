@@ -56,10 +56,18 @@ def model(messages):
 
 def settings(server: FaultyServer, *overrides: str) -> list[str]:
     return [
-        "teacher=endpoint", f"api.base_url={server.url}", "api.model=faulty-1", "api.key_env=null",
-        "api.backoff_s=0.001", "api.concurrency=2", "env.scenes={train: 2, test: 1}", "limit=5", "concurrency=2",
-        "max_steps=7", *overrides,
-    ]  # fmt: skip
+        "teacher=endpoint",
+        f"api.base_url={server.url}",
+        "api.model=faulty-1",
+        "api.key_env=null",
+        "api.backoff_s=0.001",
+        "api.concurrency=2",
+        "env.scenes={train: 2, test: 1}",
+        "limit=5",
+        "concurrency=2",
+        "max_steps=7",
+        *overrides,
+    ]
 
 
 def collect(out: Path, server: FaultyServer, *overrides: str) -> list[dict]:
@@ -131,8 +139,12 @@ def test_rows_hold_what_was_played(whole):
     assert [(row.task_id, row.t) for row in rows] == [(e["task_id"], s["t"]) for e in successes for s in e["steps"]]
     assert [row.emission for row in rows] == [s["emission_text"] for e in successes for s in e["steps"]]
     assert [row.action for row in rows] == [s["executor_text"] for e in successes for s in e["steps"]]  # the expert's
-    assert all(row.image and row.memory_ids == tuple(e["memory_ids"]) for e in successes for row in rows
-               if row.task_id == e["task_id"])  # fmt: skip
+    assert all(
+        row.image and row.memory_ids == tuple(e["memory_ids"])
+        for e in successes
+        for row in rows
+        if row.task_id == e["task_id"]
+    )
     assert rows[0].state.startswith("goal: in ") and rows[1].state.count("now: find it") == 1
 
 
@@ -169,10 +181,17 @@ def test_a_served_model_that_cannot_write_emissions_poisons_no_row(tmp_path, mon
     model = vllm_engines.folder(False)
     url, _ = vllm_engines.shared_server()
     chosen = [
-        "teacher=endpoint", f"api.base_url={url}/v1", f"api.model={model}", f"api.key_env={EXECUTOR_KEY}",
-        "api.concurrency=2", "env.scenes={train: 2, test: 1}", "limit=2", "max_steps=2", "max_new_tokens=16",
+        "teacher=endpoint",
+        f"api.base_url={url}/v1",
+        f"api.model={model}",
+        f"api.key_env={EXECUTOR_KEY}",
+        "api.concurrency=2",
+        "env.scenes={train: 2, test: 1}",
+        "limit=2",
+        "max_steps=2",
+        "max_new_tokens=16",
         "actor=expert",
-    ]  # fmt: skip
+    ]
     with pytest.raises(ValueError, match="there are no rows to save"):
         run_collect(load_config(CollectConfig, "collect/quickstart", chosen), tmp_path / "run")
     episodes = records(tmp_path / "run")
@@ -191,9 +210,11 @@ def test_the_cache_makes_a_second_run_free(whole, tmp_path):
         again = collect(tmp_path / "run", server, f"api.cache={whole / 'responses.sqlite'}")
         assert again == records(whole) and server.requests == 0
         run_collect(
-            load_config(CollectConfig, "collect/quickstart",
-                        settings(server, f"api.cache={whole / 'responses.sqlite'}")), tmp_path / "run",
-        )  # fmt: skip
+            load_config(
+                CollectConfig, "collect/quickstart", settings(server, f"api.cache={whole / 'responses.sqlite'}")
+            ),
+            tmp_path / "run",
+        )
         assert server.requests == 0  # complete already
 
 
@@ -277,10 +298,17 @@ def test_an_episode_that_an_endpoint_broke_is_played_again_with_all_that_learned
 def test_an_endpoint_that_is_not_there_is_named_and_the_same_command_goes_on_when_it_is(whole, tmp_path):
     with FaultyServer(answer=model) as server:
         gone = server.url
-    command = lambda url: CliRunner().invoke(app, [
-        "collect", "-c", "collect/quickstart", *settings(server, f"api.base_url={url}", "api.retries=0", "limit=2"),
-        "--out", str(tmp_path / "run"),
-    ])  # fmt: skip
+    command = lambda url: CliRunner().invoke(
+        app,
+        [
+            "collect",
+            "-c",
+            "collect/quickstart",
+            *settings(server, f"api.base_url={url}", "api.retries=0", "limit=2"),
+            "--out",
+            str(tmp_path / "run"),
+        ],
+    )
     told = command(gone)
     [line] = [line for line in told.output.splitlines() if line.startswith("error: ")]
     assert told.exit_code == 1 and "2 of 2 episodes broke" in line and "onnection" in line, told.output

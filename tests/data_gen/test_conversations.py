@@ -26,10 +26,22 @@ TOLD = "You compile memory."
 def trained(folder: Path, model: str, out: Path) -> SFTTrainer:
     """Two steps of TRL's trainer, on what lies in the folder."""
     config = SFTConfig(
-        output_dir=str(out), max_steps=2, per_device_train_batch_size=3, learning_rate=1e-2, use_cpu=True, bf16=False,
-        report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, max_length=None, seed=0,
-        model_init_kwargs={"dtype": "float32"}, gradient_checkpointing=False, lr_scheduler_type="constant",
-    )  # fmt: skip
+        output_dir=str(out),
+        max_steps=2,
+        per_device_train_batch_size=3,
+        learning_rate=1e-2,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        max_length=None,
+        seed=0,
+        model_init_kwargs={"dtype": "float32"},
+        gradient_checkpointing=False,
+        lr_scheduler_type="constant",
+    )
     data = load_dataset(str(folder), cache_dir=str(out / "cache"))["train"]
     trainer = SFTTrainer(str(ROOT / "zoo" / "household" / model), args=config, train_dataset=data)
     trainer.train()

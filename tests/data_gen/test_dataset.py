@@ -40,10 +40,14 @@ def of_kinds(*counts: int) -> list[SftRow]:
 def test_duplicates_share_input_and_emission() -> None:
     one = row(2)
     others = [
-        replace(one, goal="other"), replace(one, memory_texts=("x", "y")), replace(one, state="goal: x"),
-        replace(one, observation="x"), replace(one, image=None), replace(one, history=("look",)),
+        replace(one, goal="other"),
+        replace(one, memory_texts=("x", "y")),
+        replace(one, state="goal: x"),
+        replace(one, observation="x"),
+        replace(one, image=None),
+        replace(one, history=("look",)),
         replace(one, emission=NOTE),
-    ]  # fmt: skip
+    ]
     assert dataset.distinct([one, *others, replace(one, task_id="t9", t=3, action="look"), one]) == [one, *others]
 
 
@@ -121,8 +125,13 @@ def test_a_collection_counts_plots_and_describes_itself(collected: Path) -> None
     _, front, text = card.split("---\n", 2)
     assert yaml.safe_load(front)["license"] == "apache-2.0" and yaml.safe_load(front)["size_categories"] == ["n<1K"]
     manifest = Manifest.read(collected / "manifest.json")
-    for fact in (f"| {manifest.sha256} |", "| leakage | isolated", "| teacher | the environment's expert |",
-                 f"unsuccessful {summary['dropped']['unsuccessful']}", "| split | train |"):  # fmt: skip
+    for fact in (
+        f"| {manifest.sha256} |",
+        "| leakage | isolated",
+        "| teacher | the environment's expert |",
+        f"unsuccessful {summary['dropped']['unsuccessful']}",
+        "| split | train |",
+    ):
         assert fact in text, fact
     assert {name for names in dataset.FIELDS for name in names.split(", ")} == set(SftRow.__dataclass_fields__)
     assert str(collected) not in card
@@ -176,8 +185,9 @@ def test_push_uploads_rows_that_load_dataset_gives_back(
     result = CliRunner().invoke(app, ["data", "push", str(collected / "rows"), "someone/rows"])
     assert result.exit_code == 0 and "hub:datasets/someone/rows" in result.output, result.output
     assert FakeHub.calls == [
-        ("someone/rows", {"repo_type": "dataset", "private": True, "exist_ok": True}), ("someone/rows", "dataset"),
-    ]  # fmt: skip
+        ("someone/rows", {"repo_type": "dataset", "private": True, "exist_ok": True}),
+        ("someone/rows", "dataset"),
+    ]
     assert (FakeHub.folder / "README.md").read_text() == (collected / "rows" / "README.md").read_text()
     assert len(list((FakeHub.folder / "data").glob("*.parquet"))) > 1
     rows = load_rows(collected / "rows")

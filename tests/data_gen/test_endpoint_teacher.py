@@ -76,12 +76,20 @@ def test_a_failure_stands_in_the_place_of_one_compilation():
 
 @pytest.mark.parametrize(
     ("text", "truncated", "error"),
-    [("```\n.\n```", False, None), ("```text\n^ did it\n```", False, None), ("^ did it", True, ParseError.TRUNCATED),
-     ("Here it is:\n```\n> a | b\n+ c: d\n```", False, None), ("Action: > a | b", False, None),
-     ("Thought: hm.\nEmission:\n^ did it", False, None), ("> Action: go | look", False, None),
-     ("```\n> a", True, ParseError.TRUNCATED), ("Action: look", False, ParseError.UNKNOWN_LINE),
-     ("", False, ParseError.EMPTY), ("> a | b | c", False, ParseError.TOO_MANY_FIELDS)],
-)  # fmt: skip
+    [
+        ("```\n.\n```", False, None),
+        ("```text\n^ did it\n```", False, None),
+        ("^ did it", True, ParseError.TRUNCATED),
+        ("Here it is:\n```\n> a | b\n+ c: d\n```", False, None),
+        ("Action: > a | b", False, None),
+        ("Thought: hm.\nEmission:\n^ did it", False, None),
+        ("> Action: go | look", False, None),
+        ("```\n> a", True, ParseError.TRUNCATED),
+        ("Action: look", False, ParseError.UNKNOWN_LINE),
+        ("", False, ParseError.EMPTY),
+        ("> a | b | c", False, ParseError.TOO_MANY_FIELDS),
+    ],
+)
 def test_reading_an_answer(text, truncated, error):
     assert read_emission(Answer(text, 1, 1, truncated)).error == error
 

@@ -121,8 +121,18 @@ def test_scienceworld_s_own_expert_fills_a_bank(tmp_path: Path) -> None:
     assert all(entry.provenance.success and len(entry.provenance.actions) > 9 for entry in bank)
 
 
-@pytest.mark.parametrize("name", ["eval/alfworld", "eval/table2-text", "eval/table3-components", "eval/quickstart",
-                                  "grpo/paper", "grpo/alfworld-smollm2", "collect/alfworld"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "eval/alfworld",
+        "eval/table2-text",
+        "eval/table3-components",
+        "eval/quickstart",
+        "grpo/paper",
+        "grpo/alfworld-smollm2",
+        "collect/alfworld",
+    ],
+)
 @pytest.mark.alfworld
 def test_shipped_settings_need_the_games_and_nothing_else(name: str, games: Path, tmp_path: Path) -> None:
     schema = {"eval": EvalConfig, "grpo": GrpoConfig, "collect": CollectConfig}[name.partition("/")[0]]
@@ -160,9 +170,13 @@ def test_what_bears_on_an_entry_makes_another_bank(tmp_path: Path) -> None:
     first = path()
     same = [path(env={"workers": 0}), path(memory={"k": 1}), path(deliveries=("none",), seed=3, max_steps=2)]
     others = [
-        path(env={"seed": 1}), path(env={"images": True}), path(memory={"pictures": 0}), path(limit=1),
-        path(memory={"experience_limit": 2}), path(memory={"experience_folder": str(tmp_path / "mine")}),
-    ]  # fmt: skip
+        path(env={"seed": 1}),
+        path(env={"images": True}),
+        path(memory={"pictures": 0}),
+        path(limit=1),
+        path(memory={"experience_limit": 2}),
+        path(memory={"experience_folder": str(tmp_path / "mine")}),
+    ]
     assert set(same) == {first} and len({first, *others}) == 7
     assert others[-1].is_relative_to(tmp_path / "mine") and others[-1].parent.name == first.parent.name
 

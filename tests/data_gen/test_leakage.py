@@ -248,8 +248,12 @@ def test_an_evaluation_records_what_compiler_and_bank_know(collected, tmp_path):
     assert facts["clean"] is False
     assert {o["dimension"]: o["shared"] for o in facts["training"]["overlaps"]} == {"gamefile": 0, "scene": 1}
     assert facts["bank"] == {
-        "entries": 2, "by_split": {"test": 1, "train": 1}, "own_entries": 1, "own_tasks": 1, "retrieved_own": 0,
-    }  # fmt: skip
+        "entries": 2,
+        "by_split": {"test": 1, "train": 1},
+        "own_entries": 1,
+        "own_tasks": 1,
+        "retrieved_own": 0,
+    }
     assert json.loads((tmp_path / "eval" / "leakage.json").read_text()) == json.loads(json.dumps(facts))
     assert Manifest.read(tmp_path / "eval" / "manifest.json").ids == {"v"}
     assert evaluated(tmp_path, tasks)["unchecked"] == "no trained compiler"

@@ -23,7 +23,7 @@ from data_gen.question_teacher import (
     TAUGHT,
     QuestionTeacher,
     write_questions,
-)  # fmt: skip
+)
 from envs.base import Task
 from lm.endpoint import Endpoint
 from lm.ledger import EndpointStop
@@ -56,11 +56,20 @@ def test_questions_point_to_records_and_what_does_not_is_kept_apart(tmp_path: Pa
     def answer(messages: list[dict[str, Any]]) -> str:
         ids = shown(messages)
         told = [
-            good(ids), good(ids, 1, evidence=ids[1:3], anchors=ids[1:2]), good(ids), good(ids, 2, evidence=["b#99"]),
-            good(ids, 3, evidence=[]), good(ids, 4, evidence="b#4"), good(ids, 5, answer=None), {"question": 3}, "text",
-            good(ids, 5, anchors=["nothing"]), good(ids, 5, question=f"What is in {ids[0]}?", evidence=ids[:1]), None,
+            good(ids),
+            good(ids, 1, evidence=ids[1:3], anchors=ids[1:2]),
+            good(ids),
+            good(ids, 2, evidence=["b#99"]),
+            good(ids, 3, evidence=[]),
+            good(ids, 4, evidence="b#4"),
+            good(ids, 5, answer=None),
+            {"question": 3},
+            "text",
+            good(ids, 5, anchors=["nothing"]),
+            good(ids, 5, question=f"What is in {ids[0]}?", evidence=ids[:1]),
+            None,
             good(ids, 3, answer=7, extra="ignored"),
-        ]  # fmt: skip
+        ]
         return f"Sure!\n```json\n{json.dumps({'questions': told})}\n```"
 
     with FaultyServer(answer=answer) as server:
@@ -68,9 +77,13 @@ def test_questions_point_to_records_and_what_does_not_is_kept_apart(tmp_path: Pa
         counts = write_questions(teacher, [history("a"), history("b")], tmp_path)
     assert counts["questions"] == 6 and counts["histories"] == 2
     assert counts["rejected"] == {
-        "repeated": 2, "unknown_record": 4, "no_evidence": 4, "no_answer": 2, "no_question": 6,
+        "repeated": 2,
+        "unknown_record": 4,
+        "no_evidence": 4,
+        "no_answer": 2,
+        "no_question": 6,
         "names_a_record": 2,
-    }  # fmt: skip
+    }
     cases = load_cases(tmp_path / QUESTIONS)
     assert [case.histories for case in cases] == [(history("a"),), (history("b"),)]
     first, second, third = cases[1].questions
@@ -162,10 +175,15 @@ def test_settings_name_a_model() -> None:
     assert load_config(QuestionsConfig, None, ["api.model=m", "per_part=3"]).per_part == 3
 
 
-@pytest.mark.parametrize("change", [
-    lambda row: row | {"questions": [row["questions"][0] | {"evidence": ["a#77"]}]}, lambda row: {"id": "a"},
-    lambda row: row | {"questions": [{"text": "?"}]}, lambda row: [row],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda row: row | {"questions": [row["questions"][0] | {"evidence": ["a#77"]}]},
+        lambda row: {"id": "a"},
+        lambda row: row | {"questions": [{"text": "?"}]},
+        lambda row: [row],
+    ],
+)
 def test_a_file_that_points_nowhere_is_refused(tmp_path: Path, change: Any) -> None:
     with FaultyServer(answer=lambda messages: json.dumps({"questions": [good(shown(messages))]})) as server:
         write_questions(QuestionTeacher(Endpoint(server.config())), [history("a")], tmp_path)

@@ -73,8 +73,11 @@ def missing(engine: Engine, state: State) -> int:
     laid_aside = state.held != NOWHERE and not held
     if kind == LOOK:
         return (0 if held else 1 + laid_aside) + (not engine.lamps() & state.toggled)
-    there = [mask & wanted for mask, place in zip(state.contents, engine.game.receptacles, strict=True)
-             if place.type == engine.game.goal.receptacle_type]  # fmt: skip
+    there = [
+        mask & wanted
+        for mask, place in zip(state.contents, engine.game.receptacles, strict=True)
+        if place.type == engine.game.goal.receptacle_type
+    ]
     if kind == TWO:
         lacking = 2 - max((min(2, mask.bit_count()) for mask in there), default=0)
         return 2 * lacking - held + laid_aside

@@ -51,9 +51,11 @@ class Countdown:
         self._left -= 1
         seen = self._see("did " + action)
         return {
-            "observation": seen, "progress": 1 - self._left / self._total, "success": self._left == 0,
+            "observation": seen,
+            "progress": 1 - self._left / self._total,
+            "success": self._left == 0,
             "done": self._left == 0,
-        }  # fmt: skip
+        }
 
     def expert(self):
         return ["wait"] * self._left

@@ -139,9 +139,12 @@ def test_which_task_a_reset_takes(url):
         in_turn = [env.reset().observation["task"] for _ in tasks]
         assert sorted(in_turn) == sorted(task.id for task in tasks)  # all of them before any comes again
         for wrong, message in [
-            ({"task": "none"}, "no task 'none'"), ({"index": 999}, "no task 999"), ({"index": -1}, "no task -1"),
-            ({"split": "train"}, "serves the split 'test'"), ({"seed": 1, "index": 2}, "not by several"),
-        ]:  # fmt: skip
+            ({"task": "none"}, "no task 'none'"),
+            ({"index": 999}, "no task 999"),
+            ({"index": -1}, "no task -1"),
+            ({"split": "train"}, "serves the split 'test'"),
+            ({"seed": 1, "index": 2}, "not by several"),
+        ]:
             with pytest.raises(Exception, match=message):
                 env.reset(**wrong)
         with pytest.raises(Exception, match=r"(?i)invalid"):

@@ -42,11 +42,17 @@ def config(games: Path, method: str = "dqn", steps: int = 50, **env: Any) -> dic
     return {
         "dataset": dict.fromkeys(("data_path", "eval_id_data_path", "eval_ood_data_path"), str(games))
         | dict.fromkeys(("num_train_games", "num_eval_games"), -1),
-        "env": {"type": "AlfredTWEnv", "task_types": [1, 2, 3, 4, 5, 6], "domain_randomization": False,
-                "expert_type": "handcoded", "goal_desc_human_anns_prob": 0} | env,
+        "env": {
+            "type": "AlfredTWEnv",
+            "task_types": [1, 2, 3, 4, 5, 6],
+            "domain_randomization": False,
+            "expert_type": "handcoded",
+            "goal_desc_human_anns_prob": 0,
+        }
+        | env,
         "general": {"training_method": method},
         **{block: {"training": {"max_nb_steps_per_episode": steps}} for block in ("rl", "dagger")},
-    }  # fmt: skip
+    }
 
 
 # Beside the original ---------------------------------------------------------------------------------------------
@@ -166,8 +172,11 @@ def test_where_the_handcoded_expert_stops_it_says_look(games: Path) -> None:
 
 
 def test_there_is_an_expert_where_the_original_has_one(games: Path) -> None:
-    for method, train_eval, expected in (("dqn", "train", False), ("dagger", "eval_in_distribution", False),
-                                         ("dagger", "train", True)):  # fmt: skip
+    for method, train_eval, expected in (
+        ("dqn", "train", False),
+        ("dagger", "eval_in_distribution", False),
+        ("dagger", "train", True),
+    ):
         _, infos = AlfredTWEnv(config(games, method), train_eval).init_env(1).reset()
         assert ("extra.expert_plan" in infos) is expected
 

@@ -154,9 +154,18 @@ def test_a_task_that_the_simulator_does_not_have_is_an_error_not_another_episode
 def test_skills_change_by_episode_and_are_found_by_plain_words_or_number(host):
     skills = ["find a ButterKnife", "pick up the ButterKnife", "Rotate to the left by 90 degrees.", "find a Shelf_2"]
     for said, index in {
-        "find a ButterKnife": 0, "Find an butter knife!": 0, " pick up butterknife": 1, "3": 3, "find Shelf_2": 3,
-        "rotate to the left by 90 degrees": 2, "4": None, "-1": None, "": None, "the": None, "find a Shelf": None,
-    }.items():  # fmt: skip
+        "find a ButterKnife": 0,
+        "Find an butter knife!": 0,
+        " pick up butterknife": 1,
+        "3": 3,
+        "find Shelf_2": 3,
+        "rotate to the left by 90 degrees": 2,
+        "4": None,
+        "-1": None,
+        "": None,
+        "the": None,
+        "find a Shelf": None,
+    }.items():
         assert hosted.skill_index(said, skills) == index, said
     bench = host("eb_alfred")
     assert "find a Shelf_2" in bench.reset(bench.tasks("base")[0])["admissible"]
@@ -166,8 +175,9 @@ def test_manipulation_takes_seven_numbers_and_tells_where_objects_are(host):
     bench = host("eb_manipulation")
     tasks = bench.tasks("base")
     assert [task["id"] for task in tasks] == [
-        "base-pick_cube_shape-variation0-episode0", "base-stack_cubes_color-variation2-episode0",
-    ]  # fmt: skip
+        "base-pick_cube_shape-variation0-episode0",
+        "base-stack_cubes_color-variation2-episode0",
+    ]
     assert bench.reset(tasks[0])["text"].endswith("\nObjects at [x, y, z]: object 1: [40, 50, 17].")
     for said in (
         "[1, 2, 3]",
@@ -278,8 +288,10 @@ def test_what_the_simulators_look_for_in_their_environment(monkeypatch):
     assert spec.worker_variables("eb_alfred") == {"DISPLAY": ":1"}
     monkeypatch.setenv("DISPLAY", ":5")
     assert spec.worker_variables("eb_manipulation") == {
-        "DISPLAY": ":5", "LD_LIBRARY_PATH": "/sim:/lib", "QT_QPA_PLATFORM_PLUGIN_PATH": "/sim",
-    }  # fmt: skip
+        "DISPLAY": ":5",
+        "LD_LIBRARY_PATH": "/sim:/lib",
+        "QT_QPA_PLATFORM_PLUGIN_PATH": "/sim",
+    }
 
 
 # --- task files ---
@@ -346,8 +358,9 @@ def test_official_habitat_files(official):
         if split != "train"
     }
     assert {split: len({task["id"] for task in tasks}) for split, tasks in listed.items()} == {
-        **dict.fromkeys(listed, 50), "train_validation": 100,
-    }  # fmt: skip
+        **dict.fromkeys(listed, 50),
+        "train_validation": 100,
+    }
 
     def values(dimension: str, *splits: str) -> set[str]:
         return {value for split in splits for task in listed[split] for value in task["isolation"][dimension]}
@@ -363,8 +376,16 @@ def test_official_habitat_files(official):
 # --- Python 3.9 ---
 
 
-@pytest.mark.parametrize("name", ["envs/__init__.py", "envs/embodiedbench/__init__.py", "envs/embodiedbench/hosted.py",
-                                  "envs/embodiedbench/tasks.py", "envs/worker.py"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "envs/__init__.py",
+        "envs/embodiedbench/__init__.py",
+        "envs/embodiedbench/hosted.py",
+        "envs/embodiedbench/tasks.py",
+        "envs/worker.py",
+    ],
+)
 def test_what_runs_in_their_python_is_python_3_9_and_imports_nothing_of_ours_that_is_not(repository, name):
     tree = ast.parse((repository / name).read_text(encoding="utf-8"), feature_version=(3, 9))
     allowed = {"envs.embodiedbench", "numpy", "PIL"}

@@ -241,7 +241,7 @@ SUCCESS, PROGRESS = Keys(success="won"), Keys(progress="share")
         (Keys(), (1.0, True, "no", {}), "truncated.*true or false, received 'no'"),
         (Keys(), (1.0, True, {}), "not enough values to unpack"),
     ],
-)  # fmt: skip
+)
 def test_what_a_step_returns_is_checked(keys, end, message):
     with pytest.raises(EnvironmentFailure, match=message):
         step_of(keys, *end)
@@ -266,9 +266,23 @@ def test_success_is_to_terminate_with_a_reward_or_what_its_key_says(keys, end, e
 
 @pytest.mark.parametrize(
     "admissible",
-    [[1, 0], [True] * 4, np.ones(2), "pull lever one", ["pull lever four"], [0, 1, 2], {"a": 1}, 3, [None] * 3,
-     [0.5, 1, 0], [b"pull lever one"], [], [0, 0, 0], np.array([[0, 1, 1]])],
-)  # fmt: skip
+    [
+        [1, 0],
+        [True] * 4,
+        np.ones(2),
+        "pull lever one",
+        ["pull lever four"],
+        [0, 1, 2],
+        {"a": 1},
+        3,
+        [None] * 3,
+        [0.5, 1, 0],
+        [b"pull lever one"],
+        [],
+        [0, 0, 0],
+        np.array([[0, 1, 1]]),
+    ],
+)
 def test_masks_and_names_that_fit_no_action_are_refused(admissible):
     env = levers(Keys(admissible="possible"), admissible=admissible)
     with pytest.raises(EnvironmentFailure, match=r"'possible' (must list names of actions|leaves no action)"):

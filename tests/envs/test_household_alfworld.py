@@ -191,8 +191,12 @@ def test_a_game_of_an_older_release_is_worded_its_own_way() -> None:
 
 def test_names_count_down_as_alfworlds_do() -> None:
     names = demangled(["mug_bar_b", "mug_bar_a", "sink_bar_1_bar_sinkbasin", "agent1"])
-    assert names == {"mug_bar_a": "mug 2", "mug_bar_b": "mug 1", "sink_bar_1_bar_sinkbasin": "sinkbasin 1",
-                     "agent1": "agent1"}  # fmt: skip
+    assert names == {
+        "mug_bar_a": "mug 2",
+        "mug_bar_b": "mug 1",
+        "sink_bar_1_bar_sinkbasin": "sinkbasin 1",
+        "agent1": "agent1",
+    }
 
 
 def test_a_help_rule_in_the_grammar_is_read() -> None:

@@ -66,43 +66,50 @@ def test_says_what_alfworld_says() -> None:
         "You are in the middle of a room. Looking quickly around you, you see a cabinet 1, a countertop 1, a fridge 1, "
         "a microwave 1, a sinkbasin 1, and a sidetable 1."
     )
-    play(engine, state, [
-        ("look", "You are in the middle of a room. Looking quickly around you, you see nothing."),
-        ("inventory", "You are not carrying anything."),
-        ("go to countertop 1", "You arrive at countertop 1. On the countertop 1, you see a apple 1, and a knife 1."),
-        ("look", "You are facing the countertop 1. Next to it, you see nothing."),
-        ("go to countertop 1", NOTHING_HAPPENS),
-        ("examine apple 1", NOTHING_HAPPENS),  # only what is in hand can be examined
-        ("take knife 1 from countertop 1", "You pick up the knife 1 from the countertop 1."),
-        ("inventory", "You are carrying: a knife 1."),
-        ("take apple 1 from countertop 1", NOTHING_HAPPENS),
-        ("slice apple 1 with knife 1", "You sliced the apple 1 with the knife 1."),
-        ("  move knife 1 to countertop 1 ", "You move the knife 1 to the countertop 1."),
-        ("take apple 1 from countertop 1", "You pick up the apple 1 from the countertop 1."),
-        ("examine apple 1", "This is a sliced apple 1."),
-        ("go to microwave 1", "You arrive at microwave 1. The microwave 1 is closed."),
-        ("heat apple 1 with microwave 1", "You heat the apple 1 using the microwave 1."),
-        ("examine apple 1", "This is a hot sliced apple 1."),
-        ("go to fridge 1", "You arrive at fridge 1. The fridge 1 is closed."),
-        ("move apple 1 to fridge 1", NOTHING_HAPPENS),
-        ("cool apple 1 with fridge 1", "You cool the apple 1 using the fridge 1."),
-        ("examine apple 1", "This is a cool sliced apple 1."),
-        ("open fridge 1", "You open the fridge 1. The fridge 1 is open. In it, you see nothing."),
-        ("move apple 1 to fridge 1", "You move the apple 1 to the fridge 1."),
-        ("examine fridge 1", "The fridge 1 is open. In it, you see a apple 1."),
-        ("close fridge 1", "You close the fridge 1."),
-        ("examine fridge 1", "The fridge 1 is closed."),
-        ("go to sinkbasin 1", "You arrive at sinkbasin 1. On the sinkbasin 1, you see a mug 1."),
-        ("take mug 1 from sinkbasin 1", "You pick up the mug 1 from the sinkbasin 1."),
-        ("clean mug 1 with sinkbasin 1", "You clean the mug 1 using the sinkbasin 1."),
-        ("examine mug 1", "This is a normal mug 1. In it, you see a knife 1."),
-        ("go to sidetable 1", "You arrive at sidetable 1. On the sidetable 1, you see a desklamp 1."),
-        ("take desklamp 1 from sidetable 1", NOTHING_HAPPENS),
-        ("use desklamp 1", "You turn on the desklamp 1."),
-        ("use desklamp 1", "You turn on the desklamp 1."),
-        ("dance", NOTHING_HAPPENS),
-        ("", NOTHING_HAPPENS),
-    ])  # fmt: skip
+    play(
+        engine,
+        state,
+        [
+            ("look", "You are in the middle of a room. Looking quickly around you, you see nothing."),
+            ("inventory", "You are not carrying anything."),
+            (
+                "go to countertop 1",
+                "You arrive at countertop 1. On the countertop 1, you see a apple 1, and a knife 1.",
+            ),
+            ("look", "You are facing the countertop 1. Next to it, you see nothing."),
+            ("go to countertop 1", NOTHING_HAPPENS),
+            ("examine apple 1", NOTHING_HAPPENS),  # only what is in hand can be examined
+            ("take knife 1 from countertop 1", "You pick up the knife 1 from the countertop 1."),
+            ("inventory", "You are carrying: a knife 1."),
+            ("take apple 1 from countertop 1", NOTHING_HAPPENS),
+            ("slice apple 1 with knife 1", "You sliced the apple 1 with the knife 1."),
+            ("  move knife 1 to countertop 1 ", "You move the knife 1 to the countertop 1."),
+            ("take apple 1 from countertop 1", "You pick up the apple 1 from the countertop 1."),
+            ("examine apple 1", "This is a sliced apple 1."),
+            ("go to microwave 1", "You arrive at microwave 1. The microwave 1 is closed."),
+            ("heat apple 1 with microwave 1", "You heat the apple 1 using the microwave 1."),
+            ("examine apple 1", "This is a hot sliced apple 1."),
+            ("go to fridge 1", "You arrive at fridge 1. The fridge 1 is closed."),
+            ("move apple 1 to fridge 1", NOTHING_HAPPENS),
+            ("cool apple 1 with fridge 1", "You cool the apple 1 using the fridge 1."),
+            ("examine apple 1", "This is a cool sliced apple 1."),
+            ("open fridge 1", "You open the fridge 1. The fridge 1 is open. In it, you see nothing."),
+            ("move apple 1 to fridge 1", "You move the apple 1 to the fridge 1."),
+            ("examine fridge 1", "The fridge 1 is open. In it, you see a apple 1."),
+            ("close fridge 1", "You close the fridge 1."),
+            ("examine fridge 1", "The fridge 1 is closed."),
+            ("go to sinkbasin 1", "You arrive at sinkbasin 1. On the sinkbasin 1, you see a mug 1."),
+            ("take mug 1 from sinkbasin 1", "You pick up the mug 1 from the sinkbasin 1."),
+            ("clean mug 1 with sinkbasin 1", "You clean the mug 1 using the sinkbasin 1."),
+            ("examine mug 1", "This is a normal mug 1. In it, you see a knife 1."),
+            ("go to sidetable 1", "You arrive at sidetable 1. On the sidetable 1, you see a desklamp 1."),
+            ("take desklamp 1 from sidetable 1", NOTHING_HAPPENS),
+            ("use desklamp 1", "You turn on the desklamp 1."),
+            ("use desklamp 1", "You turn on the desklamp 1."),
+            ("dance", NOTHING_HAPPENS),
+            ("", NOTHING_HAPPENS),
+        ],
+    )
     assert engine.step(state, "help").startswith("Available commands:\n  look: ")
 
 
@@ -140,17 +147,21 @@ def test_quirks_of_textworld_are_kept() -> None:
     game.start.contents[TABLE] |= 1 << MUG1  # and it is in two places at once
     engine = Engine(game)
     state = engine.reset()
-    play(engine, state, [
-        ("go to sinkbasin 1", "You arrive at sinkbasin 1. On the sinkbasin 1, you see a mug 1."),
-        ("take mug 1 from sinkbasin 1", "You pick up the mug 1 from the sinkbasin 1."),
-        ("move mug 1 to sinkbasin 1", "You move the mug 1 to the sinkbasin 1."),
-        ("go to sidetable 1", "You arrive at sidetable 1. On the sidetable 1, you see a desklamp 1, and a mug 1."),
-        ("take mug 1 from sidetable 1", "You pick up the mug 1 from the sidetable 1."),
-        ("look", "You are facing the sidetable 1. Next to it, you see nothing."),
-        ("go to sinkbasin 1", "You arrive at sinkbasin 1. On the sinkbasin 1, you see a mug 1."),
-        ("move mug 1 to sinkbasin 1", "You move the mug 1 to the sinkbasin 1."),
-        ("take mug 1 from sinkbasin 1", "You pick up the mug 1 from the sinkbasin 1."),
-    ])  # fmt: skip
+    play(
+        engine,
+        state,
+        [
+            ("go to sinkbasin 1", "You arrive at sinkbasin 1. On the sinkbasin 1, you see a mug 1."),
+            ("take mug 1 from sinkbasin 1", "You pick up the mug 1 from the sinkbasin 1."),
+            ("move mug 1 to sinkbasin 1", "You move the mug 1 to the sinkbasin 1."),
+            ("go to sidetable 1", "You arrive at sidetable 1. On the sidetable 1, you see a desklamp 1, and a mug 1."),
+            ("take mug 1 from sidetable 1", "You pick up the mug 1 from the sidetable 1."),
+            ("look", "You are facing the sidetable 1. Next to it, you see nothing."),
+            ("go to sinkbasin 1", "You arrive at sinkbasin 1. On the sinkbasin 1, you see a mug 1."),
+            ("move mug 1 to sinkbasin 1", "You move the mug 1 to the sinkbasin 1."),
+            ("take mug 1 from sinkbasin 1", "You pick up the mug 1 from the sinkbasin 1."),
+        ],
+    )
     state.standing[SINK] |= 1 << MUG1
     assert engine.step(state, "look") == "You are facing the sinkbasin 1. Next to it, you see a mug 1."
 
@@ -172,23 +183,58 @@ def test_commands_at_a_closed_place_and_with_full_hands() -> None:
 @pytest.mark.parametrize(
     ("goal", "script"),
     [
-        (Goal(SIMPLE, "knife", "cabinet"), [("go to countertop 1", 0), ("take knife 1 from countertop 1", 0),
-                                            ("go to cabinet 1", 0), ("open cabinet 1", 0),
-                                            ("move knife 1 to cabinet 1", 1)]),
-        (Goal(HEAT, "apple", "sidetable"), [("go to countertop 1", 0), ("take apple 1 from countertop 1", 0),
-                                            ("go to microwave 1", 0), ("heat apple 1 with microwave 1", 0.5),
-                                            ("go to sidetable 1", 0.5), ("move apple 1 to sidetable 1", 1)]),
-        (Goal(CLEAN, "mug", "sinkbasin"), [("go to sinkbasin 1", 0.5), ("take mug 1 from sinkbasin 1", 0),
-                                           ("clean mug 1 with sinkbasin 1", 0.5), ("move mug 1 to sinkbasin 1", 1)]),
-        (Goal(TWO, "mug", "sinkbasin"), [("go to cabinet 1", 0.5), ("open cabinet 1", 0.5),
-                                         ("take mug 2 from cabinet 1", 0.5), ("go to sinkbasin 1", 0.5),
-                                         ("move mug 2 to sinkbasin 1", 1)]),
-        (Goal(LOOK, "knife", lamp_type="desklamp"), [("go to sidetable 1", 0), ("use desklamp 1", 0.5),
-                                                     ("go to countertop 1", 0),
-                                                     ("take knife 1 from countertop 1", 0.5),
-                                                     ("go to sidetable 1", 1)]),
+        (
+            Goal(SIMPLE, "knife", "cabinet"),
+            [
+                ("go to countertop 1", 0),
+                ("take knife 1 from countertop 1", 0),
+                ("go to cabinet 1", 0),
+                ("open cabinet 1", 0),
+                ("move knife 1 to cabinet 1", 1),
+            ],
+        ),
+        (
+            Goal(HEAT, "apple", "sidetable"),
+            [
+                ("go to countertop 1", 0),
+                ("take apple 1 from countertop 1", 0),
+                ("go to microwave 1", 0),
+                ("heat apple 1 with microwave 1", 0.5),
+                ("go to sidetable 1", 0.5),
+                ("move apple 1 to sidetable 1", 1),
+            ],
+        ),
+        (
+            Goal(CLEAN, "mug", "sinkbasin"),
+            [
+                ("go to sinkbasin 1", 0.5),
+                ("take mug 1 from sinkbasin 1", 0),
+                ("clean mug 1 with sinkbasin 1", 0.5),
+                ("move mug 1 to sinkbasin 1", 1),
+            ],
+        ),
+        (
+            Goal(TWO, "mug", "sinkbasin"),
+            [
+                ("go to cabinet 1", 0.5),
+                ("open cabinet 1", 0.5),
+                ("take mug 2 from cabinet 1", 0.5),
+                ("go to sinkbasin 1", 0.5),
+                ("move mug 2 to sinkbasin 1", 1),
+            ],
+        ),
+        (
+            Goal(LOOK, "knife", lamp_type="desklamp"),
+            [
+                ("go to sidetable 1", 0),
+                ("use desklamp 1", 0.5),
+                ("go to countertop 1", 0),
+                ("take knife 1 from countertop 1", 0.5),
+                ("go to sidetable 1", 1),
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_progress_counts_the_conditions_met(goal: Goal, script: list[tuple[str, float]]) -> None:
     engine = Engine(kitchen(goal))
     state = engine.reset()
@@ -200,10 +246,15 @@ def test_progress_counts_the_conditions_met(goal: Goal, script: list[tuple[str, 
 
 @pytest.mark.parametrize(
     ("goal", "length"),
-    [(Goal(SIMPLE, "knife", "cabinet"), 5), (Goal(HEAT, "apple", "sidetable"), 6), (Goal(CLEAN, "mug", "sinkbasin"), 4),
-     (Goal(COOL, "mug", "fridge"), 6), (Goal(TWO, "mug", "countertop"), 9),
-     (Goal(LOOK, "mug", lamp_type="desklamp"), 4)],
-)  # fmt: skip
+    [
+        (Goal(SIMPLE, "knife", "cabinet"), 5),
+        (Goal(HEAT, "apple", "sidetable"), 6),
+        (Goal(CLEAN, "mug", "sinkbasin"), 4),
+        (Goal(COOL, "mug", "fridge"), 6),
+        (Goal(TWO, "mug", "countertop"), 9),
+        (Goal(LOOK, "mug", lamp_type="desklamp"), 4),
+    ],
+)
 def test_expert_is_as_short_as_can_be_here(goal: Goal, length: int) -> None:
     engine = Engine(kitchen(goal))
     commands = plan(engine, engine.reset())
@@ -213,8 +264,12 @@ def test_expert_is_as_short_as_can_be_here(goal: Goal, length: int) -> None:
 def test_expert_picks_up_where_one_stands() -> None:
     engine = Engine(kitchen(Goal(HEAT, "mug", "countertop")))
     state = engine.reset()
-    for command in ("go to sinkbasin 1", "take mug 1 from sinkbasin 1", "go to microwave 1",
-                    "heat mug 1 with microwave 1"):  # fmt: skip
+    for command in (
+        "go to sinkbasin 1",
+        "take mug 1 from sinkbasin 1",
+        "go to microwave 1",
+        "heat mug 1 with microwave 1",
+    ):
         engine.step(state, command)
     assert plan(engine, state) == ["go to countertop 1", "move mug 1 to countertop 1"]
     engine.step(state, "open microwave 1")
@@ -222,9 +277,12 @@ def test_expert_picks_up_where_one_stands() -> None:
     engine.step(state, "go to countertop 1")
     engine.step(state, "take knife 1 from countertop 1")  # another thing in hand, put back where it costs one command
     assert plan(engine, state) == [
-        "move knife 1 to countertop 1", "go to microwave 1", "take mug 1 from microwave 1", "go to countertop 1",
+        "move knife 1 to countertop 1",
+        "go to microwave 1",
+        "take mug 1 from microwave 1",
+        "go to countertop 1",
         "move mug 1 to countertop 1",
-    ]  # fmt: skip
+    ]
     engine.step(state, "move knife 1 to countertop 1")
     for command in plan(engine, state) or []:
         engine.step(state, command)
@@ -232,8 +290,13 @@ def test_expert_picks_up_where_one_stands() -> None:
 
 
 def test_expert_knows_when_there_is_no_way() -> None:
-    for goal in (Goal(SIMPLE, "mug", "sofa"), Goal(SIMPLE, "egg", "fridge"), Goal(HEAT, "knife", "cabinet"),
-                 Goal(LOOK, "mug", lamp_type="floorlamp"), Goal(SIMPLE, "apple", "cabinet")):  # fmt: skip
+    for goal in (
+        Goal(SIMPLE, "mug", "sofa"),
+        Goal(SIMPLE, "egg", "fridge"),
+        Goal(HEAT, "knife", "cabinet"),
+        Goal(LOOK, "mug", lamp_type="floorlamp"),
+        Goal(SIMPLE, "apple", "cabinet"),
+    ):
         engine = Engine(kitchen(goal))
         assert plan(engine, engine.reset()) is None
 

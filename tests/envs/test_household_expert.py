@@ -71,8 +71,11 @@ FRIDGE, SHELF, MICROWAVE = range(3)
 
 def room(goal: Goal, *others: str) -> Game:
     """Two mugs, one of them shut away, and a lamp in two of three places; `others` are kinds of things on the shelf."""
-    places = (Receptacle("fridge 1", "fridge", True, 0), Receptacle("shelf 1", "shelf", False, 1),
-              Receptacle("microwave 1", "microwave", True, 2))  # fmt: skip
+    places = (
+        Receptacle("fridge 1", "fridge", True, 0),
+        Receptacle("shelf 1", "shelf", False, 1),
+        Receptacle("microwave 1", "microwave", True, 2),
+    )
     mugs = [Item(f"mug {number}", "mug", cleanable=True, heatable=True, coolable=True) for number in (2, 1)]
     lamps = [Item(f"desklamp {number}", "desklamp", pickupable=False, toggleable=True) for number in (2, 1)]
     things = [*mugs, *(lamps if goal.kind == LOOK else ()), *(Item(f"{kind} 1", kind) for kind in others)]
@@ -102,19 +105,42 @@ TRICKY = {
     ),
     "heated, cooled again, put away and shut in": (
         Goal(HEAT, "mug", "shelf"),
-        ["go to shelf 1", "take mug 1 from shelf 1", "go to microwave 1", "heat mug 1 with microwave 1",
-         "go to fridge 1", "cool mug 1 with fridge 1", "open fridge 1", "move mug 1 to fridge 1", "close fridge 1"],
+        [
+            "go to shelf 1",
+            "take mug 1 from shelf 1",
+            "go to microwave 1",
+            "heat mug 1 with microwave 1",
+            "go to fridge 1",
+            "cool mug 1 with fridge 1",
+            "open fridge 1",
+            "move mug 1 to fridge 1",
+            "close fridge 1",
+        ],
     ),
     "hot, but laid aside": (
         Goal(HEAT, "mug", "shelf"),
-        ["go to shelf 1", "take mug 1 from shelf 1", "go to microwave 1", "heat mug 1 with microwave 1",
-         "open microwave 1", "move mug 1 to microwave 1", "close microwave 1", "go to shelf 1",
-         "take knife 1 from shelf 1"],
+        [
+            "go to shelf 1",
+            "take mug 1 from shelf 1",
+            "go to microwave 1",
+            "heat mug 1 with microwave 1",
+            "open microwave 1",
+            "move mug 1 to microwave 1",
+            "close microwave 1",
+            "go to shelf 1",
+            "take knife 1 from shelf 1",
+        ],
     ),
     "two, one placed already": (
         Goal(TWO, "mug", "microwave"),
-        ["go to shelf 1", "take mug 1 from shelf 1", "go to microwave 1", "open microwave 1",
-         "move mug 1 to microwave 1", "close microwave 1"],
+        [
+            "go to shelf 1",
+            "take mug 1 from shelf 1",
+            "go to microwave 1",
+            "open microwave 1",
+            "move mug 1 to microwave 1",
+            "close microwave 1",
+        ],
     ),
     "two, one in hand": (Goal(TWO, "mug", "microwave"), ["go to shelf 1", "take mug 1 from shelf 1"]),
     "two, another kind in hand": (
@@ -130,7 +156,7 @@ TRICKY = {
         Goal(LOOK, "mug", lamp_type="desklamp"),
         ["go to shelf 1", "use desklamp 2", "take knife 1 from shelf 1", "go to microwave 1"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TRICKY)
@@ -159,8 +185,11 @@ def test_a_sliced_apple_is_still_an_apple() -> None:
             continue
         state = engine.reset()
         knife = next(i for i, item in enumerate(env.game.items) if item.name == knives[0])
-        for command in (*reach(env.game, knife, state, take=True), *reach(env.game, targets[0], state, take=False),
-                        f"slice {env.game.items[targets[0]].name} with {knives[0]}"):  # fmt: skip
+        for command in (
+            *reach(env.game, knife, state, take=True),
+            *reach(env.game, targets[0], state, take=False),
+            f"slice {env.game.items[targets[0]].name} with {knives[0]}",
+        ):
             engine.step(state, command)
         assert state.sliced == 1 << targets[0] and state.held == knife
         assert excess(engine, state) == 0
@@ -175,8 +204,15 @@ def reach(game: Game, item: int, state: State, take: bool) -> list[str]:
     return [f"go to {place.name}", *([f"open {place.name}"] if place.openable else []), *taking]
 
 
-@pytest.mark.parametrize("goal", [Goal(SIMPLE, "mug", "microwave"), Goal(TWO, "mug", "shelf"),
-                                  Goal(LOOK, "mug", lamp_type="desklamp"), Goal(HEAT, "mug", "fridge")])  # fmt: skip
+@pytest.mark.parametrize(
+    "goal",
+    [
+        Goal(SIMPLE, "mug", "microwave"),
+        Goal(TWO, "mug", "shelf"),
+        Goal(LOOK, "mug", lamp_type="desklamp"),
+        Goal(HEAT, "mug", "fridge"),
+    ],
+)
 def test_what_may_be_put_nowhere_is_a_dead_end(goal: Goal) -> None:
     engine = Engine(room(goal, "brick"))
     state = engine.reset()

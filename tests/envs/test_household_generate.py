@@ -23,8 +23,11 @@ def start(env: HouseholdEnvironment, task: Task) -> dict[str, str]:
     """Where every item lies at the start of a task: item name -> receptacle name."""
     env.reset(task)
     game = env.game
-    return {item.name: game.receptacles[place].name
-            for index, item in enumerate(game.items) for place in game.places(index, env.state)}  # fmt: skip
+    return {
+        item.name: game.receptacles[place].name
+        for index, item in enumerate(game.items)
+        for place in game.places(index, env.state)
+    }
 
 
 def by_scene(tasks: list[Task]) -> dict[str, list[Task]]:

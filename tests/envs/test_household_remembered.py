@@ -98,8 +98,11 @@ def test_it_stays_in_the_home_is_asked_for_and_never_touched_before() -> None:
         env.reset(task)
         item, place = home_of(env, task).seen or ("", 0)
         name = next(i.name for i in env.game.items if i.type == item)
-        held_by = [r.name for r, mask in zip(env.game.receptacles, env.state.contents, strict=True)
-                   if mask >> [i.name for i in env.game.items].index(name) & 1]  # fmt: skip
+        held_by = [
+            r.name
+            for r, mask in zip(env.game.receptacles, env.state.contents, strict=True)
+            if mask >> [i.name for i in env.game.items].index(name) & 1
+        ]
         assert held_by == [env.game.receptacles[place].name]
         places.setdefault(task.scene, set()).update(held_by)
         assert (task.data["item"] == item) == (task.family == "remembered")

@@ -43,9 +43,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     command = [interpreter(), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(CASES)]
     outer = ("PYTEST_", "VIRTUAL_ENV", "PYTHONPATH")
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
         env={name: value for name, value in os.environ.items() if not name.startswith(outer)},
-    )  # fmt: skip
+    )
     try:
         said, _ = process.communicate(timeout=TIMEOUT)
     except BaseException:  # also Ctrl-C: the server among its children must not stay

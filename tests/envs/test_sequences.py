@@ -133,8 +133,12 @@ def test_sequences_follow_from_the_settings_alone() -> None:
 
 
 HOUSEHOLD_L = {  # docs/karma.md: seed -> sequences of configs/eval/karma.yaml, as the hash of their manifest begins
-    0: "85179bd77dc09d27", 1: "7416731913dc702b", 2: "0f2868976831c458", 3: "ec2f658a983bef52", 4: "bcd6719cf160ffad",
-}  # fmt: skip
+    0: "85179bd77dc09d27",
+    1: "7416731913dc702b",
+    2: "0f2868976831c458",
+    3: "ec2f658a983bef52",
+    4: "bcd6719cf160ffad",
+}
 
 
 @pytest.mark.parametrize("seed", HOUSEHOLD_L)

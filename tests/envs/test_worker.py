@@ -101,11 +101,24 @@ class Parent:
     def __init__(self, python: str = sys.executable, *, folder: Path, beat: float = 0.05) -> None:
         ours, theirs = socket.socketpair()
         self.process = subprocess.Popen(
-            [python, str(WORKER), "--factory", "hosted_examples:Countdown", "--socket", str(theirs.fileno()),
-             "--arguments", json.dumps({"closed_at": str(folder / "closed")}), "--beat", str(beat)],
-            stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True,
-            env={"PYTHONPATH": str(Path(__file__).parent)}, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            [
+                python,
+                str(WORKER),
+                "--factory",
+                "hosted_examples:Countdown",
+                "--socket",
+                str(theirs.fileno()),
+                "--arguments",
+                json.dumps({"closed_at": str(folder / "closed")}),
+                "--beat",
+                str(beat),
+            ],
+            stdin=subprocess.PIPE,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            env={"PYTHONPATH": str(Path(__file__).parent)},
+            stdout=subprocess.PIPE,
+        )
         theirs.close()
         self.sock, self.channel = ours, Channel(ours)
         self.hello = self.answer()

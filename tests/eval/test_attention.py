@@ -36,12 +36,19 @@ from soft_mem.projector import inject
 from tests import tiny_models
 from zoo.models import make_compiler, make_processor
 
-GROUPED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-                           "num_key_value_heads": 2, "initializer_range": 0.2}  # fmt: skip
+GROUPED: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
 MODELS = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}  # fmt: skip
+}
 
 
 def text_executor(kind: str, **settings: Any) -> FrozenExecutor:

@@ -26,11 +26,16 @@ SPACE_ALONE = {"working": OFF, "semantic": OFF, "episodic": {"trajectory": False
 
 
 def played(out: Path, settings: dict[str, Any], planner: Any, homes: int, steps: int, **more: Any) -> list[Episode]:
-    config = EvalConfig.model_validate({
-        "env": {"name": "household", "scenes": {"test": homes}, "visual_share": 0.0, "images": False},
-        "deliveries": ["live"], "split": "test", "max_steps": steps,
-        "memory": {"system": "brainmem", "protocol": "online", "settings": settings, "pictures": 0}, **more,
-    })  # fmt: skip
+    config = EvalConfig.model_validate(
+        {
+            "env": {"name": "household", "scenes": {"test": homes}, "visual_share": 0.0, "images": False},
+            "deliveries": ["live"],
+            "split": "test",
+            "max_steps": steps,
+            "memory": {"system": "brainmem", "protocol": "online", "settings": settings, "pictures": 0},
+            **more,
+        }
+    )
     with ModelCache.holding(config, planner, None) as loaded:
         evaluate(Cell({}, config), out, loaded, "overwrite")
     return list(read_episodes(out / "episodes.jsonl"))

@@ -29,8 +29,10 @@ from runtime.errors import StopReason
 from tests.eval.pages import Page
 
 META = {"environment": "household", "split": "test", "seed": 7}
-COST = {"tokens": {"compiler_in": 40, "compiler_out": 10, "executor_in": 18, "executor_out": 2},
-        "seconds": {"compiler": 0.5, "executor": 0.25, "environment": 9.0}}  # fmt: skip
+COST = {
+    "tokens": {"compiler_in": 40, "compiler_out": 10, "executor_in": 18, "executor_out": 2},
+    "seconds": {"compiler": 0.5, "executor": 0.25, "environment": 9.0},
+}
 
 
 def episode(task: str, steps: int, success: bool, **changes: Any) -> Episode:
@@ -77,8 +79,11 @@ def test_success_within_so_many_steps_by_hand() -> None:
     # solved after 3, 5 and 8 of ten steps, one never: 1, 2, 3 and 3 of 4 within 3, 7, 8 and 10
     made = summarise(played("3 5 8 -"), (3, 7, 8, 10))
     assert {budget: (at["mean"], at["n"]) for budget, at in made["success_at"].items()} == {
-        "3": (0.25, 4), "7": (0.5, 4), "8": (0.75, 4), "10": (0.75, 4)
-    }  # fmt: skip
+        "3": (0.25, 4),
+        "7": (0.5, 4),
+        "8": (0.75, 4),
+        "10": (0.75, 4),
+    }
     assert made["success_at"]["10"] == made["success"]
     # 2 of 4: 0.5 -+ 1.959964 / (1 + 3.841459/4) * sqrt(0.25/4 + 3.841459/64) = 0.5 -+ 0.99979 * 0.35000
     low, high = made["success_at"]["7"]["low"], made["success_at"]["7"]["high"]
@@ -191,8 +196,10 @@ def example() -> tuple[dict[str, Any], list[Episode]]:
 def of_before(made: Mapping[str, Any]) -> dict[str, Any]:
     """The same results as they were before successes were counted by steps."""
     new = ("success_at", "steps_to_success", "cost_per_success")
-    pairs = {name: {k: v for k, v in pair.items() if k not in ("p", "at")}
-             for name, pair in made["paired_difference"].items()}  # fmt: skip
+    pairs = {
+        name: {k: v for k, v in pair.items() if k not in ("p", "at")}
+        for name, pair in made["paired_difference"].items()
+    }
     summaries = {name: {k: v for k, v in of.items() if k not in new} for name, of in made["results"].items()}
     return {**made, "results": summaries, "paired_difference": pairs}
 

@@ -20,9 +20,15 @@ from runtime.errors import StopReason
 from tests.eval.pages import HOSTILE, Page, episode, hostile_episode
 
 META = {
-    "environment": "household", "split": "test", "seed": 0, "scene_seed": 3, "tasks_sha256": "a" * 64, "max_steps": 12,
-    "environment_version": {"packages": {}, "engine_sha256": "e" * 64}, "compiler_hash": "c" * 64,
-}  # fmt: skip
+    "environment": "household",
+    "split": "test",
+    "seed": 0,
+    "scene_seed": 3,
+    "tasks_sha256": "a" * 64,
+    "max_steps": 12,
+    "environment_version": {"packages": {}, "engine_sha256": "e" * 64},
+    "compiler_hash": "c" * 64,
+}
 SETTINGS = {"compiler": {"model": "m", "checkpoint": "sft", "lora": {"targets": ["q", "v"]}}, "seed": 0}
 
 
@@ -31,9 +37,7 @@ def played(successes: str, delivery: str = "compiled", **changes: Any) -> list[E
     return [episode(f"t{i}", delivery, c == "1", **changes) for i, c in enumerate(successes) if c != "-"]
 
 
-def run(
-    folder: Path, episodes: Sequence[Episode], settings: Mapping[str, Any] = SETTINGS, **meta: Any
-) -> Path:  # fmt: skip
+def run(folder: Path, episodes: Sequence[Episode], settings: Mapping[str, Any] = SETTINGS, **meta: Any) -> Path:
     folder.mkdir(parents=True)
     per_delivery: dict[str, list[Episode]] = {}
     for each in episodes:
@@ -158,12 +162,14 @@ def test_settings_that_differ_are_listed_by_dotted_key(tmp_path: Path) -> None:
     [
         ({"split": "valid"}, "b has another split than a: valid, not test."),
         ({"tasks_sha256": "b" * 64}, "b has another list of tasks than a: bbbbbbbbbbbb…, not aaaaaaaaaaaa…."),
-        ({"environment_version": {"packages": {"alfworld": "0.5"}, "engine_sha256": "e" * 64}},
-         "b has another version of the environment than a:"),
+        (
+            {"environment_version": {"packages": {"alfworld": "0.5"}, "engine_sha256": "e" * 64}},
+            "b has another version of the environment than a:",
+        ),
         ({"max_steps": 30}, "b has another step limit than a: 30, not 12."),
         ({"scene_seed": 4}, "b shares no task with a"),
     ],
-)  # fmt: skip
+)
 def test_what_speaks_against_comparing_is_said(tmp_path: Path, meta: dict[str, Any], warning: str) -> None:
     page = page_of(run(tmp_path / "a", played("01")), run(tmp_path / "b", played("10"), **meta))
     assert warning in text_of(page)
@@ -195,8 +201,11 @@ def test_replays_of_one_task_stand_side_by_side(tmp_path: Path) -> None:
     ended = [a["data-outcome"] == "success" for a in articles]
     # sorted by how b and a ended: a win, a loss, both failed, both solved
     assert [(b, a) for a, b in zip(ended[::3], ended[1::3], strict=True)] == [
-        (True, False), (False, True), (False, False), (True, True)
-    ]  # fmt: skip
+        (True, False),
+        (False, True),
+        (False, False),
+        (True, True),
+    ]
     assert set(page.attributes("data-kind")) == {"pick"}
 
 

@@ -31,9 +31,14 @@ SMALL = [TINY, "env.scenes={train: 1, test: 1}", "limit=2", "max_steps=2", "deli
 def bare_rules(monkeypatch: pytest.MonkeyPatch) -> DeliverySpec:
     """A delivery that nothing but the list has heard of."""
     spec = DeliverySpec(
-        "bare_rules", "rules without a state", compiler=lambda *_: RuleDisclosure(), soft=False,
-        brief_state=False, control=True, compared_with=("none",),
-    )  # fmt: skip
+        "bare_rules",
+        "rules without a state",
+        compiler=lambda *_: RuleDisclosure(),
+        soft=False,
+        brief_state=False,
+        control=True,
+        compared_with=("none",),
+    )
     monkeypatch.setitem(DELIVERIES, spec.name, spec)
     return spec
 
@@ -93,5 +98,9 @@ def test_every_entry_makes_what_it_says() -> None:
             with pytest.raises(ValueError, match=r"compiler\.checkpoint"):
                 spec.make(None, 0)
     assert ordered(["zebra", "compiled", "expert_compiler", "none", "a/static"]) == [
-        "none", "compiled", "expert_compiler", "zebra", "a/static",
-    ]  # fmt: skip
+        "none",
+        "compiled",
+        "expert_compiler",
+        "zebra",
+        "a/static",
+    ]

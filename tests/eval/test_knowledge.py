@@ -77,9 +77,10 @@ def test_what_was_recalled_is_told_with_whether_it_was_followed() -> None:
     episode = replace(one_step_episode("t"), steps=steps, memory_ids=("e1", "e2"), made={made.id: made})
     table = recalled_in([episode, replace(episode, success=True)], kept)  # type: ignore[arg-type]
     assert dict((row[0], row[1:]) for row in table.rows) == {
-        "e1": ("2", "100.0", "50.0"), "e2": ("2", "0.0", "50.0"),
+        "e1": ("2", "100.0", "50.0"),
+        "e2": ("2", "0.0", "50.0"),
         "brainmem/hints": ("2", "0.0", "50.0"),  # it was recalled after that had been done
-    }  # fmt: skip
+    }
     [first, second] = episode_view(episode)["steps"]
     assert first["recalled"] == [] and second["recalled"] == [("brainmem/hints/abc", "mug: go to desk 1")]
 

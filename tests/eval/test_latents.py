@@ -38,8 +38,12 @@ def step_of(compiler: MemoryCompiler, memory: tuple[MemoryEntry, ...], delivery:
         [CompileRequest(state.goal, memory, None if bare else state, "You see a mug 1.", None, ())]
     )
     assert made.mu is not None and made.z is not None
-    soft = {"n": float(len(made.mu)), "mu_norm": made.mu.norm(dim=-1).mean().item(), "sigma_mean": 1.0,
-            "z_norm": made.z.norm(dim=-1).mean().item()}  # fmt: skip
+    soft = {
+        "n": float(len(made.mu)),
+        "mu_norm": made.mu.norm(dim=-1).mean().item(),
+        "sigma_mean": 1.0,
+        "z_norm": made.z.norm(dim=-1).mean().item(),
+    }
     step = StepRecord(0, "You see a mug 1.", None, ("look",), render_brief_state(state), soft=soft)
     step.compilation, step.compiler_prompt_ids, step.emission_ids = made, made.prompt_ids, made.emission_ids
     episode.steps.append(step)
@@ -104,8 +108,10 @@ def test_records_are_read_by_delivery_and_task(tmp_path: Path) -> None:
     found = list(played(record, ("static", "compiled")))
     steps = [(episode.task_id, *episode.steps) for episode in found]
     assert [(task, step.compiler_prompt_ids, step.emission_ids) for task, step in steps] == [
-        ("a", (), ()), ("c", (1, 2), (3,)), ("a", (1, 2), (3,))
-    ]  # fmt: skip
+        ("a", (), ()),
+        ("c", (1, 2), (3,)),
+        ("a", (1, 2), (3,)),
+    ]
     assert [episode.delivery for episode in played(record, ("static", "compiled"), limit=1)] == ["static", "compiled"]
     with pytest.raises(ValueError, match="no episode of compiled_text"):
         list(played(record, ("compiled_text",)))
@@ -140,8 +146,9 @@ def test_tokens_are_distinct_and_as_many_of_each_kind() -> None:
     text = np.repeat(np.arange(12.0)[:, None], 3, axis=1)
     of = Tokens(
         np.concatenate([np.random.default_rng(0).normal(size=(40, 3)), text, text]),
-        np.repeat([SOFT, TEXT], [40, 24]), np.arange(64) % 4,
-    )  # fmt: skip
+        np.repeat([SOFT, TEXT], [40, 24]),
+        np.arange(64) % 4,
+    )
     chosen = of.balanced(most=30, seed=0)
     assert (chosen.kinds == SOFT).sum() == (chosen.kinds == TEXT).sum() == 12
     assert len(np.unique(chosen.vectors[chosen.kinds == TEXT], axis=0)) == 12

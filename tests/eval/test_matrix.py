@@ -31,11 +31,17 @@ def test_no_matrix_is_one_cell_with_the_very_settings() -> None:
 def test_axes_are_multiplied_out_and_merged_into_the_settings() -> None:
     made = cells(config(matrix={**MEMORY, **SPLITS}, limit=3, memory={"k": 9, "embed": "e"}))
     assert [cell.name for cell in made] == [
-        "memory=one,split=train", "memory=one,split=test", "memory=four,split=train", "memory=four,split=test"
-    ]  # fmt: skip
+        "memory=one,split=train",
+        "memory=one,split=test",
+        "memory=four,split=train",
+        "memory=four,split=test",
+    ]
     assert [(c.config.memory.k, c.config.memory.bank, c.config.split) for c in made] == [
-        (1, None, "train"), (1, None, "test"), (4, "b", "train"), (4, "b", "test")
-    ]  # fmt: skip
+        (1, None, "train"),
+        (1, None, "test"),
+        (4, "b", "train"),
+        (4, "b", "test"),
+    ]
     assert all(c.config.memory.embed == "e" and c.config.limit == 3 and not c.config.matrix for c in made)
 
 
@@ -125,8 +131,9 @@ def test_a_level_may_refer_to_its_cells_settings(tmp_path: Path) -> None:
     (tmp_path / "matrix.yaml").write_text(text)
     made = cells(load_config(EvalConfig, tmp_path / "matrix.yaml"))
     assert [cell.config.compiler.checkpoint for cell in made if cell.levels["variant"] == "n4"] == [
-        "runs/1/n4", "runs/2/n4"
-    ]  # fmt: skip
+        "runs/1/n4",
+        "runs/2/n4",
+    ]
     assert {c.config.compiler.checkpoint for c in made if c.levels["variant"] == "own"} == {"a/${seed}"}  # no reference
 
 

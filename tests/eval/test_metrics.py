@@ -255,9 +255,7 @@ def test_a_named_baseline_and_the_groups_of_a_matrix() -> None:
     run_results = results(per_name, META, pairs)
     differences = run_results["paired_difference"]
     assert list(run_results["results"]) == ["k=1/none", "k=1/compiled", "k=4/none", "k=4/compiled"]
-    assert set(differences) == {
-        "k=1/compiled - k=1/none", "k=4/compiled - k=4/none", "k=4/compiled - k=1/compiled"
-    }  # fmt: skip
+    assert set(differences) == {"k=1/compiled - k=1/none", "k=4/compiled - k=4/none", "k=4/compiled - k=1/compiled"}
     assert differences["k=4/compiled - k=1/compiled"]["mean"] == 0.25
     text = printed(run_results)
     assert "k=4/compiled, text + soft − k=1/compiled, text + soft: +25.0 points" in text

@@ -47,10 +47,15 @@ def matrix_of(folder: Path, config: str, score: dict[str, tuple[int, int]]) -> P
     results, described = {}, {}
     for cell in made:
         described[cell.name] = {
-            "path": f"cells/{cell.name}", "group": cell.group, "environment": cell.config.env.name,
-            "split": cell.config.split, "seed": 0, "scene_seed": 0, "n_tasks": 50,
+            "path": f"cells/{cell.name}",
+            "group": cell.group,
+            "environment": cell.config.env.name,
+            "split": cell.config.split,
+            "seed": 0,
+            "scene_seed": 0,
+            "n_tasks": 50,
             "config": cell.config.model_dump(mode="json"),
-        }  # fmt: skip
+        }
         for delivery in cell.config.deliveries:
             name = joined(cell.group, delivery)
             results[name] = summary(*score.get(name, (25, 50)), delivery=delivery, levels=dict(cell.levels))
@@ -105,15 +110,23 @@ def test_averages_are_those_of_the_six_subsets_but_where_the_paper_has_it_otherw
                     if abs(of_six - numbers["values"][at]) > 0.02:
                         off.add((number, executor, method, at))
     assert off == {
-        (1, "Gemini-3-flash", "G-Mem", 0), (1, "Qwen-2.5-VL-32B", "MemGen", 0), (1, "Qwen-3-VL-32B", "MemGen", 0),
-        (6, "Gemini-3-flash", "LangMem", 7), (6, "Qwen-3-VL-32B", "Ours", 7),
-    }  # fmt: skip
+        (1, "Gemini-3-flash", "G-Mem", 0),
+        (1, "Qwen-2.5-VL-32B", "MemGen", 0),
+        (1, "Qwen-3-VL-32B", "MemGen", 0),
+        (6, "Gemini-3-flash", "LangMem", 7),
+        (6, "Qwen-3-VL-32B", "Ours", 7),
+    }
 
 
 # measured ones --------------------------------------------------------------------------------------------------------
 
-SHIPPED = [(1, "table1-embodiedbench"), (2, "table2-text"), (3, "table3-components"), (4, "table4-soft"),
-           (6, "table1-embodiedbench")]  # fmt: skip
+SHIPPED = [
+    (1, "table1-embodiedbench"),
+    (2, "table2-text"),
+    (3, "table3-components"),
+    (4, "table4-soft"),
+    (6, "table1-embodiedbench"),
+]
 
 
 BRAINMEM = {4: "tiers", 5: "working", 6: "window", 7: "episodic", 8: "experiences", 9: "insights", 14: "orders"}
@@ -193,10 +206,14 @@ def test_measured_stands_beside_paper_with_interval_and_change(tmp_path: Path) -
 
 
 def test_an_average_needs_all_subsets_and_pools_their_episodes(tmp_path: Path) -> None:
-    run = matrix_of(tmp_path / "run", "table1-embodiedbench", {
-        f"executor=qwen3-vl-32b,environment=alfred_{name}/compiled": (10 * i, 50)
-        for i, name in enumerate(("base", "common_sense", "complex", "visual", "spatial", "long"))
-    })  # fmt: skip
+    run = matrix_of(
+        tmp_path / "run",
+        "table1-embodiedbench",
+        {
+            f"executor=qwen3-vl-32b,environment=alfred_{name}/compiled": (10 * i, 50)
+            for i, name in enumerate(("base", "common_sense", "complex", "visual", "spatial", "long"))
+        },
+    )
     whole = row(paper_table(1, [run]), "Qwen-3-VL-32B", "Ours", MEASURED)
     assert whole["EB-ALFRED Avg."].n == 300 and whole["EB-ALFRED Avg."].value == pytest.approx(50.0)
     assert whole["EB-ALFRED Long"].value == 100 and whole["EB-ALFRED Base"].value == 0

@@ -83,9 +83,14 @@ def test_a_step_shows_everything_that_happened(tmp_path: Path) -> None:
     seen = Page(write({"compiled": [episode("t0", "compiled", True, steps=[told])]}, tmp_path / "report.html"))
     text = " ".join(seen.text.split())
     shown = (
-        "soft tokens n 4 mu norm 71.5 sigma mean 1.25", "sure without compiling 0.50", "because the mug was there",
-        "create: key exists", "executor promptprompt 0", "look choice wrote: look!", "observation 1",
-    )  # fmt: skip
+        "soft tokens n 4 mu norm 71.5 sigma mean 1.25",
+        "sure without compiling 0.50",
+        "because the mug was there",
+        "create: key exists",
+        "executor promptprompt 0",
+        "look choice wrote: look!",
+        "observation 1",
+    )
     for part in shown:
         assert part in text
 

@@ -54,10 +54,16 @@ class Hopeless:
 
 
 def config(system: str = "brainmem", deliveries: Sequence[str] = ("none", "live"), **memory: Any) -> EvalConfig:
-    return EvalConfig.model_validate({
-        "env": ENV, "deliveries": deliveries, "limit": 6, "max_steps": STEPS, "split": "test",
-        "memory": {"system": system, "protocol": "online", "pictures": 0, **memory},
-    })  # fmt: skip
+    return EvalConfig.model_validate(
+        {
+            "env": ENV,
+            "deliveries": deliveries,
+            "limit": 6,
+            "max_steps": STEPS,
+            "split": "test",
+            "memory": {"system": system, "protocol": "online", "pictures": 0, **memory},
+        }
+    )
 
 
 def run(of: EvalConfig, out: Path, executor: Any = None, on_exists: str = "overwrite") -> dict[str, Any]:
@@ -193,9 +199,14 @@ def won(task: str, scene: str, goal: str, success: bool) -> Episode:
 
 
 def test_what_comes_again_is_told_apart() -> None:
-    stream = told_by([
-        won("a", "1", "g", False), won("b", "1", "g", True), won("c", "2", "g", False), won("d", "1", "h", True),
-    ])  # fmt: skip
+    stream = told_by(
+        [
+            won("a", "1", "g", False),
+            won("b", "1", "g", True),
+            won("c", "2", "g", False),
+            won("d", "1", "h", True),
+        ]
+    )
     assert [quarter["mean"] for quarter in stream["quarters"]] == [0, 1, 0, 1]
     assert (stream["first"]["n"], stream["repeats"]["n"], stream["repeats"]["mean"]) == (3, 1, 1.0)
     assert told_by([won("a", "1", "g", True)])["repeats"] is None

@@ -46,9 +46,7 @@ COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 fr
 def request(i: int = 0, soft: bool = True) -> ExecutorRequest:
     tokens = torch.randn(4, 64, generator=torch.Generator().manual_seed(i)) if soft else None
     delivered = MemoryBlock(memory="in home 1: put a mug in shelf\n" * 4, guidance=f"go to shelf {i}", soft=tokens)
-    return ExecutorRequest(
-        "put a mug in cabinet", delivered, ("look",) * i, "You see nothing.", COMMANDS[: 3 + i % 4]
-    )  # fmt: skip
+    return ExecutorRequest("put a mug in cabinet", delivered, ("look",) * i, "You see nothing.", COMMANDS[: 3 + i % 4])
 
 
 def requests() -> list[ExecutorRequest]:
@@ -143,8 +141,12 @@ def test_likelihoods_and_choices_are_those_of_the_model() -> None:
 def test_the_tree_asks_for_each_continuation_once() -> None:
     nodes = list(_nodes(0, [(1, 2, 9), (1, 3, 9), (1, 2, 4, 9)]))
     assert [(n.path, n.tokens) for n in nodes] == [
-        ((), (1,)), ((1,), (2, 3)), ((1, 2), (9, 4)), ((1, 3), (9,)), ((1, 2, 4), (9,)),
-    ]  # fmt: skip
+        ((), (1,)),
+        ((1,), (2, 3)),
+        ((1, 2), (9, 4)),
+        ((1, 3), (9,)),
+        ((1, 2, 4), (9,)),
+    ]
     wide = list(_nodes(0, [(i,) for i in range(300)]))
     assert [len(n.tokens) for n in wide] == [128, 128, 44] and {n.path for n in wide} == {()}
 
@@ -224,8 +226,12 @@ def serve(*arguments: str) -> list[str]:
 def test_the_command_is_printed() -> None:
     done = subprocess.run(
         serve("executor", "--model", "some/model", "--port", "8011", "--dry-run", "--", "--max-model-len", "64"),
-        cwd=ROOT, capture_output=True, text=True, timeout=250, env={**os.environ, EXECUTOR_KEY: "k1"},
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={**os.environ, EXECUTOR_KEY: "k1"},
+    )
     assert done.returncode == 0, done.stderr
     command = shlex.split(done.stdout)
     assert "some/model" in command and command[-2:] == ["--max-model-len", "64"]

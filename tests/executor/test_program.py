@@ -27,8 +27,14 @@ from memory.karma.graph import build_graph
 from runtime.errors import StopReason
 
 HOMES = {"images": False, "visual_share": 0.0, "fixed_objects": 12, "wandering_objects": 0, "scenes": {"test": 6}}
-KINDS = ["pick_two_obj_and_place", "look_at_obj_in_light", "pick_heat_then_place_in_recep",
-         "pick_clean_then_place_in_recep", "pick_cool_then_place_in_recep", "pick_and_place_simple"]  # fmt: skip
+KINDS = [
+    "pick_two_obj_and_place",
+    "look_at_obj_in_light",
+    "pick_heat_then_place_in_recep",
+    "pick_clean_then_place_in_recep",
+    "pick_cool_then_place_in_recep",
+    "pick_and_place_simple",
+]
 COMMANDS = ("examine desk 1", "go to cabinet 1", "go to cabinet 2", "go to fridge 1", "go to microwave 1", "look")
 
 
@@ -46,16 +52,23 @@ def request(goal: str, memory: str, history: tuple[str, ...] = (), commands: tup
 
 def test_a_program_explores_what_memory_does_not_know() -> None:
     assert texts("put a hot mug in cabinet") == [
-        "Explore(mug)", "PickupObject(mug)", "GoToObject(microwave)", "HeatObject(mug)", "GoToObject(cabinet)",
+        "Explore(mug)",
+        "PickupObject(mug)",
+        "GoToObject(microwave)",
+        "HeatObject(mug)",
+        "GoToObject(cabinet)",
         "PutObject(mug, cabinet)",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_program_goes_where_memory_says_and_leaves_out_what_is_done() -> None:
     memory = "mug 2 is in fridge 1; mug 2 is heated\n\nThe task before was: put a mug in fridge (done)"
     assert texts("put a hot mug in cabinet", memory) == [
-        "GoToObject(fridge 1)", "PickupObject(mug 2)", "GoToObject(cabinet)", "PutObject(mug 2, cabinet)"
-    ]  # fmt: skip
+        "GoToObject(fridge 1)",
+        "PickupObject(mug 2)",
+        "GoToObject(cabinet)",
+        "PutObject(mug 2, cabinet)",
+    ]
     assert texts("look at mug under the desklamp", memory)[2:] == ["Explore(desklamp)", "SwitchOn(desklamp)"]
     assert texts("put two mug in cabinet", memory)[4] == "Explore(mug)"
 

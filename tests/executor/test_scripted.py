@@ -17,15 +17,24 @@ def plan(view: str = FIRST, commands: tuple[str, ...] = (), goal: str = "put a m
     return planned(f"goal: in home 1: {goal}\n{before}see: {view}", [*commands, *(w for w in WAYS if here not in w)])
 
 
-@pytest.mark.parametrize("goal, wanted", [
-    ("in FloorPlan2: put a clean soapbar in cabinet", Wanted("FloorPlan2", "soapbar", "cabinet", "clean", "sinkbasin")),
-    ("in home 1: cool some plate and put it in garbagecan", Wanted("home 1", "plate", "garbagecan", "cool", "fridge")),
-    ("put a hot mug in shelf", Wanted("", "mug", "shelf", "heat", "microwave")),
-    ("in home 1: find two pillow and put them in ottoman", Wanted("home 1", "pillow", "ottoman", two=True)),
-    ("in home 1: put two book on desk", Wanted("home 1", "book", "desk", two=True)),
-    ("in home 1: look at cd under the desklamp", Wanted("home 1", "cd")),
-    ("in home 1: examine the cd with the desklamp", Wanted("home 1", "cd")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "goal, wanted",
+    [
+        (
+            "in FloorPlan2: put a clean soapbar in cabinet",
+            Wanted("FloorPlan2", "soapbar", "cabinet", "clean", "sinkbasin"),
+        ),
+        (
+            "in home 1: cool some plate and put it in garbagecan",
+            Wanted("home 1", "plate", "garbagecan", "cool", "fridge"),
+        ),
+        ("put a hot mug in shelf", Wanted("", "mug", "shelf", "heat", "microwave")),
+        ("in home 1: find two pillow and put them in ottoman", Wanted("home 1", "pillow", "ottoman", two=True)),
+        ("in home 1: put two book on desk", Wanted("home 1", "book", "desk", two=True)),
+        ("in home 1: look at cd under the desklamp", Wanted("home 1", "cd")),
+        ("in home 1: examine the cd with the desklamp", Wanted("home 1", "cd")),
+    ],
+)
 def test_goals_are_read(goal: str, wanted: Wanted) -> None:
     assert Wanted.of(goal) == wanted
 
@@ -38,13 +47,16 @@ def test_places_are_searched_in_their_order_each_after_the_one_that_it_stands_at
     assert plan("You arrive at cabinet 1. It is empty.", before="did: go to cabinet 2\n") == "go to fridge 1"
 
 
-@pytest.mark.parametrize("told", [
-    "memory:\nin home 1: put a mug in bed\ngo to fridge 1\nbecause in home 1 the mug was in fridge 1\n\n",
-    "memory:\nIn home 1: mug in fridge 1 (2 of 3 visits); cup in bed 1 (1 of 1 visits)\n\n",
-    "memory:\nRoom Successful Patterns:\nput: go to fridge 1; take mug 2 from fridge 1; move mug 2 to shelf 1\n\n",
-    "memory:\nin home 1: put a mug in bed\ngo to fridge 1 ; take mug 2 from fridge 1 ; move mug 2 to bed 1\n\n",
-    "guide: in home 1 the mug was in fridge 1 | go to fridge 1\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "told",
+    [
+        "memory:\nin home 1: put a mug in bed\ngo to fridge 1\nbecause in home 1 the mug was in fridge 1\n\n",
+        "memory:\nIn home 1: mug in fridge 1 (2 of 3 visits); cup in bed 1 (1 of 1 visits)\n\n",
+        "memory:\nRoom Successful Patterns:\nput: go to fridge 1; take mug 2 from fridge 1; move mug 2 to shelf 1\n\n",
+        "memory:\nin home 1: put a mug in bed\ngo to fridge 1 ; take mug 2 from fridge 1 ; move mug 2 to bed 1\n\n",
+        "guide: in home 1 the mug was in fridge 1 | go to fridge 1\n",
+    ],
+)
 def test_it_goes_first_where_the_prompt_tells_that_the_thing_was(told: str) -> None:
     assert plan(before=told) == "go to fridge 1"
     after = plan("You arrive at fridge 1. The fridge 1 is open. In it, you see nothing.", before=told)

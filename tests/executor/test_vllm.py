@@ -36,9 +36,7 @@ def request(i: int = 0, soft: bool = True, scale: float = 1.0) -> ExecutorReques
     delivered = MemoryBlock(
         memory="in home 1: put a mug in shelf\n" * 4, state="now: find mug", guidance=f"go to shelf {i}", soft=tokens
     )
-    return ExecutorRequest(
-        "put a mug in cabinet", delivered, ("look",) * i, "You see nothing.", COMMANDS[: 3 + i % 4]
-    )  # fmt: skip
+    return ExecutorRequest("put a mug in cabinet", delivered, ("look",) * i, "You see nothing.", COMMANDS[: 3 + i % 4])
 
 
 def requests() -> list[ExecutorRequest]:
@@ -245,9 +243,10 @@ def test_a_prompt_with_picture_reads_like_the_chat_message_of_its_parts() -> Non
     parts = [
         {"type": "text", "text": before},
         {"type": "prompt_embeds", "data": base64.b64encode(data.getvalue()).decode()},
-        {"type": "text", "text": between}, {"type": "image_pil", "image_pil": prompt.images[0]},
+        {"type": "text", "text": between},
+        {"type": "image_pil", "image_pil": prompt.images[0]},
         {"type": "text", "text": after},
-    ]  # fmt: skip
+    ]
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True, logprobs=0, detokenize=False)
     how: Any = {"use_tqdm": False, "chat_template_content_format": "openai"}
     [chat] = ours.llm.chat([{"role": "user", "content": parts}], params, **how)

@@ -18,15 +18,26 @@ from tests import tiny_models
 
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 from shelf 1", "look", "go to shelf 2")
 _SHAPE = {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-    "num_hidden_layers": 4, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 4096,
+}
 _LINEAR = {
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-}  # fmt: skip
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 _EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-}  # fmt: skip
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 ARCHITECTURES = {
     "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", _LINEAR),
     "Qwen3NextForCausalLM": ("Qwen3NextConfig", _LINEAR | _EXPERTS),

@@ -46,10 +46,26 @@ def test_texts_are_embedded_in_batches_each_once_whatever_is_asked_later(tmp_pat
         assert not any("text 3" in str(row) for row in db.execute("SELECT * FROM vectors"))  # hashes alone
 
 
-@pytest.mark.parametrize("fault", [
-    "429", "500", "hang", "truncated", "html", "empty choices", "array", "closed", "one too few", "one twice",
-    "of other length", "not finite", "too large", "text", "empty",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "429",
+        "500",
+        "hang",
+        "truncated",
+        "html",
+        "empty choices",
+        "array",
+        "closed",
+        "one too few",
+        "one twice",
+        "of other length",
+        "not finite",
+        "too large",
+        "text",
+        "empty",
+    ],
+)
 def test_a_fault_is_tried_again(fault: str) -> None:
     with FaultyServer([fault]) as server:
         it = embed(server, timeout_s=0.5 if fault == "hang" else 10.0)

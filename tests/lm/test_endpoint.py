@@ -26,8 +26,18 @@ def ask(endpoint: Endpoint, *texts: str, role: str = "test", repeat: int = 0):
 
 @pytest.mark.seconds
 def test_every_fault_is_tried_again_and_counted_by_kind(tmp_path):
-    faults = ["429", "429 retry-after", "500", "hang", "truncated", "html", "empty choices", "null content", "array",
-              "closed"]  # fmt: skip
+    faults = [
+        "429",
+        "429 retry-after",
+        "500",
+        "hang",
+        "truncated",
+        "html",
+        "empty choices",
+        "null content",
+        "array",
+        "closed",
+    ]
     with FaultyServer(faults) as server:
         endpoint = Endpoint(
             server.config(retries=10, timeout_s=1.0, price_in=1.0, price_out=4.0), tmp_path / "a.sqlite"
@@ -37,8 +47,13 @@ def test_every_fault_is_tried_again_and_counted_by_kind(tmp_path):
         assert server.served == {**dict.fromkeys(faults, 1), "answer": 1}
     account = endpoint.account()
     assert account["faults"] == {
-        "connection": 1, "no_choice": 3, "not_json": 2, "rate_limit": 2, "server_error": 1, "timeout": 1
-    }  # fmt: skip
+        "connection": 1,
+        "no_choice": 3,
+        "not_json": 2,
+        "rate_limit": 2,
+        "server_error": 1,
+        "timeout": 1,
+    }
     assert (account["requests"], account["answers"]) == (11, 1)
     # The empty list of choices was billed: 7 tokens. 107 * 1.0 + 10 * 4.0 per million.
     assert (account["tokens_in"], account["tokens_out"]) == (107, 10)

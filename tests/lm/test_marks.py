@@ -15,18 +15,33 @@ from lm.marks import Marks
 from lm.prompt import Part, PromptEncoder
 from tests import tiny_models
 
-MARKS = ("<|im_end|>", "<|im_start|>", "<|mem|>", "<|image_pad|>", "<|endoftext|>", "[INST]", "<start_of_turn>",
-         "<|eot_id|>", "</s>", "<think>")  # fmt: skip
-OTHERS = (AddedToken("[INST]", special=True), AddedToken("<|eot_id|>", special=True, rstrip=True, lstrip=True),
-          AddedToken("<start_of_turn>", special=True), AddedToken("</s>", special=True),
-          AddedToken("<think>", special=False))  # fmt: skip
+MARKS = (
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|mem|>",
+    "<|image_pad|>",
+    "<|endoftext|>",
+    "[INST]",
+    "<start_of_turn>",
+    "<|eot_id|>",
+    "</s>",
+    "<think>",
+)
+OTHERS = (
+    AddedToken("[INST]", special=True),
+    AddedToken("<|eot_id|>", special=True, rstrip=True, lstrip=True),
+    AddedToken("<start_of_turn>", special=True),
+    AddedToken("</s>", special=True),
+    AddedToken("<think>", special=False),
+)
 
 
 def chatml() -> Any:
     made = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tiny_models.tokenizer().backend_tokenizer.to_str()),
-        eos_token="<|im_end|>", pad_token="<|endoftext|>",
-    )  # fmt: skip
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
     made.backend_tokenizer.add_tokens(list(OTHERS))
     made.chat_template = tiny_models.tokenizer().chat_template
     return made
@@ -36,8 +51,9 @@ def sentencepiece() -> Any:
     """Like Llama's: bytes as a fallback, a space before the first word of a text alone, special tokens in the core
     vocabulary; the template trims what it is given."""
     pieces = ["<unk>", "</s>", "<|mem|>", "▁", *map(chr, range(33, 127)), *(f"<0x{i:02X}>" for i in range(256))]
-    core = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>",
-                                byte_fallback=True))  # fmt: skip
+    core = Tokenizer(
+        models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     replaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     core.decoder = decoders.Sequence(replaced)
@@ -113,9 +129,10 @@ def test_what_is_encoded_beside_a_mark_is_what_it_is_without(kind: str) -> None:
     made = encoder(kind)
     for text in ("goal: put a mug in cabinet\nsee: nothing. ", "  a ", "x\n"):
         rendered = made.processor.apply_chat_template(
-            [{"role": "system", "content": "Act."}, {"role": "user", "content": text}], tokenize=False,
+            [{"role": "system", "content": "Act."}, {"role": "user", "content": text}],
+            tokenize=False,
             add_generation_prompt=True,
-        )  # fmt: skip
+        )
         assert tuple(made.marks.encode(rendered)) == made.encode([Part(text)], "Act.").ids
 
 

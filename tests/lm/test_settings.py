@@ -39,13 +39,17 @@ def test_a_device_of_another_form_is_refused_before_anything_is_loaded(device: s
 @pytest.mark.parametrize(
     ("gpus", "device", "found"),
     [
-        (0, "auto", "cpu"), (2, "cpu", "cpu"), (2, "auto", "cuda:1"), (2, "cuda", "cuda:1"), (2, "cuda:0", "cuda:0"),
+        (0, "auto", "cpu"),
+        (2, "cpu", "cpu"),
+        (2, "auto", "cuda:1"),
+        (2, "cuda", "cuda:1"),
+        (2, "cuda:0", "cuda:0"),
         (0, "cuda", "device=cuda: this machine has no CUDA device"),
         (0, "cuda:3", "device=cuda:3: this machine has no CUDA device"),
         (1, "cuda:1", "device=cuda:1: this machine has 1 CUDA device, cuda:0"),
         (2, "cuda:2", "device=cuda:2: this machine has 2 CUDA devices, cuda:0 to cuda:1"),
     ],
-)  # fmt: skip
+)
 def test_a_device_is_resolved_on_this_machine(
     gpus: int, device: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,11 +182,18 @@ def test_an_argument_that_vllm_does_not_know_is_refused_by_name(monkeypatch):
         load_engine("folder", "bfloat16", {}, VllmEngine())
 
 
-@pytest.mark.parametrize(("extra", "says"), [
-    ({"max_num_seqs": 8}, "has a setting of its own"), ({"enable_lora": False}, "set by MemCompiler"),
-    ({"worker_extension_cls": "os.system"}, "set by MemCompiler"), ({"trust_remote_code": True}, "set by MemCompiler"),
-    ({"--port": 1}, "no argument's name"), ({"quantization": {1, 2}}, "extra"), ({"swap_space": print}, "extra"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"max_num_seqs": 8}, "has a setting of its own"),
+        ({"enable_lora": False}, "set by MemCompiler"),
+        ({"worker_extension_cls": "os.system"}, "set by MemCompiler"),
+        ({"trust_remote_code": True}, "set by MemCompiler"),
+        ({"--port": 1}, "no argument's name"),
+        ({"quantization": {1, 2}}, "extra"),
+        ({"swap_space": print}, "extra"),
+    ],
+)
 def test_what_is_ours_or_no_json_is_refused(extra, says):
     with pytest.raises(ValidationError, match=says):
         VllmEngine(extra=extra)

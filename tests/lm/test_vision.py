@@ -45,9 +45,13 @@ def request(i: int = 0, soft: bool = True, image: bool = True) -> ExecutorReques
     tokens = torch.randn(4, 64, generator=torch.Generator().manual_seed(i)) if soft else None
     delivered = MemoryBlock(state="now: find mug", guidance=f"go to shelf {i}", soft=tokens)
     return ExecutorRequest(
-        "put a mug in cabinet", delivered, ("look",) * i, "You see nothing.", COMMANDS[: 3 + i],
+        "put a mug in cabinet",
+        delivered,
+        ("look",) * i,
+        "You see nothing.",
+        COMMANDS[: 3 + i],
         image=view(i) if image else None,
-    )  # fmt: skip
+    )
 
 
 REQUESTS = [request(0), request(1, image=False), request(2, soft=False), request(3, soft=False, image=False)]
@@ -128,13 +132,22 @@ def test_gradient_of_the_action_reaches_the_soft_tokens_only() -> None:
 def test_sft_rows_with_pictures_train_through_a_seeing_executor() -> None:
     rows = [
         SftRow(
-            task_id="t", split="train", family="f", t=i, goal="in home 1: put a mug in cabinet", memory_ids=("e1",),
-            memory_texts=("in home 1: put a mug in shelf",), state="goal: in home 1: put a mug in cabinet",
-            observation="You see a shelf 1.", image=png_bytes(view(i)) if i else None, history=(),
-            emission="> it is there | go to shelf 1", action="go to shelf 1",
+            task_id="t",
+            split="train",
+            family="f",
+            t=i,
+            goal="in home 1: put a mug in cabinet",
+            memory_ids=("e1",),
+            memory_texts=("in home 1: put a mug in shelf",),
+            state="goal: in home 1: put a mug in cabinet",
+            observation="You see a shelf 1.",
+            image=png_bytes(view(i)) if i else None,
+            history=(),
+            emission="> it is there | go to shelf 1",
+            action="go to shelf 1",
         )
         for i in range(3)
-    ]  # fmt: skip
+    ]
     compiler: MemoryCompiler = tiny_models.memory_compiler()
     model, examples = executor(), []
     for row in rows:
@@ -151,12 +164,21 @@ def memory_row(pictures: int) -> SftRow:
     """A row with two entries, of which the first has the first picture and the second the rest."""
     images = [png_bytes(view(i)) for i in range(pictures)]
     return SftRow(
-        task_id="t", split="train", family="f", t=0, goal="in home 1: put a mug in cabinet", memory_ids=("a", "b"),
-        memory_texts=("in home 1: put a mug in shelf", "in home 2"), state="goal: in home 1: put a mug in cabinet",
-        observation="You see a shelf 1.", image=None, history=(), emission="> it is there",
+        task_id="t",
+        split="train",
+        family="f",
+        t=0,
+        goal="in home 1: put a mug in cabinet",
+        memory_ids=("a", "b"),
+        memory_texts=("in home 1: put a mug in shelf", "in home 2"),
+        state="goal: in home 1: put a mug in cabinet",
+        observation="You see a shelf 1.",
+        image=None,
+        history=(),
+        emission="> it is there",
         action="go to shelf 1",
         memory_images=(tuple(images[:1]), tuple(images[1:])) if images else (),
-    )  # fmt: skip
+    )
 
 
 def latent_target(model: FrozenExecutor, row: SftRow) -> torch.Tensor:

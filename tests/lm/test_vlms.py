@@ -32,9 +32,11 @@ from zoo.models import save
 
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "look", "go to shelf 2")
 TOWERS = {
-    "llava": {"vision_tower", "multi_modal_projector"}, "internvl": {"vision_tower", "multi_modal_projector"},
-    "idefics3": {"vision_model", "connector"}, "gemma3": {"vision_tower", "multi_modal_projector"},
-}  # fmt: skip
+    "llava": {"vision_tower", "multi_modal_projector"},
+    "internvl": {"vision_tower", "multi_modal_projector"},
+    "idefics3": {"vision_model", "connector"},
+    "gemma3": {"vision_tower", "multi_modal_projector"},
+}
 every = pytest.mark.parametrize("family", tiny_vlms.FAMILIES)
 
 
@@ -182,9 +184,15 @@ def test_requests_compile_together_as_alone_and_as_the_model_generates(family: s
         prompt = compiler.encode(asked)
         batch = compiler.backbone.pad([prompt], "left")
         theirs = compiler.backbone.model.generate(
-            input_ids=batch.tokens, attention_mask=batch.mask, **batch.vision, max_new_tokens=8, do_sample=False,
-            suppress_tokens=compiler.backbone.suppressed, eos_token_id=compiler.backbone.end_id, pad_token_id=0,
-        )[0, batch.tokens.shape[1] :].tolist()  # fmt: skip
+            input_ids=batch.tokens,
+            attention_mask=batch.mask,
+            **batch.vision,
+            max_new_tokens=8,
+            do_sample=False,
+            suppress_tokens=compiler.backbone.suppressed,
+            eos_token_id=compiler.backbone.end_id,
+            pad_token_id=0,
+        )[0, batch.tokens.shape[1] :].tolist()
         (alone,) = compiler.compile([asked])
         with torch.no_grad():
             scored = compiler.eval().score([prompt], [alone.emission_ids])
@@ -219,12 +227,21 @@ def test_the_adapter_is_on_the_language_model_alone(family: str) -> None:
 def row(i: int, seen: int, image: bool) -> SftRow:
     pictures = tuple(png_bytes(view(k)) for k in range(seen))
     return SftRow(
-        task_id="t", split="train", family="f", t=i, goal="in home 1: put a mug in cabinet", memory_ids=("a", "b"),
-        memory_texts=("in home 1: put a mug in shelf", "in home 2"), state="goal: in home 1: put a mug in cabinet",
-        observation="You see a shelf 1.", image=png_bytes(view(i)) if image else None, history=(),
-        emission="> it is there | go to shelf 1", action="go to shelf 1",
+        task_id="t",
+        split="train",
+        family="f",
+        t=i,
+        goal="in home 1: put a mug in cabinet",
+        memory_ids=("a", "b"),
+        memory_texts=("in home 1: put a mug in shelf", "in home 2"),
+        state="goal: in home 1: put a mug in cabinet",
+        observation="You see a shelf 1.",
+        image=png_bytes(view(i)) if image else None,
+        history=(),
+        emission="> it is there | go to shelf 1",
+        action="go to shelf 1",
         memory_images=(pictures[:1], pictures[1:]) if seen else (),
-    )  # fmt: skip
+    )
 
 
 ROWS = [row(0, 2, True), row(1, 0, True), row(2, 0, False), row(3, 1, False)]

@@ -20,10 +20,14 @@ from tests.faulty_server import FaultyServer
 from tests.memory.test_contract import HOSTILE, task, trace
 
 SAID = {
-    "episode_success": True, "primary_task": "put", "success_patterns": ["look on low shelves first"],
-    "failure_causes": [], "learning_insights": ["mugs stand on shelves"], "recommendations": ["go slowly"],
+    "episode_success": True,
+    "primary_task": "put",
+    "success_patterns": ["look on low shelves first"],
+    "failure_causes": [],
+    "learning_insights": ["mugs stand on shelves"],
+    "recommendations": ["go slowly"],
     "action_sequences": {"successful": [], "failed": []},
-}  # fmt: skip
+}
 TOPIC = agent.Topic("FloorPlan1", "put", frozenset({"mug"}))
 
 
@@ -82,20 +86,34 @@ def test_the_answers_of_one_commit_are_those_of_several(tmp_path: Path) -> None:
     assert prompt(one) == prompt(several) and one.snapshot() == several.snapshot() == 3
 
 
-@pytest.mark.parametrize("answer", [
-    "```json\n" + json.dumps(SAID) + "\n```", f"Here it is: {json.dumps(SAID)} I hope it helps.",
-    json.dumps({**SAID, "learning_insights": "mugs stand on shelves"}),
-    json.dumps({**SAID, "failure_causes": [3, None, {"a": 1}], "more": "x"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "```json\n" + json.dumps(SAID) + "\n```",
+        f"Here it is: {json.dumps(SAID)} I hope it helps.",
+        json.dumps({**SAID, "learning_insights": "mugs stand on shelves"}),
+        json.dumps({**SAID, "failure_causes": [3, None, {"a": 1}], "more": "x"}),
+    ],
+)
 def test_answers_that_can_be_read_are(answer: str) -> None:
     read = agent.read_experience(answer)
     assert read is not None and read["success_patterns"] == ["look on low shelves first"]
     assert read["learning_insights"] == ["mugs stand on shelves"] and read["failure_causes"] == []
 
 
-@pytest.mark.parametrize("answer", [
-    "", "no", json.dumps(SAID)[:-20], "[1, 2]", '{"a": 1}', "{" * 100_000, "\ud800{}", json.dumps([SAID])[:30],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "no",
+        json.dumps(SAID)[:-20],
+        "[1, 2]",
+        '{"a": 1}',
+        "{" * 100_000,
+        "\ud800{}",
+        json.dumps([SAID])[:30],
+    ],
+)
 def test_others_are_asked_for_once_more_and_then_the_rules_speak(answer: str, tmp_path: Path) -> None:
     model, by_rule = Model(experience=answer, reflection="", guideline=""), BrainMem(tmp_path / "rules")
     memory = BrainMem(tmp_path / "model", ask=model)

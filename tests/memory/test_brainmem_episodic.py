@@ -13,9 +13,13 @@ TAKEN = "You pick up the mug 1 from the shelf 1."
 
 
 def trace(
-    *steps: tuple[str, str], task: str = "t1", room: str = "FloorPlan1", success: bool = True, refused: int = -1,
+    *steps: tuple[str, str],
+    task: str = "t1",
+    room: str = "FloorPlan1",
+    success: bool = True,
+    refused: int = -1,
     attempt: int = 0,
-) -> Trace:  # fmt: skip
+) -> Trace:
     views = [FIRST, *(feedback for _, feedback in steps)]
     records = tuple(Record(t, views[t], a, f, t == refused) for t, (a, f) in enumerate(steps))
     return Trace(Task(task, "put a hot mug in desk", room, "train", HEAT), records, success, attempt)
@@ -53,9 +57,11 @@ def test_similarity_and_patterns_of_the_room() -> None:
     mug = Topic("FloorPlan1", HEAT, frozenset({"mug"}))
     assert similarity(mug, mug) == 3.0 and similarity(mug, Topic("FloorPlan2", HEAT, frozenset({"mug", "pen"}))) == 1.5
     graph = learned(
-        trace(*TWO), trace(*TWO[:1], success=False), trace(*TWO, room="FloorPlan2"),
+        trace(*TWO),
+        trace(*TWO[:1], success=False),
+        trace(*TWO, room="FloorPlan2"),
         trace(*TWO, ("heat mug 1 with microwave 1", "You heat the mug 1 using the microwave 1."), task="t4"),
-    )  # fmt: skip
+    )
     long = "heat: go to shelf 1; take mug 1 from shelf 1; heat mug 1 with microwave 1"
     assert graph.patterns(mug, 2, 12) == [long, "heat: go to shelf 1; take mug 1 from shelf 1"]
     assert graph.patterns(mug, 1, 1) == ["heat: go to shelf 1"]
@@ -77,7 +83,8 @@ def test_counts_are_of_visits() -> None:
         graph.learn([each], episode)
     lines = lambda *asked: list(map(str, graph.facts(*asked)))
     assert lines("FloorPlan1", frozenset({"mug"})) == [
-        "mug in shelf 1 (2 of 3 visits)", "pen in shelf 1 (3 of 3 visits)",
-    ]  # fmt: skip
+        "mug in shelf 1 (2 of 3 visits)",
+        "pen in shelf 1 (3 of 3 visits)",
+    ]
     assert lines("FloorPlan1", frozenset(), 1) == ["pen in shelf 1 (3 of 3 visits)"]
     assert lines("FloorPlan2", frozenset()) == []

@@ -76,11 +76,13 @@ def test_experiences(seed: int) -> None:
     for new in made[:20]:
         text = "the mug is in shelf"
         expected = {
-            e.id for e in made
-            if e.task_id != new.task_id and e.task_type == new.task_type
+            e.id
+            for e in made
+            if e.task_id != new.task_id
+            and e.task_type == new.task_type
             and (not e.objects or not new.objects or e.objects & new.objects)
             and any(agree(set(text.split()), set(other.split())) for other in e.texts())
-        }  # fmt: skip
+        }
         found = known.saying(text, new)
         assert {e.id for e in found} == expected and len(found) == len(expected)
 

@@ -20,9 +20,22 @@ def experience(id: str, *insights: str, task: str = "", success: bool = True, ob
 
 @pytest.mark.parametrize(
     ("n_success", "n_total", "utility"),
-    [(23, 25, 0.9440), (18, 20, 0.9300), (15, 17, 0.9176), (12, 14, 0.9000), (10, 12, 0.8833), (1, 1, 0.73), (0, 3, 0),
-     (4, 4, 0.82), (9, 12, 0.795), (10, 10, 1.0), (2, 3, 0.5267), (3, 4, 0.615), (0, 0, 0)],
-)  # fmt: skip
+    [
+        (23, 25, 0.9440),
+        (18, 20, 0.9300),
+        (15, 17, 0.9176),
+        (12, 14, 0.9000),
+        (10, 12, 0.8833),
+        (1, 1, 0.73),
+        (0, 3, 0),
+        (4, 4, 0.82),
+        (9, 12, 0.795),
+        (10, 10, 1.0),
+        (2, 3, 0.5267),
+        (3, 4, 0.615),
+        (0, 0, 0),
+    ],
+)
 def test_utility(n_success: int, n_total: int, utility: float) -> None:
     assert guideline("g", n_success, n_total).utility == pytest.approx(utility, abs=5e-5)
 

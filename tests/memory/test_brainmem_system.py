@@ -41,9 +41,12 @@ def test_it_is_a_memory_system_whose_sections_come_in_the_papers_order(tmp_path:
     assert isinstance(memory, MemorySystem) and memory.snapshot() == 3
     sections = told(memory)
     assert list(sections) == [
-        "Valuable Guidelines", "Room Successful Patterns", "Relevant Experiences", "Real-time Action Hints",
+        "Valuable Guidelines",
+        "Room Successful Patterns",
+        "Relevant Experiences",
+        "Real-time Action Hints",
         "Spatial Reasoning Guidance",
-    ]  # fmt: skip
+    ]
     assert (
         "1. for heat: take the mug, then heat the mug with the microwave (Validated 2 times, 100% confidence) [heat]"
         in (sections["Valuable Guidelines"])
@@ -66,9 +69,13 @@ def test_an_experts_walks_never_contradict_themselves(tmp_path: Path) -> None:
     """Section 7, check 8, on generated homes; real games: docs/brainmem.md."""
     env = HouseholdEnvironment(scenes={"train": 40})
     played = run_episodes(
-        lambda: env, [EpisodeSpec(task) for task in env.tasks("train")[:140]], Delivery("expert", "none"),
-        ExpertExecutor(), Limits(50), 1,
-    )  # fmt: skip
+        lambda: env,
+        [EpisodeSpec(task) for task in env.tasks("train")[:140]],
+        Delivery("expert", "none"),
+        ExpertExecutor(),
+        Limits(50),
+        1,
+    )
     memory, steps = taught(tmp_path), 0
     for [walk] in traces_of(played):
         session = memory.session(Query(walk.task), Recall())

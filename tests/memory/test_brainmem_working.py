@@ -61,9 +61,14 @@ def test_what_contradicts_itself_is_said(window: list[WorkStep], says: str) -> N
 
 
 def test_what_is_consistent_is_not() -> None:
-    right = [step(0, "go to safe 1"), step(1, "open safe 1"), step(2, "take mug 1 from safe 1", holds="mug 1"),
-             step(3, "close safe 1", holds="mug 1", held="mug 1"), step(4, "open safe 1", holds="mug 1", held="mug 1"),
-             step(5, "move mug 1 to safe 1", held="mug 1")]  # fmt: skip
+    right = [
+        step(0, "go to safe 1"),
+        step(1, "open safe 1"),
+        step(2, "take mug 1 from safe 1", holds="mug 1"),
+        step(3, "close safe 1", holds="mug 1", held="mug 1"),
+        step(4, "open safe 1", holds="mug 1", held="mug 1"),
+        step(5, "move mug 1 to safe 1", held="mug 1"),
+    ]
     assert [warnings(right[: n + 1]) for n in range(len(right))] == [[]] * len(right)
     assert warnings([]) == []
     many = [step(0, "take mug 1 from a 1", False, held="pen 1"), step(1, "take mug 1 from a 1", False, held="pen 1")]
@@ -104,8 +109,13 @@ def test_summaries_do_not_depend_on_order_or_white_space() -> None:
 
 @pytest.mark.parametrize(
     ("goal", "named"),
-    [("put a hot mug in cabinet", {"mug"}), ("look at cd under the desklamp", {"cd"}), ("boil water", set()),
-     ("clean some egg and put it in fridge", {"egg"}), ("find two pen and put them in desk", {"pen"})],
-)  # fmt: skip
+    [
+        ("put a hot mug in cabinet", {"mug"}),
+        ("look at cd under the desklamp", {"cd"}),
+        ("boil water", set()),
+        ("clean some egg and put it in fridge", {"egg"}),
+        ("find two pen and put them in desk", {"pen"}),
+    ],
+)
 def test_the_object_of_a_goal(goal: str, named: set[str]) -> None:
     assert objects(Task("t", goal, "", "", "")) == named

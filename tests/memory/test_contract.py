@@ -107,9 +107,13 @@ def test_the_same_episodes_in_the_same_order_give_the_same_bytes(system: str, tm
         "print(prompt(opened(sys.argv[1], Path(sys.argv[2])), task(9)))"
     )
     made = subprocess.run(
-        [sys.executable, "-c", code, system, str(tmp_path / "one")], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", code, system, str(tmp_path / "one")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+        timeout=120,
+    )
     assert made.stdout.strip() == str(prompt(one, task(9)))
 
 

@@ -67,8 +67,11 @@ def test_of_units_that_are_as_near_the_one_written_last_comes_first() -> None:
 
 
 def test_words_of_an_instruction_find_the_thing_that_it_names() -> None:
-    units = [Unit("plate 1", "cabinet 2", ("cleaned",), version=3), Unit("mug 1", "cabinet 4", version=1),
-             Unit("egg 1", "fridge 1", version=2)]  # fmt: skip
+    units = [
+        Unit("plate 1", "cabinet 2", ("cleaned",), version=3),
+        Unit("mug 1", "cabinet 4", version=1),
+        Unit("egg 1", "fridge 1", version=2),
+    ]
     assert nearest("put a clean mug in cabinet", units, 1)[0].id == "mug 1"
 
 
@@ -76,9 +79,15 @@ def test_words_of_an_instruction_find_the_thing_that_it_names() -> None:
 
 
 def test_a_second_write_leaves_one_unit_with_the_new_facts_only() -> None:
-    memory = short([took("apple 1", "fridge 1"), put("apple 1", "sinkbasin 1"), took("apple 1", "sinkbasin 1"),
-                    step("clean apple 1 with sinkbasin 1", "You clean the apple 1 using the sinkbasin 1."),
-                    put("apple 1", "countertop 1")])  # fmt: skip
+    memory = short(
+        [
+            took("apple 1", "fridge 1"),
+            put("apple 1", "sinkbasin 1"),
+            took("apple 1", "sinkbasin 1"),
+            step("clean apple 1 with sinkbasin 1", "You clean the apple 1 using the sinkbasin 1."),
+            put("apple 1", "countertop 1"),
+        ]
+    )
     assert [unit.text for unit in memory.held()] == ["apple 1 is in countertop 1; apple 1 is cleaned"]
 
 
@@ -107,8 +116,9 @@ def test_a_unit_that_a_view_contradicts_is_dropped_unless_nothing_feeds_back() -
 
 def test_refused_actions_tell_nothing() -> None:
     memory = ShortTerm(KarmaSettings())
-    memory.observe(Record(0, "", "take mug 1 from shelf 1", "You pick up the mug 1 from the shelf 1.", True), "t",
-                   frozenset())  # fmt: skip
+    memory.observe(
+        Record(0, "", "take mug 1 from shelf 1", "You pick up the mug 1 from the shelf 1.", True), "t", frozenset()
+    )
     assert memory.held() == []
 
 
@@ -122,8 +132,10 @@ def test_units_are_read_back_and_other_text_is_not() -> None:
 def test_a_models_states_are_read_line_by_line_and_unknown_words_left_out() -> None:
     answer = "Here you are:\n- Apple 1: cleaned, shiny\npear 1: none\n`mug 2`: hot\nmug 1: used up"
     assert read_states(answer, ["apple 1", "pear 1", "mug 1"]) == {
-        "apple 1": ("cleaned",), "pear 1": (), "mug 1": ("used up",)
-    }  # fmt: skip
+        "apple 1": ("cleaned",),
+        "pear 1": (),
+        "mug 1": ("used up",),
+    }
 
 
 def test_a_model_says_the_states_of_what_was_used_when_a_task_is_over() -> None:
@@ -237,8 +249,9 @@ def test_short_term_memory_lasts_from_task_to_task_of_one_world_and_no_longer() 
     life.end(Trace(TASK, (), True))
     entries = life.session(Query(TASK)).recall("").entries
     assert [entry.text for entry in entries[1:]] == [
-        "apple 1 is in desk 1", "The task before was: put a clean apple in fridge (done)"
-    ]  # fmt: skip
+        "apple 1 is in desk 1",
+        "The task before was: put a clean apple in fridge (done)",
+    ]
     assert object_of(entries[1].id) == "apple 1" and object_of(entries[0].id) == ""
     assert len(life_in(sequence, memory).session(Query(TASK)).recall("").entries) == 1
 
@@ -257,9 +270,10 @@ def test_a_recall_counts_as_one_use_however_often_a_task_asks() -> None:
 def test_each_memory_can_be_left_out_and_the_gate_waits_for_a_thing_that_came_before() -> None:
     [sequence, *_] = home_sequences()
     for settings, sources in (
-        ({"long": False}, ["karma/short"]), ({"short": False}, ["karma/long"]), ({"gate": "object_overlap"},
-        ["karma/long"]),
-    ):  # fmt: skip
+        ({"long": False}, ["karma/short"]),
+        ({"short": False}, ["karma/long"]),
+        ({"gate": "object_overlap"}, ["karma/long"]),
+    ):
         life = Karma("nowhere", KarmaSettings.model_validate(settings)).life(sequence)
         session = life.session(Query(TASK))
         session.observe(put("apple 1", "desk 1"))
@@ -324,8 +338,9 @@ def walk(game: Game, state: State, memory: ShortTerm, steps: int, rng: random.Ra
 @pytest.mark.parametrize("policy", ["wtinylfu", "fifo", "unlimited"])
 @pytest.mark.parametrize("write", ["used", "all_seen"])
 def test_units_agree_with_the_engine_in_random_walks_of_10_000_steps(policy: str, write: str) -> None:
-    env = HouseholdEnvironment(**{**HOMES, "kinds": ["pick_two_obj_and_place", "look_at_obj_in_light",
-                                                     "pick_and_place_simple"]})  # fmt: skip
+    env = HouseholdEnvironment(
+        **{**HOMES, "kinds": ["pick_two_obj_and_place", "look_at_obj_in_light", "pick_and_place_simple"]}
+    )
     compared = 0
     for number, sequence in enumerate(env.sequences("test")[:2]):
         env.reset(sequence.tasks[0])

@@ -266,9 +266,14 @@ def test_many_small_writes_are_merged_and_no_version_is_lost(bank: MemoryBank):
 
 
 READS = {
-    "len": len, "entries": MemoryBank.entries, "snapshot": MemoryBank.snapshot, "inspect": MemoryBank.inspect,
-    "at": lambda b: b.at(1), "get": lambda b: b["x"], "retrieve": lambda b: b.retrieve([TASK])[0],
-}  # fmt: skip
+    "len": len,
+    "entries": MemoryBank.entries,
+    "snapshot": MemoryBank.snapshot,
+    "inspect": MemoryBank.inspect,
+    "at": lambda b: b.at(1),
+    "get": lambda b: b["x"],
+    "retrieve": lambda b: b.retrieve([TASK])[0],
+}
 
 
 @pytest.mark.parametrize("read", READS)
@@ -379,9 +384,19 @@ GOOD = (
 
 @pytest.mark.parametrize(
     "bad",
-    ["{", "[]", "1", "{}", GOOD.replace('"b"', "1"), GOOD.replace("true", '"yes"'), GOOD.replace('"id"', '"di"'),
-     GOOD.replace('"split"', '"splat"'), GOOD[:-1] + ', "images": ["%%%"]}', GOOD.replace('"g"', "null")],
-)  # fmt: skip
+    [
+        "{",
+        "[]",
+        "1",
+        "{}",
+        GOOD.replace('"b"', "1"),
+        GOOD.replace("true", '"yes"'),
+        GOOD.replace('"id"', '"di"'),
+        GOOD.replace('"split"', '"splat"'),
+        GOOD[:-1] + ', "images": ["%%%"]}',
+        GOOD.replace('"g"', "null"),
+    ],
+)
 def test_a_line_that_is_no_entry_is_named(bank: MemoryBank, tmp_path: Path, bad: str):
     file = tmp_path / "x.jsonl"
     file.write_text(f"{GOOD}\n\n{bad}\n")
@@ -399,10 +414,18 @@ def test_inspect(bank: MemoryBank):
     bank.write([entry(i, images=2 * (i == 0), success=i != 1, split="dev" if i == 2 else "train") for i in range(4)])
     version = bank.snapshot()
     assert json.loads(json.dumps(bank.inspect())) == {
-        "path": str(bank.path), "version": version, "entries": 4, "successes": 3, "failures": 1, "scenes": 3,
-        "images": 2, "embedding": None, "by_split": {"dev": 1, "train": 3},
-        "by_source": {"trajectory": 4}, "by_scene": {"home 0": 2, "home 1": 1, "home 2": 1},
-    }  # fmt: skip
+        "path": str(bank.path),
+        "version": version,
+        "entries": 4,
+        "successes": 3,
+        "failures": 1,
+        "scenes": 3,
+        "images": 2,
+        "embedding": None,
+        "by_split": {"dev": 1, "train": 3},
+        "by_source": {"trajectory": 4},
+        "by_scene": {"home 0": 2, "home 1": 1, "home 2": 1},
+    }
 
 
 def test_reading_writes_nothing(bank: MemoryBank):

@@ -22,8 +22,13 @@ OBJECTS = ("mug", "apple", "plate", "knife", "egg", "tomato", "bread")
 def entry(scene: str, kind: str, thing: str, n: int = 0, success: bool = True, **kwargs) -> MemoryEntry:
     place = ("cabinet 1", "shelf 2", "drawer 3")[(len(scene) + len(thing) + n) % 3]
     goal, receptacle = f"put a {kind} {thing} in cabinet", "cabinet 4"
-    actions = [f"go to {place}", f"take {thing} 1 from {place}", f"{VERBS[kind]} {thing} 1 with microwave 1",
-               f"go to {receptacle}", f"move {thing} 1 to {receptacle}"]  # fmt: skip
+    actions = [
+        f"go to {place}",
+        f"take {thing} 1 from {place}",
+        f"{VERBS[kind]} {thing} 1 with microwave 1",
+        f"go to {receptacle}",
+        f"move {thing} 1 to {receptacle}",
+    ]
     task = Task(f"{scene}/{kind}/{thing}/{n}", goal, scene, kwargs.pop("split", "train"), kind)
     id = f"{scene}|{kind} {thing}|{n}|{'ok' if success else 'no'}"
     return entry_from_trajectory(task, actions, [], success, f"in {scene} the {thing} was in {place}", id=id, **kwargs)
@@ -186,11 +191,44 @@ def test_own_task_is_excluded_however_many_attempts_it_has(tmp_path):
 # -- goals are data ---------------------------------------------------------------------------------------------------
 
 NASTY = (
-    "", " ", "'", '"', '"mug', "mug'", "{}", "{mug}", "(mug", "mug AND NOT apple", "mug OR", "NOT", "+mug -apple",
-    "mug~2", "mu*", "text:mug", "mug^5", "[a TO b]", "x' OR 1=1 --", "'; DROP TABLE entries; --", "\\", "\\'", "%s",
-    "$1", "?", "\0", "a\0b", "\n", "\u2028", "é", "e\u0301", "日本語", "\U0001f600", "\ud800",
-    "mug " * 5000, "x" * 100_000, "-" * 3000,
-)  # fmt: skip
+    "",
+    " ",
+    "'",
+    '"',
+    '"mug',
+    "mug'",
+    "{}",
+    "{mug}",
+    "(mug",
+    "mug AND NOT apple",
+    "mug OR",
+    "NOT",
+    "+mug -apple",
+    "mug~2",
+    "mu*",
+    "text:mug",
+    "mug^5",
+    "[a TO b]",
+    "x' OR 1=1 --",
+    "'; DROP TABLE entries; --",
+    "\\",
+    "\\'",
+    "%s",
+    "$1",
+    "?",
+    "\0",
+    "a\0b",
+    "\n",
+    "\u2028",
+    "é",
+    "e\u0301",
+    "日本語",
+    "\U0001f600",
+    "\ud800",
+    "mug " * 5000,
+    "x" * 100_000,
+    "-" * 3000,
+)
 
 
 @pytest.mark.parametrize("goal", NASTY, ids=range(len(NASTY)))
@@ -234,9 +272,11 @@ def expected(tmp_path_factory) -> list[list[str]]:
 
 
 @given(
-    st.randoms(use_true_random=False), st.lists(st.integers(1, 60), min_size=1, max_size=8), st.booleans(),
+    st.randoms(use_true_random=False),
+    st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    st.booleans(),
     st.sampled_from([3, 64]),
-)  # fmt: skip
+)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_order_and_batches_of_writing_do_not_matter(
     tmp_path_factory, monkeypatch, expected, random, sizes, read_last, crowded

@@ -21,11 +21,17 @@ DELIVERIES = ("none", "static", "live", "disclosure", "expert_compiler")
 
 
 def config(protocol: str, executor: dict[str, Any] | None = None) -> EvalConfig:
-    return EvalConfig.model_validate({
-        "env": {"name": "household", "scenes": {"train": 2, "test": 6}, "visual_share": 0.0, "images": False},
-        "executor": executor or {}, "deliveries": DELIVERIES, "split": "test", "max_steps": 30, "limit": 24,
-        "memory": {"system": "s3mem", "protocol": protocol, "pictures": 0},
-    })  # fmt: skip
+    return EvalConfig.model_validate(
+        {
+            "env": {"name": "household", "scenes": {"train": 2, "test": 6}, "visual_share": 0.0, "images": False},
+            "executor": executor or {},
+            "deliveries": DELIVERIES,
+            "split": "test",
+            "max_steps": 30,
+            "limit": 24,
+            "memory": {"system": "s3mem", "protocol": protocol, "pictures": 0},
+        }
+    )
 
 
 def played(of: EvalConfig, out: Path, executor: Any) -> tuple[dict[str, Any], dict[str, list[Episode]]]:

@@ -23,9 +23,13 @@ from memory.s3mem.writing import written
 
 DAYS = ("9:00 am on 8 May, 2023", "1:00 pm on 9 June, 2023")
 SAID = (
-    ("Ann", "I bought a red bicycle last week.", 0), ("Bo", "Great, where?", 0), ("Ann", "At the old market.", 0),
-    ("Bo", "My cat is called Tom.", 1), ("Ann", "I sold the bicycle to a friend.", 1), ("Bo", "Why?", 1),
-)  # fmt: skip
+    ("Ann", "I bought a red bicycle last week.", 0),
+    ("Bo", "Great, where?", 0),
+    ("Ann", "At the old market.", 0),
+    ("Bo", "My cat is called Tom.", 1),
+    ("Ann", "I sold the bicycle to a friend.", 1),
+    ("Bo", "Why?", 1),
+)
 
 
 def dialogue() -> Trace:
@@ -66,10 +70,13 @@ def test_answers_evidence_and_categories_change_nothing(tmp_path: Path) -> None:
     texts = ("Who sold it?", "Why?")
     questions = tuple(Question(str(i), t, f"a{i}", f"c{i}", (f"D1:{i}",)) for i, t in enumerate(texts))
     case = Case("d", (dialogue(),), questions)
-    shuffled = replace(case, questions=tuple(
-        replace(q, answer=o.answer, evidence=o.evidence, category=o.category)
-        for q, o in zip(questions, reversed(questions), strict=True)
-    ))  # fmt: skip
+    shuffled = replace(
+        case,
+        questions=tuple(
+            replace(q, answer=o.answer, evidence=o.evidence, category=o.category)
+            for q, o in zip(questions, reversed(questions), strict=True)
+        ),
+    )
     told = []
     for name, each in (("a", case), ("b", shuffled), ("c", replace(case, questions=()))):
         memory = S3Mem(tmp_path / name)
@@ -114,17 +121,32 @@ def test_units_read_in_four_ways(tmp_path: Path, how: Any) -> None:
     memory = S3Mem(tmp_path, S3MemSettings(representation=how))
     memory.commit([[home(1, "mug", "shelf 3")]])
     text = next(iter(memory)).text
-    assert text == {
-        "full": "[in home 1, step 0, at shelf 3] go to shelf 3; objects: mug 1",
-        "chunk": "(step 0) go to shelf 3 -> You arrive at shelf 3. On the shelf 3, you see a mug 1.",
-        "event": "go to shelf 3", "objects": "shelf 3, mug 1",
-    }[how]  # fmt: skip
+    assert (
+        text
+        == {
+            "full": "[in home 1, step 0, at shelf 3] go to shelf 3; objects: mug 1",
+            "chunk": "(step 0) go to shelf 3 -> You arrive at shelf 3. On the shelf 3, you see a mug 1.",
+            "event": "go to shelf 3",
+            "objects": "shelf 3, mug 1",
+        }[how]
+    )
 
 
-@pytest.mark.parametrize("switch", [
-    {"anchors": False}, {"edges": False}, {"packing": "topk"}, {"router": "retrieval_rank"}, {"dense": "none"},
-    {"dense": "hash"}, {"channels": ["lexical"]}, {"fill": True}, {"n_single": 1}, {"hops": 0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "switch",
+    [
+        {"anchors": False},
+        {"edges": False},
+        {"packing": "topk"},
+        {"router": "retrieval_rank"},
+        {"dense": "none"},
+        {"dense": "hash"},
+        {"channels": ["lexical"]},
+        {"fill": True},
+        {"n_single": 1},
+        {"hops": 0},
+    ],
+)
 def test_every_switch_leaves_a_pack_within_the_budget(tmp_path: Path, switch: dict[str, Any]) -> None:
     memory = S3Mem(tmp_path, S3MemSettings(**switch))
     memory.commit([[dialogue()]])
@@ -134,9 +156,10 @@ def test_every_switch_leaves_a_pack_within_the_budget(tmp_path: Path, switch: di
 
 def test_a_model_that_embeds_is_the_dense_channel_where_it_is_given(tmp_path: Path) -> None:
     meanings = {"cat": 0, "pet": 0, "bicycle": 1, "bike": 1}
-    embed = lambda texts: np.array([
-        [sum(word in text.lower() for word, at in meanings.items() if at == i) for i in range(2)] for text in texts
-    ], dtype=float)  # fmt: skip
+    embed = lambda texts: np.array(
+        [[sum(word in text.lower() for word, at in meanings.items() if at == i) for i in range(2)] for text in texts],
+        dtype=float,
+    )
     settings = S3MemSettings(dense="embed", channels=("dense",), router="retrieval_rank", fill=False, n_single=1)
     memory = S3Mem(tmp_path, settings, embed=embed)
     memory.commit([[dialogue()]])

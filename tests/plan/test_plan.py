@@ -71,10 +71,12 @@ def test_a_product_of_shapes_has_its_flops_and_its_gradient():
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("Qwen/Qwen2.5-14B-Instruct", 14_770_033_664), ("Qwen/Qwen2.5-VL-7B-Instruct", 8_292_166_656),
-        ("Qwen/Qwen2.5-32B-Instruct", 32_763_876_352), (SMOL, 134_515_008),
+        ("Qwen/Qwen2.5-14B-Instruct", 14_770_033_664),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", 8_292_166_656),
+        ("Qwen/Qwen2.5-32B-Instruct", 32_763_876_352),
+        (SMOL, 134_515_008),
     ],
-)  # fmt: skip
+)
 def test_shipped_architectures_have_as_many_parameters_as_the_models(name: str, parameters: int):
     ledger = Ledger()
     backbone = ShapedBackbone(name, torch.bfloat16, ledger, "weights")
@@ -127,14 +129,25 @@ def test_sft_in_slices_is_never_whole_on_a_gpu_and_once_in_the_hosts_memory(back
 @pytest.mark.seconds
 @pytest.mark.parametrize("backend", ["fsdp", "zero3"])
 def test_grpo_in_slices_has_a_whole_compiler_only_where_it_rolls_out_by_itself(backend):
-    changes = [f"compiler.model={SMOL}", f"executor.model={SMOL}", f"backend={backend}", "placement.trainers=4",
-               "placement.executors=1", "loss.latent_gradient=score", "gradient_checkpointing=false"]  # fmt: skip
+    changes = [
+        f"compiler.model={SMOL}",
+        f"executor.model={SMOL}",
+        f"backend={backend}",
+        "placement.trainers=4",
+        "placement.executors=1",
+        "loss.latent_gradient=score",
+        "gradient_checkpointing=false",
+    ]
     weights = 2 * 134_515_008
     alone, served = (
-        plan(load_config(GrpoConfig, "grpo/paper", [*changes, f"placement.compilers={n}", f"compiler.engine={engine}"]),
-             SHORT, H100, 8).budgets[0]
+        plan(
+            load_config(GrpoConfig, "grpo/paper", [*changes, f"placement.compilers={n}", f"compiler.engine={engine}"]),
+            SHORT,
+            H100,
+            8,
+        ).budgets[0]
         for n, engine in ((0, "hf"), (3, "vllm"))
-    )  # fmt: skip
+    )
     assert alone.weights - served.weights == pytest.approx(weights, rel=0.01)
     assert alone.loading > weights + GIB and served.loading == 0  # loaded whole, and cut then
     assert served.host - HOST == pytest.approx(weights / 4, rel=0.01) and alone.host == HOST
@@ -232,8 +245,13 @@ def test_processes_on_one_gpu_share_it_and_more_gpus_than_there_are_do_not_fit()
 
 @pytest.mark.seconds
 def test_an_engine_whose_longest_sequence_does_not_fit_is_given_a_shorter_one():
-    changes = ["compiler.model=Qwen/Qwen2.5-7B-Instruct", "compiler.engine=vllm", "executor.engine=vllm",
-               "executor.model=Qwen/Qwen2.5-7B-Instruct", "deliveries=[none]"]  # fmt: skip
+    changes = [
+        "compiler.model=Qwen/Qwen2.5-7B-Instruct",
+        "compiler.engine=vllm",
+        "executor.engine=vllm",
+        "executor.model=Qwen/Qwen2.5-7B-Instruct",
+        "deliveries=[none]",
+    ]
     config = load_config(EvalConfig, None, changes)
     made = plan(config, Lengths(), Gpu("", 39.4), 1)
     assert [budget.process for budget in made.budgets] == ["executor engine"]  # nothing here needs the compiler

@@ -67,9 +67,14 @@ def test_compiler_and_executor_may_be_on_different_devices(tmp_path: Path) -> No
 
 def test_sft_takes_steps_validates_and_resumes_to_the_same_weights(tmp_path: Path) -> None:
     make = lambda name: sft_trainers.trainer(
-        tmp_path / name, held_out=sft_trainers.ROWS[:2], device="cuda", vlm=False, max_steps=3,
-        save_every=1, validation={"share": 0.1, "every": 3},
-    )  # fmt: skip
+        tmp_path / name,
+        held_out=sft_trainers.ROWS[:2],
+        device="cuda",
+        vlm=False,
+        max_steps=3,
+        save_every=1,
+        validation={"share": 0.1, "every": 3},
+    )
     whole, metrics = make("whole"), list[dict[str, float]]()
     whole.run(metrics.append)
     assert metrics[-1]["val_loss"] > 0 and metrics[-1]["loss"] < metrics[0]["loss"]

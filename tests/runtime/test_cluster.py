@@ -82,11 +82,16 @@ class Answer:
 @pytest.mark.parametrize(
     ("address", "why"),
     [
-        ("127.0.0.1:1", "refused"), ("[::1]:1", "127.0.0.1|refused|family|assign"), ("ray://127.0.0.1:1", "refused"),
-        ("host.invalid:6379", "[Nn]ame"), ("127.0.0.1", "HOST:PORT"), ("127.0.0.1:ray", "HOST:PORT"),
-        ("127.0.0.1:99999", "refused|range|0-65535"), (":6379", "HOST:PORT"),
+        ("127.0.0.1:1", "refused"),
+        ("[::1]:1", "127.0.0.1|refused|family|assign"),
+        ("ray://127.0.0.1:1", "refused"),
+        ("host.invalid:6379", "[Nn]ame"),
+        ("127.0.0.1", "HOST:PORT"),
+        ("127.0.0.1:ray", "HOST:PORT"),
+        ("127.0.0.1:99999", "refused|range|0-65535"),
+        (":6379", "HOST:PORT"),
     ],
-)  # fmt: skip
+)
 def test_a_dead_address_is_named_at_once(monkeypatch, address, why):
     pytest.importorskip("ray")
     monkeypatch.setenv(ADDRESS, address)

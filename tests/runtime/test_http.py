@@ -64,8 +64,17 @@ def test_a_server_that_says_how_long_is_given_so_long(scripted: http.server.Thre
     assert second - first >= 0.4
 
 
-@pytest.mark.parametrize(("status", "kind"), [(400, RefusedError), (413, RefusedError), (422, RefusedError),
-                                              (401, RemoteError), (404, RemoteError), (500, RemoteError)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, RefusedError),
+        (413, RefusedError),
+        (422, RefusedError),
+        (401, RemoteError),
+        (404, RemoteError),
+        (500, RemoteError),
+    ],
+)
 def test_a_refusal_is_told_in_the_servers_words(
     scripted: http.server.ThreadingHTTPServer, status: int, kind: type
 ) -> None:

@@ -139,9 +139,16 @@ DEAD = 2**22 + 1  # above the largest process number
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 @pytest.mark.parametrize(
     ("there", "is_free"),
-    [(holder(), False), (holder(pid=DEAD), True), (holder(start=1), True), (holder(host="elsewhere"), False),
-     (holder(host="elsewhere", pid=DEAD), False), ({}, True), ({"pid": 3}, True)],
-)  # fmt: skip
+    [
+        (holder(), False),
+        (holder(pid=DEAD), True),
+        (holder(start=1), True),
+        (holder(host="elsewhere"), False),
+        (holder(host="elsewhere", pid=DEAD), False),
+        ({}, True),
+        ({"pid": 3}, True),
+    ],
+)
 def test_without_locks_the_content_of_the_file_decides(tmp_path, monkeypatch, code, there, is_free):
     def no_locks(*_: object) -> None:
         raise OSError(code, "no locks")

@@ -64,10 +64,16 @@ def test_a_home_and_a_name_stay_as_they_are(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("path", "expanded"),
     [
-        ("~", "/the/home"), ("~/", "/the/home/"), ("~/a b/ü", "/the/home/a b/ü"), (f"~{pwd.getpwuid(0)[0]}/x", None),
-        ("", ""), ("a/~/b", "a/~/b"), ("./~x", "./~x"), ("org/name~1", "org/name~1"),
+        ("~", "/the/home"),
+        ("~/", "/the/home/"),
+        ("~/a b/ü", "/the/home/a b/ü"),
+        (f"~{pwd.getpwuid(0)[0]}/x", None),
+        ("", ""),
+        ("a/~/b", "a/~/b"),
+        ("./~x", "./~x"),
+        ("org/name~1", "org/name~1"),
     ],
-)  # fmt: skip
+)
 def test_home_is_expanded_where_a_path_begins_with_it(monkeypatch, path, expanded):
     monkeypatch.setenv("HOME", "/the/home")
     assert expand_home(path) == (f"{pwd.getpwuid(0)[5]}/x" if expanded is None else expanded)

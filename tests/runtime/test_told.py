@@ -27,8 +27,9 @@ def test_what_is_no_json_is_a_value_error(text: str | bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [Row("a"), Row("", 1, 1, True, ("a", "\ud800"), 3, [1]), Row("a", share=None)]  # type: ignore[arg-type]
-)  # fmt: skip
+    "row",
+    [Row("a"), Row("", 1, 1, True, ("a", "\ud800"), 3, [1]), Row("a", share=None)],  # type: ignore[arg-type]
+)
 def test_a_record_of_declared_types_passes(row: Row) -> None:
     assert typed(row) is row
 
@@ -36,11 +37,18 @@ def test_a_record_of_declared_types_passes(row: Row) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"name": None}, "name is a NoneType, not a str"), ({"n": "1"}, "n is a str"), ({"n": True}, "n is a bool"),
-        ({"n": 1.0}, "n is a float"), ({"share": "x"}, "share"), ({"share": True}, "share"), ({"done": 1}, "done"),
-        ({"names": ["a"]}, "names is a list"), ({"names": ("a", 1)}, "names is a int"), ({"version": "1"}, "version"),
+        ({"name": None}, "name is a NoneType, not a str"),
+        ({"n": "1"}, "n is a str"),
+        ({"n": True}, "n is a bool"),
+        ({"n": 1.0}, "n is a float"),
+        ({"share": "x"}, "share"),
+        ({"share": True}, "share"),
+        ({"done": 1}, "done"),
+        ({"names": ["a"]}, "names is a list"),
+        ({"names": ("a", 1)}, "names is a int"),
+        ({"version": "1"}, "version"),
     ],
-)  # fmt: skip
+)
 def test_another_type_is_named(change: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         typed(Row(**{"name": "a", **change}))  # type: ignore[arg-type]

@@ -56,8 +56,12 @@ def test_a_part_that_fails_is_recorded_and_the_others_go_on(trace: Path, tmp_pat
     assert not kit.run()
     made = json.loads((tmp_path / RECORD).read_text())["parts"]
     assert {name: one["status"] for name, one in made.items()} == {
-        "broken": "failed", "killed": "failed", "absent": "skipped", "unlike": "failed", "fine": "passed",
-    }  # fmt: skip
+        "broken": "failed",
+        "killed": "failed",
+        "absent": "skipped",
+        "unlike": "failed",
+        "fine": "passed",
+    }
     assert made["broken"]["error"] == "ArithmeticError: it does not add up"
     assert made["broken"]["rows"] == [{"what": "before"}] and made["killed"]["rows"] == [{"what": "last"}]
     assert "SIGKILL" in made["killed"]["error"] and made["absent"]["reason"] == "nosuchpackage not installed"
@@ -133,9 +137,11 @@ def test_the_table_holds_what_the_record_holds(trace: Path, tmp_path: Path) -> N
     assert absent.endswith("| nosuchpackage not installed |")
     at = lines.index("### fine")
     assert lines[at + 2 :] == [
-        "| what | seconds | passed | tokens |", "| --- | ---: | ---: | ---: |", "| a \\| b | 1.235 | yes | – |",
+        "| what | seconds | passed | tokens |",
+        "| --- | ---: | ---: | ---: |",
+        "| a \\| b | 1.235 | yes | – |",
         "| c | – | – | 7 |",
-    ]  # fmt: skip
+    ]
     assert [cell(value) for value in (None, False, 3, 0.00012345)] == ["–", "no", "3", "0.0001234"]
 
 
@@ -265,8 +271,9 @@ def test_one_process_with_slices_measures_what_several_do(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize(("gib", "name"), [(79.2, "Qwen2.5-VL-7B-Instruct and Qwen2.5-14B-Instruct"),
-                                           (4.0, "SmolLM2-135M-Instruct twice")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gib", "name"), [(79.2, "Qwen2.5-VL-7B-Instruct and Qwen2.5-14B-Instruct"), (4.0, "SmolLM2-135M-Instruct twice")]
+)
 def test_the_largest_models_that_fit_are_chosen_and_fit_as_the_plan_says(gib: float, name: str) -> None:
     from benchmarks.gpu.models import chosen, lengths_of, sft_config
     from plan.budget import Gpu

@@ -33,10 +33,13 @@ def slurm(tmp_path, monkeypatch) -> Path:
         path.write_text(text)
         path.chmod(0o755)
     settings = {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record"),
-        "SLURM_JOB_ID": "1234567", "SLURM_SUBMIT_DIR": str(ROOT),
-        "SLURM_CPUS_PER_TASK": "64", "SLURM_GPUS_ON_NODE": "8",
-    }  # fmt: skip
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "RECORD": str(tmp_path / "record"),
+        "SLURM_JOB_ID": "1234567",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_CPUS_PER_TASK": "64",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     return tmp_path / "record"

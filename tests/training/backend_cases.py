@@ -40,9 +40,15 @@ HELD_OUT = [sft_trainers.row(i) for i in (2, 3, 5)]  # ranks have 2 and 1
 def sft_trainer(out: Path, backend: str, **settings: Any) -> SftTrainer:
     """Three steps, checkpoints after the second and third; what is random by rank (dropout, noise) is off."""
     common = {
-        "batch_size": 5, "micro_batch_size": 3, "max_steps": 3, "save_every": 2, "keep": 3, "backend": backend,
-        "optimizer": {"lr": 1e-3, "grad_clip": 0.5}, "validation": {"share": 0.3, "every": 2},
-    }  # fmt: skip
+        "batch_size": 5,
+        "micro_batch_size": 3,
+        "max_steps": 3,
+        "save_every": 2,
+        "keep": 3,
+        "backend": backend,
+        "optimizer": {"lr": 1e-3, "grad_clip": 0.5},
+        "validation": {"share": 0.3, "every": 2},
+    }
     t = sft_trainers.trainer(out, ROWS, HELD_OUT, **(common | settings))
     t.compiler.eval()
     t.compiler.train = lambda mode=True: t.compiler
@@ -100,9 +106,13 @@ def killed(out: Path, backend: str) -> None:
 
 def grpo_trainer(out: Path, backend: str, **settings: Any) -> GrpoTrainer:
     common = {
-        "minibatches": 2, "iterations": 2, "micro_batch_size": 2, "backend": backend,
-        "loss": {"kl": 0.1, "importance_cap": 2.0}, "optimizer": {"grad_clip": 0.5},
-    }  # fmt: skip
+        "minibatches": 2,
+        "iterations": 2,
+        "micro_batch_size": 2,
+        "backend": backend,
+        "loss": {"kl": 0.1, "importance_cap": 2.0},
+        "optimizer": {"grad_clip": 0.5},
+    }
     return grpo_trainers.trainer(out, **grpo_trainers.merged(common, settings))
 
 
@@ -184,13 +194,18 @@ def sliced(out: Path, backend: str) -> None:
     settings = {
         "compiler": {"model": "zoo/household/compiler", "soft": {"n_tokens": 4, "emb_std": "auto"}},
         "executor": {"model": "zoo/household/executor", "soft_on": "always"},
-    }  # fmt: skip
+    }
     for role in settings.values():
         role |= {"dtype": "float32", "instructions": "none"}
     config = SftConfig(
-        **settings, batch_size=5, micro_batch_size=3, max_steps=2, save_every=2, backend=backend,
+        **settings,
+        batch_size=5,
+        micro_batch_size=3,
+        max_steps=2,
+        save_every=2,
+        backend=backend,
         optimizer={"lr": 1e-3},
-    )  # fmt: skip
+    )
     with Held() as held, pytest.MonkeyPatch.context() as patch:
         compiler, executor = load_models(config, find("household"))
         read = held.live
@@ -230,9 +245,13 @@ FATES = [grpo_trainers.spec(i, kind) for i, kind in enumerate(("easy", "hard", "
 def evaluated(out: Path, backend: str) -> None:
     """Five held-out tasks for one rank or two: of the four that do not break three succeed, in two steps each."""
     t = grpo_trainers.trainer(
-        out / "evaluated", make_env=FatedEnv, held_out=FATES, backend=backend, updates=1,
+        out / "evaluated",
+        make_env=FatedEnv,
+        held_out=FATES,
+        backend=backend,
+        updates=1,
         evaluation={"tasks": 5, "every": 1},
-    )  # fmt: skip
+    )
     metrics, _ = t.take_step()
     found = {name: value for name, value in metrics.items() if name.startswith("eval_")}
     assert found == {"eval_success": 0.75, "eval_episode_steps": 2.0, "eval_failures": 1.0}, found

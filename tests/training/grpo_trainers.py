@@ -112,11 +112,16 @@ def merged(*settings: dict[str, Any]) -> dict[str, Any]:
 
 def trainer(
     tmp_path, specs=None, make_env=None, projector="gaussian", held_out=(), served=False, device="cpu", **settings
-) -> GrpoTrainer:  # fmt: skip
+) -> GrpoTrainer:
     defaults = {
-        "compiler": {"max_new_tokens": 8}, "updates": 4, "tasks": 2, "group_size": 4, "optimizer": {"lr": 1e-3},
-        "save_every": 2, "micro_batch_size": 3,
-    }  # fmt: skip
+        "compiler": {"max_new_tokens": 8},
+        "updates": 4,
+        "tasks": 2,
+        "group_size": 4,
+        "optimizer": {"lr": 1e-3},
+        "save_every": 2,
+        "micro_batch_size": 3,
+    }
     config = GrpoConfig(**merged(defaults, settings))
     make = lambda **kind: tiny_models.memory_compiler(False, projector={"kind": projector}, device=device, **kind)
     served_by, temperature = make(kind=Engine) if served else None, config.executor.temperature

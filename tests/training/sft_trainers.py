@@ -23,14 +23,20 @@ def png(color: int) -> bytes:
 
 def row(i: int) -> SftRow:
     return SftRow(
-        task_id=f"t{i}", split="train", family="text", t=0, goal=f"in home {i + 1}: put a mug in cabinet",
+        task_id=f"t{i}",
+        split="train",
+        family="text",
+        t=0,
+        goal=f"in home {i + 1}: put a mug in cabinet",
         memory_ids=("a", "b")[: 1 + i % 2],
         memory_texts=(f"in home {i + 1}: put a mug in shelf", "in home 9: heat an egg")[: 1 + i % 2],
-        state=f"goal: in home {i + 1}: put a mug in cabinet", observation="You see a cabinet 1.",
-        image=png(40 * i) if i != 1 else None, history=("look",) * i,
+        state=f"goal: in home {i + 1}: put a mug in cabinet",
+        observation="You see a cabinet 1.",
+        image=png(40 * i) if i != 1 else None,
+        history=("look",) * i,
         emission=f"> in home {i + 1} the mug was in shelf {i + 1} | go to shelf {i + 1}" if i % 2 else ".",
         action=f"go to shelf {i + 1}",
-    )  # fmt: skip
+    )
 
 
 ROWS = [row(i) for i in range(5)]
@@ -42,9 +48,7 @@ def executor(dtype: torch.dtype = torch.float32, device: str = "cpu") -> FrozenE
     return FrozenExecutor(backbone, reads=EVERYTHING)
 
 
-def trainer(
-    tmp_path, rows=ROWS, held_out=(), dtype=torch.float32, vlm=True, device="cpu", **settings
-) -> SftTrainer:  # fmt: skip
+def trainer(tmp_path, rows=ROWS, held_out=(), dtype=torch.float32, vlm=True, device="cpu", **settings) -> SftTrainer:
     defaults = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 6, "optimizer": {"lr": 1e-3}, "save_every": 2}
     config = SftConfig(**(defaults | settings))
     compiler = tiny_models.memory_compiler(vlm, dtype=dtype, device=device)

@@ -44,8 +44,12 @@ def torchrun(out: Path, backends: str, names: str, launcher=TORCHRUN) -> subproc
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*launcher, "-m", "tests.training.backend_cases", str(out), backends, names],
-        env=env | {"TMPDIR": str(temporary)}, cwd=ROOT, timeout=400, capture_output=True, text=True,
-    )  # fmt: skip
+        env=env | {"TMPDIR": str(temporary)},
+        cwd=ROOT,
+        timeout=400,
+        capture_output=True,
+        text=True,
+    )
     assert not list(temporary.iterdir())
     return done
 

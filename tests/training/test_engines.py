@@ -224,8 +224,9 @@ def test_executors_act_as_the_one_in_the_trainer(number, mode):
 
 
 def test_trainers_meet_at_the_first_and_see_the_gpus_of_their_node():
-    told = meeting([Place("a", "10.0.0.1", 29500, ("2",)), Place("b", "10.0.0.2", 1, ("0",)),
-                    Place("a", "10.0.0.1", 2, ("3",))])  # fmt: skip
+    told = meeting(
+        [Place("a", "10.0.0.1", 29500, ("2",)), Place("b", "10.0.0.2", 1, ("0",)), Place("a", "10.0.0.1", 2, ("3",))]
+    )
     assert [t["RANK"] for t in told] == ["0", "1", "2"] and {t["WORLD_SIZE"] for t in told} == {"3"}
     assert [t["LOCAL_RANK"] for t in told] == ["0", "0", "1"]
     assert [t["CUDA_VISIBLE_DEVICES"] for t in told] == ["2,3", "0", "2,3"]

@@ -110,9 +110,12 @@ def test_beside_a_validation_loss_success_may_be_for_the_record_alone(tmp_path):
     """Which of the two decides is a setting."""
     for decides, best in ((True, Best(0.5, 2, 1, "success")), (False, Best(1.0, 4, 0, "loss"))):
         t = sft_trainers.trainer(
-            tmp_path / str(decides), held_out=[sft_trainers.row(3)], max_steps=4,
-            validation={"share": 0.3, "every": 2}, evaluation={"tasks": 1, "decides": decides},
-        )  # fmt: skip
+            tmp_path / str(decides),
+            held_out=[sft_trainers.row(3)],
+            max_steps=4,
+            validation={"share": 0.3, "every": 2},
+            evaluation={"tasks": 1, "decides": decides},
+        )
         t.best = Best(by="success" if decides else "loss")
         t.played, losses = Scripted([0.5, 0.4], every=2), [2.0, 1.0]
         t.validate = lambda losses=losses: {"loss": losses.pop(0)}
@@ -163,9 +166,12 @@ def rows(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_sft_plays_tasks_of_held_out_rows_in_their_environment_with_their_bank(rows, tmp_path):
     overrides = [
-        f"rows={rows}", "max_steps=3", "batch_size=4", "validation={share: 0.4, every: 2}",
+        f"rows={rows}",
+        "max_steps=3",
+        "batch_size=4",
+        "validation={share: 0.4, every: 2}",
         "evaluation={tasks: 2, every: 2, max_steps: 4}",
-    ]  # fmt: skip
+    ]
     config = load_config(SftConfig, "sft/quickstart", overrides)
     compiler = train_sft(config, tmp_path / "run")
     told = json.loads((tmp_path / "run" / "held_out.json").read_text())

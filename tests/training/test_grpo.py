@@ -135,14 +135,26 @@ def test_text_loss_and_gradients_are_trls(tmp_path, ours, theirs, off_policy):
         assert stats.sums["clip_low_text"] > 0 and stats.sums["clip_high_text"] > 0
 
     arguments = TrlConfig(
-        str(tmp_path), use_cpu=True, bf16=False, report_to=[], per_device_train_batch_size=4, num_generations=4,
-        loss_type=theirs, temperature=t.config.sampling.temperature, epsilon=0.2, epsilon_high=0.28, beta=0.0,
+        str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        per_device_train_batch_size=4,
+        num_generations=4,
+        loss_type=theirs,
+        temperature=t.config.sampling.temperature,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        beta=0.0,
         gradient_checkpointing=False,
-    )  # fmt: skip
+    )
     reference = GRPOTrainer(
-        model=t.compiler.policy, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["a"] * 4}), processing_class=t.compiler.backbone.tokenizer,
-    )  # fmt: skip
+        model=t.compiler.policy,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * 4}),
+        processing_class=t.compiler.backbone.tokenizer,
+    )
     reference.model.eval()
     reference.current_gradient_accumulation_steps = 1
     theirs_loss = reference._compute_loss(t.compiler.policy, _trl_inputs(samples))
@@ -240,9 +252,14 @@ def test_pathwise_gradient_is_the_finite_difference(tmp_path):
 @pytest.mark.parametrize("projector", ["gaussian", "linear"])
 def test_soft_tokens_learn_by_the_path_what_wins(tmp_path, projector):
     settings = {
-        "loss": {"text_weight": 0.0, "latent_gradient": "pathwise"}, "executor": {"temperature": 0.3},
-        "updates": 12, "optimizer": {"lr": 5e-2, "min_lr": 5e-2}, "tasks": 3, "group_size": 8, "save_every": 100,
-    }  # fmt: skip
+        "loss": {"text_weight": 0.0, "latent_gradient": "pathwise"},
+        "executor": {"temperature": 0.3},
+        "updates": 12,
+        "optimizer": {"lr": 5e-2, "min_lr": 5e-2},
+        "tasks": 3,
+        "group_size": 8,
+        "save_every": 100,
+    }
     t = trainer(tmp_path, make_env=Bandit, projector=projector, **settings)
     frozen = t.executor.hash()
     rewards = [metrics["reward"] for metrics, _ in t.steps()]

@@ -158,7 +158,7 @@ def test_no_scene_is_on_both_sides(sides: tuple[list[Case], list[Case]]) -> None
 
 def test_on_other_scenes_the_router_beats_bm25_at_every_budget(
     sides: tuple[list[Case], list[Case]], trained: Router
-) -> None:  # fmt: skip
+) -> None:
     held = steps(sides[1])
     learned, words = found(held, trained), found(held, None)
     ranked = found(held, trained, router="retrieval_rank")
@@ -171,7 +171,7 @@ def test_on_other_scenes_the_router_beats_bm25_at_every_budget(
 
 def test_anchors_are_worth_something_where_a_step_or_an_occurrence_is_named(
     sides: tuple[list[Case], list[Case]], trained: Router
-) -> None:  # fmt: skip
+) -> None:
     held = steps(sides[1])
     with_anchors, without = found(held, trained), found(held, trained, anchors=False)
     named = ("step", "nth", "first", "last", "count")
@@ -181,7 +181,7 @@ def test_anchors_are_worth_something_where_a_step_or_an_occurrence_is_named(
 @pytest.mark.parametrize("fill", [True, False])
 def test_edges_are_worth_nothing_where_support_already_knows_what_stands_beside_what(
     sides: tuple[list[Case], list[Case]], trained: Router, fill: bool
-) -> None:  # fmt: skip
+) -> None:
     """The specification expects a loss without them on count, before and after. It does not show: phi sees which unit
     follows the named one, so that support alone finds all; single-hop questions are packed without edges."""
     held = steps(sides[1])
@@ -194,7 +194,7 @@ def test_edges_are_worth_nothing_where_support_already_knows_what_stands_beside_
 
 def test_a_full_unit_says_more_than_its_chunk_and_both_more_than_objects(
     sides: tuple[list[Case], list[Case]], trained: Router
-) -> None:  # fmt: skip
+) -> None:
     """Within equal budgets: a unit that answers is packed, and says the answer. The share of records is no measure, for
     the shorter a unit reads, the more of them fit. Where only feedback answers, the chunk says it word for word and the
     full unit does not; where an action does, chunk and event say the same."""
@@ -232,7 +232,7 @@ def asked_case(name: str, scene: str) -> Case:
 @pytest.mark.slow
 def test_questions_that_a_model_wrote_are_learned_from_on_their_scenes_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     """The manifest names their file, and the weights are others."""
     for name, value in {"WORLDS": 4, "DIALOGUES": 2, "SESSIONS": 4, "CS": (1.0,)}.items():
         monkeypatch.setattr(training, name, value)

@@ -76,9 +76,14 @@ def test_a_row_without_brief_state_keeps_an_emission_that_cannot_be_read() -> No
 def config(tmp_path: Path, **settings: object) -> SftConfig:
     tiny = {"dtype": "float32", "instructions": "none"}
     return SftConfig.model_validate(
-        {"rows": str(tmp_path / "rows"), "allow_leakage": True, "compiler": {"model": "zoo/household/compiler", **tiny},
-         "executor": {"model": "zoo/household/executor", **tiny}, **settings}
-    )  # fmt: skip
+        {
+            "rows": str(tmp_path / "rows"),
+            "allow_leakage": True,
+            "compiler": {"model": "zoo/household/compiler", **tiny},
+            "executor": {"model": "zoo/household/executor", **tiny},
+            **settings,
+        }
+    )
 
 
 def test_training_names_bad_rows_or_leaves_them_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,8 +73,10 @@ def test_micro_batches_do_not_change_the_step(tmp_path):
         t = trainer(tmp_path / str(size), micro_batch_size=size, label_smoothing=0.0)
         t.compiler.eval()  # no dropout
         t.compiler.projector.draw = lambda g, *a: g.mu  # no noise: it would be drawn in another order
-        losses = [sft_losses(t.compiler, t.executor, [t.example(i) for i in part], t.config)
-                  for part in ([range(4)] if size == 4 else [[i] for i in range(4)])]  # fmt: skip
+        losses = [
+            sft_losses(t.compiler, t.executor, [t.example(i) for i in part], t.config)
+            for part in ([range(4)] if size == 4 else [[i] for i in range(4)])
+        ]
         tokens = {
             "text": sum(len(t.example(i).emission) for i in range(4)),
             "action": sum(len(t.example(i).action) for i in range(4)),

@@ -108,8 +108,12 @@ def test_training_stops_after_so_many_validations_without_a_lower_loss(tmp_path)
 def test_a_better_checkpoint_is_saved_when_it_is_found_and_the_count_begins_anew():
     best = Best()
     assert [best.hear({"val_loss": loss}, step) for step, loss in enumerate([2.0, 2.0, 1.5, math.inf, 1.6], 1)] == [
-        True, False, True, False, False,
-    ]  # fmt: skip
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert best == Best(1.5, 3, 2) == Best.of({"best": json.loads(json.dumps(best.facts()["best"]))})
     assert Best().facts() == {} and Best.of({}) == Best()
 
@@ -157,9 +161,17 @@ def test_after_kill_minus_9_a_run_that_validates_ends_as_if_nothing_had_been(tmp
     that was never stopped."""
     save_rows(MANY, tmp_path / "rows")
     common = [
-        "train", "sft", "-c", "sft/quickstart", f"rows={tmp_path / 'rows'}", "allow_leakage=true", "max_steps=24",
-        "batch_size=4", "save_every=7", "validation={share: 0.2, every: 2, patience: 3}",
-    ]  # fmt: skip
+        "train",
+        "sft",
+        "-c",
+        "sft/quickstart",
+        f"rows={tmp_path / 'rows'}",
+        "allow_leakage=true",
+        "max_steps=24",
+        "batch_size=4",
+        "save_every=7",
+        "validation={share: 0.2, every: 2, patience: 3}",
+    ]
     whole = memcompiler(*common, "--out", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr[-3000:]
     kill_after(2, common, tmp_path / "killed")

@@ -98,9 +98,13 @@ def test_batches_are_drawn_from_several_parts_in_their_shares():
 
 
 def request(
-    observation: str = "x", history: tuple[str, ...] = (), plan: tuple[str, ...] = (), first: str = "",
-    opens: bool = False, **given,
-) -> ExecutorRequest:  # fmt: skip
+    observation: str = "x",
+    history: tuple[str, ...] = (),
+    plan: tuple[str, ...] = (),
+    first: str = "",
+    opens: bool = False,
+    **given,
+) -> ExecutorRequest:
     commands = tuple(f"go to {place}" for place in PLACES) + ((f"open {PLACES[0]}",) if opens else ())
     commands += tuple(c for c in plan[:1] if not c.startswith("go to "))
     plan = plan or ("go to fridge 1", "open fridge 1", "take mug 1 from fridge 1", "move mug 1 to shelf 1")
@@ -173,30 +177,42 @@ def test_the_script_acts_on_what_it_has_found():
     assert does(play.Script({}), request(plan=plan, guidance="go to cabinet 1")) == (plan[:1], Why.PLAN)
 
 
-@pytest.mark.parametrize("plan, history, commands, wanted", [
-    (  # any mug in view does
-        ("go to bed 1", "take mug 3 from bed 1", "move mug 3 to shelf 2"), ("go to desk 1",),
-        ("take mug 1 from desk 1", "take mug 2 from desk 1", "take pen 1 from desk 1", "go to bed 1"),
-        ("take mug 1 from desk 1", "take mug 2 from desk 1"),
-    ),
-    (  # and any shelf
-        ("go to shelf 2", "move mug 1 to shelf 2"), ("go to desk 1",),
-        ("move mug 1 to desk 1", "go to shelf 1", "go to shelf 2", "go to bed 1"), ("go to shelf 1", "go to shelf 2"),
-    ),
-    (  # here is one
-        ("go to shelf 2", "move mug 1 to shelf 2"), ("go to shelf 1",), ("move mug 1 to shelf 1", "go to shelf 2"),
-        ("move mug 1 to shelf 1",),
-    ),
-    (  # which is closed
-        ("go to shelf 2", "move mug 1 to shelf 2"), ("go to shelf 1",), ("open shelf 1", "go to shelf 2"),
-        ("open shelf 1",),
-    ),
-    (  # and any sink
-        ("go to sinkbasin 2", "clean mug 1 with sinkbasin 2", "go to shelf 1", "move mug 1 to shelf 1"), (),
-        ("go to sinkbasin 1", "go to sinkbasin 2", "go to shelf 1"), ("go to sinkbasin 1", "go to sinkbasin 2"),
-    ),
-    (("open fridge 1", "use desklamp 1"), (), ("use desklamp 1",), ("open fridge 1",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "plan, history, commands, wanted",
+    [
+        (  # any mug in view does
+            ("go to bed 1", "take mug 3 from bed 1", "move mug 3 to shelf 2"),
+            ("go to desk 1",),
+            ("take mug 1 from desk 1", "take mug 2 from desk 1", "take pen 1 from desk 1", "go to bed 1"),
+            ("take mug 1 from desk 1", "take mug 2 from desk 1"),
+        ),
+        (  # and any shelf
+            ("go to shelf 2", "move mug 1 to shelf 2"),
+            ("go to desk 1",),
+            ("move mug 1 to desk 1", "go to shelf 1", "go to shelf 2", "go to bed 1"),
+            ("go to shelf 1", "go to shelf 2"),
+        ),
+        (  # here is one
+            ("go to shelf 2", "move mug 1 to shelf 2"),
+            ("go to shelf 1",),
+            ("move mug 1 to shelf 1", "go to shelf 2"),
+            ("move mug 1 to shelf 1",),
+        ),
+        (  # which is closed
+            ("go to shelf 2", "move mug 1 to shelf 2"),
+            ("go to shelf 1",),
+            ("open shelf 1", "go to shelf 2"),
+            ("open shelf 1",),
+        ),
+        (  # and any sink
+            ("go to sinkbasin 2", "clean mug 1 with sinkbasin 2", "go to shelf 1", "move mug 1 to shelf 1"),
+            (),
+            ("go to sinkbasin 1", "go to sinkbasin 2", "go to shelf 1"),
+            ("go to sinkbasin 1", "go to sinkbasin 2"),
+        ),
+        (("open fridge 1", "use desklamp 1"), (), ("use desklamp 1",), ("open fridge 1",)),
+    ],
+)
 def test_commands_that_serve_equally_well(plan, history, commands, wanted) -> None:
     asked = ExecutorRequest("put a mug in shelf", MemoryBlock(), history, "x", commands, lambda: list(plan))
     assert does(play.Script({}), asked) == (wanted, Why.PLAN)
@@ -211,8 +227,12 @@ def test_the_second_of_two_things_goes_where_the_first_one_lies() -> None:
     assert asked(("go to shelf 1", "move mug 2 to shelf 1")) == (("go to shelf 1",), Why.PLAN)
     lying = ("take mug 1 from shelf 1", "go to shelf 2", "move mug 1 to shelf 2")
     assert asked(lying) == (("take mug 1 from shelf 1",), Why.PLAN)
-    assert play._alike(("go to desk 1", "take mug 2 from desk 1", "move mug 2 to shelf 1"), "put two mug in shelf", "",
-                       commands) == ()  # fmt: skip
+    assert (
+        play._alike(
+            ("go to desk 1", "take mug 2 from desk 1", "move mug 2 to shelf 1"), "put two mug in shelf", "", commands
+        )
+        == ()
+    )
 
 
 def test_a_lamp_is_searched_as_things_are() -> None:
@@ -257,8 +277,9 @@ def test_ways_where_one_has_been_are_refused_at_their_end_and_nothing_else_is_le
     choice = play.Choice(("go to bed 1",), Why.PLAN, been=("go to shelf 1", "go to desk 1"))
     assert drawn_from(choice) == {
         ("go to bed 1<|im_end|>", "go to bed 1<|im_end|>", "go to| bed 1|<|im_end|>"),
-        ("go to shelf 1 ;", " ;", " ;"), ("go to desk 1 ;", " ;", " ;"),
-    }  # fmt: skip
+        ("go to shelf 1 ;", " ;", " ;"),
+        ("go to desk 1 ;", " ;", " ;"),
+    }
 
 
 def test_a_way_is_proposed_whether_one_has_been_there_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,10 +412,14 @@ def test_questions_are_about_memory_search_view_and_emission():
     unseen = {ask: answer for ask, answer in talk.items() if ask.startswith("here ") and ask != "here mug"}
     assert len(unseen) == lessons.UNSEEN and set(unseen.values()) == {" nothing"}
     assert {ask: answer for ask, answer in talk.items() if ask not in unseen} == {
-        "emission": "> in FloorPlan1 the mug was in cabinet 2 | go to cabinet 2", "notes": ".", "search": "find mug",
-        "here mug": " 3", "in FloorPlan1 find mug": " cabinet 1, cabinet 2", "left for mug": " cabinet 2, cabinet 3",
+        "emission": "> in FloorPlan1 the mug was in cabinet 2 | go to cabinet 2",
+        "notes": ".",
+        "search": "find mug",
+        "here mug": " 3",
+        "in FloorPlan1 find mug": " cabinet 1, cabinet 2",
+        "left for mug": " cabinet 2, cabinet 3",
         "best": " cabinet 2",
-    }  # fmt: skip
+    }
 
 
 def test_of_the_state_alone_nothing_is_asked_that_memory_tells():
@@ -448,8 +473,9 @@ def test_a_shipped_model_is_that_of_its_record(name: str, steps: dict[str, int])
 def test_the_shipped_checkpoint_is_of_the_shipped_models() -> None:
     folder = Path(recipes.__file__).parent
     executor, compiler = (
-        gate.load_executor(str(folder / "executor")), gate.load(str(folder / "compiler"), str(folder / "checkpoint")),
-    )  # fmt: skip
+        gate.load_executor(str(folder / "executor")),
+        gate.load(str(folder / "compiler"), str(folder / "checkpoint")),
+    )
     assert checkpoint.read_state(folder / "checkpoint")["executor_hash"] == executor.hash()
     assert compiler.projector.config.d_executor == executor.backbone.hidden_size
     first = (
@@ -477,10 +503,13 @@ def test_the_gates_tell_what_a_compiler_got_wrong():
     said = [speaks.emission, wrong_place, blend, second, Emission(), blend]
     found = {s.name: (s.right, s.n) for s in gate.judged([*[speaks] * 5, silent], said)}
     assert found == {
-        "right place": (3, 5), "right silence": (0, 1), "right where something is ruled out": (3, 6),
-        "cites an entry that exists": (3, 5), "the place is the teacher's": (2, 5),
+        "right place": (3, 5),
+        "right silence": (0, 1),
+        "right where something is ruled out": (3, 6),
+        "cites an entry that exists": (3, 5),
+        "the place is the teacher's": (2, 5),
         "the whole emission is the teacher's": (1, 6),
-    }  # fmt: skip
+    }
 
 
 def test_who_goes_elsewhere_on_one_occasion_is_counted_once() -> None:
@@ -505,9 +534,17 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_evaluation_of_the_shipped_models_runs_at_once(games: Path, tmp_path: Path) -> None:
     done = memcompiler(
-        "eval", "-c", "eval/alfworld", "split=train", "limit=2", "max_steps=3", "deliveries=[static, compiled]",
-        "--out", str(tmp_path / "eval"), ALFWORLD_DATA=str(games),
-    )  # fmt: skip
+        "eval",
+        "-c",
+        "eval/alfworld",
+        "split=train",
+        "limit=2",
+        "max_steps=3",
+        "deliveries=[static, compiled]",
+        "--out",
+        str(tmp_path / "eval"),
+        ALFWORLD_DATA=str(games),
+    )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     episodes = list(read_episodes(tmp_path / "eval" / EPISODES))
     assert len(episodes) == 4 and not any(episode.error for episode in episodes)

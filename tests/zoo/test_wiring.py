@@ -190,8 +190,9 @@ NAMED = next(head for head in SECOND if isinstance(head, Match) and head.after)
 GONE_TO = next(head for head in SECOND if isinstance(head, Match) and head.here)
 THING_IN_VIEW = next(head for head in SECOND if isinstance(head, Match) and head.of and not head.says)
 TAKES = next(head for head in SECOND if isinstance(head, Match) and head.says)
-GOALS, TREATMENTS = (next(head for head in SECOND if isinstance(head, Aim) and head.kind == kind)
-                     for kind in ("goals", "treatments"))  # fmt: skip
+GOALS, TREATMENTS = (
+    next(head for head in SECOND if isinstance(head, Aim) and head.kind == kind) for kind in ("goals", "treatments")
+)
 SOUGHT, IN_HAND = "go to drawer 2 ; go to bed 1", "go to drawer 2 ; go to bed 1 ; take mug 1 from bed 1"
 HEATED = f"{IN_HAND} ; go to microwave 1 ; heat mug 1 with microwave 1"
 PUT_FIRST = f"{IN_HAND} ; go to shelf 1 ; move mug 1 to shelf 1 ; go to microwave 1 ; go to bed 1"
@@ -207,10 +208,15 @@ def test_untrained_it_finds_what_memory_tells_of_the_goals_thing_unless_somethin
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("did", "gone_to", "not_gone_to"), [
-    (SOUGHT, "drawer 2", "cabinet 3"), (PUT_FIRST, "microwave 1", "cabinet 3"), (PUT_FIRST, "microwave 1", "drawer 2"),
-    (IN_HAND, "", "drawer 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("did", "gone_to", "not_gone_to"),
+    [
+        (SOUGHT, "drawer 2", "cabinet 3"),
+        (PUT_FIRST, "microwave 1", "cabinet 3"),
+        (PUT_FIRST, "microwave 1", "drawer 2"),
+        (IN_HAND, "", "drawer 2"),
+    ],
+)
 def test_untrained_it_finds_where_it_has_been_in_this_search_and_not_what_memory_did(
     gathering, did, gone_to, not_gone_to
 ):
@@ -221,16 +227,19 @@ def test_untrained_it_finds_where_it_has_been_in_this_search_and_not_what_memory
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("goal", "head", "did", "see", "wanted"), [
-    ("heat some bowl and put it in drawer", THING_IN_VIEW, SOUGHT, None, "2"),
-    ("put a mug in drawer", GOALS, IN_HAND, None, "drawer 2"),
-    ("put a mug in drawer", GOALS, SOUGHT, None, ""),
-    ("heat some mug and put it in drawer", TREATMENTS, IN_HAND, None, "microwave 1"),
-    ("put a hot mug in drawer", TREATMENTS, IN_HAND, None, "microwave 1"),
-    ("put a hot mug in drawer", TREATMENTS, SOUGHT, None, ""),
-    ("put a hot mug in drawer", TREATMENTS, HEATED, "You heat the mug 1 using the microwave 1.", ""),
-    ("put a hot mug in drawer", GOALS, HEATED, "You heat the mug 1 using the microwave 1.", "drawer 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("goal", "head", "did", "see", "wanted"),
+    [
+        ("heat some bowl and put it in drawer", THING_IN_VIEW, SOUGHT, None, "2"),
+        ("put a mug in drawer", GOALS, IN_HAND, None, "drawer 2"),
+        ("put a mug in drawer", GOALS, SOUGHT, None, ""),
+        ("heat some mug and put it in drawer", TREATMENTS, IN_HAND, None, "microwave 1"),
+        ("put a hot mug in drawer", TREATMENTS, IN_HAND, None, "microwave 1"),
+        ("put a hot mug in drawer", TREATMENTS, SOUGHT, None, ""),
+        ("put a hot mug in drawer", TREATMENTS, HEATED, "You heat the mug 1 using the microwave 1.", ""),
+        ("put a hot mug in drawer", GOALS, HEATED, "You heat the mug 1 using the microwave 1.", "drawer 2"),
+    ],
+)
 def test_untrained_it_finds_the_goals_thing_in_view_and_where_to_bring_what_is_in_hand(
     gathering, goal, head, did, see, wanted
 ):
@@ -246,13 +255,16 @@ def test_untrained_it_names_the_goals_thing_behind_what_is_done_with_one(gatheri
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("did", "see", "goal", "number"), [
-    (SOUGHT, "a bowl 2, and a mug 3.", "put a mug in drawer", "3"),
-    (SOUGHT, "a bowl 2, and a mug 3.", "heat some bowl and put it in drawer", "2"),
-    (SOUGHT, "a bowl 2.", "put a mug in drawer", ""),  # memory took mug 1
-    (IN_HAND, "a bowl 2, and a mug 3.", "put a mug in drawer", ""),
-    (PUT_FIRST, "a bowl 2, and a mug 3.", "put two mug in drawer", "3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("did", "see", "goal", "number"),
+    [
+        (SOUGHT, "a bowl 2, and a mug 3.", "put a mug in drawer", "3"),
+        (SOUGHT, "a bowl 2, and a mug 3.", "heat some bowl and put it in drawer", "2"),
+        (SOUGHT, "a bowl 2.", "put a mug in drawer", ""),  # memory took mug 1
+        (IN_HAND, "a bowl 2, and a mug 3.", "put a mug in drawer", ""),
+        (PUT_FIRST, "a bowl 2, and a mug 3.", "put two mug in drawer", "3"),
+    ],
+)
 def test_untrained_an_answer_begins_with_take_where_the_goals_thing_is_in_view_and_nothing_in_hand(
     gathering, did, see, goal, number
 ):

@@ -94,13 +94,19 @@ def judged(situations: Sequence[play.Situation], said: Sequence[Emission]) -> li
     return [
         Share.of("right place", (_serves(s, theirs) for s, theirs in named), THRESHOLD),
         Share.of("right silence", (good for s, good in right if not s.emission.guidance), THRESHOLD),
-        Share.of("right where something is ruled out", (good for s, good in right if s.search and s.search.ruled_out),
-                 THRESHOLD),
-        Share.of("cites an entry that exists", (theirs.reason in _sentences(s.request) for s, theirs in pairs
-                                                if theirs.guidance.startswith(play.GO)), THRESHOLD),
+        Share.of(
+            "right where something is ruled out",
+            (good for s, good in right if s.search and s.search.ruled_out),
+            THRESHOLD,
+        ),
+        Share.of(
+            "cites an entry that exists",
+            (theirs.reason in _sentences(s.request) for s, theirs in pairs if theirs.guidance.startswith(play.GO)),
+            THRESHOLD,
+        ),
         Share.of("the place is the teacher's", (theirs.guidance == s.emission.guidance for s, theirs in named)),
         Share.of("the whole emission is the teacher's", (theirs == s.emission for s, theirs in pairs)),
-    ]  # fmt: skip
+    ]
 
 
 def _serves(situation: play.Situation, theirs: Emission) -> bool:

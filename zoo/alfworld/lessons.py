@@ -112,9 +112,13 @@ def deed(tokenizer: PreTrainedTokenizerFast, example: Example) -> Deed:
     all_of: Callable[[Iterable[str]], tuple[Tokens, ...]] = lambda texts: tuple(tuple(ids(text)) for text in texts)
     choice = example.choice
     return Deed(
-        tuple(prompt[:at]), tuple(prompt[at:]), tuple((*command, end) for command in all_of(choice.commands)),
-        all_of(choice.told), all_of(filter(None, [choice.following])), all_of(choice.been),
-    )  # fmt: skip
+        tuple(prompt[:at]),
+        tuple(prompt[at:]),
+        tuple((*command, end) for command in all_of(choice.commands)),
+        all_of(choice.told),
+        all_of(filter(None, [choice.following])),
+        all_of(choice.been),
+    )
 
 
 def _shared(ids: Iterable[int]) -> list[int]:
@@ -139,9 +143,12 @@ def deed_batch(
     given = pad([row[::-1] for row in begun], pad_id).flip(1)
     seen = pad([[1] * len(row) for row in begun], 0).flip(1)
     return {
-        "input_ids": pad(ids, pad_id), "labels": pad(targets, IGNORE), "equals": pad(equals, IGNORE),
-        "given": given, "given_mask": seen,
-    }  # fmt: skip
+        "input_ids": pad(ids, pad_id),
+        "labels": pad(targets, IGNORE),
+        "equals": pad(equals, IGNORE),
+        "given": given,
+        "given_mask": seen,
+    }
 
 
 def _drawn(deed: Deed, rng: random.Random, refused: int) -> tuple[Tokens, list[set[int]]]:

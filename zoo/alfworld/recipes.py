@@ -58,7 +58,7 @@ Draw = Callable[[random.Random], stages.Batch]
 
 def train_executor(
     out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (100, 800), batch: int = 6
-) -> None:  # fmt: skip
+) -> None:
     """Make the executor: short prompts, then cloning.
 
     Args:
@@ -75,9 +75,13 @@ def train_executor(
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, games: int | None = None, steps: Sequence[int] = (200, 2600, 1000),
+    out: Path,
+    work: Path,
+    seed: int = 0,
+    games: int | None = None,
+    steps: Sequence[int] = (200, 2600, 1000),
     batch: int = 20,
-) -> None:  # fmt: skip
+) -> None:
     """Make the compiler base: view and Brief State without M, then all of it, then the emission unasked.
 
     Args:
@@ -125,10 +129,18 @@ class _Recipe:
             return LlamaForCausalLM.from_pretrained(folder)
         draw, exam = drawn()
         return stages.train_on_answers(
-            model, folder, seed, steps, lambda step: draw(random.Random(f"{seed}/{name}/{step}")),
-            lambda _: exam(random.Random(seed)), rate, every=50, warmup=warmup, bf16=True,
+            model,
+            folder,
+            seed,
+            steps,
+            lambda step: draw(random.Random(f"{seed}/{name}/{step}")),
+            lambda _: exam(random.Random(seed)),
+            rate,
+            every=50,
+            warmup=warmup,
+            bf16=True,
             paces=paces(model) if paced else None,
-        )  # fmt: skip
+        )
 
     @cached_property
     def material(self) -> tuple[play.Make, list[EpisodeSpec], list[EpisodeSpec]]:

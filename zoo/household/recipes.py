@@ -38,9 +38,14 @@ COMPILER = (*TEXT, "marks", "questions", "emissions", "gathering")
 
 
 def train_compiler(
-    out: Path, work: Path, seed: int = 0, scenes: int = 300, steps: tuple[int, int, int, int] = (600, 400, 450, 160),
-    batch: int = 24, levels: Sequence[Level] = LEVELS,
-) -> None:  # fmt: skip
+    out: Path,
+    work: Path,
+    seed: int = 0,
+    scenes: int = 300,
+    steps: tuple[int, int, int, int] = (600, 400, 450, 160),
+    batch: int = 24,
+    levels: Sequence[Level] = LEVELS,
+) -> None:
     """Make the compiler base: text curriculum, marks in pictures, questions, then also questions about M's pictures and
     "ask: emission" (a base that, like a large instruction-tuned one, can write the language when asked), then gathering
     at the memory tokens (what they gather reaches an executor only through SFT's projector)."""
@@ -54,12 +59,17 @@ def train_compiler(
     backbone = Backbone(model, processor)
     views = steps[0] // 3  # in so many steps nothing but views is asked for
     model = stages.train_on_answers(
-        model, work / "marks", seed, steps[0],
+        model,
+        work / "marks",
+        seed,
+        steps[0],
         lambda step: pictures.picture_batch(
             backbone, random.Random(f"{seed}/marks/{step}"), 3 * batch if step <= views else batch, step <= views
         ),
-        lambda _: pictures.picture_batch(backbone, random.Random(seed), 64, views=False), RATE / 2, 50,
-    )  # fmt: skip
+        lambda _: pictures.picture_batch(backbone, random.Random(seed), 64, views=False),
+        RATE / 2,
+        50,
+    )
     situations = episodes.situations(scenes, seed)
     held_out = episodes.situations(max(4, scenes // 25), seed + 1)
     stage = partial(_compiler_stage, processor, seed=seed, batch=batch, work=work)
@@ -73,35 +83,60 @@ def train_compiler(
 
 
 def _compiler_stage(
-    processor: Any, situations: Sequence[lessons.Situation], held_out: Sequence[lessons.Situation],
-    model: Any, name: str, draw: Callable[..., stages.Batch], *, seed: int, batch: int, work: Path, steps: int,
-) -> Any:  # fmt: skip
+    processor: Any,
+    situations: Sequence[lessons.Situation],
+    held_out: Sequence[lessons.Situation],
+    model: Any,
+    name: str,
+    draw: Callable[..., stages.Batch],
+    *,
+    seed: int,
+    batch: int,
+    work: Path,
+    steps: int,
+) -> Any:
     backbone = Backbone(model, processor)
     return stages.train_on_answers(
-        model, work / name, seed, steps,
+        model,
+        work / name,
+        seed,
+        steps,
         lambda step: draw(backbone, situations, random.Random(f"{seed}/{name}/{step}"), batch),
         lambda _: draw(backbone, held_out, random.Random(seed), 64),
-        RATE / 2, 50,
-    )  # fmt: skip
+        RATE / 2,
+        50,
+    )
 
 
 def train_executor(
-    out: Path, work: Path, seed: int = 0, scenes: int = 800, steps: int = 2400, batch: int = 48,
+    out: Path,
+    work: Path,
+    seed: int = 0,
+    scenes: int = 800,
+    steps: int = 2400,
+    batch: int = 48,
     levels: Sequence[Level] = LEVELS,
-) -> None:  # fmt: skip
+) -> None:
     """Make the executor: text curriculum, then behaviour cloning on prompts and actions, in batches of like length."""
     tokenizer = make_tokenizer(LEXICON)
     model = train_text(tokenizer, LEXICON, work, seed, levels)
     config = SFTConfig(
-        **stages.arguments(work / "clone", seed, steps, RATE / 2, 50, 0.02), per_device_train_batch_size=batch,
-        train_sampling_strategy="group_by_length", max_length=None, completion_only_loss=True, bf16=False,
+        **stages.arguments(work / "clone", seed, steps, RATE / 2, 50, 0.02),
+        per_device_train_batch_size=batch,
+        train_sampling_strategy="group_by_length",
+        max_length=None,
+        completion_only_loss=True,
+        bf16=False,
         gradient_checkpointing=False,
-    )  # fmt: skip
+    )
     examples = [_prompt_and_completion(tokenizer, example) for example in episodes.executor_examples(scenes, seed)]
     trainer = stages.CloningTrainer(
-        model, config, train_dataset=Dataset.from_list(examples), processing_class=tokenizer,
+        model,
+        config,
+        train_dataset=Dataset.from_list(examples),
+        processing_class=tokenizer,
         callbacks=[stages.Stopwatch()],
-    )  # fmt: skip
+    )
     model = stages.run(trainer, work / "clone")
     settings = {"seed": seed, "scenes": scenes, "steps": steps, "batch": batch}
     finish("executor", out, as_llama(model), tokenizer, work, (*TEXT, "clone"), settings)  # type: ignore[arg-type]

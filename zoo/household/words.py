@@ -5,12 +5,37 @@ from __future__ import annotations
 from zoo.models import Lexicon
 
 RECEPTACLES = {
-    "cabinet": 27, "drawer": 28, "shelf": 13, "stoveburner": 6, "sidetable": 5, "countertop": 5, "diningtable": 4,
-    "handtowelholder": 4, "desk": 3, "safe": 3, "garbagecan": 3, "dresser": 3, "ottoman": 3, "armchair": 3,
-    "coffeetable": 3, "toilet": 3, "bed": 2, "sofa": 2, "sinkbasin": 2, "towelholder": 2, "toiletpaperhanger": 2,
-    "cart": 2, "fridge": 2, "microwave": 2, "coffeemachine": 2, "tvstand": 1, "bathtubbasin": 1, "toaster": 1,
-    "laundryhamper": 1, "paintinghanger": 1,
-}  # fmt: skip
+    "cabinet": 27,
+    "drawer": 28,
+    "shelf": 13,
+    "stoveburner": 6,
+    "sidetable": 5,
+    "countertop": 5,
+    "diningtable": 4,
+    "handtowelholder": 4,
+    "desk": 3,
+    "safe": 3,
+    "garbagecan": 3,
+    "dresser": 3,
+    "ottoman": 3,
+    "armchair": 3,
+    "coffeetable": 3,
+    "toilet": 3,
+    "bed": 2,
+    "sofa": 2,
+    "sinkbasin": 2,
+    "towelholder": 2,
+    "toiletpaperhanger": 2,
+    "cart": 2,
+    "fridge": 2,
+    "microwave": 2,
+    "coffeemachine": 2,
+    "tvstand": 1,
+    "bathtubbasin": 1,
+    "toaster": 1,
+    "laundryhamper": 1,
+    "paintinghanger": 1,
+}
 OBJECTS = """alarmclock apple baseballbat basketball bathtub blinds book boots bowl box bread butterknife candle cd
 cellphone chair cloth creditcard cup curtains desklamp dishsponge egg faucet floorlamp footstool fork glassbottle
 handtowel houseplant kettle keychain knife ladle laptop laundryhamperlid lettuce lightswitch mirror mug newspaper
@@ -28,8 +53,9 @@ kitchen into looked in/on""".split()
 SCENES = tuple(f"home {i}" for i in range(1, 65))
 _NAMES = (
     *(f"{name} {i}" for name, count in RECEPTACLES.items() for i in range(1, count + 1)),
-    *(f"{name} {i}" for name in OBJECTS for i in range(1, 4)), *SCENES,
-)  # fmt: skip
+    *(f"{name} {i}" for name in OBJECTS for i in range(1, 4)),
+    *SCENES,
+)
 LEXICON = Lexicon(
     pieces=(*_NAMES, *RECEPTACLES, *OBJECTS, *WORDS),
     scenes=SCENES,

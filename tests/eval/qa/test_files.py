@@ -16,7 +16,9 @@ from memory.protocol import Record, Trace
 LOCOMO = {
     "sample_id": "conv-1",
     "conversation": {
-        "speaker_a": "Ann", "speaker_b": "Bo", "session_1_date_time": "9 am on 8 May, 2023",
+        "speaker_a": "Ann",
+        "speaker_b": "Bo",
+        "session_1_date_time": "9 am on 8 May, 2023",
         "session_1": [
             {"speaker": "Ann", "dia_id": "D1:1", "text": "Hi!"},
             {"speaker": "Bo", "dia_id": "D1:2", "text": "Look.", "blip_caption": "a cat"},
@@ -28,14 +30,17 @@ LOCOMO = {
         {"question": "What?", "answer": 2022, "evidence": ["D1:1; D1:2", "D"], "category": 1},
         {"question": "Who?", "adversarial_answer": "Ann", "evidence": ["D9:1"], "category": 5},
     ],
-}  # fmt: skip
+}
 AMA = {
-    "episode_id": 7, "task": "find a key", "domain": "game",
+    "episode_id": 7,
+    "task": "find a key",
+    "domain": "game",
     "trajectory": [{"turn_idx": 0, "action": "open door", "observation": "It is dark."}, {"action": "look"}],
     "qa_pairs": [
-        {"question": "What was opened?", "answer": "the door", "type": "recall"}, {"question": "?", "answer": 1},
+        {"question": "What was opened?", "answer": "the door", "type": "recall"},
+        {"question": "?", "answer": 1},
     ],
-}  # fmt: skip
+}
 
 
 def test_locomo_s_turns_facts_and_questions(tmp_path: Path) -> None:
@@ -44,8 +49,9 @@ def test_locomo_s_turns_facts_and_questions(tmp_path: Path) -> None:
     [case] = read_cases(path)
     [history], [facts] = case.histories, case.facts
     assert [(r.id, r.actor, r.action) for r in history.records] == [
-        ("D1:1", "Ann", "Hi!"), ("D1:2", "Bo", "Look. [photo: a cat]"),
-    ]  # fmt: skip
+        ("D1:1", "Ann", "Hi!"),
+        ("D1:2", "Bo", "Look. [photo: a cat]"),
+    ]
     assert [(r.id, r.action, r.when) for r in facts.records] == [("D1:2", "Bo has a cat.", "9 am on 8 May, 2023")]
     first, second = case.questions
     assert first.evidence == ("D1:1", "D1:2") and first.answer == "2022" and first.category == "multi-hop"
@@ -57,8 +63,9 @@ def test_ama_bench_s_lines(tmp_path: Path) -> None:
     path.write_text(json.dumps(AMA) + "\n\n")
     [case] = read_cases(path)
     assert [(r.t, r.action, r.feedback) for r in case.histories[0].records] == [
-        (0, "open door", "It is dark."), (1, "look", ""),
-    ]  # fmt: skip
+        (0, "open door", "It is dark."),
+        (1, "look", ""),
+    ]
     told = [(q.id, q.category, q.answer) for q in case.questions]
     assert told == [("7/0", "recall", "the door"), ("7/1", "unknown", "1")]
 
@@ -95,8 +102,12 @@ def test_the_four_dialogues_are_whole(shared_data: Path) -> None:
     questions = [question for case in cases for question in case.questions]
     assert sum(len(case.histories[0].records) for case in cases) == 2080 and len(questions) == 757
     assert Counter(question.category for question in questions) == {
-        "multi-hop": 111, "temporal": 130, "open-domain": 32, "single-hop": 311, "adversarial": 173,
-    }  # fmt: skip
+        "multi-hop": 111,
+        "temporal": 130,
+        "open-domain": 32,
+        "single-hop": 311,
+        "adversarial": 173,
+    }
     assert sum(bool(question.evidence) for question in questions) == 755
 
 

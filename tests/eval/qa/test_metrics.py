@@ -52,8 +52,10 @@ def test_locomos_own_score_goes_by_category() -> None:
 @every_language
 def test_a_right_answer_of_any_script_scores_one_and_a_wrong_one_nothing(language: Language) -> None:
     scores = (
-        set_f1, bleu_1, *(partial(locomo_score, category=each) for each in ("single-hop", "multi-hop", "open-domain"))
-    )  # fmt: skip
+        set_f1,
+        bleu_1,
+        *(partial(locomo_score, category=each) for each in ("single-hop", "multi-hop", "open-domain")),
+    )
     for _, right, wrong in language.asked:
         for written in (
             right,
@@ -69,12 +71,20 @@ def test_a_right_answer_of_any_script_scores_one_and_a_wrong_one_nothing(languag
 @pytest.mark.parametrize(
     ("answer", "gold", "f1"),
     [
-        ("２０２３年", "2023年", 1), ("٢٠٢٣", "2023", 1), ("STRASSE", "Straße", 1), ("ﾋﾟｱﾉ", "ピアノ", 1),
-        ("مُحَمَّد", "محمد", 1), ("“it’s”", "it's", 1), ("👍🏽", "👍", 1), ("🇵🇱", "🇯🇵", 0), ("má", "mà", 0), ("。", "X", 0),
+        ("２０２３年", "2023年", 1),
+        ("٢٠٢٣", "2023", 1),
+        ("STRASSE", "Straße", 1),
+        ("ﾋﾟｱﾉ", "ピアノ", 1),
+        ("مُحَمَّد", "محمد", 1),
+        ("“it’s”", "it's", 1),
+        ("👍🏽", "👍", 1),
+        ("🇵🇱", "🇯🇵", 0),
+        ("má", "mà", 0),
+        ("。", "X", 0),
         ("黒い猫", "黒い犬", 2 / 3),  # by characters, as in MLQA
         ("cat — dog", "cat dog", 1),
     ],
-)  # fmt: skip
+)
 def test_answers_are_folded_before_they_are_compared(answer: str, gold: str, f1: float) -> None:
     assert set_f1(answer, gold) == locomo_score(answer, gold, "single-hop") == pytest.approx(f1)
 

@@ -77,8 +77,11 @@ class Looking:
 def test_records_point_to_files_beside_the_data(case: Case, tmp_path: Path) -> None:
     [trace] = case.histories
     assert [r.picture for r in trace.records] == [
-        "", str(tmp_path / "data" / "cat.jpg"), "", "https://example.org/garden.jpg",
-    ]  # fmt: skip
+        "",
+        str(tmp_path / "data" / "cat.jpg"),
+        "",
+        "https://example.org/garden.jpg",
+    ]
     assert trace.records[1].action == "Look at this! [photo: a red cat on a sofa]"
     assert trace_from_json(json.loads(json.dumps(trace_json(trace)))) == trace
     units = written(trace)

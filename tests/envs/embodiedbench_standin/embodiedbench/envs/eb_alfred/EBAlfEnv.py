@@ -11,16 +11,27 @@ X_DISPLAY = "1"
 HERE = os.path.dirname(__file__)
 ValidEvalSets = ["base", "common_sense", "complex_instruction", "spatial", "visual_appearance", "long_horizon"]
 SKILLS = [
-    "find a Mug", "find a ButterKnife", "find a Shelf", "find a DiningTable",
-    "pick up the Mug", "pick up the ButterKnife", "put down the object in hand", "open the Fridge",
-]  # fmt: skip
+    "find a Mug",
+    "find a ButterKnife",
+    "find a Shelf",
+    "find a DiningTable",
+    "pick up the Mug",
+    "pick up the ButterKnife",
+    "put down the object in hand",
+    "open the Fridge",
+]
 
 
 class EBAlfEnv:
     def __init__(
-        self, eval_set="base", exp_name="", down_sample_ratio=1.0, selected_indexes=(), detection_box=False,
+        self,
+        eval_set="base",
+        exp_name="",
+        down_sample_ratio=1.0,
+        selected_indexes=(),
+        detection_box=False,
         resolution=500,
-    ):  # fmt: skip
+    ):
         assert eval_set in ValidEvalSets
         with open(os.path.join(HERE, "data", "splits", "splits.json")) as file:
             self.dataset = json.load(file)[eval_set]

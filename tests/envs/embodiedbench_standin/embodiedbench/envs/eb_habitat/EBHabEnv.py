@@ -10,8 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 
 ValidEvalSets = [
-    "base", "common_sense", "complex_instruction", "spatial_relationship", "visual_appearance", "long_horizon",
-]  # fmt: skip
+    "base",
+    "common_sense",
+    "complex_instruction",
+    "spatial_relationship",
+    "visual_appearance",
+    "long_horizon",
+]
 SKILLS = ["navigate to the table 1", "navigate to the sofa", "pick up the ball", "place at the sofa"]
 
 

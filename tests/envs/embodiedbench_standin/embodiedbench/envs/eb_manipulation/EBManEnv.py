@@ -12,9 +12,14 @@ EPISODES = [("pick_cube_shape", 0, "Pick up the star and put it in the box."), (
 
 class EBManEnv:
     def __init__(
-        self, eval_set, render_mode="human", img_size=(600, 600), down_sample_ratio=1.0, log_path=None,
+        self,
+        eval_set,
+        render_mode="human",
+        img_size=(600, 600),
+        down_sample_ratio=1.0,
+        log_path=None,
         selected_indexes=(),
-    ):  # fmt: skip
+    ):
         assert eval_set in ValidEvalSets
         assert render_mode is None, "no window in a test"
         folder = f"/data/{eval_set}/eval"

@@ -9,17 +9,30 @@ import numpy as np
 
 ValidEvalSets = ["base", "common_sense", "complex_instruction", "visual_appearance", "long_horizon"]
 SKILLS = [
-    "Move forward by 0.25", "Move backward by 0.25", "Move rightward by 0.25", "Move leftward by 0.25",
-    "Rotate to the right by 90 degrees.", "Rotate to the left by 90 degrees.",
-    "Tilt the camera upward by 30 degrees.", "Tilt the camera downward by 30 degrees.",
-]  # fmt: skip
+    "Move forward by 0.25",
+    "Move backward by 0.25",
+    "Move rightward by 0.25",
+    "Move leftward by 0.25",
+    "Rotate to the right by 90 degrees.",
+    "Rotate to the left by 90 degrees.",
+    "Tilt the camera upward by 30 degrees.",
+    "Tilt the camera downward by 30 degrees.",
+]
 
 
 class EBNavigationEnv:
     def __init__(
-        self, eval_set="base", exp_name="test_base", down_sample_ratio=1.0, fov=100, multiview=False,
-        boundingbox=False, multistep=False, resolution=600, selected_indexes=(),
-    ):  # fmt: skip
+        self,
+        eval_set="base",
+        exp_name="test_base",
+        down_sample_ratio=1.0,
+        fov=100,
+        multiview=False,
+        boundingbox=False,
+        multistep=False,
+        resolution=600,
+        selected_indexes=(),
+    ):
         assert eval_set in ValidEvalSets
         with open(os.path.join(os.path.dirname(__file__), "datasets", f"{eval_set}.json")) as file:
             self.dataset = json.load(file)["tasks"]
