@@ -91,7 +91,7 @@ $(FAST): pyproject.toml uv.lock $(if $(wildcard .venv/bin/pytest),,FORCE)
 
 $(TEST): pyproject.toml uv.lock $(if $(wildcard .venv/bin/pytest),,FORCE)
 	$(if $(COMPILERS),,@echo "no gcc and g++: the extra alfworld is left out, and tests that need it are skipped")
-	$(call sync,.venv,--group dev,$(TEST_EXTRAS))
+	$(call sync,.venv,--group dev --group docs,$(TEST_EXTRAS))
 
 $(OPENENV): pyproject.toml uv.lock $(if $(wildcard .venv-openenv/bin/pytest),,FORCE) | $(TEST)
 	$(call sync,.venv-openenv,--group dev,openenv)
