@@ -1,6 +1,6 @@
 """One way down: a folder imports only folders below it, and no files import each other in a circle.
 
-The order of the floors stands in docs/architecture.md, and nowhere else. Every import counts, late ones and those for
+The order of the floors stands in docs/design/architecture.md, and nowhere else. Every import counts, late ones and those for
 type checkers too: what a file names, a reader has to know.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-FENCE = "```floors"
+FENCE = "```layers"
 
 
 def floors(architecture: str) -> list[str]:
@@ -47,7 +47,7 @@ def imported(path: Path, known: set[str]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def order(repository: Path) -> list[str]:
-    return floors((repository / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    return floors((repository / "docs" / "design" / "architecture.md").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
