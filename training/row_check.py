@@ -25,7 +25,7 @@ from executor.hf import FrozenExecutor
 from executor.prompt import executor_text, instructed
 from lm.prompt import Part, PromptEncoder
 from training import distributed
-from training.sft import Rows, encode_row
+from training.sft_rows import Rows, encode_row
 
 SHOWN = 5  # bad rows that an error names
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OSError, SyntaxError)  # the last one is Pillow's

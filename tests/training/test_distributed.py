@@ -117,7 +117,7 @@ def two_ranks_equal_one(alone: Path, out: Path, backends: tuple[str, ...]) -> No
         shutil.rmtree(out / backend / "sft" / "checkpoints" / "step-000003")
         goes_on_alone = cases.sft_trainer(out / backend / "sft", "replicated")
         assert goes_on_alone.resume() and goes_on_alone.step == 2
-        goes_on_alone.run(lambda m: None)
+        list(goes_on_alone.steps())
         assert_same(steps(alone, 3), steps(out / backend, 3))
 
 
