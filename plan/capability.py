@@ -14,7 +14,7 @@ SMALL, READS_7B, READS_14B = "SmolLM2-135M-Instruct", "Qwen2.5-7B-Instruct", "Qw
 SEES_7B, SEES_32B, READS_32B = "Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL-32B-Instruct", "Qwen2.5-32B-Instruct"
 
 # Results of `planned` in GiB of one GPU, each of which takes half a minute: by stage, for pairs of compiler and
-# executor in bfloat16, smallest first. One row at a time, gradient checkpointing; GRPO in one process; 8 requests served.
+# executor in bfloat16, smallest first. One row at a time, gradient checkpointing, GRPO in one process, 8 requests.
 NEEDS: Mapping[tuple[str, str], Mapping[str, float]] = {
     (SMALL, SMALL): {"SFT": 1.8, "GRPO": 2.9, "serving": 1.9},
     (READS_7B, READS_7B): {"SFT": 30.9, "GRPO": 36.3, "serving": 18.3},

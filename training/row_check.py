@@ -1,8 +1,7 @@
-"""SFT rows that cannot be trained on, found before the first step.
+"""Find SFT rows that cannot be trained on, before the first step.
 
-Rows are read once, one at a time, by all ranks together. A row is only tokenised where it may be too long for a model:
-where its bytes, of which a token has at least one, are more than the context. Without that a row takes a fraction of a
-millisecond, about as long as reading it.
+Ranks share the rows. A row is tokenised only if its bytes exceed a model's context (a token has at least one byte);
+otherwise a check takes a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ from lm.prompt import Part, PromptEncoder
 from training import distributed
 from training.sft_rows import Rows, encode_row
 
-SHOWN = 5  # bad rows that an error names
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OSError, SyntaxError)  # the last one is Pillow's
+MAX_SHOWN = 5  # bad rows in an error message
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OSError, SyntaxError)  # Pillow raises SyntaxError
 
 
 def bad_rows(
     rows: Rows, tasks: Sequence[str], compiler: MemoryCompiler, executor: FrozenExecutor, config: SftConfig
 ) -> dict[int, str]:
-    """Return the numbers of the rows that cannot be trained on, in order, each with its task and what is wrong. Every
-    rank has to call it."""
+    """Return the rows that cannot be trained on: task and problem by index. Every rank must call it."""
     check, found = RowCheck(compiler, executor, config), dict[int, str]()
     for i in distributed.share(len(rows)):
         try:
@@ -48,46 +46,49 @@ def bad_rows(
 
 
 def describe(bad: Mapping[int, str], total: int) -> str:
-    """Say in one line which rows cannot be trained on."""
-    some = "; ".join(f"row {i}, {wrong}" for i, wrong in list(bad.items())[:SHOWN])
-    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    """Describe the bad rows in one line."""
+    some = "; ".join(f"row {i}, {wrong}" for i, wrong in list(bad.items())[:MAX_SHOWN])
+    more = f"; and {len(bad) - MAX_SHOWN} more" if len(bad) > MAX_SHOWN else ""
     return f"{len(bad)} of {total} SFT rows cannot be trained on: {some}{more}"
 
 
 class RowCheck:
-    """Checks rows for two models."""
+    """Checks rows for a compiler and an executor."""
 
     def __init__(self, compiler: MemoryCompiler, executor: FrozenExecutor, config: SftConfig) -> None:
         self._compiler, self._executor, self._soft = compiler, executor, config.soft
-        self._tokens: dict[Any, int] = {}  # of a chat with a picture alone, by encoder and size of the picture
-        self._whole: set[int] = set()  # hashes of the pictures that can be read: entries come again and again
+        self._tokens: dict[Any, int] = {}  # of a chat with one picture, by encoder and picture size
+        self._valid_pictures: set[int] = set()  # hashes; the same entries occur in many rows
 
     def fault(self, row: SftRow) -> str | None:
-        """Say what is wrong with a row; None for a good one. Raises: ValueError and the like, with the same meaning."""
+        """Return the problem of a row, or None. Raises: `UNREADABLE` errors, for rows that cannot be read."""
         if not (row.goal.strip() or row.observation.strip() or row.image):
-            return "there is neither a goal nor an observation"
+            return "it has neither a goal nor an observation"
         if self._soft and not row.action.strip():
-            return "there is no action"
+            return "it has no action"
         if error := parse(row.emission).error:
             return f"the emission {reprlib.repr(row.emission)} cannot be read ({error})"
         if row.memory_images and len(row.memory_images) != len(row.memory_ids):
             return f"{len(row.memory_ids)} memory entries have {len(row.memory_images)} lists of pictures"
         sees = self._compiler.encoder.is_vlm, self._executor.sees_images
-        remembered = [png for entry in row.memory_images for png in entry] if any(sees) else []
-        pictures = [self._size(png) for png in [*([row.image] if row.image else ()), *remembered]]
+        memory_pictures = [png for entry in row.memory_images for png in entry] if any(sees) else []
+        pictures = [self._size(png) for png in [*([row.image] if row.image else ()), *memory_pictures]]
         return self._too_long(row, *(pictures if seeing else () for seeing in sees))
 
     def _too_long(self, row: SftRow, compiler_sees: Iterable[Any], executor_sees: Iterable[Any]) -> str | None:
-        """Compare a row's length with both models' contexts."""
+        """Return whether, and where, a row exceeds a model's context: first by an upper bound, then by its tokens."""
         compiler, executor = self._compiler, self._executor
         step = replace(row, image=None, memory_images=()).step_input(compiler.n_tokens if self._soft else 0)
-        asked = executor_request(step, executor)
+        request = executor_request(step, executor)
         texts = [part.text for part in compiler_parts(compile_request(step), images=False)]
-        read = self._most(compiler.encoder, [compiler.instructions, *texts, row.emission], compiler_sees)
-        told = instructed(executor.instructions, asked, executor.reads.commands)
-        acted = [told, executor_text(asked, " "), row.action]
+        compiled = [compiler.instructions, *texts, row.emission]
+        instructions = instructed(executor.instructions, request, executor.reads.commands)
+        acted = [instructions, executor_text(request, " "), row.action]
         limits = compiler.context, executor.context if self._soft else None
-        most = read + compiler.n_tokens, self._most(executor.encoder, acted, executor_sees)
+        most = (
+            self._bound(compiler.encoder, compiled, compiler_sees) + compiler.n_tokens,
+            self._bound(executor.encoder, acted, executor_sees),
+        )
         if all(context is None or tokens <= context for tokens, context in zip(most, limits, strict=True)):
             return None
         example = encode_row(row, compiler, executor, self._soft)
@@ -100,13 +101,13 @@ class RowCheck:
                 return f"it has {tokens} tokens for the {role}, whose context is {context}"
         return None
 
-    def _most(self, encoder: PromptEncoder, texts: Iterable[str], pictures: Iterable[Any]) -> int:
-        """Bound the tokens of a chat with these texts and pictures of these sizes."""
-        read = sum(len(text.encode("utf-8", "replace")) for text in texts)
-        return read + sum(self._chat(encoder, size) for size in (None, *pictures))
+    def _bound(self, encoder: PromptEncoder, texts: Iterable[str], pictures: Iterable[Any]) -> int:
+        """Return an upper bound on the tokens of a chat with these texts and picture sizes."""
+        text = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        return text + sum(self._chat_tokens(encoder, size) for size in (None, *pictures))
 
-    def _chat(self, encoder: PromptEncoder, size: tuple[int, int] | None) -> int:
-        """Count the tokens of a chat that holds nothing, or a picture of this size alone."""
+    def _chat_tokens(self, encoder: PromptEncoder, size: tuple[int, int] | None) -> int:
+        """Count the tokens of a chat without text, or with one picture of this size."""
         key = id(encoder), size
         if key not in self._tokens:
             part = Part("x") if size is None else Part(image=Image.new("RGB", size))
@@ -114,9 +115,9 @@ class RowCheck:
         return self._tokens[key]
 
     def _size(self, png: bytes) -> tuple[int, int]:
-        """Return a picture's size. Raises: what Pillow raises for a damaged one."""
+        """Return a picture's size. Raises: Pillow's errors, for a damaged one."""
         with Image.open(io.BytesIO(png)) as image:
-            if hash(png) not in self._whole:
+            if hash(png) not in self._valid_pictures:
                 image.verify()
-                self._whole.add(hash(png))
+                self._valid_pictures.add(hash(png))
             return image.size

@@ -10,7 +10,7 @@ from plan.capability import NEEDS, SMALL, STAGES, capability, fitting, planned
 @pytest.mark.parametrize(
     ("gib", "size", "sft", "serving"),
     [
-        (1.0, 1.0, "SFT of the shipped models alone", "serving of the shipped models alone"),
+        (1.0, 1.0, "SFT of the shipped models only", "serving of the shipped models only"),
         (3.0, 1.0, f"SFT up to {SMALL}", f"serving up to {SMALL}"),
         (24.0, 2.0, f"SFT up to {SMALL}", f"serving up to {SMALL}"),
         (24.0, 1.0, f"SFT up to {SMALL}", "serving up to Qwen2.5-VL-7B-Instruct"),
