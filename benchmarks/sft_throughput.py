@@ -35,7 +35,7 @@ from eval.table import markdown_table
 from executor.build import load_frozen
 from runtime.progress import quiet
 from training.sft import SftTrainer
-from training.sft_rows import Example
+from training.sft_data import Example
 from zoo.curriculum import IGNORE, pad
 
 PLAIN, TEXT = "plain Trainer", "text"

@@ -65,10 +65,12 @@ def _quickstart(config: QuickstartConfig, run: RunFolder) -> None:
         with _stage("GRPO: text and soft tokens from success alone", seconds, "grpo"):
             train_grpo(_from_checkpoint(config.grpo, out / "sft"), out / "grpo")
     with _stage("evaluation on held-out scenes", seconds, "eval"):
-        results, episodes = _evaluated(config.eval, out, "sft", config.eval.deliveries, executor)
+        results, episodes = _evaluated(
+            config.eval, out, stage="sft", deliveries=config.eval.deliveries, executor=executor
+        )
         if config.grpo is not None:
-            after, played = _evaluated(config.eval, out, "grpo", ("compiled",), executor)
-            episodes += _add_grpo_results(results, episodes, after, played, config.eval.budgets)
+            after, played = _evaluated(config.eval, out, stage="grpo", deliveries=("compiled",), executor=executor)
+            episodes += _add_grpo_results(results, episodes, after=after, played=played, budgets=config.eval.budgets)
     seconds["total"] = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     results |= {"seconds": seconds, "peak_memory_gib": peak}

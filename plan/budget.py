@@ -9,8 +9,8 @@ from typing import Any
 
 from configs.load import ConfigError
 from eval.table import DASH, markdown_table
-from training.ray_placement import COMPILER_PROMPT, GIB
 
+GIB = 2**30
 PARTS = ("weights", "gradients", "moments", "activations", "logits", "kv_cache", "overhead")
 
 
@@ -52,7 +52,7 @@ def find_gpu(text: str) -> Gpu:
 class Lengths:
     """Typical lengths in tokens; defaults are from real ALFWorld games with four memory entries."""
 
-    prompt: int = COMPILER_PROMPT  # the compiler's, with memory, state and observation
+    prompt: int = 1900  # the compiler's, with memory, state and observation
     emission: int = 184
     acting: int = 988  # the executor's prompt, with soft tokens
     action: int = 12

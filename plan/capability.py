@@ -5,39 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from configs.load import load_config
-from configs.models import ServeConfig
-from configs.training import GrpoConfig, SftConfig
-from plan.budget import GIB, Lengths, find_gpu
+from plan.budget import GIB
 
 SMALL, READS_7B, READS_14B = "SmolLM2-135M-Instruct", "Qwen2.5-7B-Instruct", "Qwen2.5-14B-Instruct"
 SEES_7B, SEES_32B, READS_32B = "Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL-32B-Instruct", "Qwen2.5-32B-Instruct"
 
-# Results of `planned` in GiB of one GPU, each of which takes half a minute: by stage, for pairs of compiler and
-# executor in bfloat16, smallest first. One row at a time, gradient checkpointing, GRPO in one process, 8 requests.
+# GiB of one GPU by stage, from `memcompiler plan` (tests/plan/test_capability.py), for pairs of compiler and executor
+# in bfloat16, smallest first. One row at a time, gradient checkpointing, GRPO in one process, 8 requests at once.
 NEEDS: Mapping[tuple[str, str], Mapping[str, float]] = {
     (SMALL, SMALL): {"SFT": 1.8, "GRPO": 2.9, "serving": 1.9},
     (READS_7B, READS_7B): {"SFT": 30.9, "GRPO": 36.3, "serving": 18.3},
     (SEES_7B, READS_14B): {"SFT": 45.9, "GRPO": 51.0, "serving": 19.6},
     (SEES_32B, READS_32B): {"SFT": 128.0, "GRPO": 141.5, "serving": 70.7},
 }
-ONE_ROW = ("batch_size=1", "micro_batch_size=1", "gradient_checkpointing=true")
-ONE_PROCESS = ("cluster=local", "compiler.engine=hf", "executor.engine=hf", "backend=replicated")
-STAGES = {
-    "SFT": (SftConfig, "sft/paper", (*ONE_ROW, "evaluation.tasks=0")),
-    "GRPO": (GrpoConfig, "grpo/paper", (*ONE_ROW[1:], *ONE_PROCESS)),
-    "serving": (ServeConfig, "serve/quickstart", ("batch=8",)),
-}
-
-
-def planned(compiler: str, executor: str, stage: str) -> float:
-    """Plan a stage of `NEEDS`; returns the memory (GiB) of the smallest GPU that fits it."""
-    from plan.stages import plan
-
-    schema, name, settings = STAGES[stage]
-    models = [f"compiler.model={compiler}", "compiler.dtype=bfloat16"]
-    models += [] if stage == "serving" else [f"executor.model={executor}", "executor.dtype=bfloat16"]
-    return plan(load_config(schema, name, [*models, *settings]), Lengths(), find_gpu("h100"), 1).needs()
+STAGES = ("SFT", "GRPO", "serving")
 
 
 def capability() -> str:

@@ -56,7 +56,7 @@ def dry_run(settings: Any) -> None:
     here = torch.cuda.is_available()
     gpu = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f}" if here else "80"
     gpus = int(os.environ.get("WORLD_SIZE", "0")) or (torch.cuda.device_count() if here else None)
-    run_plan(settings, gpu, gpus, "", None)
+    run_plan(settings, gpu, gpus=gpus, lengths="", json=None)
 
 
 def run_plan(settings: Any, gpu: str, gpus: int | None, lengths: str, json: Path | None) -> None:
@@ -68,7 +68,7 @@ def run_plan(settings: Any, gpu: str, gpus: int | None, lengths: str, json: Path
     records = []
     for own, made in plans(settings, read, card, number):
         found = None if made.fits(card, number) else remedy(own, read, card, number)
-        print("\n".join(lines(made, read, card, number, found)), end="\n\n", flush=True)
+        print("\n".join(lines(made, read, gpu=card, gpus=number, remedy=found)), end="\n\n", flush=True)
         records.append(made.to_json(card, number, found))
     if json is not None:
         write_atomically(json, to_json({"lengths": asdict(read), "plans": records}, indent=1))

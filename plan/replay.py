@@ -34,8 +34,8 @@ from plan.models import (
 from plan.shapes import Ledger
 from training.grpo import GrpoTrainer
 from training.rollout import ActionSample, Sample
+from training.sft_data import Example
 from training.sft_losses import sft_losses
-from training.sft_rows import Example
 
 P = ParamSpec("P")
 MODELS = ("hf", "vllm", "http")  # executor engines with a named model
@@ -112,7 +112,9 @@ def replay_update(config: GrpoConfig, lengths: Lengths, rows: int, gpu: bool = T
     width = stub.backbone.hidden_size if pathwise else hidden_size(config.executor)
     compiler = shaped_compiler(config.compiler, width, ledger, Decoding())
     engine: Any = SimpleNamespace(served=None)  # no episode is played
-    trainer = GrpoTrainer(alone, compiler, stub, engine, [engine], Path("nowhere"))
+    trainer = GrpoTrainer(
+        config=alone, compiler=compiler, executor=stub, engine=engine, specs=[engine], out=Path("nowhere")
+    )
     _optimiser_state(compiler, ledger)
     samples = samples_of(config, lengths, rows, width)
     ledger.restart()
@@ -132,7 +134,7 @@ def replay_compile(config: CompilerConfig, width: int, lengths: Lengths, rows: i
     read = lengths.prompt + 1 + compiler.n_tokens
     flops = {"prefill": ledger.flops / rows}
     full = lengths.prompt + lengths.emission + compiler.n_tokens
-    return _with_cache(_replayed(ledger, flops, compiler, None), compiler.backbone, rows, read, full)
+    return _with_cache(_replayed(ledger, flops, compiler, None), compiler.backbone, rows=rows, read=read, full=full)
 
 
 @cached_by_repr
@@ -152,7 +154,7 @@ def replay_act(config: ExecutorConfig, lengths: Lengths, rows: int) -> Replay:
         hidden = backbone.hidden(batch, cache, executor.embed(batch.tokens, prompts))
         backbone.logits(hidden[:, -1:])
     replay = _replayed(ledger, {"act": ledger.flops / rows}, None, executor)
-    return _with_cache(replay, backbone, rows, lengths.acting, lengths.acting + config.max_new_tokens)
+    return _with_cache(replay, backbone, rows=rows, read=lengths.acting, full=lengths.acting + config.max_new_tokens)
 
 
 # inputs --------------------------------------------------------------------------------------------------------------
@@ -163,24 +165,41 @@ def rows_of(config: SftConfig, lengths: Lengths, rows: int) -> list[Example]:
     n = config.compiler.soft.n_tokens
     prompts, acting = prompts_of(lengths.prompt, rows), prompts_of(max(lengths.acting, n), rows, n * config.soft)
     emission, action, memory = ((WORD,) * tokens for tokens in (lengths.emission, lengths.action, lengths.memory))
-    return [Example(p, emission, a, action, memory, True) for p, a in zip(prompts, acting, strict=True)]
+    return [
+        Example(prompt=p, emission=emission, executor_prompt=a, action=action, memory_ids=memory, soft_read=True)
+        for p, a in zip(prompts, acting, strict=True)
+    ]
 
 
 def samples_of(config: GrpoConfig, lengths: Lengths, rows: int, width: int) -> list[Sample]:
     """Create a micro-batch of GRPO, for an executor of this width."""
     n, pathwise = config.compiler.soft.n_tokens, config.loss.latent_gradient == "pathwise"
     acting, z = prompt_of(max(lengths.acting, n), n), torch.zeros(n, width)
-    action = ActionSample(acting, commands(lengths), 0, z, 0.0) if pathwise else None
+    action = (
+        ActionSample(prompt=acting, candidates=commands(lengths), chosen=0, noise=z, logprob=0.0) if pathwise else None
+    )
     sampled = torch.zeros(lengths.emission + (1 if pathwise else n))
     return [
-        Sample(prompt, (WORD,) * lengths.emission, z, sampled, lengths.emission, 1.0, i, 0, action)
+        Sample(
+            prompt=prompt,
+            emission=(WORD,) * lengths.emission,
+            z=z,
+            rollout_logprobs=sampled,
+            sampled=lengths.emission,
+            advantage=1.0,
+            episode=i,
+            weight_version=0,
+            action=action,
+        )
         for i, prompt in enumerate(prompts_of(lengths.prompt, rows))
     ]
 
 
 def requests_of(rows: int) -> list[CompileRequest]:
     """Create requests without common memory entries, so that no prefix is shared."""
-    entries = [MemoryEntry(f"{i}", "", Provenance("", "", "", "", True)) for i in range(rows)]
+    entries = [
+        MemoryEntry(f"{i}", "", Provenance(task_id="", scene="", goal="", split="", success=True)) for i in range(rows)
+    ]
     return [CompileRequest("", (entry,), None, "") for entry in entries]
 
 
@@ -241,7 +260,9 @@ def _replayed(
     trained = sum(p.numel() for p in compiler.parameters() if p.requires_grad) if compiler is not None else 0
     whole = sum(size(backbone.model) for backbone in models)
     layer = max((size(block) for found in blocks for block in found), default=0)
-    return Replay(ledger.peak.copy(), flops, trained, layer, whole - inside, sum(towers))
+    return Replay(
+        held=ledger.peak.copy(), flops=flops, trained=trained, layer=layer, root=whole - inside, towers=sum(towers)
+    )
 
 
 def _blocks(backbone: Backbone) -> list[nn.Module]:

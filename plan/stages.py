@@ -16,7 +16,6 @@ from configs.training import GrpoConfig, Placement, SftConfig
 from eval.matrix import cells
 from lm.architecture import model_config, weight_bytes
 from plan.budget import GIB, Budget, Gpu, Lengths, Plan
-from plan.engines import HOST, engine_budget
 from plan.replay import (
     MODELS,
     Replay,
@@ -26,11 +25,12 @@ from plan.replay import (
     replay_sft,
     replay_update,
 )
-from training.ray_placement import RoleLayout, describe, plan_layout
+from training.ray_placement import ENGINE_OVERHEAD, EngineConfig, RoleLayout, describe, engine_size, plan_layout
 
+HOST = 3.0 * GIB  # RAM of a process with torch, without a model
 CONTEXT = 1.0 * GIB  # a process's CUDA context and libraries
 SLACK = 0.05  # of temporary memory, lost to fragmentation
-PIXELS = 1.0 * GIB  # RAM for encoded rows (training.sft_rows.MAX_CACHED_VALUES)
+PIXELS = 1.0 * GIB  # RAM for encoded rows (training.sft_data.MAX_CACHED_VALUES)
 ZERO3_LIVE = 2e9  # bytes of gathered weights in ZeRO-3 (its default of 1e9 parameters, in bf16)
 BUSY, READING = 0.4, 0.6  # achieved shares of a GPU's FLOP/s and bandwidth
 
@@ -71,19 +71,19 @@ def plan_sft(config: SftConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     # With slices, one process first loads both models into RAM; counted in equal parts.
     read = replay.weights / gpus if config.backend in ("fsdp", "zero3") else 0.0
     host = HOST + read + (PIXELS if _sees(config.compiler.model) else 0)
-    budget = _trainer("trainer", replay, config.backend, gpus, host)
+    budget = _trainer("trainer", replay, backend=config.backend, n=gpus, host=host)
     n = config.compiler.soft.n_tokens if config.soft else 0
     return Plan(
-        "sft",
-        f"SFT, {_models(config)}, micro-batches of {min(config.micro_batch_size, mine)}, backend {config.backend}",
-        (budget,),
-        _disk(models, replay.trained, config.keep),
-        {
+        stage="sft",
+        name=f"SFT, {_models(config)}, micro-batches of {min(config.micro_batch_size, mine)}, backend {config.backend}",
+        budgets=(budget,),
+        disk=_disk(models, replay.trained, config.keep),
+        tokens={
             "compiler": config.batch_size * (lengths.prompt + lengths.emission + n),
             "executor": config.batch_size * (lengths.acting + lengths.action) * config.soft,
         },
-        0,
-        {name: mine * flops / _products(gpu) for name, flops in replay.flops.items()},
+        episodes=0,
+        seconds={name: mine * flops / _products(gpu) for name, flops in replay.flops.items()},
     )
 
 
@@ -106,22 +106,49 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
     models = _sizes(config.compiler, config.executor)
     held, budgets = [update], []
     if rolls.count and config.compiler.engine == "vllm":
-        budgets.append(engine_budget("rollout engine", "rollouts", config.compiler, gpu, sequences["compiler"], rolls))
+        budgets.append(
+            engine_budget(
+                "rollout engine",
+                "rollouts",
+                settings=config.compiler,
+                gpu=gpu,
+                sequence=sequences["compiler"],
+                role=rolls,
+            )
+        )
     elif rolls.count:
         budgets.append(_alone("rollout engine", compiling, rolls.count))
     elif config.compiler.engine == "vllm":
         budgets.append(
-            engine_budget("rollout engine", "actors", config.compiler, gpu, sequences["compiler"], RoleLayout(trainers))
+            engine_budget(
+                "rollout engine",
+                "actors",
+                settings=config.compiler,
+                gpu=gpu,
+                sequence=sequences["compiler"],
+                role=RoleLayout(trainers),
+            )
         )
     else:
         held.append(compiling)
     if acts.count and config.executor.engine == "vllm":
-        budgets.append(engine_budget("executor", "executors", config.executor, gpu, sequences["executor"], acts))
+        budgets.append(
+            engine_budget(
+                "executor", "executors", settings=config.executor, gpu=gpu, sequence=sequences["executor"], role=acts
+            )
+        )
     elif acts.count and acting is not None:
         budgets.append(_alone("executor", acting, acts.count))
     elif config.executor.engine == "vllm":
         budgets.append(
-            engine_budget("executor", "actors", config.executor, gpu, sequences["executor"], RoleLayout(trainers))
+            engine_budget(
+                "executor",
+                "actors",
+                settings=config.executor,
+                gpu=gpu,
+                sequence=sequences["executor"],
+                role=RoleLayout(trainers),
+            )
         )
     elif config.executor.engine == "hf" and acting is not None:
         held.append(acting)
@@ -131,7 +158,7 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
     if not served:  # a whole copy of the compiler rolls out
         whole += update.held["compiler weights"] * (sliced or config.overlap)
     read = update.held["compiler weights"] / trainers if served and sliced else 0.0  # as in SFT
-    actor = _trainer("actor", fullest, config.backend, trainers, HOST + read)
+    actor = _trainer("actor", fullest, backend=config.backend, n=trainers, host=HOST + read)
     # A compiler that rolls out itself is loaded whole, and sliced then.
     loading = fullest.weights + CONTEXT if sliced and not served else 0.0
     actor = replace(actor, device="actors", weights=actor.weights + whole, loading=loading)
@@ -143,19 +170,19 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
         "update": samples * config.iterations * update.flops["update"] / _products(gpu),
     }
     return Plan(
-        "grpo",
-        f"GRPO, {_models(config)}, placement {trainers} + {rolls.count} + {acts.count}",
-        (actor, *budgets),
-        _disk(models, update.trained, config.keep),
-        {
+        stage="grpo",
+        name=f"GRPO, {_models(config)}, placement {trainers} + {rolls.count} + {acts.count}",
+        budgets=(actor, *budgets),
+        disk=_disk(models, update.trained, config.keep),
+        tokens={
             "compiler, reading": steps * lengths.prompt,
             "compiler, writing": steps * lengths.emission,
             "executor": steps * lengths.acting,
             "update": steps * (lengths.prompt + lengths.emission + config.compiler.soft.n_tokens),
         },
-        min(episodes, config.concurrency * trainers),
-        seconds,
-        (describe(layout), f"an update of {episodes} episodes with the maximum of {config.max_steps} steps"),
+        episodes=min(episodes, config.concurrency * trainers),
+        seconds=seconds,
+        notes=(describe(layout), f"an update of {episodes} episodes with the maximum of {config.max_steps} steps"),
     )
 
 
@@ -166,18 +193,45 @@ def plan_eval(config: EvalConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
     if any(spec.kind == "static" for spec in specs):  # the longest prompt
         lengths = replace(lengths, acting=lengths.acting + lengths.memory)
     compiler = config.compiler if compiles else None
-    return _playing("eval", "evaluation", compiler, config.executor, config.concurrency, lengths, gpu, gpus)
+    return _playing(
+        "eval",
+        "evaluation",
+        compiler=compiler,
+        executor=config.executor,
+        concurrency=config.concurrency,
+        lengths=lengths,
+        gpu=gpu,
+        gpus=gpus,
+    )
 
 
 def plan_collect(config: CollectConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     """Plan a collection: a model runs only if the executor acts while an endpoint teaches."""
     executor = config.executor if config.acts == "executor" else None
-    return _playing("collect", "collection", None, executor, config.concurrency or 16, lengths, gpu, gpus)
+    return _playing(
+        "collect",
+        "collection",
+        compiler=None,
+        executor=executor,
+        concurrency=config.concurrency or 16,
+        lengths=lengths,
+        gpu=gpu,
+        gpus=gpus,
+    )
 
 
 def plan_serve(config: ServeConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
     """Plan a compiler service."""
-    return _playing("serve", "service", config.compiler, None, config.batch, lengths, gpu, gpus)
+    return _playing(
+        "serve",
+        "service",
+        compiler=config.compiler,
+        executor=None,
+        concurrency=config.batch,
+        lengths=lengths,
+        gpu=gpu,
+        gpus=gpus,
+    )
 
 
 # remedies -------------------------------------------------------------------------------------------------------------
@@ -248,6 +302,39 @@ def _with(settings: Settings, changes: Sequence[tuple[str, Any]]) -> Any:
 # parts ----------------------------------------------------------------------------------------------------------------
 
 
+def engine_budget(
+    process: str, device: str, settings: EngineConfig, gpu: Gpu, sequence: int, role: RoleLayout | None = None
+) -> Budget:
+    """Compute what a vLLM engine needs: its share of a GPU, whose cache gets what weights and activations leave. It
+    does not start unless the cache holds one sequence of maximum length. Engines on one GPU count as one process.
+
+    Args:
+        sequence: Tokens of a typical sequence.
+        role: Number and GPUs of the role's engines (default: one engine).
+    """
+    role = role or RoleLayout(1)
+    size, share = engine_size(settings, sequence), role.utilization or settings.vllm.gpu_memory_utilization
+    per_gpu = round(1 / role.gpus) if 0 < role.gpus < 1 else 1
+    cache, smallest = share * gpu.gib * GIB - size.without_cache, size.cache_per_token * size.max_context
+    tokens = max(cache, 0) / size.cache_per_token
+    several = f"{per_gpu} of them on one; " if per_gpu > 1 else ""
+    return Budget(
+        process,
+        device,
+        count=math.ceil(role.count / per_gpu),
+        gpus=settings.vllm.tensor_parallel_size,
+        share=share * per_gpu,
+        weights=per_gpu * size.weights,
+        activations=per_gpu * size.activations,
+        kv_cache=per_gpu * max(cache, smallest),
+        overhead=per_gpu * ENGINE_OVERHEAD,
+        host=per_gpu * 2 * HOST,
+        least=per_gpu * (size.without_cache + smallest),
+        note=f"vLLM at {share:g} of a GPU: {several}a cache of {tokens:,.0f} tokens, {tokens / size.sequence:,.0f} "
+        f"sequences of {size.sequence} at once; one of {size.max_context:,} must fit",
+    )
+
+
 def _trainer(process: str, replay: Replay, backend: str, n: int, host: float) -> Budget:
     """Distribute weights, gradients and moments over `n` processes as the backend does."""
     held, trained = replay.held, 4.0 * replay.trained
@@ -278,7 +365,7 @@ def _trainer(process: str, replay: Replay, backend: str, n: int, host: float) ->
 
 def _alone(process: str, replay: Replay, count: int) -> Budget:
     """Plan engines in PyTorch, each on its own GPU."""
-    own = _trainer(process, replay, "replicated", 1, HOST)
+    own = _trainer(process, replay, backend="replicated", n=1, host=HOST)
     return replace(own, count=count, gradients=0.0, moments=0.0)
 
 
@@ -313,7 +400,9 @@ def _playing(
         rows = min(concurrency, compiler.batch_size)
         replay = replay_compile(compiler, width, kv, rows)
         if compiler.engine == "vllm":
-            budgets.append(engine_budget("compiler engine", process, compiler, gpu, kv.prompt + kv.emission))
+            budgets.append(
+                engine_budget("compiler engine", process, settings=compiler, gpu=gpu, sequence=kv.prompt + kv.emission)
+            )
         else:
             held.append(replay)
         seconds["compile: prefill"] = concurrency * replay.flops["prefill"] / _products(gpu)
@@ -325,7 +414,7 @@ def _playing(
         replay = replay_act(executor, lengths, min(concurrency, executor.batch_size))
         if executor.engine == "vllm":
             sequence = lengths.acting + lengths.action
-            budgets.append(engine_budget("executor engine", process, executor, gpu, sequence))
+            budgets.append(engine_budget("executor engine", process, settings=executor, gpu=gpu, sequence=sequence))
         else:
             held.append(replay)
             spread = gpus if executor.device_map else 1
@@ -335,12 +424,18 @@ def _playing(
     if held:
         whole = _fullest(held)
         whole.held["executor weights"] = round(whole.held["executor weights"] / spread)
-        own = _trainer(process, whole, "replicated", 1, HOST)
+        own = _trainer(process, whole, backend="replicated", n=1, host=HOST)
         budgets.insert(0, replace(own, gpus=spread, gradients=0.0, moments=0.0))
     roles = [("compiler", compiler), ("executor", executor)]
     who = " and ".join(f"{role} {own.model} ({own.engine})" for role, own in roles if own is not None)
     return Plan(
-        stage, f"{process}: {who or 'no model'}", tuple(budgets), _disk(models, 0, 0), tokens, concurrency, seconds
+        stage=stage,
+        name=f"{process}: {who or 'no model'}",
+        budgets=tuple(budgets),
+        disk=_disk(models, 0, 0),
+        tokens=tokens,
+        episodes=concurrency,
+        seconds=seconds,
     )
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from runtime.crew import Answered, Event, Finished, Lost, Ready, Unit, Worker
+from runtime.worker_pool import Answered, Event, Finished, Lost, Ready, Unit, Worker
 
 
 class HereFleet:

@@ -121,12 +121,14 @@ def run_trainer(
         actor, executor = load_executors(config, engines)
         served = config.compiler.engine == "vllm" or (engines is not None and bool(engines.compilers))
         location = weights_location(config.backend) if served else "device"
-        compiler = load_compiler(config.compiler, executor, config.seed, compiler_told(config.env), location)
+        compiler = load_compiler(
+            config.compiler, executor, seed=config.seed, told=compiler_told(config.env), weights=location
+        )
         if config.compiler.checkpoint and run is not None:
             found = checkpoint.find(Path(config.compiler.checkpoint))
             report_reading(checkpoint.executor_reading(found), config.executor, str(found))
 
-        engine = rollout_engine(config, envs, actor, engines, need)
+        engine = rollout_engine(config, envs, executor=actor, engines=engines, need=need)
         held_out_tasks = None
         if held:
             player = replace(engine, limits=Limits(config.evaluation.max_steps, config.seed))
@@ -199,7 +201,9 @@ def rollout_engine(
     elif config.compiler.engine == "vllm":
         served = load_served_compiler(config.compiler, config.seed, compiler_told(config.env))
     limits = Limits(config.max_steps, config.seed, config.pipelined)
-    return RolloutEngine(envs.lease, executor, limits, config.concurrency, served, need)
+    return RolloutEngine(
+        make_env=envs.lease, executor=executor, limits=limits, concurrency=config.concurrency, served=served, need=need
+    )
 
 
 def load_need(config: GrpoConfig) -> Need | None:
@@ -260,7 +264,16 @@ class GrpoTrainer(Trainer[tuple[Metrics, list[Group]]]):
             )
         self.config, self.executor, self.engine, self.specs = config, executor, engine, list(specs)
         hash = distributed.once_per_node(executor.hash)
-        super().__init__(config, compiler, hash, len(specs), config.updates, out, facts, held_out_tasks)
+        super().__init__(
+            config,
+            compiler,
+            executor_hash=hash,
+            items=len(specs),
+            total=config.updates,
+            out=out,
+            facts=facts,
+            held_out_tasks=held_out_tasks,
+        )
         self.frozen = self.executor_hash
         compiler.decoding = sampling(config)
         self.policy = Policy(compiler, executor, config.loss)

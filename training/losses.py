@@ -64,7 +64,9 @@ class PolicyTokens:
 
 def policy_loss(tokens: PolicyTokens, settings: PolicyLoss) -> tuple[Tensor, Surrogate]:
     """Compute the weighted sum of Eq. 8 over all tokens, with capped importance weights if set; and its terms."""
-    surrogate = clipped_surrogate(tokens.policy, tokens.old, tokens.advantages, settings.clip_low, settings.clip_high)
+    surrogate = clipped_surrogate(
+        tokens.policy, tokens.old, advantages_B=tokens.advantages, low=settings.clip_low, high=settings.clip_high
+    )
     per_token = surrogate.loss
     if settings.importance_cap:  # sampled by another engine, or older weights
         per_token = per_token * (tokens.old - tokens.rollout).exp().clamp(max=settings.importance_cap)

@@ -113,7 +113,9 @@ class Policy:
         action = None
         if self.pathwise:
             assert isinstance(self.executor, FrozenExecutor)  # checked in the settings
-            action = ActionSample(Prompt((self.executor.placeholder,) * n, None), ("",), 0, z, 0.0)
+            action = ActionSample(
+                prompt=Prompt((self.executor.placeholder,) * n, None), candidates=("",), chosen=0, noise=z, logprob=0.0
+            )
         sample = Sample(
             prompt=Prompt((end,)),
             emission=(end,),

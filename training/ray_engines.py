@@ -388,10 +388,10 @@ class RayExecutor(TokenExecutor):
         super().__init__(
             encoder,
             told.instructions if config.instructions == "full" else "",
-            config.max_new_tokens,
-            config.images,
-            config.temperature,
-            reads_of(config, told),
+            max_new_tokens=config.max_new_tokens,
+            images=config.images,
+            temperature=config.temperature,
+            reads=reads_of(config, told),
         )
         self.mode = config.mode
         self.context = pool.about()["context"]
@@ -432,11 +432,25 @@ def _split(rows: Sequence[Any], n: int) -> list[Sequence[Any]]:
 def ray_compiler(engines: RayEngines, trainer: int) -> RayCompiler:
     """Create a trainer's client of the compiler engines."""
     ray = import_ray()
-    pool = EnginePool(ray, "compiler", engines.compilers, engines.placement, engines.report, first=trainer)
+    pool = EnginePool(
+        ray=ray,
+        role="compiler",
+        engines=engines.compilers,
+        placement=engines.placement,
+        report=engines.report,
+        first=trainer,
+    )
     return RayCompiler(pool, ray.put)
 
 
 def ray_executor(config: ExecutorConfig, told: Told, engines: RayEngines, trainer: int) -> RayExecutor:
     """Create a trainer's client of the executor engines."""
-    pool = EnginePool(import_ray(), "executor", engines.executors, engines.placement, engines.report, first=trainer)
+    pool = EnginePool(
+        ray=import_ray(),
+        role="executor",
+        engines=engines.executors,
+        placement=engines.placement,
+        report=engines.report,
+        first=trainer,
+    )
     return RayExecutor(config, told, pool)

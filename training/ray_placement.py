@@ -118,7 +118,10 @@ def plan_layout(
         "compiler": COMPILER_PROMPT + config.compiler.max_new_tokens,
         "executor": EXECUTOR_SEQUENCE,
     }
-    shared = {role: _shared_gpus(one, counts[role], episodes, lengths[role], gpu_gib) for role, one in engines.items()}
+    shared = {
+        role: _shared_gpus(one, counts[role], episodes=episodes, sequence=lengths[role], gpu_gib=gpu_gib)
+        for role, one in engines.items()
+    }
     return ClusterLayout(RoleLayout(trainers, 1.0), shared["compiler"], shared["executor"])
 
 

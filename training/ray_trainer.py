@@ -69,7 +69,9 @@ def train_on_ray(config: GrpoConfig, out: Path, on_exists: str, train: Train) ->
             losses = Counter[bool]()  # by whether training had begun
             while True:
                 try:
-                    return _train(group, config, out, on_exists, engines, report, train)
+                    return _train(
+                        group, config, out=out, on_exists=on_exists, engines=engines, report=report, train=train
+                    )
                 except TrainerLost as lost:
                     report({"role": "trainer", "event": "lost", "number": lost.number, "reason": lost.reason})
                     losses[lost.began] += 1

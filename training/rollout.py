@@ -168,7 +168,14 @@ class RolloutEngine:
     def run(self, compiler: MemoryCompiler, specs: Sequence[EpisodeSpec], name: str = COMPILED) -> list[Episode]:
         """Play one episode of each spec with a delivery; returns them in order."""
         delivery = find(name).make(self._synced(compiler), self.limits.seed, need=self.need)
-        return run_episodes(self.make_env, specs, delivery, self.executor, self.limits, self.concurrency)
+        return run_episodes(
+            self.make_env,
+            specs,
+            delivery=delivery,
+            executor=self.executor,
+            limits=self.limits,
+            concurrency=self.concurrency,
+        )
 
     def _synced(self, compiler: MemoryCompiler) -> Compiler:
         """Return what compiles, with the trainer's weights, decoding and seed."""
@@ -188,7 +195,7 @@ def samples_of(groups: Sequence[Group], compiler: MemoryCompiler, pathwise: bool
         pair for group in groups if group.has_variance for pair in zip(group.valid, group.advantages, strict=True)
     ]
     return [
-        _sample(step, compiler, advantage, index, pathwise)
+        _sample(step, compiler, advantage=advantage, episode=index, pathwise=pathwise)
         for index, (episode, advantage) in enumerate(episodes)
         for step in episode.steps
         if step.compilation is not None
@@ -234,4 +241,6 @@ def _action_sample(step: StepRecord, compiled: Compilation) -> ActionSample:
     assert compiled.z is not None and step.admissible is not None
     noise = torch.zeros_like(compiled.z) if compiled.noise is None else compiled.noise
     prompt = replace(action.prompt, soft=None)  # recomputed with gradient from mu, sigma and noise
-    return ActionSample(prompt, step.admissible, action.chosen, noise, action.logprob)
+    return ActionSample(
+        prompt=prompt, candidates=step.admissible, chosen=action.chosen, noise=noise, logprob=action.logprob
+    )

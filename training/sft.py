@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +32,29 @@ from compiler.hf import MemoryCompiler
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import SftConfig
-from data_gen.leakage import guard_rows, record_rows, rows_environment
-from data_gen.rows import SftRow, StoredRows, held_out, row_folders, without_brief_state
+from data_gen.leakage import record_rows, rows_environment
 from data_gen.tasks import held_out_of_rows, rows_world
 from envs.registry import Environments
 from envs.spec import EnvSpec
 from executor.build import load_frozen
 from executor.hf import FrozenExecutor
-from runtime.store import read_json
 from training import distributed
 from training.backend import BACKENDS
 from training.evaluation import HeldOutTasks, eval_decoding
 from training.need import leave_need
 from training.rollout import RolloutEngine
-from training.row_check import bad_rows, describe
+from training.sft_data import (
+    EncodedRows,
+    Example,
+    Rows,
+    SftData,
+    StepBatches,
+    bad_rows,
+    bucketed,
+    describe,
+    row_length,
+)
 from training.sft_losses import sft_losses
-from training.sft_rows import EncodedRows, Example, Rows, StepBatches, bucketed, row_length
 from training.trackers import require
 from training.trainer import (
     HELD_OUT,
@@ -91,7 +97,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
         if config.executor.first_view and not any(part.has_first_views for part in data.parts):
             raise ConfigError("the executor reads the first view, which rows of an older version lack: collect anew")
         compiler, executor = load_models(config, env_spec)
-        skipped = exclude_bad_rows(data, compiler, executor, config, run)
+        skipped = exclude_bad_rows(data, compiler, executor=executor, config=config, run=run)
 
         tasks = None
         if envs is not None:
@@ -115,51 +121,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
     return compiler
 
 
-# -- data and models ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class SftData:
-    """Rows of all collections, and the indices of those that train and validate.
-
-    Attributes:
-        tasks: Task id of every row.
-        leaks: Problems that `allow_leakage` ignores.
-    """
-
-    folders: list[Path]
-    parts: list[StoredRows]
-    leaks: list[str] = field(default_factory=list)
-    training: list[int] = field(default_factory=list)
-    validation: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.rows = ConcatDataset[SftRow](self.parts)
-        self.tasks = [task for part in self.parts for task in part.tasks]
-
-    @classmethod
-    def load(cls, config: SftConfig) -> SftData:
-        """Open the rows, check them for leakage, and hold out whole tasks. Raises: ConfigError."""
-        folders = row_folders(config.rows)
-        edit = None if config.brief_state else without_brief_state
-        data = cls(folders, [StoredRows(folder, edit) for folder in folders])
-        for folder, part in zip(folders, data.parts, strict=True):
-            data.leaks += guard_rows(folder, part.tasks, config.allow_leakage)
-        data.training, data.validation = held_out(data.tasks, config.validation.share, config.seed)
-        return data
-
-    def validation_tasks(self) -> dict[Path, set[str]]:
-        """Return the held-out tasks by their collection's folder."""
-        names = {self.tasks[i] for i in self.validation}
-        return {folder: names.intersection(part.tasks) for folder, part in zip(self.folders, self.parts, strict=True)}
-
-    def bank_versions(self) -> dict[str, Any]:
-        """Return the bank version of the collection; of several collections a list, in order."""
-        records = [folder.parent / "collect.json" for folder in self.folders]
-        versions = [read_json(path)["bank_version"] if path.exists() else None for path in records]
-        if len(versions) > 1:
-            return {"bank_versions": versions}
-        return {"bank_version": versions[0]} if versions[0] is not None else {}
+# -- models and rows ---------------------------------------------------------------------------------------------------
 
 
 def load_models(config: SftConfig, spec: EnvSpec) -> tuple[MemoryCompiler, FrozenExecutor]:
@@ -172,7 +134,7 @@ def load_models(config: SftConfig, spec: EnvSpec) -> tuple[MemoryCompiler, Froze
     if location != "device" and settings.soft.emb_std == "auto" and settings.checkpoint is None:
         emb_std = distributed.from_first(lambda: measured_std(executor.embedding_table))
         settings = settings.model_copy(update={"soft": settings.soft.model_copy(update={"emb_std": emb_std})})
-    return load_compiler(settings, executor, config.seed, spec.compiling, location), executor
+    return load_compiler(settings, executor, seed=config.seed, told=spec.compiling, weights=location), executor
 
 
 def exclude_bad_rows(
@@ -180,7 +142,7 @@ def exclude_bad_rows(
 ) -> dict[str, int]:
     """Remove rows that cannot be trained on from `data`, and record them. Raises: ConfigError, if there are some and
     `on_bad_rows` is "error", or none is left."""
-    bad = bad_rows(data.rows, data.tasks, compiler, executor, config)
+    bad = bad_rows(data.rows, data.tasks, compiler=compiler, executor=executor, config=config)
     if not bad:
         return {}
     problem = describe(bad, len(data.rows))
@@ -233,7 +195,16 @@ class SftTrainer(Trainer[Metrics]):
         # Hash before the backend slices the models; until then only rank 0 may have the weights.
         sharded = BACKENDS[config.backend].is_sharded
         hash = distributed.from_first(executor.hash) if sharded else distributed.once_per_node(executor.hash)
-        super().__init__(config, compiler, hash, len(rows), total, out, facts, held_out_tasks)
+        super().__init__(
+            config,
+            compiler,
+            executor_hash=hash,
+            items=len(rows),
+            total=total,
+            out=out,
+            facts=facts,
+            held_out_tasks=held_out_tasks,
+        )
         self.backend = BACKENDS[config.backend](
             compiler, executor.model if config.soft else None, config.optimizer, config.soft
         )

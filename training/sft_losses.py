@@ -16,7 +16,7 @@ from lm.prompt import Prompt
 from soft_mem.losses import gauss_nll, memory_targets, negative_entropy, orthogonality, soft_mse
 from soft_mem.projector import Gaussian
 from training.losses import token_nll
-from training.sft_rows import Example
+from training.sft_data import Example
 
 
 def sft_losses(
@@ -50,7 +50,9 @@ def sft_losses(
     if compiler.projector.config.kind == "linear":
         del losses["entropy"]  # has no sigma
     if config.latent != "none":
-        losses["latent"] = latent_loss(compiler, executor, read, gaussian, z, soft, config)
+        losses["latent"] = latent_loss(
+            compiler, executor, examples=read, gaussian=gaussian, z=z, soft=soft, config=config
+        )
     return {"text": text, **{name: weight * value for name, value in losses.items()}}
 
 

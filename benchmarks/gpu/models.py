@@ -23,7 +23,7 @@ from plan.budget import Lengths
 from plan.models import WordlessBackbone
 from soft_mem.projector import Projector, ProjectorConfig
 from training.sft import SftTrainer
-from training.sft_rows import Example
+from training.sft_data import Example
 
 TINY = ("zoo/household/compiler", "zoo/household/executor")
 SHORT = Lengths(prompt=64, emission=12, acting=40, action=4, memory=30, candidates=3)

@@ -27,8 +27,8 @@ from lm.architecture import model_config
 from lm.prompt import Picture, Prompt
 from plan.models import MEMORY, WORD
 from plan.replay import commands, requests_of
+from training.sft_data import Example
 from training.sft_losses import sft_losses
-from training.sft_rows import Example
 
 ROWS, EMISSION, EMITTED, WIDE = 4, 24, 14, 192
 WORDS = 1000  # WORDS: ids that prompts are drawn from

@@ -7,7 +7,7 @@ import torch
 
 from data_gen.rows import StoredRows, save_rows, without_brief_state
 from tests.training.sft_trainers import ROWS, row, trainable, trainer
-from training.sft_rows import PICTURE, bucketed, row_length
+from training.sft_data import PICTURE, bucketed, row_length
 from training.trainer import permutation
 
 LENGTHS = [37 * i % 101 for i in range(100)]

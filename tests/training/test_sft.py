@@ -14,8 +14,8 @@ from tests import tiny_models
 from tests.training.sft_trainers import ROWS, executor, trainable, trainer
 from training.losses import cosine_with_warmup, token_nll
 from training.sft import train_sft
+from training.sft_data import encode_row
 from training.sft_losses import sft_losses
-from training.sft_rows import encode_row
 
 
 def test_token_nll_by_hand():
@@ -64,7 +64,7 @@ def test_examples_are_kept_while_there_is_room_for_their_tokens_and_pictures(tmp
     pixels = 64 * 3 * 2 * 8 * 8
     assert one.prompt.pictures[0].values == pixels and one.size == pixels + 8 * sum(map(len, read))
     assert t.examples[0] is one
-    monkeypatch.setattr("training.sft_rows.MAX_CACHED_VALUES", one.size + 8 * 1000)
+    monkeypatch.setattr("training.sft_data.MAX_CACHED_VALUES", one.size + 8 * 1000)
     assert t.examples[2] is not t.examples[2] and t.examples[0] is one
     assert t.examples[1] is t.examples[1]  # it has no picture
 

@@ -1,6 +1,6 @@
 """Pool of workers that may be lost: hands out units of work, retries what a lost worker left, and records results.
 
-    with Crew(backend, settings) as crew:
+    with ray_crew(settings, make_worker) as crew:
         crew.play(units, record, broken)
 
 A unit is a few items with the context that a worker needs for them. A worker answers item by item, with one line of
@@ -8,24 +8,29 @@ text each. If a worker is lost (its process or node died, or it is silent), its 
 `retries` times; the last retry sends items one by one, so that an item that kills its worker affects no other. Then
 `broken` makes the line that is recorded for the item. An answered item is never sent again.
 
-A backend starts and stops workers: `runtime.ray_fleet` on Ray.
+`RayBackend` starts workers as Ray actors, on any node of the cluster, including nodes that join later.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from runtime.cluster import ClusterError, RaySettings
+from runtime.cluster import ClusterError, RaySettings, ray_cluster
+from runtime.ray_actors import Actor, driver_context, in_batches, loss_reason
 
 log = logging.getLogger("memcompiler.cluster")
 EVERY_S = 2.0  # between two checks of the available resources
+FETCH_S = 120.0  # time-out for fetching a worker's results
 TURN_S = 1.0  # longest wait for events before the clock is checked
 Line = tuple[str, str]  # an item's key and its result
 
@@ -77,30 +82,6 @@ class Lost:
 Event = Ready | Answered | Finished | Lost
 
 
-class WorkerBackend(Protocol):
-    """Starts and stops workers. A handle is hashable and identifies one worker."""
-
-    def capacity(self) -> int:
-        """Return how many workers the current resources can hold."""
-        ...
-
-    def start(self) -> Any:
-        """Request a worker, which is `Ready` once resources allow. Returns its handle."""
-        ...
-
-    def submit(self, handle: Any, unit: Unit) -> None:
-        """Send a unit to a free worker."""
-        ...
-
-    def wait(self, timeout_s: float) -> Iterator[tuple[Any, Event]]:
-        """Yield new events, waiting for the first. Raises: what a worker raised."""
-        ...
-
-    def stop(self, handle: Any) -> None:
-        """Stop a worker, or cancel its request."""
-        ...
-
-
 # -- the driver --------------------------------------------------------------------------------------------------------
 
 Broken = Callable[[Any, str, Any, str], str]  # (unit context, item key, item, reasons) -> line to record
@@ -120,7 +101,7 @@ class Crew:
     """Keeps workers from one `play` to the next: as many as settings, resources and units allow. One more is always
     requested, for resources that are added later."""
 
-    def __init__(self, backend: WorkerBackend, settings: RaySettings) -> None:
+    def __init__(self, backend: RayBackend, settings: RaySettings) -> None:
         self._backend, self._settings = backend, settings
         self._workers: dict[Any, _WorkerState] = {}
         self._queue: deque[Unit] = deque()
@@ -250,3 +231,94 @@ def units_of(what: Any, items: Mapping[str, Any], size: int, lost: tuple[str, ..
     pairs = iter(items.items())
     while some := dict(islice(pairs, size)):
         yield Unit(what, some, lost)
+
+
+# -- on Ray ------------------------------------------------------------------------------------------------------------
+
+
+class RayBackend:
+    """Starts and stops workers as actors; a worker's handle is its actor. Tests have a backend without Ray."""
+
+    def __init__(self, ray: Any, settings: RaySettings, make: Callable[[], Worker]) -> None:
+        self._ray, self._settings, self._make = ray, settings, make
+        needs = {"num_cpus": settings.cpus, "num_gpus": settings.gpus, "max_restarts": 0, "max_task_retries": 0}
+        self._actor = ray.remote(**needs)(_WorkerActor)
+        self._context = driver_context()
+        self._pending: dict[Any, Any] = {}  # actor by the reference or stream of its next message
+
+    def capacity(self) -> int:
+        """Return how many workers the current resources can hold."""
+        cpus, gpus = self._settings.cpus, self._settings.gpus
+        total = 0
+        for node in self._ray.nodes():
+            has = node["Resources"] if node["Alive"] else {}
+            parts = [has.get(kind, 0.0) / each for kind, each in (("CPU", cpus), ("GPU", gpus)) if each]
+            total += int(min(parts, default=has.get("CPU", 0.0)))
+        return total
+
+    def start(self) -> Any:
+        """Request a worker, which is `Ready` once resources allow. Returns its handle."""
+        actor = self._actor.remote(self._context)
+        self._pending[actor.ready.remote(self._make)] = actor
+        return actor
+
+    def submit(self, handle: Any, unit: Unit) -> None:
+        """Send a unit to a free worker."""
+        self._pending[handle.play.options(num_returns="streaming").remote(unit)] = handle
+
+    def wait(self, timeout_s: float) -> Iterator[tuple[Any, Event]]:
+        """Yield new events, waiting for the first. Raises: what a worker raised."""
+        if not self._pending:
+            time.sleep(timeout_s)
+            return
+        ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
+        if ready:
+            ready, _ = self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
+        for message in ready:
+            yield self._pending[message], self._next(message)
+
+    def stop(self, handle: Any) -> None:
+        """Stop a worker, or cancel its request."""
+        self._pending = {message: actor for message, actor in self._pending.items() if actor != handle}
+        self._ray.kill(handle)
+
+    def _next(self, message: Any) -> Event:
+        """Fetch a worker's message. Raises: what the worker raised."""
+        streams = isinstance(message, self._ray.ObjectRefGenerator)
+        try:
+            value = self._ray.get(next(message) if streams else message, timeout=FETCH_S)
+        except StopIteration:
+            self._pending.pop(message)
+            return Finished()
+        except self._ray.exceptions.RayTaskError:
+            raise
+        except self._ray.exceptions.RayError as error:  # the actor, its node or its message is lost
+            self._ray.kill(self._pending.pop(message))
+            return Lost(loss_reason(error))
+        if streams:
+            return Answered(value)
+        self._pending.pop(message)
+        return Ready()
+
+
+class _WorkerActor(Actor):
+    """Runs a worker in a thread of its own, while the actor's thread sends results."""
+
+    def ready(self, make: Callable[[], Worker]) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
+        self._worker = self._thread.submit(make).result()
+
+    def play(self, unit: Unit) -> Iterator[list[Line]]:
+        lines: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
+        work = self._thread.submit(self._worker.play, unit, lambda key, line: lines.put((key, line)))
+        work.add_done_callback(lambda _: lines.put(None))
+        yield from in_batches(lines)
+        work.result()  # raises what the worker raised
+
+
+@contextmanager
+def ray_crew(settings: RaySettings, make: Callable[[], Worker]) -> Iterator[Crew]:
+    """Start or join Ray, and yield a worker pool there; `make` is called in each worker's process. Raises: as
+    `ray_cluster`."""
+    with ray_cluster() as ray, Crew(RayBackend(ray, settings, make), settings) as crew:
+        yield crew

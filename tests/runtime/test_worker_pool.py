@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from runtime import crew as crews
+from runtime import worker_pool as crews
 from runtime.cluster import ClusterError, RaySettings
-from runtime.crew import Crew, Lost, Unit, units_of
+from runtime.worker_pool import Crew, Lost, Unit, units_of
 from tests.fleets import Echo, HereFleet
 
 ITEMS = {f"k{i}": i for i in range(10)}

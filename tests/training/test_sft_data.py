@@ -14,8 +14,8 @@ from configs.training import SftConfig
 from data_gen.rows import SftRow, save_rows, without_brief_state
 from tests import tiny_models
 from tests.training.sft_trainers import ROWS, executor, png
-from training.row_check import RowCheck, bad_rows, describe
 from training.sft import SftTrainer, train_sft
+from training.sft_data import RowCheck, bad_rows, describe
 
 GOOD = ROWS[3]
 BAD: dict[str, tuple[SftRow, str]] = {
