@@ -110,6 +110,7 @@ def run_trainer(
         if engines is not None:
             engines.report({"role": "trainer", "number": distributed.rank(), "event": "began", "pid": os.getpid()})
 
+        # Data
         envs = stack.enter_context(Environments(config.env))
         specs, facts = training_specs(config, envs, run, out)
         held: list[EpisodeSpec] = []
@@ -118,6 +119,7 @@ def run_trainer(
             if run is not None:
                 run.write_json(HELD_OUT, {"played": sorted(spec.task.id for spec in held)})
 
+        # Models
         actor, executor = load_executors(config, engines)
         served = config.compiler.engine == "vllm" or (engines is not None and bool(engines.compilers))
         location = weights_location(config.backend) if served else "device"
@@ -144,6 +146,7 @@ def run_trainer(
             facts=facts,
             held_out_tasks=held_out_tasks,
         )
+        # Loop; `steps` plays, learns, and saves checkpoints
         is_first = True
         with training_log(trainer, run, config) as log:
             for metrics, groups in trainer.steps():

@@ -80,6 +80,7 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
         raise ConfigError("SFT's gradient passes through the executor: it needs executor.engine=hf")
     require(config.trackers)
     with distributed.group(), ExitStack() as stack:
+        # Data
         data = SftData.load(config)
         envs, specs = None, []
         if n := config.evaluation.tasks:
@@ -93,16 +94,17 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
                 tasks = sorted({data.tasks[i] for i in data.validation})
                 run.write_json(HELD_OUT, {"rows": len(data.validation), "tasks": tasks, **played})
 
+        # Models
         env_spec = rows_environment(data.folders)
         if config.executor.first_view and not any(part.has_first_views for part in data.parts):
             raise ConfigError("the executor reads the first view, which rows of an older version lack: collect anew")
         compiler, executor = load_models(config, env_spec)
         skipped = exclude_bad_rows(data, compiler, executor=executor, config=config, run=run)
 
-        tasks = None
+        held_out_tasks = None
         if envs is not None:
             engine = RolloutEngine(envs.lease, executor, Limits(config.evaluation.max_steps, config.seed))
-            tasks = HeldOutTasks(config.evaluation, engine, specs, eval_decoding(config.compiler))
+            held_out_tasks = HeldOutTasks(config.evaluation, engine, specs, eval_decoding(config.compiler))
         trainer = SftTrainer(
             config=config,
             compiler=compiler,
@@ -111,8 +113,9 @@ def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> Memory
             out=out,
             facts={"environment": env_spec.name, **data.bank_versions(), **_ablations(config), **skipped},
             validation_rows=Subset(data.rows, data.validation),
-            held_out_tasks=tasks,
+            held_out_tasks=held_out_tasks,
         )
+        # Loop; `steps` saves checkpoints
         with training_log(trainer, run, config) as log:
             for metrics in trainer.steps():
                 log(metrics, progress_line(metrics))
