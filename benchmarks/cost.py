@@ -135,7 +135,7 @@ def size_of(settings: dict[str, Any]) -> int:
         raise ValueError("nobody knows how large a closed model is: say --executor-parameters")
     import torch
 
-    from plan.models import untrained
+    from lm.architecture import untrained
 
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in untrained(settings["model"], torch.float32).parameters())

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
+from lm.architecture import untrained
 from lm.device import device_of, dtype_of
-from plan.models import untrained
 
 SIZE, TRIES = 2048, 8
 LARGE = 2**28  # numbers of a matrix that no cache holds: one of a larger model tells nothing more

@@ -34,7 +34,7 @@ from plan.replay import Replay
 from runtime.progress import quiet
 from training.backend import Replicated
 from training.grpo import GrpoTrainer
-from training.sft import sft_losses
+from training.sft_losses import sft_losses
 from zoo.household.words import LEXICON
 from zoo.models import make_compiler, make_processor, make_tokenizer, save
 

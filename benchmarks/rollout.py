@@ -14,8 +14,7 @@ from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
 from envs.registry import Environments, compiler_told, executor_told
 from executor.build import load_executor
-from training.grpo import sampling
-from training.run import rollout_engine, training_specs
+from training.grpo import rollout_engine, sampling, training_specs
 
 console = Console(width=120)
 

@@ -34,7 +34,8 @@ from envs.spec import Told
 from eval.table import markdown_table
 from executor.build import load_frozen
 from runtime.progress import quiet
-from training.sft import Example, SftTrainer
+from training.sft import SftTrainer
+from training.sft_data import Example
 from zoo.curriculum import IGNORE, pad
 
 PLAIN, TEXT = "plain Trainer", "text"
@@ -68,7 +69,7 @@ class Ours:
     @property
     def coming(self) -> list[Example]:
         """Give the rows of the coming step."""
-        return [self.trainer.example(i) for i in self.trainer.batch_indices(self.trainer.step)]
+        return [self.trainer.examples[i] for i in self.trainer.batch_indices(self.trainer.step)]
 
     @property
     def tokens(self) -> int:

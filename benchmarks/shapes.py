@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lm.architecture import model_config
 from lm.device import dtype_of
-from plan.models import model_config
 from zoo.household.words import LEXICON
 from zoo.models import make_tokenizer, save
 

@@ -21,9 +21,8 @@ from data_gen.tasks import specs_for
 from envs.base import Task
 from envs.registry import Environments, reader_of
 from runtime.attempts import Attempts
-from runtime.crew import Crew, Line, Unit, units_of
 from runtime.progress import progress
-from runtime.ray_fleet import ray_crew
+from runtime.worker_pool import Crew, Line, Unit, ray_crew, units_of
 
 UNIT = 8  # tasks of a unit, where settings do not say
 

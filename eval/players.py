@@ -29,10 +29,9 @@ from eval.runs import EpisodeRecord, Key, line_of
 from executor.build import load_executor
 from executor.records import Executor
 from memory.protocol import MemorySystem
-from runtime.crew import Crew, Line, Unit, units_of
 from runtime.progress import progress
-from runtime.ray_fleet import ray_crew
 from runtime.store import to_json
+from runtime.worker_pool import Crew, Line, Unit, ray_crew, units_of
 
 log = logging.getLogger("memcompiler.eval")
 

@@ -135,7 +135,7 @@ def train_sft(
     """Stage 1: LoRA and projector on SFT rows, against the frozen executor. Resumes after a kill."""
     if dry_run:
         return _plan(settings)
-    from training.run import train_sft as train
+    from training.sft import train_sft as train
 
     train(settings, out, on_exists)
 
@@ -149,9 +149,12 @@ def train_grpo(
     cluster=ray, engines roll out and act beside the trainers, on this machine or on many (docs/cluster.md)."""
     if dry_run:
         return _plan(settings)
-    from memcompiler.quickstart import run_train_grpo
+    from eval.plots import training_plot
+    from training.grpo import train_grpo as train
 
-    run_train_grpo(settings, out, on_exists)
+    train(settings, out, on_exists)
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(f"  curves: {training_plot(out / 'metrics.jsonl', out / 'plots' / 'training.png')}")
 
 
 @train_app.command("need")

@@ -1,4 +1,4 @@
-"""`memcompiler quickstart`: collect, train (SFT, then GRPO if asked for), evaluate and report, once and small."""
+"""`memcompiler quickstart`: collect, train (SFT, and GRPO if configured), evaluate and report, at a small size."""
 
 from __future__ import annotations
 
@@ -32,33 +32,16 @@ from executor.build import AnyExecutor, load_executor
 from memcompiler.collect import MAY_CHANGE_ON_RESUME as COLLECTION
 from memcompiler.collect import run_collect
 from runtime.store import read_json
-from training import distributed
-from training.run import train_grpo, train_sft
+from training.grpo import train_grpo
+from training.sft import train_sft
 
 console = Console(width=120)
 STAGES = {"collect": COLLECTION, "sft": TRAINING, "grpo": TRAINING, "eval": EVALUATION}
 MAY_CHANGE_ON_RESUME = tuple(f"{stage}.{name}" for stage, names in STAGES.items() for name in names)
 
 
-def run_train_grpo(config: GrpoConfig, out: Path, on_exists: str = "resume") -> None:
-    """Train (or go on training); OUT gets checkpoints, metrics.jsonl (a line per update), rollouts.jsonl and curves."""
-    curves = lambda: training_plot(out / "metrics.jsonl", out / "plots" / "training.png")
-    if config.cluster == "ray":
-        from plan.budget import Lengths
-        from plan.engines import lay
-        from training.on_ray import train_on_ray
-
-        train_on_ray(config, out, on_exists, lay(config, Lengths()))
-        console.print(f"  curves: {curves()}")
-        return
-    with distributed.group():
-        train_grpo(config, out, on_exists)
-        if distributed.rank() == 0:
-            console.print(f"  curves: {curves()}")
-
-
 def run_quickstart(config: QuickstartConfig, out: Path, on_exists: str = "resume") -> None:
-    """Collect, train (SFT, then GRPO if asked for), evaluate, report; each stage is the command of the same name."""
+    """Run all stages; each is the command of the same name."""
     with RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME) as run:
         if (out / RESULTS).exists():
             console.print(f"  {out} is complete already")
@@ -80,12 +63,14 @@ def _quickstart(config: QuickstartConfig, run: RunFolder) -> None:
         console.print(f"  executor unchanged: {frozen} (sha256 {executor.hash()[:16]}...)")
     if config.grpo is not None:
         with _stage("GRPO: text and soft tokens from success alone", seconds, "grpo"):
-            run_train_grpo(_from(config.grpo, out / "sft"), out / "grpo")
+            train_grpo(_from_checkpoint(config.grpo, out / "sft"), out / "grpo")
     with _stage("evaluation on held-out scenes", seconds, "eval"):
-        results, episodes = _evaluated(config.eval, out, "sft", config.eval.deliveries, executor)
+        results, episodes = _evaluated(
+            config.eval, out, stage="sft", deliveries=config.eval.deliveries, executor=executor
+        )
         if config.grpo is not None:
-            after, played = _evaluated(config.eval, out, "grpo", ("compiled",), executor)
-            episodes += _add_after_grpo(results, episodes, after, played, config.eval.budgets)
+            after, played = _evaluated(config.eval, out, stage="grpo", deliveries=("compiled",), executor=executor)
+            episodes += _add_grpo_results(results, episodes, after=after, played=played, budgets=config.eval.budgets)
     seconds["total"] = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     results |= {"seconds": seconds, "peak_memory_gib": peak}
@@ -95,24 +80,24 @@ def _quickstart(config: QuickstartConfig, run: RunFolder) -> None:
         *([training_plot(out / "grpo" / "metrics.jsonl", out / "plots" / "grpo.png")] if config.grpo else ()),
     ]
     write_report(results, episodes, out / "report.html", plots)
-    run.write_json(RESULTS, results)  # last: it says that the run is complete
+    run.write_json(RESULTS, results)  # last, because it marks the run as complete
     stages = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
     console.print(f"\nwall time: {stages}; peak memory {peak:.1f} GiB")
     console.print(f"results: {out / 'results.json'}   replay: {out / 'report.html'}   plots: {out / 'plots'}")
 
 
-Starting = TypeVar("Starting", GrpoConfig, EvalConfig)
+Config = TypeVar("Config", GrpoConfig, EvalConfig)
 
 
-def _from(config: Starting, start: Path) -> Starting:
+def _from_checkpoint(config: Config, start: Path) -> Config:
     return config.model_copy(update={"compiler": config.compiler.model_copy(update={"checkpoint": str(start)})})
 
 
 def _evaluated(
     config: EvalConfig, out: Path, stage: str, deliveries: tuple[str, ...], executor: AnyExecutor
 ) -> tuple[dict[str, Any], list[Episode]]:
-    """Evaluate deliveries with a stage's checkpoint: results and episodes."""
-    cell = _from(config, out / stage).model_copy(update={"deliveries": deliveries})
+    """Evaluate deliveries with a stage's checkpoint; returns results and episodes."""
+    cell = _from_checkpoint(config, out / stage).model_copy(update={"deliveries": deliveries})
     folder = out / ("eval" if stage == "sft" else f"eval-{stage}")
     with ModelCache.holding(
         cell, executor, load_compiler(cell.compiler, executor, cell.seed, compiler_told(cell.env))
@@ -121,14 +106,14 @@ def _evaluated(
     return results, list(read_episodes(folder / EPISODES))
 
 
-def _add_after_grpo(
+def _add_grpo_results(
     results: dict[str, Any],
     episodes: Sequence[Episode],
     after: Mapping[str, Any],
     played: list[Episode],
     budgets: Sequence[int],
 ) -> list[Episode]:
-    """Add the full delivery's results after GRPO as `compiled_grpo`; its episodes, named so."""
+    """Add results after GRPO as delivery `compiled_grpo`; returns its episodes under that name."""
     if before := [episode for episode in episodes if episode.delivery == "compiled"]:
         change = difference(played, before, budgets)
         results["paired_difference"][f"{AFTER_GRPO} - compiled"] = change
@@ -141,6 +126,7 @@ def _add_after_grpo(
 
 @contextmanager
 def _stage(title: str, seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Print a stage's title, and record its seconds."""
     console.rule(f"{len(seconds) + 1}. {title}", align="left")
     started = time.perf_counter()
     yield

@@ -1,4 +1,4 @@
-"""What a process needs of a GPU and of its host, and what a whole run does: records, and how they are printed."""
+"""Memory budget of a process, plan of a run, and their printed form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = ("weights", "gradients", "moments", "activations", "logits", "kv_cache",
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU: memory that programs can use (GiB), dense bf16 products (TFLOP/s), memory bandwidth (TB/s)."""
+    """A GPU: usable memory (GiB), dense bf16 compute (TFLOP/s), memory bandwidth (TB/s)."""
 
     name: str
     gib: float
@@ -39,29 +39,29 @@ GPUS = {
 
 
 def find_gpu(text: str) -> Gpu:
-    """Read `80` (GiB; speeds are an H100's, of which only the ratio matters) or a name. Raises: ConfigError."""
+    """Parse a name, or GiB such as `80` (with an H100's speeds, whose ratio alone matters). Raises: ConfigError."""
     if text.lower() in GPUS:
         return GPUS[text.lower()]
     try:
         return Gpu(f"{float(text):g} GiB", float(text))
     except ValueError:
-        raise ConfigError(f"no GPU {text!r}: say its memory in GiB, or one of {', '.join(GPUS)}") from None
+        raise ConfigError(f"unknown GPU {text!r}: give its memory in GiB, or one of {', '.join(GPUS)}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of what the models read and write; the defaults are rows of real ALFWorld games with four entries."""
+    """Typical lengths in tokens; defaults are from real ALFWorld games with four memory entries."""
 
     prompt: int = 1900  # the compiler's, with memory, state and observation
     emission: int = 184
     acting: int = 988  # the executor's prompt, with soft tokens
     action: int = 12
-    memory: int = 1500  # of the compiler's prompt; what `static` pastes into the executor's
+    memory: int = 1500  # part of the compiler's prompt; `static` pastes it into the executor's
     candidates: int = 30  # admissible commands
 
     @classmethod
     def read(cls, text: str) -> Lengths:
-        """Read `prompt=3000,emission=100`. Raises: ConfigError, for a name or number that is none."""
+        """Parse `prompt=3000,emission=100`. Raises: ConfigError."""
         try:
             given = {name.strip(): int(value) for name, _, value in (p.partition("=") for p in text.split(",") if p)}
             if any(value < 1 for value in given.values()):
@@ -74,14 +74,14 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one of `count` like processes needs, in bytes; on each of its GPUs at the fullest moment, part by part.
+    """Memory of one of `count` equal processes in bytes: on each of its GPUs at the fullest moment, by part.
 
     Attributes:
-        device: whose GPUs it is on: processes of the same device share them.
-        share: how much of a GPU it may take.
-        loading: on each GPU while it loads, where that is more than later.
-        host: RAM of the host, for each process.
-        least: what it cannot do without, where it takes all of its share (an engine's cache); 0: what it needs.
+        device: Group of GPUs; processes of one device share them.
+        share: Fraction of a GPU that it may use.
+        loading: On each GPU during loading, if that is more than later.
+        host: RAM per process.
+        least: Minimum of a process that fills its share with cache; 0: the sum of all parts.
     """
 
     process: str
@@ -103,26 +103,26 @@ class Budget:
 
     @property
     def gpu(self) -> float:
-        """Sum up what it needs of each GPU."""
+        """Return the bytes on each GPU."""
         return max(self.loading, sum(getattr(self, part) for part in PARTS))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run needs, and what it does in a step (an update, or for an evaluation a step of all its episodes)."""
+    """Needs of a run, and the work of a step (an update, or one step of all episodes of an evaluation)."""
 
     stage: str
     name: str
     budgets: tuple[Budget, ...]
-    disk: Mapping[str, float]  # bytes, by what they are for
-    tokens: Mapping[str, int]  # read and written in a step, by model
+    disk: Mapping[str, float]  # bytes by purpose
+    tokens: Mapping[str, int]  # of a step, by model
     episodes: int  # in flight
-    seconds: Mapping[str, float]  # of a step, by phase: for their shares
+    seconds: Mapping[str, float]  # of a step, by phase; only ratios are meaningful
     notes: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> int:
-        """Count the GPUs that it takes."""
+        """Count the GPUs of all devices."""
         devices: defaultdict[str, int] = defaultdict(int)
         for budget in self.budgets:
             devices[budget.device] = max(devices[budget.device], budget.count * budget.gpus)
@@ -130,12 +130,12 @@ class Plan:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Give each phase's share of the time."""
+        """Return each phase's share of the time."""
         total = sum(self.seconds.values()) or 1.0
         return {phase: seconds / total for phase, seconds in self.seconds.items()}
 
     def needs(self) -> float:
-        """Return the memory (GiB) of the smallest GPU on which everything fits."""
+        """Return the memory (GiB) of the smallest GPU that fits everything."""
         devices: defaultdict[str, float] = defaultdict(float)
         for budget in self.budgets:
             devices[budget.device] += budget.gpu
@@ -146,7 +146,7 @@ class Plan:
         return self.needs() <= gpu.gib and self.gpus <= gpus
 
     def to_json(self, gpu: Gpu, gpus: int, remedy: Sequence[str] | None) -> dict[str, Any]:
-        """Write it for machines, sizes in bytes."""
+        """Return the plan as JSON, sizes in bytes."""
         return {
             **asdict(self),
             "gpu": asdict(gpu),
@@ -160,7 +160,7 @@ class Plan:
 
 
 def lines(plan: Plan, lengths: Lengths, gpu: Gpu, gpus: int, remedy: Sequence[str] | None) -> list[str]:
-    """Write a plan as Markdown; its last line says whether it fits."""
+    """Format a plan as Markdown; the last line is the verdict."""
     gib = lambda size: f"{size / GIB:.2f}" if size else DASH
     heads = ["process", "GPUs", *(part.replace("_", " ") for part in PARTS), "on a GPU", "loading", "host RAM"]
     rows = [
@@ -175,19 +175,19 @@ def lines(plan: Plan, lengths: Lengths, gpu: Gpu, gpus: int, remedy: Sequence[st
         for b in plan.budgets
     ]
     read = ", ".join(f"{field.name} {getattr(lengths, field.name)}" for field in fields(lengths))
-    said = [f"## {plan.name}", "", *(markdown_table(heads, rows) if rows else ["no model runs here"]), ""]
-    said += [f"- sizes in GiB, at the fullest moment; lengths assumed (--lengths): {read}"]
-    said += [f"- {budget.process}: {budget.note}" for budget in plan.budgets if budget.note]
-    said += [f"- disk: {', '.join(f'{what} {gib(size)}' for what, size in plan.disk.items()) or DASH}"]
-    said += [f"- tokens of a step: {', '.join(f'{who} {n:,}' for who, n in plan.tokens.items()) or DASH}"]
-    said += [f"- episodes in flight: {plan.episodes}"] if plan.episodes else []
+    text = [f"## {plan.name}", "", *(markdown_table(heads, rows) if rows else ["no model runs locally"]), ""]
+    text += [f"- sizes in GiB, at the fullest moment; lengths assumed (--lengths): {read}"]
+    text += [f"- {budget.process}: {budget.note}" for budget in plan.budgets if budget.note]
+    text += [f"- disk: {', '.join(f'{what} {gib(size)}' for what, size in plan.disk.items()) or DASH}"]
+    text += [f"- tokens of a step: {', '.join(f'{who} {n:,}' for who, n in plan.tokens.items()) or DASH}"]
+    text += [f"- episodes in flight: {plan.episodes}"] if plan.episodes else []
     shares = ", ".join(f"{phase} {share:.0%}" for phase, share in plan.shares.items())
-    said += [f"- time by phase, by FLOPs and bytes read: {shares or DASH}", *(f"- {note}" for note in plan.notes)]
-    return [*said, "", verdict(plan, gpu, gpus, remedy)]
+    text += [f"- time by phase, by FLOPs and bytes read: {shares or DASH}", *(f"- {note}" for note in plan.notes)]
+    return [*text, "", verdict(plan, gpu, gpus, remedy)]
 
 
 def verdict(plan: Plan, gpu: Gpu, gpus: int, remedy: Sequence[str] | None) -> str:
-    """Say whether it fits; where it does not, with what it would."""
+    """Describe whether the plan fits, or with which settings it would."""
     if plan.fits(gpu, gpus):
         return f"fits: yes ({plan.gpus} of {gpus} GPUs, {plan.needs():.1f} of {gpu.gib:g} GiB)"
     why = f"{plan.needs():.1f} of {gpu.gib:g} GiB" if plan.needs() > gpu.gib else f"{plan.gpus} of {gpus} GPUs"

@@ -1,47 +1,28 @@
-"""What this machine can do, for `memcompiler doctor`: its device, and the models that fit, by a table of `planned`."""
+"""Device and largest models of this machine, for `memcompiler doctor`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
-from configs.load import load_config
-from configs.models import ServeConfig
-from configs.training import GrpoConfig, SftConfig
-from plan.budget import GIB, Lengths, find_gpu
+from plan.budget import GIB
 
 SMALL, READS_7B, READS_14B = "SmolLM2-135M-Instruct", "Qwen2.5-7B-Instruct", "Qwen2.5-14B-Instruct"
 SEES_7B, SEES_32B, READS_32B = "Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL-32B-Instruct", "Qwen2.5-32B-Instruct"
 
-# GiB of one GPU by stage, for pairs of compiler and executor in bfloat16, smallest first: `planned` takes half a minute
-# a number. A row at a time with gradient checkpointing; GRPO in one process; a compiler that serves 8 requests at once.
+# GiB of one GPU by stage, from `memcompiler plan` (tests/plan/test_capability.py), for pairs of compiler and executor
+# in bfloat16, smallest first. One row at a time, gradient checkpointing, GRPO in one process, 8 requests at once.
 NEEDS: Mapping[tuple[str, str], Mapping[str, float]] = {
     (SMALL, SMALL): {"SFT": 1.8, "GRPO": 2.9, "serving": 1.9},
     (READS_7B, READS_7B): {"SFT": 30.9, "GRPO": 36.3, "serving": 18.3},
     (SEES_7B, READS_14B): {"SFT": 45.9, "GRPO": 51.0, "serving": 19.6},
     (SEES_32B, READS_32B): {"SFT": 128.0, "GRPO": 141.5, "serving": 70.7},
 }
-ONE_ROW = ("batch_size=1", "micro_batch_size=1", "gradient_checkpointing=true")
-ONE_PROCESS = ("cluster=local", "compiler.engine=hf", "executor.engine=hf", "backend=replicated")
-STAGES = {
-    "SFT": (SftConfig, "sft/paper", (*ONE_ROW, "evaluation.tasks=0")),
-    "GRPO": (GrpoConfig, "grpo/paper", (*ONE_ROW[1:], *ONE_PROCESS)),
-    "serving": (ServeConfig, "serve/quickstart", ("batch=8",)),
-}
-
-
-def planned(compiler: str, executor: str, stage: str) -> float:
-    """Plan a stage of `NEEDS`: the memory (GiB) of the smallest GPU that it fits on."""
-    from plan.stages import plan
-
-    schema, name, settings = STAGES[stage]
-    models = [f"compiler.model={compiler}", "compiler.dtype=bfloat16"]
-    models += [] if stage == "serving" else [f"executor.model={executor}", "executor.dtype=bfloat16"]
-    return plan(load_config(schema, name, [*models, *settings]), Lengths(), find_gpu("h100"), 1).needs()
+STAGES = ("SFT", "GRPO", "serving")
 
 
 def capability() -> str:
-    """Describe the device that `device: auto` takes, its memory and number format, and the largest models that fit."""
+    """Describe the device of `device: auto`, its memory and number format, and the largest models that fit."""
     import torch
 
     from lm.device import device_of, dtype_of
@@ -58,12 +39,12 @@ def capability() -> str:
 
 
 def fitting(gib: float, size: float = 1.0) -> str:
-    """Name the largest models of `NEEDS` for each stage that fit into so much memory, parameters being `size` times as
+    """Name the largest models of `NEEDS` for each stage that fit into so much memory, with parameters `size` times as
     large as in bfloat16."""
     found = []
     for stage in STAGES:
         pairs = [pair for pair, needs in NEEDS.items() if needs[stage] * size <= gib]
         compiler, executor = pairs[-1] if pairs else ("", "")
         models = compiler if stage == "serving" or compiler == executor else f"{compiler} with {executor}"
-        found.append(f"{stage} up to {models}" if pairs else f"{stage} of the shipped models alone")
+        found.append(f"{stage} up to {models}" if pairs else f"{stage} of the shipped models only")
     return ", ".join(found)

@@ -1,4 +1,4 @@
-"""memcompiler plan: from a configuration's name to what is printed."""
+"""`memcompiler plan` and `--dry-run`: load settings, plan, print."""
 
 from __future__ import annotations
 
@@ -27,29 +27,28 @@ SCHEMAS = {
     "quickstart": QuickstartConfig,
 }
 
-NODE = 8  # GPUs, which the paper's GRPO takes
+NODE = 8  # GPUs of the paper's GRPO
 
 
 def load_any(config: str, overrides: Sequence[str], stage: str | None = None) -> Any:
-    """Read settings of whatever stage the file is for: as `stage` or its folder says, else the one whose schema takes
-    it. Raises: ConfigError, for a file that none takes."""
+    """Load a configuration of any stage: `stage`, that of its folder, or the first whose schema accepts it. Raises:
+    ConfigError."""
     folder = find_config(config).resolve().parent.name
     if chosen := SCHEMAS.get(stage or folder):
         return load_config(chosen, config, overrides)
     if stage is not None:
-        raise ConfigError(f"no stage {stage!r}: one of {', '.join(SCHEMAS)}")
+        raise ConfigError(f"unknown stage {stage!r}: use one of {', '.join(SCHEMAS)}")
     problems = []
     for name, schema in reversed(SCHEMAS.items()):
         try:
             return load_config(schema, config, overrides)
         except ConfigError as error:
             problems.append(f"as {name}: {error}")
-    raise ConfigError("no stage takes this configuration; say which it is for with --stage\n" + "\n".join(problems))
+    raise ConfigError("no stage accepts this configuration; set its stage with --stage\n" + "\n".join(problems))
 
 
 def dry_run(settings: Any) -> None:
-    """Print what a run of these settings needs, on the GPUs of this machine, or where it has none on some of 80 GiB. Of
-    a torchrun's processes the first one prints."""
+    """Print the plan of a run on this machine's GPUs, or without any on GPUs of 80 GiB; under torchrun on rank 0."""
     import torch
 
     if os.environ.get("RANK", "0") != "0":
@@ -57,11 +56,11 @@ def dry_run(settings: Any) -> None:
     here = torch.cuda.is_available()
     gpu = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f}" if here else "80"
     gpus = int(os.environ.get("WORLD_SIZE", "0")) or (torch.cuda.device_count() if here else None)
-    run_plan(settings, gpu, gpus, "", None)
+    run_plan(settings, gpu, gpus=gpus, lengths="", json=None)
 
 
 def run_plan(settings: Any, gpu: str, gpus: int | None, lengths: str, json: Path | None) -> None:
-    """Print the plan of every part of a run. `gpus`: by default one, for GRPO a node of eight."""
+    """Print the plan of every part of a run, and write it to `json`. `gpus`: default 1, for GRPO 8."""
     card, read = find_gpu(gpu), Lengths.read(lengths)
     if json is not None:
         check_own_files(json.parent, (json.name,), "plans")
@@ -69,7 +68,7 @@ def run_plan(settings: Any, gpu: str, gpus: int | None, lengths: str, json: Path
     records = []
     for own, made in plans(settings, read, card, number):
         found = None if made.fits(card, number) else remedy(own, read, card, number)
-        print("\n".join(lines(made, read, card, number, found)), end="\n\n", flush=True)
+        print("\n".join(lines(made, read, gpu=card, gpus=number, remedy=found)), end="\n\n", flush=True)
         records.append(made.to_json(card, number, found))
     if json is not None:
         write_atomically(json, to_json({"lengths": asdict(read), "plans": records}, indent=1))

@@ -1,62 +1,30 @@
-"""Compiler and executor as their settings name them, on shapes: no weights, no tokenizer. Where the model's folder or
-name is not at hand, the architecture that ships under its name in `plan/known/` stands in."""
+"""Compiler and executor from their settings, on shapes: no weights, no tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from compiler.hf import MemoryCompiler
 from compiler.records import CompileRequest, Decoding
-from configs.load import ConfigError
-from configs.models import CompilerConfig, ExecutorConfig, model_path
+from configs.models import CompilerConfig, ExecutorConfig
 from executor.hf import FrozenExecutor
+from lm.architecture import untrained
 from lm.backbone import Backbone
 from lm.device import dtype_of
 from lm.prompt import Prompt
 from plan.shapes import Ledger
 from soft_mem.projector import Projector, ProjectorConfig
 
-KNOWN = Path(__file__).parent / "known"
 QUANTISED: Mapping[str, Callable[[int, int], float]] = {
-    "8bit": lambda rows, columns: rows * columns + 4 * rows,  # with a scale for each row
-    "4bit": lambda rows, columns: rows * columns * (1 / 2 + 1 / 64 + 4 / (64 * 256)),  # one for 64, itself of 8 bits
+    "8bit": lambda rows, columns: rows * columns + 4 * rows,  # a scale per row
+    "4bit": lambda rows, columns: rows * columns * (1 / 2 + 1 / 64 + 4 / (64 * 256)),  # an 8-bit scale per 64
 }
-"""Bytes of a linear layer's weight by `executor.quantize`, as `lm.backbone.quantization` asks bitsandbytes for it."""
-PAD, MEMORY, END, WORD = 0, 1, 2, 3  # all the token ids that there are here
-
-
-def model_config(name: str) -> Any:
-    """Find a model's Hugging Face config: here, in the cache, under `known/` (by name, or the last part of a folder's),
-    or on the hub. Raises: ConfigError, where there is none."""
-    path = model_path(name)
-    if (Path(path) / "config.json").is_file():
-        return AutoConfig.from_pretrained(path)
-    for where in ({"local_files_only": True}, None, {}):
-        shipped = _shipped(name)
-        if where is None and shipped is not None:
-            return AutoConfig.from_pretrained(shipped)
-        if where is None or (where == {} and Path(name).is_absolute()):
-            continue
-        try:
-            return AutoConfig.from_pretrained(path, **where)
-        except (OSError, ValueError):
-            continue
-    names = ", ".join(sorted(folder.parent.name + "/" + folder.name for folder in KNOWN.glob("*/*")))
-    raise ConfigError(f"no model {name!r} here, and none of that name ships: name a folder, or one of {names}")
-
-
-def _shipped(name: str) -> Path | None:
-    """Find an architecture by the last two parts of a name, or by the last (`executor` alone says nothing)."""
-    known, parts = sorted(KNOWN.glob("*/*")), Path(name).parts
-    found = [folder for folder in known if folder.parts[-2:] == parts[-2:]]
-    found += [folder for folder in known if folder.name == parts[-1] and "-" in folder.name]
-    return found[0] if found else None
+"""Bytes of a linear layer's weight by `executor.quantize`, as bitsandbytes stores it (`lm.backbone.quantization`)."""
+PAD, MEMORY, END, WORD = 0, 1, 2, 3  # the only token ids
 
 
 class _NoTokenizer:
@@ -68,7 +36,7 @@ class _NoTokenizer:
 
 
 class WordlessBackbone(Backbone):
-    """A backbone without a tokenizer. Its text is `i:n`: n tokens, which are other ones for another i."""
+    """A backbone without a tokenizer. Text `i:n` is n tokens with id WORD + i."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.tokenizer, self.suppressed = model, _NoTokenizer(), [MEMORY]
@@ -81,7 +49,7 @@ class WordlessBackbone(Backbone):
 
 
 class ShapedBackbone(WordlessBackbone):
-    """Such a backbone on shapes."""
+    """A backbone without a tokenizer, on shapes."""
 
     def __init__(self, name: str, dtype: torch.dtype, ledger: Ledger, kind: str) -> None:
         with torch.device("meta"):
@@ -91,16 +59,8 @@ class ShapedBackbone(WordlessBackbone):
         super().__init__(model)
 
 
-def untrained(name: str, dtype: torch.dtype) -> Any:
-    """Make a model of this architecture, in evaluation mode, on torch's default device: its weights are random, or on
-    "meta" shapes alone. Raises: ConfigError, where nobody knows the name."""
-    config = model_config(name)
-    auto: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    return auto.from_config(config, dtype=dtype).eval()
-
-
 class ShapedCompiler(MemoryCompiler):
-    """The compiler on shapes. What it samples are zeros, which never end an emission."""
+    """The compiler on shapes. It samples token 0, which never ends an emission."""
 
     prompt: Prompt  # of every request
 
@@ -108,13 +68,13 @@ class ShapedCompiler(MemoryCompiler):
         return self.prompt
 
     def logprobs(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Compute them on shapes; a decoder gets real zeros, for it chooses by them."""
+        """Compute log-probabilities on shapes; return real zeros to a decoder, which samples from them."""
         shaped = super().logprobs(logits, tokens)
         return shaped if torch.is_grad_enabled() else torch.zeros(shaped.shape)
 
 
 class ShapedExecutor(FrozenExecutor):
-    """The executor on shapes, which adds up the FLOPs of its forward passes."""
+    """The executor on shapes. `flops`: of its forward passes in `action_nll`."""
 
     flops = 0
 
@@ -138,14 +98,14 @@ def shaped_executor(config: ExecutorConfig, ledger: Ledger) -> ShapedExecutor:
 
 
 def _saved(model: Any, size: Callable[[int, int], float]) -> int:
-    """Count the bytes that quantisation saves: bitsandbytes takes all linear layers but the output head."""
+    """Count the bytes that quantisation saves in all linear layers except the output head."""
     head = model.get_output_embeddings()
     linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
     return round(sum(weight.nbytes - size(*weight.shape) for weight in linear))
 
 
 def shaped_compiler(config: CompilerConfig, d_executor: int, ledger: Ledger, decoding: Decoding) -> ShapedCompiler:
-    """Make the compiler with a fresh adapter and projector, as settings say them."""
+    """Create the compiler with a new adapter and projector."""
     backbone = ShapedBackbone(config.model, dtype_of(config.dtype), ledger, "compiler weights")
     soft = config.soft
     settings = ProjectorConfig(
@@ -161,5 +121,5 @@ def shaped_compiler(config: CompilerConfig, d_executor: int, ledger: Ledger, dec
 
 
 def prompt_of(tokens: int, soft: int = 0) -> Prompt:
-    """Make a prompt of so many tokens, `soft` of which are places for soft tokens."""
+    """Create a prompt of so many tokens, the first `soft` of which are placeholders for soft tokens."""
     return Prompt((MEMORY,) * soft + (WORD,) * (tokens - soft))

@@ -1,4 +1,4 @@
-"""The code of training, compiling and acting, run on shapes: what it would allocate at most, and its FLOPs."""
+"""Peak memory and FLOPs of training, compiling and acting: their code, run on shapes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ParamSpec
 
 import torch
@@ -16,36 +17,34 @@ from transformers import DynamicCache
 from compiler.records import CompileRequest, Decoding
 from configs.models import CompilerConfig, ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
+from lm.architecture import cache_bytes_per_token, model_config
 from lm.backbone import Backbone
-from lm.device import dtype_of
 from lm.prompt import Prompt
 from lm.vision import vision_parts
 from memory.entry import MemoryEntry, Provenance
 from plan.budget import Lengths
 from plan.models import (
     WORD,
-    ShapedBackbone,
     ShapedCompiler,
     ShapedExecutor,
-    model_config,
     prompt_of,
     shaped_compiler,
     shaped_executor,
 )
 from plan.shapes import Ledger
 from training.grpo import GrpoTrainer
-from training.rollout import Draw, Sample
-from training.sft import Example, sft_losses
+from training.rollout import ActionSample, Sample
+from training.sft_data import Example
+from training.sft_losses import sft_losses
 
 P = ParamSpec("P")
-MODELS = ("hf", "vllm", "http")  # engines of executors that are models whose name is known
-CHUNK = 8192  # tokens that vLLM reads at once at most, with which it measures itself when it starts
+MODELS = ("hf", "vllm", "http")  # executor engines with a named model
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Bytes by kind at the fullest moment (`activations`, `logits`, and what stays: weights by role, ...), FLOPs by
-    phase, and of the models what can be cut into slices."""
+    """Bytes by kind at the fullest moment (`activations`, `logits`, weights by role, ...), FLOPs by phase, and sizes of
+    the parts that a backend slices."""
 
     held: Counter[str]
     flops: dict[str, float]
@@ -63,23 +62,23 @@ class Replay:
         return self.held.total()
 
 
-def remembered(function: Callable[P, Replay]) -> Callable[P, Replay]:
-    """Keep what it gave, by the arguments as they read: settings hold mappings, which cannot be keys."""
-    known: dict[str, Replay] = {}
+def cached_by_repr(function: Callable[P, Replay]) -> Callable[P, Replay]:
+    """Cache results by the arguments' repr, because settings are not hashable."""
+    cache: dict[str, Replay] = {}
 
     @functools.wraps(function)
-    def asked(*args: P.args, **kwargs: P.kwargs) -> Replay:
+    def cached(*args: P.args, **kwargs: P.kwargs) -> Replay:
         key = repr((args, kwargs))
-        if key not in known:
-            known[key] = function(*args, **kwargs)
-        return known[key]
+        if key not in cache:
+            cache[key] = function(*args, **kwargs)
+        return cache[key]
 
-    return asked
+    return cached
 
 
-@remembered
+@cached_by_repr
 def replay_sft(config: SftConfig, lengths: Lengths, rows: int, gpu: bool = True) -> Replay:
-    """Run the loss of a micro-batch of `rows` and its backward pass, gradients and moments being there already."""
+    """Run loss and backward pass of a micro-batch of `rows`, with gradients and moments allocated."""
     ledger = Ledger(gpu)
     executor = shaped_executor(config.executor, ledger)
     decoding = Decoding()
@@ -104,16 +103,18 @@ def replay_sft(config: SftConfig, lengths: Lengths, rows: int, gpu: bool = True)
     return _replayed(ledger, {name: f / rows for name, f in flops.items()}, compiler, executor)
 
 
-@remembered
+@cached_by_repr
 def replay_update(config: GrpoConfig, lengths: Lengths, rows: int, gpu: bool = True) -> Replay:
-    """Run GRPO's update on a micro-batch of `rows` samples; with a pathwise gradient, the executor is there, too."""
+    """Run GRPO's update on a micro-batch of `rows` samples; with a pathwise gradient, through the executor."""
     ledger, pathwise = Ledger(gpu), config.loss.latent_gradient == "pathwise"
     alone: GrpoConfig = config.model_copy(update={"backend": "replicated", "overlap": False})
     stub: Any = shaped_executor(config.executor, ledger) if pathwise else NoExecutor()
     width = stub.backbone.hidden_size if pathwise else hidden_size(config.executor)
     compiler = shaped_compiler(config.compiler, width, ledger, Decoding())
-    nobody: Any = None  # plays nothing here
-    trainer = GrpoTrainer(alone, compiler, stub, nobody, [nobody], Path("nowhere"))
+    engine: Any = SimpleNamespace(served=None)  # no episode is played
+    trainer = GrpoTrainer(
+        config=alone, compiler=compiler, executor=stub, engine=engine, specs=[engine], out=Path("nowhere")
+    )
     _optimiser_state(compiler, ledger)
     samples = samples_of(config, lengths, rows, width)
     ledger.restart()
@@ -121,10 +122,10 @@ def replay_update(config: GrpoConfig, lengths: Lengths, rows: int, gpu: bool = T
     return _replayed(ledger, {"update": ledger.flops / rows}, compiler, stub if pathwise else None)
 
 
-@remembered
+@cached_by_repr
 def replay_compile(config: CompilerConfig, width: int, lengths: Lengths, rows: int) -> Replay:
-    """Compile `rows` requests: the prompts are read, and one token and the memory tokens are. The rest of an emission
-    adds to the cache alone, which is counted as `kv_cache` at its full length."""
+    """Compile `rows` requests: prefill, one token of the emission, and the memory tokens. Further tokens add to the
+    cache only, which counts as `kv_cache` at its full length."""
     ledger = Ledger()
     compiler = shaped_compiler(config, width, ledger, Decoding(max_new_tokens=1, batch_size=rows))
     compiler.prompt = prompt_of(lengths.prompt)
@@ -133,12 +134,12 @@ def replay_compile(config: CompilerConfig, width: int, lengths: Lengths, rows: i
     read = lengths.prompt + 1 + compiler.n_tokens
     flops = {"prefill": ledger.flops / rows}
     full = lengths.prompt + lengths.emission + compiler.n_tokens
-    return _with_cache(_replayed(ledger, flops, compiler, None), compiler.backbone, rows, read, full)
+    return _with_cache(_replayed(ledger, flops, compiler, None), compiler.backbone, rows=rows, read=read, full=full)
 
 
-@remembered
+@cached_by_repr
 def replay_act(config: ExecutorConfig, lengths: Lengths, rows: int) -> Replay:
-    """Act on `rows` prompts: score all candidates, or read the prompt and write from a cache."""
+    """Act on `rows` prompts: score all candidates, or prefill and generate."""
     ledger = Ledger()
     executor = shaped_executor(config, ledger)
     prompts = prompts_of(lengths.acting, rows)
@@ -153,78 +154,75 @@ def replay_act(config: ExecutorConfig, lengths: Lengths, rows: int) -> Replay:
         hidden = backbone.hidden(batch, cache, executor.embed(batch.tokens, prompts))
         backbone.logits(hidden[:, -1:])
     replay = _replayed(ledger, {"act": ledger.flops / rows}, None, executor)
-    return _with_cache(replay, backbone, rows, lengths.acting, lengths.acting + config.max_new_tokens)
+    return _with_cache(replay, backbone, rows=rows, read=lengths.acting, full=lengths.acting + config.max_new_tokens)
 
 
-@remembered
-def replay_engine(name: str, dtype: str, rows: int) -> Replay:
-    """Read a chunk of tokens as an engine does when it starts, with logits for `rows` of them."""
-    ledger = Ledger()
-    backbone = ShapedBackbone(name, dtype_of(dtype), ledger, "weights")
-    ledger.restart()
-    with torch.no_grad():
-        hidden = backbone.hidden(backbone.pad([prompt_of(CHUNK)], "right"))
-        backbone.logits(hidden[0, :rows]).float().log_softmax(-1)
-    return _replayed(ledger, {"prefill": ledger.flops / CHUNK}, None, None)
-
-
-# what is replayed ----------------------------------------------------------------------------------------------------
+# inputs --------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(config: SftConfig, lengths: Lengths, rows: int) -> list[Example]:
-    """Make a micro-batch of SFT."""
+    """Create a micro-batch of SFT."""
     n = config.compiler.soft.n_tokens
     prompts, acting = prompts_of(lengths.prompt, rows), prompts_of(max(lengths.acting, n), rows, n * config.soft)
     emission, action, memory = ((WORD,) * tokens for tokens in (lengths.emission, lengths.action, lengths.memory))
-    return [Example(p, emission, a, action, memory, True) for p, a in zip(prompts, acting, strict=True)]
+    return [
+        Example(prompt=p, emission=emission, executor_prompt=a, action=action, memory_ids=memory, soft_read=True)
+        for p, a in zip(prompts, acting, strict=True)
+    ]
 
 
 def samples_of(config: GrpoConfig, lengths: Lengths, rows: int, width: int) -> list[Sample]:
-    """Make a micro-batch of GRPO, for an executor of this width."""
+    """Create a micro-batch of GRPO, for an executor of this width."""
     n, pathwise = config.compiler.soft.n_tokens, config.loss.latent_gradient == "pathwise"
     acting, z = prompt_of(max(lengths.acting, n), n), torch.zeros(n, width)
-    draw = Draw(acting, commands(lengths), 0, z, 0.0) if pathwise else None
+    action = (
+        ActionSample(prompt=acting, candidates=commands(lengths), chosen=0, noise=z, logprob=0.0) if pathwise else None
+    )
     sampled = torch.zeros(lengths.emission + (1 if pathwise else n))
     return [
-        Sample(prompt, (WORD,) * lengths.emission, z, sampled, lengths.emission, 1.0, i, 0, draw)
+        Sample(
+            prompt=prompt,
+            emission=(WORD,) * lengths.emission,
+            z=z,
+            rollout_logprobs=sampled,
+            sampled=lengths.emission,
+            advantage=1.0,
+            episode=i,
+            weight_version=0,
+            action=action,
+        )
         for i, prompt in enumerate(prompts_of(lengths.prompt, rows))
     ]
 
 
 def requests_of(rows: int) -> list[CompileRequest]:
-    """Make requests without a memory in common, so that each is read whole."""
-    entries = [MemoryEntry(f"{i}", "", Provenance("", "", "", "", True)) for i in range(rows)]
+    """Create requests without common memory entries, so that no prefix is shared."""
+    entries = [
+        MemoryEntry(f"{i}", "", Provenance(task_id="", scene="", goal="", split="", success=True)) for i in range(rows)
+    ]
     return [CompileRequest("", (entry,), None, "") for entry in entries]
 
 
 def commands(lengths: Lengths) -> tuple[str, ...]:
-    """Name the admissible commands, which have no tokens in common."""
+    """Create admissible commands without common tokens."""
     return tuple(f"{i}:{lengths.action}" for i in range(lengths.candidates))
 
 
 def prompts_of(tokens: int, rows: int, soft: int = 0) -> list[Prompt]:
-    """Make a batch of prompts. Rows never are equally long: one is shorter, so that there is a mask."""
+    """Create a batch of prompts; of several rows one is shorter, so that there is a mask."""
     return [prompt_of(max(tokens - (i == 0 and rows > 1), soft), soft) for i in range(rows)]
 
 
-# what is asked of models ---------------------------------------------------------------------------------------------
+# models --------------------------------------------------------------------------------------------------------------
 
 
 def hidden_size(config: ExecutorConfig) -> int:
-    """Say the width of an executor's embeddings; of one without a model of its own, some."""
+    """Return the width of an executor's embeddings; 1 for an executor without a named model."""
     return model_config(config.model).get_text_config().hidden_size if config.engine in MODELS else 1
 
 
-def cache_per_token(text: Any, dtype: str) -> int:
-    """Count the bytes of keys and values of a token, over all layers that attend to all tokens."""
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    heads = text.num_key_value_heads or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * sum(kind != "linear_attention" for kind in kinds) * heads * width * dtype_of(dtype).itemsize
-
-
 class NoExecutor:
-    """Stands where an update asks for an executor and never runs it."""
+    """Executor of an update that does not run it."""
 
     accepts_soft = True
 
@@ -233,7 +231,7 @@ class NoExecutor:
 
 
 def _optimiser_state(compiler: ShapedCompiler, ledger: Ledger) -> None:
-    """Give every trained parameter its gradient and AdamW's two moments."""
+    """Allocate gradients and AdamW's two moments of every trained parameter."""
     trained = [p for p in compiler.parameters() if p.requires_grad]
     for parameter in trained:
         with ledger.named("gradients"):
@@ -243,8 +241,8 @@ def _optimiser_state(compiler: ShapedCompiler, ledger: Ledger) -> None:
 
 
 def _with_cache(replay: Replay, backbone: Backbone, rows: int, read: int, full: int) -> Replay:
-    """Take the keys and values of what was `read` out of the activations; count them at the `full` length."""
-    per_token = rows * cache_per_token(backbone.model.config.get_text_config(), str(backbone.model.dtype)[6:])
+    """Move keys and values of the `read` tokens from activations to `kv_cache`, at the `full` length."""
+    per_token = rows * cache_bytes_per_token(backbone.model.config.get_text_config(), str(backbone.model.dtype)[6:])
     held = replay.held.copy()
     held["activations"] = max(0, held["activations"] - per_token * read)
     held["kv_cache"] = per_token * full
@@ -262,7 +260,9 @@ def _replayed(
     trained = sum(p.numel() for p in compiler.parameters() if p.requires_grad) if compiler is not None else 0
     whole = sum(size(backbone.model) for backbone in models)
     layer = max((size(block) for found in blocks for block in found), default=0)
-    return Replay(ledger.peak.copy(), flops, trained, layer, whole - inside, sum(towers))
+    return Replay(
+        held=ledger.peak.copy(), flops=flops, trained=trained, layer=layer, root=whole - inside, towers=sum(towers)
+    )
 
 
 def _blocks(backbone: Backbone) -> list[nn.Module]:

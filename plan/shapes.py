@@ -1,8 +1,8 @@
-"""Tensors that have shapes and no values, and a ledger of the memory that they would take.
+"""Tensors with shapes but no values, and a ledger of the memory that they would take.
 
-A model of 7 B parameters on these takes none: the very code of a training step or of a decoder runs on them, forward
-and backward, in a second or two, and the ledger says what would have been allocated when. What is not a `Shape` stays a
-tensor with values: token ids, masks, positions, on which that code decides what to do.
+The code of a training step or a decoder runs on them, forward and backward, in seconds for a 7 B model, and the ledger
+records the memory at every moment. Token ids, masks and positions stay tensors with values, because that code branches
+on them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 aten = torch.ops.aten
 META = torch.device("meta")
-FLASH = 1  # of torch's attention kernels, one that keeps no (T, T) matrix; with a mask, too (then "memory-efficient")
+FLASH = 1  # torch's attention kernel without a (T, T) matrix; with a mask, stands for the memory-efficient one
 
 
 class Ledger:
-    """What all shapes of a plan hold at present, at most so far, and at that moment by kind; and FLOPs of products.
+    """Bytes of all shapes by kind, now (`live`) and at the fullest moment (`peak`), and FLOPs of matrix products.
 
     Attributes:
-        vocabulary: sizes of vocabularies; what ends in such a dimension counts as `logits`.
-        trained: shapes of what is trained; what has such a shape, beside it, counts as `gradients`.
-        gpu: kernels are those of a GPU where they keep something else than those of a CPU.
+        vocabulary: Sizes of vocabularies; a tensor whose last dimension is one counts as `logits`.
+        trained: Shapes of trained parameters; another tensor with such a shape counts as `gradients`.
+        gpu: Model GPU kernels if they save other tensors than CPU kernels.
     """
 
     def __init__(self, gpu: bool = True) -> None:
@@ -42,7 +42,7 @@ class Ledger:
         self._masks: Any = WeakTensorKeyDictionary()
 
     def add(self, elem: Tensor) -> None:
-        """Count a tensor's storage, once, for as long as anything holds it."""
+        """Count a tensor's storage once, until it is freed."""
         storage = elem.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
@@ -64,37 +64,37 @@ class Ledger:
         self.live[kind] -= size
 
     def shaped(self, tensor: Tensor) -> Shape:
-        """Make a shape of a tensor with values."""
+        """Convert a tensor to a shape."""
         return tensor if isinstance(tensor, Shape) else Shape(tensor.detach().to(META), self)
 
     def mask(self, tensor: Tensor) -> Shape:
-        """Make a shape of a mask, which all layers share: it is held for as long as the mask is."""
+        """Convert a mask to a shape that all layers share, for the mask's lifetime."""
         if tensor not in self._masks:
             self._masks[tensor] = self.shaped(tensor)
         return self._masks[tensor]
 
     def adopt(self, module: nn.Module, kind: str) -> None:
-        """Make shapes of all that a module holds in floats, and count it as of this kind. Shared ones stay shared."""
-        made: dict[int, Any] = {}
+        """Convert a module's parameters and floating-point buffers to shapes of this kind; tied ones stay tied."""
+        shapes: dict[int, Any] = {}
         with self.named(kind):
             for part in module.modules():
                 for name, held in part._parameters.items():
                     if held is not None and not isinstance(held, Shape):
-                        if id(held) not in made:
-                            made[id(held)] = nn.Parameter(self.shaped(held), requires_grad=held.requires_grad)
-                        part._parameters[name] = made[id(held)]
+                        if id(held) not in shapes:
+                            shapes[id(held)] = nn.Parameter(self.shaped(held), requires_grad=held.requires_grad)
+                        part._parameters[name] = shapes[id(held)]
                 for name, held in part._buffers.items():
                     if held is not None and not isinstance(held, Shape):
                         real = torch.zeros(held.shape, dtype=held.dtype)
                         part._buffers[name] = self.shaped(real) if held.is_floating_point() else real
 
     def restart(self) -> None:
-        """Forget what was held at most before, and the FLOPs."""
+        """Reset the peak and the FLOPs."""
         self.peak, self.flops = self.live.copy(), 0
 
     @contextmanager
     def named(self, kind: str) -> Iterator[None]:
-        """Count everything that is made meanwhile as of this kind."""
+        """Count all tensors created inside the block as this kind."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -103,8 +103,8 @@ class Ledger:
 
 
 class Shape(Tensor):
-    """A tensor without values, on a meta tensor of its own; it says that it is on the CPU. Whatever asks for its value
-    hears 1. Autograd works as always."""
+    """A tensor without values: a meta tensor that reports the CPU as its device. Reading its value returns 1. Autograd
+    works as usual."""
 
     elem: Tensor
     ledger: Ledger
@@ -133,12 +133,12 @@ class Shape(Tensor):
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention and kwargs.get("attn_mask") is not None:
             kwargs = {**kwargs, "attn_mask": args[0].ledger.mask(kwargs["attn_mask"])}
-        if func is nn.functional.dropout and args[0].ledger.gpu:  # which keeps a mask of bytes, not of numbers
+        if func is nn.functional.dropout and args[0].ledger.gpu:  # saves a mask of bytes, not of floats
             return torch.native_dropout(args[0], kwargs["p"], kwargs["training"])[0]
-        if func is Tensor.backward:  # what is computed again in it is to come by here, too, as the first time
+        if func is Tensor.backward:  # so that recomputed layers are dispatched here, too
             run, ones = torch.autograd.graph._engine_run_backward, torch.ones_like(args[0])
             return run((args[0],), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-        with torch._C.DisableTorchFunctionSubclass():  # results with values stay plain tensors
+        with torch._C.DisableTorchFunctionSubclass():  # results with values stay ordinary tensors
             return func(*args, **kwargs)
 
     @classmethod
@@ -158,7 +158,7 @@ class Shape(Tensor):
             return FLASH
         if func is aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1
-        if func is aten.masked_scatter_backward.default:  # on meta it would ask how many are selected
+        if func is aten.masked_scatter_backward.default:  # on meta it would need the number of selected values
             return Shape(args[0].elem.new_empty(args[2]), ledger)
         out = func(*inner_args, **inner_kwargs)
         if func._overloadpacket in flop_registry:
@@ -168,7 +168,7 @@ class Shape(Tensor):
 
 
 def _mapped(of: Callable[[Any], Any], tree: Any) -> Any:
-    """Map what an operator takes or gives: lists, tuples, dictionaries. (torch's pytree knows more, and is slow.)"""
+    """Map an operator's arguments or results: lists, tuples, dictionaries. (torch's pytree is slower.)"""
     if isinstance(tree, list | tuple):
         return type(tree)([_mapped(of, part) for part in tree])
     return {name: _mapped(of, part) for name, part in tree.items()} if isinstance(tree, dict) else of(tree)

@@ -1,4 +1,4 @@
-"""What each stage's processes need, by its settings: one function per stage, and what would make it fit."""
+"""Memory plan of each stage's processes from its settings, and settings that would make it fit."""
 
 from __future__ import annotations
 
@@ -14,36 +14,35 @@ from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.models import CompilerConfig, ExecutorConfig, ServeConfig
 from configs.training import GrpoConfig, Placement, SftConfig
 from eval.matrix import cells
+from lm.architecture import model_config, weight_bytes
 from plan.budget import GIB, Budget, Gpu, Lengths, Plan
-from plan.engines import HOST, engine, laid_out, said
-from plan.models import model_config
 from plan.replay import (
     MODELS,
     Replay,
     hidden_size,
     replay_act,
     replay_compile,
-    replay_engine,
     replay_sft,
     replay_update,
 )
-from training.on_ray import Share
+from training.ray_placement import ENGINE_OVERHEAD, EngineConfig, RoleLayout, describe, engine_size, plan_layout
 
+HOST = 3.0 * GIB  # RAM of a process with torch, without a model
 CONTEXT = 1.0 * GIB  # a process's CUDA context and libraries
-SLACK = 0.05  # of what comes and goes, that the allocator cannot use again
-PIXELS = 1.0 * GIB  # RAM for pictures of rows (training.sft.MOST_PIXELS)
-ZERO3_LIVE = 2e9  # bytes of gathered weights that ZeRO-3 keeps (its default of 1e9 parameters, in bf16)
-BUSY, READING = 0.4, 0.6  # shares of a GPU's products and bandwidth that are reached
+SLACK = 0.05  # of temporary memory, lost to fragmentation
+PIXELS = 1.0 * GIB  # RAM for encoded rows (training.sft_data.MAX_CACHED_VALUES)
+ZERO3_LIVE = 2e9  # bytes of gathered weights in ZeRO-3 (its default of 1e9 parameters, in bf16)
+BUSY, READING = 0.4, 0.6  # achieved shares of a GPU's FLOP/s and bandwidth
 
 Settings = SftConfig | GrpoConfig | EvalConfig | CollectConfig | ServeConfig
 
 
 def plans(settings: Settings | QuickstartConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> list[tuple[Any, Plan]]:
-    """Plan a run: its settings with their plan, several where it has several parts or cells of different models."""
+    """Plan every part of a run, and every cell of a matrix with different models: settings with their plan."""
     if isinstance(settings, QuickstartConfig):
         parts = (settings.collect, settings.sft, settings.grpo, settings.eval)
         return [pair for part in parts if part is not None for pair in plans(part, lengths, gpu, gpus)]
-    parts = _unlike(settings) if isinstance(settings, EvalConfig) else [settings]
+    parts = _distinct_cells(settings) if isinstance(settings, EvalConfig) else [settings]
     return [(part, plan(part, lengths, gpu, gpus)) for part in parts]
 
 
@@ -60,38 +59,42 @@ def plan(settings: Settings, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
 
 
 def plan_sft(config: SftConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
-    """Stage 1: every process holds both models, or a slice of them."""
+    """Plan stage 1: every process holds both models, or a slice of them."""
     mine = math.ceil(config.batch_size / gpus)
     replay = replay_sft(config, lengths, min(config.micro_batch_size, mine))
-    if played := min(config.evaluation.tasks, config.compiler.batch_size):  # now and then, by the same models
+    if played := min(config.evaluation.tasks, config.compiler.batch_size):  # by the same models
         longest = replace(lengths, emission=config.compiler.max_new_tokens)
         compiling = replay_compile(config.compiler, hidden_size(config.executor), longest, played)
         acting = replay_act(config.executor, lengths, min(config.evaluation.tasks, config.executor.batch_size))
         replay = _fullest([replay, compiling, acting])
     models = _sizes(config.compiler, config.executor)
-    # Models are read where they stay; where slices are given out, one process has both at first: each its part of them.
+    # With slices, one process first loads both models into RAM; counted in equal parts.
     read = replay.weights / gpus if config.backend in ("fsdp", "zero3") else 0.0
     host = HOST + read + (PIXELS if _sees(config.compiler.model) else 0)
-    budget = _trainer("trainer", replay, config.backend, gpus, host)
+    budget = _trainer("trainer", replay, backend=config.backend, n=gpus, host=host)
     n = config.compiler.soft.n_tokens if config.soft else 0
     return Plan(
-        "sft",
-        f"SFT, {_who(config)}, micro-batches of {min(config.micro_batch_size, mine)}, backend {config.backend}",
-        (budget,),
-        _disk(models, replay.trained, config.keep),
-        {
+        stage="sft",
+        name=f"SFT, {_models(config)}, micro-batches of {min(config.micro_batch_size, mine)}, backend {config.backend}",
+        budgets=(budget,),
+        disk=_disk(models, replay.trained, config.keep),
+        tokens={
             "compiler": config.batch_size * (lengths.prompt + lengths.emission + n),
             "executor": config.batch_size * (lengths.acting + lengths.action) * config.soft,
         },
-        0,
-        {name: mine * flops / _products(gpu) for name, flops in replay.flops.items()},
+        episodes=0,
+        seconds={name: mine * flops / _products(gpu) for name, flops in replay.flops.items()},
     )
 
 
 def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
-    """Stage 2: on one GPU as in one process, on several as `cluster: ray` lays it out (`plan.engines`)."""
-    place = laid_out(config, lengths, gpu, gpus)
-    trainers, rolls, acts = place.trainers.count, place.compilers, place.executors
+    """Plan stage 2: one process on one GPU, else the layout of `cluster: ray` (`training.ray_placement`)."""
+    sequences = {
+        "compiler": lengths.prompt + config.compiler.max_new_tokens,
+        "executor": lengths.acting + lengths.action,
+    }
+    layout = plan_layout(config, gpus, gpu.gib, sequences)
+    trainers, rolls, acts = layout.trainers.count, layout.compilers, layout.executors
     episodes = config.tasks * config.group_size
     mine = min(config.concurrency, math.ceil(episodes / trainers))
     lengths_kv = replace(lengths, emission=config.compiler.max_new_tokens)
@@ -103,29 +106,60 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
     models = _sizes(config.compiler, config.executor)
     held, budgets = [update], []
     if rolls.count and config.compiler.engine == "vllm":
-        budgets.append(engine("rollout engine", "rollouts", config.compiler, gpu, lengths_kv, rolls))
+        budgets.append(
+            engine_budget(
+                "rollout engine",
+                "rollouts",
+                settings=config.compiler,
+                gpu=gpu,
+                sequence=sequences["compiler"],
+                role=rolls,
+            )
+        )
     elif rolls.count:
         budgets.append(_alone("rollout engine", compiling, rolls.count))
     elif config.compiler.engine == "vllm":
-        budgets.append(engine("rollout engine", "actors", config.compiler, gpu, lengths_kv, Share(trainers)))
+        budgets.append(
+            engine_budget(
+                "rollout engine",
+                "actors",
+                settings=config.compiler,
+                gpu=gpu,
+                sequence=sequences["compiler"],
+                role=RoleLayout(trainers),
+            )
+        )
     else:
         held.append(compiling)
     if acts.count and config.executor.engine == "vllm":
-        budgets.append(engine("executor", "executors", config.executor, gpu, lengths, acts))
+        budgets.append(
+            engine_budget(
+                "executor", "executors", settings=config.executor, gpu=gpu, sequence=sequences["executor"], role=acts
+            )
+        )
     elif acts.count and acting is not None:
         budgets.append(_alone("executor", acting, acts.count))
     elif config.executor.engine == "vllm":
-        budgets.append(engine("executor", "actors", config.executor, gpu, lengths, Share(trainers)))
+        budgets.append(
+            engine_budget(
+                "executor",
+                "actors",
+                settings=config.executor,
+                gpu=gpu,
+                sequence=sequences["executor"],
+                role=RoleLayout(trainers),
+            )
+        )
     elif config.executor.engine == "hf" and acting is not None:
         held.append(acting)
     fullest = _fullest(held)
-    whole = fullest.held.pop("executor weights", 0)  # it is not cut into slices
+    whole = fullest.held.pop("executor weights", 0)  # is not sliced
     sliced, served = config.backend in ("fsdp", "zero3"), bool(rolls.count) or config.compiler.engine == "vllm"
     if not served:  # a whole copy of the compiler rolls out
         whole += update.held["compiler weights"] * (sliced or config.overlap)
     read = update.held["compiler weights"] / trainers if served and sliced else 0.0  # as in SFT
-    actor = _trainer("actor", fullest, config.backend, trainers, HOST + read)
-    # A compiler of which a whole copy rolls out is loaded whole, and cut then.
+    actor = _trainer("actor", fullest, backend=config.backend, n=trainers, host=HOST + read)
+    # A compiler that rolls out itself is loaded whole, and sliced then.
     loading = fullest.weights + CONTEXT if sliced and not served else 0.0
     actor = replace(actor, device="actors", weights=actor.weights + whole, loading=loading)
     steps, compilers = episodes * config.max_steps, rolls.count or trainers
@@ -136,54 +170,81 @@ def plan_grpo(config: GrpoConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan
         "update": samples * config.iterations * update.flops["update"] / _products(gpu),
     }
     return Plan(
-        "grpo",
-        f"GRPO, {_who(config)}, placement {trainers} + {rolls.count} + {acts.count}",
-        (actor, *budgets),
-        _disk(models, update.trained, config.keep),
-        {
+        stage="grpo",
+        name=f"GRPO, {_models(config)}, placement {trainers} + {rolls.count} + {acts.count}",
+        budgets=(actor, *budgets),
+        disk=_disk(models, update.trained, config.keep),
+        tokens={
             "compiler, reading": steps * lengths.prompt,
             "compiler, writing": steps * lengths.emission,
             "executor": steps * lengths.acting,
             "update": steps * (lengths.prompt + lengths.emission + config.compiler.soft.n_tokens),
         },
-        min(episodes, config.concurrency * trainers),
-        seconds,
-        (said(place), f"an update of {episodes} episodes of {config.max_steps} steps, the most that there are"),
+        episodes=min(episodes, config.concurrency * trainers),
+        seconds=seconds,
+        notes=(describe(layout), f"an update of {episodes} episodes with the maximum of {config.max_steps} steps"),
     )
 
 
 def plan_eval(config: EvalConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
-    """Evaluate: one process with the executor and, where a delivery asks for it, the trained compiler."""
+    """Plan an evaluation: one process with the executor and, if a delivery needs it, the trained compiler."""
     specs = [find(name) for name in config.deliveries]
     compiles = any(spec.needs_checkpoint for spec in specs)
-    if any(spec.kind == "static" for spec in specs):  # the longest prompt counts
+    if any(spec.kind == "static" for spec in specs):  # the longest prompt
         lengths = replace(lengths, acting=lengths.acting + lengths.memory)
     compiler = config.compiler if compiles else None
-    return _playing("eval", "evaluation", compiler, config.executor, config.concurrency, lengths, gpu, gpus)
+    return _playing(
+        "eval",
+        "evaluation",
+        compiler=compiler,
+        executor=config.executor,
+        concurrency=config.concurrency,
+        lengths=lengths,
+        gpu=gpu,
+        gpus=gpus,
+    )
 
 
 def plan_collect(config: CollectConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
-    """Collect: a model runs here only where the executor acts while an endpoint teaches."""
+    """Plan a collection: a model runs only if the executor acts while an endpoint teaches."""
     executor = config.executor if config.acts == "executor" else None
-    return _playing("collect", "collection", None, executor, config.concurrency or 16, lengths, gpu, gpus)
+    return _playing(
+        "collect",
+        "collection",
+        compiler=None,
+        executor=executor,
+        concurrency=config.concurrency or 16,
+        lengths=lengths,
+        gpu=gpu,
+        gpus=gpus,
+    )
 
 
 def plan_serve(config: ServeConfig, lengths: Lengths, gpu: Gpu, gpus: int) -> Plan:
-    """Serve the compiler."""
-    return _playing("serve", "service", config.compiler, None, config.batch, lengths, gpu, gpus)
+    """Plan a compiler service."""
+    return _playing(
+        "serve",
+        "service",
+        compiler=config.compiler,
+        executor=None,
+        concurrency=config.batch,
+        lengths=lengths,
+        gpu=gpu,
+        gpus=gpus,
+    )
 
 
 # remedies -------------------------------------------------------------------------------------------------------------
 
 
 def remedy(settings: Settings, lengths: Lengths, gpu: Gpu, gpus: int) -> list[str] | None:
-    """Find settings with which it would fit: one where one is enough, else as many as it takes, in this order."""
-    tried = [*_remedies(settings, lengths, gpus), *_coarser(settings)]
+    """Find settings with which the stage fits: one change if that is enough, else the first n of them."""
+    tried = [*_remedies(settings, lengths, gpus), *_quantised(settings)]
     sets = [*([one] for one in tried), *(tried[:n] for n in range(2, len(tried) + 1))]
     for changes in sets:
         try:
             changed = _with(settings, changes)
-        except ValueError:  # settings that do not go together
+        except ValueError:  # incompatible settings
             continue
         if plan(changed, lengths, gpu, gpus).fits(gpu, gpus):
             return [f"{key}={value}" for key, value in changes]
@@ -191,6 +252,7 @@ def remedy(settings: Settings, lengths: Lengths, gpu: Gpu, gpus: int) -> list[st
 
 
 def _remedies(settings: Settings, lengths: Lengths, gpus: int) -> list[tuple[str, Any]]:
+    """List changes that save memory without another model, in the order in which they are tried."""
     room = 1024 * math.ceil((lengths.prompt + lengths.memory + 1024) / 1024)
     wide = {role: getattr(settings, role) for role in ("compiler", "executor") if hasattr(settings, role)}
     narrow = [(f"{role}.dtype", "bfloat16") for role, own in wide.items() if own.dtype == "float32"]
@@ -211,22 +273,22 @@ def _remedies(settings: Settings, lengths: Lengths, gpus: int) -> list[tuple[str
     return [*small, *spread, *short, *(share if len(wide) == 1 else []), *parallel, *narrow]
 
 
-def _coarser(settings: Settings) -> list[tuple[str, Any]]:
-    """Quantise the frozen executor, at last: it is another one then."""
+def _quantised(settings: Settings) -> list[tuple[str, Any]]:
+    """List quantisations of the executor, the last resort because they change its outputs."""
     executor = getattr(settings, "executor", None)
-    apt = executor is not None and executor.engine == "hf" and executor.quantize is None
-    return [("executor.quantize", bits) for bits in ("8bit", "4bit") if apt]
+    can_quantise = executor is not None and executor.engine == "hf" and executor.quantize is None
+    return [("executor.quantize", bits) for bits in ("8bit", "4bit") if can_quantise]
 
 
 def _fewer(place: Placement, gpus: int) -> list[tuple[str, Any]]:
-    """Have the GPUs that there are shared out, whatever was asked for."""
+    """Replace set counts of processes by the default placement."""
     if gpus < 2 or {place.trainers, place.compilers, place.executors} == {None}:
         return []
     return [("placement", {**place.model_dump(), "trainers": None, "compilers": None, "executors": None})]
 
 
 def _with(settings: Settings, changes: Sequence[tuple[str, Any]]) -> Any:
-    """Change settings by dotted keys. Raises: ValueError, where they do not go together."""
+    """Change settings by dotted keys. Raises: ValueError, if they are incompatible."""
     tree = settings.model_dump()
     for key, value in changes:
         *way, last = key.split(".")
@@ -240,14 +302,47 @@ def _with(settings: Settings, changes: Sequence[tuple[str, Any]]) -> Any:
 # parts ----------------------------------------------------------------------------------------------------------------
 
 
+def engine_budget(
+    process: str, device: str, settings: EngineConfig, gpu: Gpu, sequence: int, role: RoleLayout | None = None
+) -> Budget:
+    """Compute what a vLLM engine needs: its share of a GPU, whose cache gets what weights and activations leave. It
+    does not start unless the cache holds one sequence of maximum length. Engines on one GPU count as one process.
+
+    Args:
+        sequence: Tokens of a typical sequence.
+        role: Number and GPUs of the role's engines (default: one engine).
+    """
+    role = role or RoleLayout(1)
+    size, share = engine_size(settings, sequence), role.utilization or settings.vllm.gpu_memory_utilization
+    per_gpu = round(1 / role.gpus) if 0 < role.gpus < 1 else 1
+    cache, smallest = share * gpu.gib * GIB - size.without_cache, size.cache_per_token * size.max_context
+    tokens = max(cache, 0) / size.cache_per_token
+    several = f"{per_gpu} of them on one; " if per_gpu > 1 else ""
+    return Budget(
+        process,
+        device,
+        count=math.ceil(role.count / per_gpu),
+        gpus=settings.vllm.tensor_parallel_size,
+        share=share * per_gpu,
+        weights=per_gpu * size.weights,
+        activations=per_gpu * size.activations,
+        kv_cache=per_gpu * max(cache, smallest),
+        overhead=per_gpu * ENGINE_OVERHEAD,
+        host=per_gpu * 2 * HOST,
+        least=per_gpu * (size.without_cache + smallest),
+        note=f"vLLM at {share:g} of a GPU: {several}a cache of {tokens:,.0f} tokens, {tokens / size.sequence:,.0f} "
+        f"sequences of {size.sequence} at once; one of {size.max_context:,} must fit",
+    )
+
+
 def _trainer(process: str, replay: Replay, backend: str, n: int, host: float) -> Budget:
-    """Share weights, gradients and moments out over `n` processes, as the backend does."""
+    """Distribute weights, gradients and moments over `n` processes as the backend does."""
     held, trained = replay.held, 4.0 * replay.trained
     weights, gradients, moments = replay.weights, trained, 2 * trained
     passing = held["activations"] + held["logits"] + held["kv_cache"]
     overhead = CONTEXT + SLACK * passing
     if backend == "zero2":
-        gradients, moments = trained + trained / n, 3 * trained / n  # with fp32 masters
+        gradients, moments = trained + trained / n, 3 * trained / n  # with fp32 master weights
     elif backend in ("fsdp", "zero3"):
         cut = weights - replay.towers
         gathered = replay.root + 2 * replay.layer if backend == "fsdp" else min(cut, ZERO3_LIVE)
@@ -269,13 +364,13 @@ def _trainer(process: str, replay: Replay, backend: str, n: int, host: float) ->
 
 
 def _alone(process: str, replay: Replay, count: int) -> Budget:
-    """Say what an engine in PyTorch takes, each on a GPU of its own."""
-    own = _trainer(process, replay, "replicated", 1, HOST)
+    """Plan engines in PyTorch, each on its own GPU."""
+    own = _trainer(process, replay, backend="replicated", n=1, host=HOST)
     return replace(own, count=count, gradients=0.0, moments=0.0)
 
 
 def _fullest(held: Sequence[Replay]) -> Replay:
-    """Put what runs in one process, one after another, together: all weights, and what the fullest of them holds."""
+    """Combine phases of one process: all weights, and the temporary memory of the fullest phase."""
     passing = ("activations", "logits", "kv_cache")
     at = max((replay.held for replay in held), key=lambda kinds: sum(kinds[kind] for kind in passing))
     together = Counter({kind: size for replay in reversed(held) for kind, size in replay.held.items()})
@@ -293,19 +388,21 @@ def _playing(
     gpu: Gpu,
     gpus: int,
 ) -> Plan:
-    """Plan a process that plays episodes without learning: engines of its own, or models in PyTorch."""
+    """Plan a process that plays episodes without training, with vLLM engines or models in PyTorch."""
     budgets: list[Budget] = []
     held: list[Replay] = []
     seconds: dict[str, float] = {}
     tokens: dict[str, int] = {}
-    spread = 1  # GPUs that the executor's weights lie on
+    spread = 1  # GPUs of the executor's weights
     kv = replace(lengths, emission=compiler.max_new_tokens) if compiler else lengths
     if compiler is not None and compiler.engine != "http":
         width = hidden_size(executor or ExecutorConfig(model=compiler.model))
         rows = min(concurrency, compiler.batch_size)
         replay = replay_compile(compiler, width, kv, rows)
         if compiler.engine == "vllm":
-            budgets.append(engine("compiler engine", process, compiler, gpu, kv))
+            budgets.append(
+                engine_budget("compiler engine", process, settings=compiler, gpu=gpu, sequence=kv.prompt + kv.emission)
+            )
         else:
             held.append(replay)
         seconds["compile: prefill"] = concurrency * replay.flops["prefill"] / _products(gpu)
@@ -316,7 +413,8 @@ def _playing(
     if executor is not None and executor.engine in ("hf", "vllm"):
         replay = replay_act(executor, lengths, min(concurrency, executor.batch_size))
         if executor.engine == "vllm":
-            budgets.append(engine("executor engine", process, executor, gpu, lengths))
+            sequence = lengths.acting + lengths.action
+            budgets.append(engine_budget("executor engine", process, settings=executor, gpu=gpu, sequence=sequence))
         else:
             held.append(replay)
             spread = gpus if executor.device_map else 1
@@ -326,36 +424,39 @@ def _playing(
     if held:
         whole = _fullest(held)
         whole.held["executor weights"] = round(whole.held["executor weights"] / spread)
-        own = _trainer(process, whole, "replicated", 1, HOST)
+        own = _trainer(process, whole, backend="replicated", n=1, host=HOST)
         budgets.insert(0, replace(own, gpus=spread, gradients=0.0, moments=0.0))
     roles = [("compiler", compiler), ("executor", executor)]
     who = " and ".join(f"{role} {own.model} ({own.engine})" for role, own in roles if own is not None)
     return Plan(
-        stage, f"{process}: {who or 'no model'}", tuple(budgets), _disk(models, 0, 0), tokens, concurrency, seconds
+        stage=stage,
+        name=f"{process}: {who or 'no model'}",
+        budgets=tuple(budgets),
+        disk=_disk(models, 0, 0),
+        tokens=tokens,
+        episodes=concurrency,
+        seconds=seconds,
     )
 
 
 def _sizes(compiler: CompilerConfig | None, executor: ExecutorConfig | None) -> dict[str, float]:
-    """Give the bytes of each model that lies here."""
-    sizes = {}
-    for settings in (compiler, executor):
-        if settings is not None and settings.engine in ("hf", "vllm"):
-            sizes[settings.model] = replay_engine(settings.model, settings.dtype, 1).weights
-    return sizes or {"": 0.0}
+    """Return the bytes of each local model."""
+    local = [one for one in (compiler, executor) if one is not None and one.engine in ("hf", "vllm")]
+    return {one.model: weight_bytes(one.model, one.dtype) for one in local}
 
 
 def _disk(models: Mapping[str, float], trained: int, keep: int) -> dict[str, float]:
-    checkpoints = {"checkpoints": 12.0 * trained * (keep + 1)} if trained else {}  # one more while it is written
+    checkpoints = {"checkpoints": 12.0 * trained * (keep + 1)} if trained else {}  # one more during saving
     return {f"model {name}": size for name, size in models.items() if size} | checkpoints
 
 
 def _products(gpu: Gpu) -> float:
-    """FLOPs in a second."""
+    """Return FLOP/s."""
     return BUSY * gpu.tflops * 1e12
 
 
 def _reads(gpu: Gpu) -> float:
-    """Bytes in a second, that decoding is bound by: every token reads all weights."""
+    """Return bytes/s; they bound decoding, which reads all weights for every token."""
     return READING * gpu.bandwidth * 1e12
 
 
@@ -363,12 +464,12 @@ def _sees(name: str) -> bool:
     return hasattr(model_config(name), "vision_config")
 
 
-def _who(config: SftConfig | GrpoConfig) -> str:
+def _models(config: SftConfig | GrpoConfig) -> str:
     return f"compiler {config.compiler.model}, executor {config.executor.model}"
 
 
-def _unlike(config: EvalConfig) -> list[EvalConfig]:
-    """Choose a cell of each set of models and of how they run; deliveries, tasks and seeds need no more."""
+def _distinct_cells(config: EvalConfig) -> list[EvalConfig]:
+    """Return one cell per combination of models, deliveries and concurrency; tasks and seeds need no plan."""
     chosen = {}
     for cell in cells(config):
         own = cell.config

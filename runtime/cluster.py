@@ -1,8 +1,8 @@
-"""Ray: the settings that a run has of it, and one way to start or join it.
+"""Ray: settings of a run, and how it starts or joins a cluster.
 
-Ray is imported where a run asks for it, and nowhere else (extra `ray`). Without RAY_ADDRESS a run starts a Ray of its
-own on this machine, on loopback alone and with a token of its own, which ends with the run. With it (`auto`: the one
-that `ray start` started on this machine), the run joins that one, and leaves it as it was.
+Ray is imported only by runs with `cluster: ray` (extra `ray`). Without RAY_ADDRESS a run starts a private Ray on this
+machine, on loopback and with a token, and stops it at the end. With RAY_ADDRESS (`auto`: the one that `ray start`
+started on this machine) it joins that cluster and leaves it running.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from pydantic import Field
 
 from runtime.settings import Settings
 
-Cluster = Literal["local", "ray"]  # where a run's work is done: in its own process, or by workers on Ray
+Cluster = Literal["local", "ray"]  # run in this process, or by workers on Ray
 ADDRESS = "RAY_ADDRESS"
-_LOCAL = "local"  # its value where one of our own is to be started in spite of a default
-_AUTO = "auto"  # its value for the one that `ray start` started on this machine
-_ANSWER_S = 5.0  # for an address to answer
+_LOCAL = "local"  # value that starts a private Ray even if a default address exists
+_AUTO = "auto"  # value for the one that `ray start` started on this machine
+_ANSWER_S = 5.0  # time-out for an address to answer
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # with empty SETTINGS
 
-# A Ray of our own. On Linux it would bind to all addresses of the machine; the switch is named for systems where it
-# never does. The token is in the environment of its processes alone.
+# Environment of a private Ray. On Linux Ray binds to all addresses of the machine; the switch, which is named for
+# systems where it never does, keeps it on loopback. Only its own processes have the token.
 _PRIVATE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 class RaySettings(Settings):
-    """How work is shared out with `cluster: ray`; of no effect with `local`."""
+    """Workers with `cluster: ray`; ignored with `local`."""
 
-    workers: int | None = Field(default=None, ge=1)  # at most so many at a time; null: as many as the resources allow
-    # Episodes that are handed to a worker at a time, which plays them side by side. What is computed in one batch
-    # follows from it, and not from the number of workers. Null: 8 of the expert's, of an evaluation `concurrency`.
+    workers: int | None = Field(default=None, ge=1)  # most workers at a time; null: as many as the resources allow
+    # Episodes that a worker receives at a time and plays side by side: the batch size, whatever the number of workers.
+    # Null: 8 for the expert, `concurrency` for an evaluation.
     unit: int | None = Field(default=None, ge=1)
-    cpus: float = Field(default=1.0, ge=0)  # of a worker, which holds models and environments
-    gpus: float = Field(default=0.0, ge=0)  # of a worker; a part of one shares it
-    retries: int = Field(default=3, ge=0)  # times that what a lost worker had begun is given to another one
-    silence_s: float = Field(default=3600.0, gt=0)  # a worker that says nothing for so long is lost
+    cpus: float = Field(default=1.0, ge=0)  # per worker, which holds models and environments
+    gpus: float = Field(default=0.0, ge=0)  # per worker; a fraction shares one
+    retries: int = Field(default=3, ge=0)  # of items whose worker was lost
+    silence_s: float = Field(default=3600.0, gt=0)  # a worker without output for so long counts as lost
 
 
-# What a run may go on with otherwise: it says where and how it is played, not what.
+# Settings that may differ on resume: they say where episodes are played, not which.
 MAY_CHANGE_ON_RESUME = ("cluster", *(f"ray.{name}" for name in RaySettings.model_fields))
 
 
 class ClusterError(RuntimeError):
-    """Ray is not there, or not as it should be. The message names the next step."""
+    """Ray is missing, unreachable, or has too few resources. The message names the next step."""
 
 
 def require_ray() -> None:
-    """Check that Ray is installed and that a server answers at RAY_ADDRESS, without importing Ray: it keeps what it
-    reads in the environment then.
+    """Check that Ray is installed and that a server answers at RAY_ADDRESS. Does not import Ray, which would read the
+    environment too early.
 
     Raises:
         ModuleNotFoundError: Ray is not installed; names the extra.
@@ -87,12 +87,12 @@ def _address() -> str:
 
 @contextmanager
 def ray_cluster(cpus: int | None = None, gpus: int | None = None, dashboard: bool = False) -> Iterator[Any]:
-    """Yield Ray, joined or started, and leave or end it with the block. Where this process is in one already, that is
-    used and stays.
+    """Join or start Ray and yield the module; leave or stop it at the end. A cluster that this process has already
+    joined is used and stays.
 
     Args:
-        cpus, gpus: of a Ray of our own (default: what the machine has).
-        dashboard: of a Ray of our own, on loopback.
+        cpus, gpus: Of a private Ray (default: those of the machine).
+        dashboard: Start the dashboard of a private Ray, on loopback.
 
     Raises:
         ModuleNotFoundError: Ray is not installed; names the extra.
@@ -105,7 +105,7 @@ def ray_cluster(cpus: int | None = None, gpus: int | None = None, dashboard: boo
         if ray.is_initialized():
             yield ray
             return
-        folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: it holds sockets, whose paths may have 107 bytes
+        folder = Path(tempfile.mkdtemp(prefix="ray-"))  # a short path: socket paths are limited to 107 bytes
         try:
             _init(ray, address, {"num_cpus": cpus, "num_gpus": gpus, "include_dashboard": dashboard}, folder)
             try:
@@ -127,7 +127,7 @@ def _init(ray: Any, address: str, own: Mapping[str, Any], folder: Path) -> None:
             ray.init(address=address, **quiet)
     except ClusterError:
         raise
-    except Exception as error:  # Ray raises what it likes, down to Exception itself
+    except Exception as error:  # Ray raises errors of many types, even plain Exception
         ray.shutdown()
         if address == _LOCAL:
             raise ClusterError(f"Ray did not start on this machine: {error}") from error
@@ -135,7 +135,7 @@ def _init(ray: Any, address: str, own: Mapping[str, Any], folder: Path) -> None:
 
 
 def check_answers(address: str) -> None:
-    """Check that a gRPC server answers at `HOST:PORT` or `ray://HOST:PORT`; Ray itself would try for minutes.
+    """Check that a gRPC server answers at `HOST:PORT` or `ray://HOST:PORT`; Ray itself would retry for minutes.
 
     Raises: ClusterError.
     """
@@ -163,8 +163,8 @@ def _no_ray(address: str, error: Exception) -> ClusterError:
 
 @contextmanager
 def sigterm_as_before() -> Iterator[None]:
-    """Put back what SIGTERM does: Ray has it end the process in order, and goes on to when it is long shut down."""
-    if threading.current_thread() is not threading.main_thread():  # Ray sets nothing there either
+    """Restore the handler of SIGTERM afterwards: Ray replaces it, and leaves its own after a shutdown."""
+    if threading.current_thread() is not threading.main_thread():  # Ray sets handlers in the main thread only
         yield
         return
     before = signal.getsignal(signal.SIGTERM)
@@ -176,13 +176,13 @@ def sigterm_as_before() -> Iterator[None]:
 
 @cache
 def _token() -> str:
-    """Draw this process's token: Ray reads one once, and would not know the next one."""
+    """Create this process's token, once: Ray reads it once per process."""
     return secrets.token_hex(32)
 
 
 @contextmanager
 def private_environment() -> Iterator[None]:
-    """Have what is started meanwhile be on loopback, with a token, where the environment does not say otherwise."""
+    """Set variables that keep a Ray started meanwhile on loopback and give it a token, unless they are set already."""
     values = _PRIVATE | {"RAY_AUTH_TOKEN": _token()}
     ours = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(ours)
@@ -194,18 +194,18 @@ def private_environment() -> Iterator[None]:
 
 
 def wait_for_nodes(number: int, timeout_s: float = 600.0) -> None:
-    """Wait until the Ray at RAY_ADDRESS is there with so many nodes. Raises: ClusterError."""
+    """Wait until the Ray at RAY_ADDRESS has so many nodes. Raises: ClusterError (time-out)."""
     due = time.monotonic() + timeout_s
     while True:
         try:
             with ray_cluster() as ray:
-                there = sum(node["Alive"] for node in ray.nodes())
-        except ClusterError:  # it is not up yet
-            there = 0
-        if there >= number:
+                alive = sum(node["Alive"] for node in ray.nodes())
+        except ClusterError:  # not started yet
+            alive = 0
+        if alive >= number:
             return
         if time.monotonic() > due:
-            raise ClusterError(f"{there} of {number} nodes came in {timeout_s:g} s: see what `ray start` says on them")
+            raise ClusterError(f"{alive} of {number} nodes joined in {timeout_s:g} s: check `ray start` on them")
         time.sleep(2.0)
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from runtime.crew import Answered, Event, Finished, Lost, Ready, Unit, Worker
+from runtime.worker_pool import Answered, Event, Finished, Lost, Ready, Unit, Worker
 
 
 class HereFleet:
@@ -33,10 +33,10 @@ class HereFleet:
         self.begun: list[tuple[int, Unit]] = []
         self.dismissed: list[int] = []
 
-    def room(self) -> int:
+    def capacity(self) -> int:
         return self.rooms.popleft() if len(self.rooms) > 1 else self.rooms[0]
 
-    def hire(self) -> int:
+    def start(self) -> int:
         number, self.hired = self.hired, self.hired + 1
         self.told[number] = deque()
         if self.deaths.get(number) == -1:
@@ -51,7 +51,7 @@ class HereFleet:
                 self.workers[number] = self.make()
                 self.told[number].append(Ready())
 
-    def begin(self, handle: int, unit: Unit) -> None:
+    def submit(self, handle: int, unit: Unit) -> None:
         self.begun.append((handle, unit))
         if handle in self.mute:
             return
@@ -80,7 +80,7 @@ class HereFleet:
                 del self.told[number]
             yield number, event
 
-    def dismiss(self, handle: int) -> None:
+    def stop(self, handle: int) -> None:
         self.dismissed.append(handle)
         self.told.pop(handle, None)
 

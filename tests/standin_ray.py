@@ -35,7 +35,7 @@ class Ref:
 
 @dataclass(eq=False)
 class StandInActor:
-    """An actor (`runtime.actors.Holder`) that dies at some of its requests.
+    """An actor (`runtime.ray_actors.ObjectActor`) that dies at some of its requests.
 
     Attributes:
         make: makes what it holds, anew whenever it is started.
@@ -55,7 +55,7 @@ class StandInActor:
 
     def __post_init__(self) -> None:
         self.held, self._left, self._absent = self.make(), self.restarts, 0
-        self.ask, self.about = SimpleNamespace(remote=self._ask), SimpleNamespace(remote=self._about)
+        self.call, self.about = SimpleNamespace(remote=self._call), SimpleNamespace(remote=self._about)
 
     def die(self) -> None:
         self._left -= 1
@@ -67,7 +67,7 @@ class StandInActor:
             ActorDiedError("The actor is dead because it was killed") if self._left < 0 else ActorUnavailableError("x")
         )
 
-    def _ask(self, name: str, *arguments: Any) -> Ref:
+    def _call(self, name: str, *arguments: Any) -> Ref:
         self.asked += 1
         self.seen.append(name)
         if self.asked in self.hangs_at:

@@ -134,7 +134,7 @@ def test_it_is_collected_learnt_from_and_evaluated_by_its_name(vault: None, tmp_
     from eval.provenance import sha256
     from lm.device import device_of
     from memcompiler.collect import run_collect
-    from training.run import train_sft
+    from training.sft import train_sft
 
     run_collect(CollectConfig.model_validate({"env": "vault", "noise": 0.0, "max_steps": 4}), tmp_path / "collect")
     collected = json.loads((tmp_path / "collect" / "collect.json").read_text())

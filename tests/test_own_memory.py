@@ -154,7 +154,8 @@ def test_it_serves_collection_training_and_evaluation(
     from envs.registry import Environments
     from eval.evaluate import run_eval
     from memcompiler.collect import run_collect
-    from training.run import train_grpo, train_sft
+    from training.grpo import train_grpo
+    from training.sft import train_sft
 
     run_collect(CollectConfig.model_validate({"env": ENV, "memory": MEMORY, "max_steps": 8}), tmp_path / "collect")
     collected = json.loads((tmp_path / "collect" / "collect.json").read_text())

@@ -1,14 +1,13 @@
-"""How the processes of a run share an optimiser step, behind one face.
+"""Backends: how the processes of a run share an optimiser step.
 
-    replicated   every process holds everything; gradients are summed. Exact, needs no padding: the default
+    replicated   every process has everything; gradients are summed. Exact, needs no padding: the default
     fsdp         FSDP2 (`fully_shard`): compiler and executor in slices, gathered layer by layer
     zero2        DeepSpeed ZeRO-2: whole weights, gradients and moments in slices
-    zero3        DeepSpeed ZeRO-3: all in slices
+    zero3        DeepSpeed ZeRO-3: everything in slices
 
-A loss is a share of the global one (weighted by global counts), so gradients are SUMS over processes, never means.
-What a checkpoint holds is whole and named by parameter: it loads in any backend, with any number of processes. A vision
-tower with its projector is frozen, and idle for rows without a picture: it stays whole, for slices of it would have to
-be gathered by all processes or by none.
+A process's loss is its part of the global loss (weighted by global counts), so gradients are summed over processes,
+not averaged. Checkpoints are unsliced and named by parameter: they load in any backend, with any number of processes.
+Vision towers are never sliced: only processes with pictures run them, and gathering slices needs all processes.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from configs.training import Optimizer
 from lm.device import to_device
 from lm.vision import vision_parts
 from training import distributed
-from training.checkpoint import Tensors
+from training.checkpoint import TrainingTensors
 
 R = TypeVar("R")
 T = TypeVar("T")
 
 
 class Joint(nn.Module):
-    """Compiler and executor as one module that runs a function inside its forward: the wrappers see all of a step."""
+    """Compiler and executor in one module whose forward runs a function, so that wrappers see the whole step."""
 
     def __init__(self, compiler: MemoryCompiler, executor: nn.Module | None) -> None:
         super().__init__()
@@ -48,11 +47,11 @@ class Joint(nn.Module):
 
 
 class Replicated:
-    """The default, and what the others override."""
+    """The default backend, and base of the others."""
 
-    is_sharded: ClassVar[bool] = False  # weights are in slices: nothing can be generated from them. Only rank 0 need
-    # have them then: the others get theirs from there, and may have meta tensors.
-    in_lockstep: ClassVar[bool] = False  # all processes have to run equally many forward and backward passes
+    # Weights are in slices: the model cannot generate. Before slicing, other ranks than 0 may have meta tensors.
+    is_sharded: ClassVar[bool] = False
+    in_lockstep: ClassVar[bool] = False  # all processes must run equally many forward and backward passes
 
     def __init__(
         self, compiler: MemoryCompiler, executor: nn.Module | None, settings: Optimizer, with_projector: bool
@@ -67,8 +66,8 @@ class Replicated:
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def _wrap(self, joint: Joint) -> torch.optim.AdamW:
-        """Keep the module as it is called from now on; make AdamW (paper Table 7) over LoRA and projector, each at its
-        own rate and eps. Nothing else is trainable, and the projector is not either where no loss reaches it."""
+        """Set `self.joint`, and create AdamW (paper Table 7) over LoRA and, if a loss reaches it, the projector, each
+        with its own rate and eps."""
         self.joint: Callable[..., Any] = joint
         settings, projector = self.settings, list(self.compiler.projector.parameters())
         lora = [p for n, p in self.compiler.named_parameters() if p.requires_grad and not n.startswith(PROJECTOR)]
@@ -83,7 +82,7 @@ class Replicated:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def micro_batches(self, mine: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-        """Yield this process's rows, `size` at a time; in lock-step, empty ones until all have had as many."""
+        """Yield this process's rows, `size` at a time; in lockstep, then empty ones until all processes are done."""
         rounds = math.ceil(len(mine) / size)
         if self.in_lockstep:
             rounds = max(1, *distributed.gather(rounds))
@@ -91,15 +90,15 @@ class Replicated:
             yield mine[i * size : (i + 1) * size]
 
     def forward(self, function: Callable[[], R]) -> R:
-        """Give what `function` returns: a tensor, or a tuple or dict with tensors. It may use compiler and executor as
-        if they were whole, their layers by calling them."""
+        """Run a function that calls compiler and executor, or layers of them; return its tensors."""
         return self.joint(function)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
     def step(self) -> float:
-        """Sum the gradients, clip, update, clear; returns the norm before clipping. Raises: RuntimeError (infinite)."""
+        """Sum and clip gradients, update the weights, and clear gradients. Returns the norm before clipping. Raises:
+        RuntimeError, if it is not finite."""
         parameters = [p for p in self.compiler.parameters() if p.requires_grad]
         self._sum_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip)
@@ -117,18 +116,18 @@ class Replicated:
     def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         if dist.is_initialized():
             for parameter in parameters:
-                if parameter.grad is None:  # a process without rows takes part with zeros
+                if parameter.grad is None:  # no rows on this process
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
 
-    # -- state, whole and by name; every process has to call these ----------------------------------------------------
+    # -- state by parameter name, unsliced; every process must call these ----------------------------------------------
 
-    def state(self) -> Tensors:
-        """Gather what a checkpoint holds."""
-        return Tensors(self.weights(), self._moments())
+    def state(self) -> TrainingTensors:
+        """Gather a checkpoint's weights and moments."""
+        return TrainingTensors(self.weights(), self._moments())
 
-    def load(self, tensors: Tensors) -> None:
-        """Take in weights and AdamW's moments, as `read_checkpoint` gives them."""
+    def load(self, tensors: TrainingTensors) -> None:
+        """Load a checkpoint's weights and moments."""
         self.load_weights(tensors.weights)
         self._load_moments(tensors.moments)
 
@@ -142,11 +141,11 @@ class Replicated:
             parameter.copy_(self._like(weights[name], parameter))
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Copy a parameter, which may be in slices, to the CPU whole."""
+        """Copy a parameter to the CPU, unsliced."""
         return parameter.detach().cpu().clone()
 
     def fingerprint(self, module: nn.Module) -> str:
-        """Hash (SHA-256) what this process holds of a module: it changes when the module does."""
+        """Hash (SHA-256) this process's part of a module's parameters."""
         digest = hashlib.sha256()
         for name, parameter in sorted(module.named_parameters()):
             digest.update(name.encode())
@@ -158,7 +157,7 @@ class Replicated:
         return parameter
 
     def _like(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """Cut this process's part out of a whole tensor, as the parameter is cut."""
+        """Slice a whole tensor as the parameter is."""
         return to_device(value, parameter.device).to(parameter.dtype)
 
     def _moments(self) -> dict[str, Tensor]:
@@ -178,7 +177,7 @@ class Replicated:
 
 
 class Fsdp(Replicated):
-    """FSDP2. Frozen and trainable parameters are sliced alike; only LoRA and projector have gradients to scatter."""
+    """FSDP2. Frozen and trained parameters are sliced alike; only LoRA and projector have gradients."""
 
     is_sharded = in_lockstep = True
 
@@ -188,22 +187,21 @@ class Fsdp(Replicated):
 
         device = self.compiler.backbone.device
         mesh = init_device_mesh(device.type, (distributed.world_size(),))
-        # Rank 0 keeps what it has until all have their slices of it.
+        # Rank 0 holds its weights until all ranks have their slices.
         whole = dict(joint.state_dict()) if distributed.rank() == 0 else {}
         towers = [part for model in _models(joint) for part in vision_parts(model).values()]
         for model in _models(joint):
             for layer in _layers(model, towers):
                 fully_shard(layer, mesh=mesh)
-        # The root too gives its weights back after forward (embeddings, heads, projector): whoever reads or writes
-        # parameters between steps finds slices everywhere.
+        # Reshard the root (embeddings, heads, projector) after forward, too: between steps all parameters are slices.
         ignored = {parameter for tower in towers for parameter in tower.parameters()}
         fully_shard(joint, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
         if any(distributed.gather(any(parameter.is_meta for parameter in joint.parameters()))):
-            _take_from_first(joint, whole, towers, device)
-        return super()._wrap(joint)  # after slicing, which makes parameters anew
+            _load_from_first_rank(joint, whole, towers, device)
+        return super()._wrap(joint)  # after slicing, which replaces parameters
 
     def backward(self, loss: Tensor) -> None:
-        (loss * distributed.world_size()).backward()  # FSDP takes means
+        (loss * distributed.world_size()).backward()  # FSDP averages
 
     def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         pass  # scattered during backward
@@ -220,20 +218,22 @@ class Fsdp(Replicated):
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def _take_from_first(joint: Joint, whole: dict[str, Any], towers: Sequence[nn.Module], device: torch.device) -> None:
-    """Give every process its slices, and what stays whole, of the tensors that rank 0 has, one after another."""
+def _load_from_first_rank(
+    joint: Joint, whole: dict[str, Any], towers: Sequence[nn.Module], device: torch.device
+) -> None:
+    """Distribute rank 0's tensors, one after another: slices, and whole vision towers."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     if distributed.rank() == 0:
-        for tower in towers:  # as they stay whole, nobody has moved them
+        for tower in towers:  # FSDP moves only what it slices
             tower.to(device)
     set_model_state_dict(joint, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for model in _models(joint):  # a parameter that was meta has been replaced, and each of two that are tied by itself
+    for model in _models(joint):  # replacing meta parameters has untied them
         model.tie_weights()
 
 
 class Zero2(Replicated):
-    """DeepSpeed. One engine holds the joint module: an engine of its own for the executor does not work."""
+    """DeepSpeed ZeRO-2. One engine has the joint module, because a second engine for the executor does not work."""
 
     in_lockstep = True
     stage: ClassVar[int] = 2
@@ -243,10 +243,10 @@ class Zero2(Replicated):
         import deepspeed
 
         if self.compiler.backbone.device.type == "cpu":
-            # The shared-memory collectives take two minutes to compile; gloo does without.
+            # Shared-memory collectives take two minutes to compile; gloo does not need them.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         settings = {
-            "train_micro_batch_size_per_gpu": 1,  # for DeepSpeed's own accounts only
+            "train_micro_batch_size_per_gpu": 1,  # only for DeepSpeed's statistics
             "managed_gradient_accumulation": False,  # a step ends when we call step()
             "gradient_clipping": self.settings.grad_clip,
             "zero_optimization": {
@@ -256,22 +256,22 @@ class Zero2(Replicated):
             },
             "zero_allow_untested_optimizer": True,
         }
-        self._share_out(joint, settings)
+        self._distribute(joint, settings)
         optimizer = super()._wrap(joint)
         with self._prepared(joint):
             self.engine: Any = deepspeed.initialize(model=joint, optimizer=optimizer, config=settings)[0]
         self.joint = self.engine
         return optimizer
 
-    def _share_out(self, joint: Joint, settings: dict[str, Any]) -> None:
-        """Give processes the weights that only rank 0 has, where that may be."""
+    def _distribute(self, joint: Joint, settings: dict[str, Any]) -> None:
+        """Distribute weights that only rank 0 has."""
 
     def _prepared(self, joint: Joint) -> AbstractContextManager[None]:
-        """Hide what DeepSpeed shall not see of the module."""
+        """Hide modules that DeepSpeed must not see."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss * distributed.world_size())  # DeepSpeed takes means
+        self.engine.backward(loss * distributed.world_size())  # DeepSpeed averages
 
     def step(self) -> float:
         self.engine.step()
@@ -289,11 +289,11 @@ class Zero2(Replicated):
         parameter.copy_(value)
 
     def _put_master(self, parameter: Any, value: Tensor, key: str | None) -> None:
-        """Set this process's slice of the fp32 weights, or of a moment."""
+        """Set this process's slice of the fp32 weights (key None) or of a moment."""
         parameter.set_full_hp_param(value.float(), key)
 
     def _flat(self) -> list[Tensor]:
-        """List the fp32 slices that AdamW works on."""
+        """Return the fp32 slices that AdamW updates."""
         return list(self.engine.optimizer.single_partition_of_fp32_groups)
 
     def _moments(self) -> dict[str, Tensor]:
@@ -317,7 +317,7 @@ class Zero2(Replicated):
         steps = [value for name, value in moments.items() if name.endswith(":step")]
         if not steps:
             return
-        for flat in self._flat():  # AdamW makes its state in the first step, which has not been
+        for flat in self._flat():  # AdamW creates its state in the first step only
             zeros = {key: torch.zeros_like(flat) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[flat].update({"step": steps[0].clone(), **zeros})
         self._link_moments()
@@ -328,48 +328,48 @@ class Zero2(Replicated):
                 self._put_master(parameters[parameter], value.to(parameters[parameter].device), key)
 
     def _link_moments(self) -> None:
-        """DeepSpeed does so by itself in the first step, but when only the first group has its moments."""
+        """Link parameters to their moments; DeepSpeed does so in the first step, before all groups have moments."""
         self.engine.optimizer._hp_optimizer_states_linked = False
         self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 class Zero3(Zero2):
-    """Parameters in slices as well."""
+    """DeepSpeed ZeRO-3: parameters in slices, too."""
 
     is_sharded = True
     stage = 3
 
-    def _share_out(self, joint: Joint, settings: dict[str, Any]) -> None:
-        """Cut what rank 0 has into everybody's slices, one module after another. A vision tower stays whole."""
+    def _distribute(self, joint: Joint, settings: dict[str, Any]) -> None:
+        """Distribute rank 0's weights, one module after another: slices, and whole vision towers."""
         from deepspeed import zero
 
         if not any(distributed.gather(any(parameter.is_meta for parameter in joint.parameters()))):
             return
-        device, made = self.compiler.backbone.device, dict[nn.Parameter, nn.Parameter]()
+        device, replaced = self.compiler.backbone.device, dict[nn.Parameter, nn.Parameter]()
         parts = [part for model in _models(joint) for part in vision_parts(model).values()]
         towers = {module for part in parts for module in part.modules()}
         for module in joint.modules():
             fresh = nn.ParameterList()
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter not in made:  # tied ones stay tied
+                if parameter not in replaced:  # tied parameters stay tied
                     real = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.to(device)
-                    made[parameter] = nn.Parameter(real.detach(), requires_grad=parameter.requires_grad)
-                    fresh.append(made[parameter])
-                module._parameters[name] = made[parameter]
+                    replaced[parameter] = nn.Parameter(real.detach(), requires_grad=parameter.requires_grad)
+                    fresh.append(replaced[parameter])
+                module._parameters[name] = replaced[parameter]
             whole = [*fresh] if module in towers else []
             for tensor in (*whole, *module.buffers(recurse=False)):
                 dist.broadcast(tensor.data, 0)
             if not whole:
-                zero.Init(module=fresh, config_dict_or_path=settings)  # broadcasts it, and keeps a slice
+                zero.Init(module=fresh, config_dict_or_path=settings)  # broadcasts and slices
 
     @contextmanager
     def _prepared(self, joint: Joint) -> Iterator[None]:
         compiler = self.compiler
-        for model in _models(joint):  # for good: DeepSpeed slices, and later walks, all that is registered
+        for model in _models(joint):  # permanently: DeepSpeed slices all registered modules
             body: Any = getattr(model, model.base_model_prefix)
             for name in vision_parts(model):
                 body.__dict__[name] = body._modules.pop(name)
-        # DeepSpeed's hooks cannot read what the projector returns; its linear map is all that has parameters.
+        # DeepSpeed's hooks cannot handle the projector's output; only its linear map has parameters.
         joint.linear = compiler.projector.linear
         compiler.__dict__["projector"] = compiler._modules.pop("projector")
         try:
@@ -410,7 +410,7 @@ class Zero3(Zero2):
         return list(self.engine.optimizer.fp32_partitioned_groups_flat)
 
     def _link_moments(self) -> None:
-        pass  # looked up where they are
+        pass  # needed by ZeRO-2 only
 
 
 BACKENDS: dict[str, type[Replicated]] = {"replicated": Replicated, "fsdp": Fsdp, "zero2": Zero2, "zero3": Zero3}
@@ -423,15 +423,17 @@ def _finite(norm: float) -> float:
 
 
 def _models(joint: Joint) -> list[Any]:
-    """List the Hugging Face models of compiler and executor."""
+    """Return the Hugging Face models of compiler and executor."""
     return [joint.compiler.backbone.model, *([] if joint.executor is None else [joint.executor])]
 
 
 def _layers(model: nn.Module, towers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Find the blocks that are gathered one at a time: not those of vision towers."""
+    """Return the blocks that are gathered one at a time, without those of vision towers."""
     skipped = {module for tower in towers for module in tower.modules()}
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if type(m).__name__ in names and m not in skipped]
     if not layers:
-        raise ValueError(f"{type(model).__name__} does not say what its layers are: use backend=replicated or zero2")
+        raise ValueError(
+            f"{type(model).__name__} does not declare its layers (_no_split_modules): use backend=replicated or zero2"
+        )
     return layers

@@ -1,11 +1,12 @@
-"""One checkpoint = one folder: adapter and projector (`compiler.checkpoint`), and what training goes on from; here, and
-on the Hugging Face hub (whose token comes from the environment, as for any HF tool).
+"""Training checkpoints, and their upload to the Hugging Face hub (whose token comes from the environment).
+
+A checkpoint is a folder with adapter and projector (`compiler.checkpoint`) and the state to resume from:
 
     optimizer.safetensors   AdamW moments by parameter name
-    state.json              step, cursor, seed, bank version, hashes, versions
+    state.json              step, seed, bank version, hashes, versions
 
-Random numbers need no state: every draw of a step is seeded by (seed, step). A checkpoint is written beside its final
-place and renamed, so a folder that bears the name of a checkpoint is whole, whenever the process was killed.
+Random numbers need no state: every step seeds them from (seed, step). A checkpoint is written under another name
+and renamed, so a kill never leaves an incomplete one.
 """
 
 from __future__ import annotations
@@ -38,20 +39,27 @@ from runtime.store import read_json, sync
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
-    """What training changes, whole and on the CPU, under the names of the compiler's parameters."""
+class TrainingTensors:
+    """Trained weights and AdamW's moments, unsliced on the CPU, by the compiler's parameter names."""
 
     weights: dict[str, Tensor]
-    moments: dict[str, Tensor]  # AdamW's, as "<parameter>:<key>"
+    moments: dict[str, Tensor]  # by "<parameter>:<key>"
 
 
 def save_checkpoint(
-    folder: Path, compiler: MemoryCompiler, tensors: Tensors, state: Mapping[str, Any], keep: int = 0, best: int = 0
+    folder: Path,
+    compiler: MemoryCompiler,
+    tensors: TrainingTensors,
+    state: Mapping[str, Any],
+    keep: int = 0,
+    best: int = 0,
 ) -> Path:
-    """Write `folder/step-NNNNNN` atomically; with keep > 0 older ones beyond that number go, but not that of step
-    `best` (0: nothing is known of one).
+    """Write `folder/step-NNNNNN` atomically.
 
-    The compiler says what the files look like; what is in them comes from `tensors`, for its own may be in slices.
+    Args:
+        compiler: Supplies the files' settings; its own weights may be in slices.
+        keep: Delete older checkpoints beyond this number (0: none), except the best.
+        best: Step of the best checkpoint; 0 if there is none.
     """
     final = folder / name_of(state["step"])
     part = folder / f".part-{final.name}"
@@ -63,7 +71,7 @@ def save_checkpoint(
     save_projector(part, compiler.projector.config, projector)
     save_file(tensors.moments, part / "optimizer.safetensors")
     (part / "state.json").write_text(json.dumps(dict(state), indent=1))
-    for written in (*part.rglob("*"), part):  # before the rename makes it visible
+    for written in (*part.rglob("*"), part):  # to disk, before the rename
         sync(written)
     shutil.rmtree(final, ignore_errors=True)
     part.replace(final)
@@ -78,7 +86,7 @@ def save_checkpoint(
 
 
 def mark_best(folder: Path, step: int) -> None:
-    """Have `folder/best` lead to the checkpoint of a step."""
+    """Link `folder/best` to the checkpoint of a step."""
     link = folder / f".part-{BEST}"
     link.unlink(missing_ok=True)
     link.symlink_to(name_of(step))
@@ -86,23 +94,23 @@ def mark_best(folder: Path, step: int) -> None:
     sync(folder)
 
 
-def read_checkpoint(folder: Path, compiler: MemoryCompiler) -> tuple[Tensors, dict[str, Any]]:
-    """Read all that training goes on from, for a backend to take in. Raises: CheckpointError."""
+def read_checkpoint(folder: Path, compiler: MemoryCompiler) -> tuple[TrainingTensors, dict[str, Any]]:
+    """Read weights, moments and state to resume from. Raises: CheckpointError."""
     weights, state = read_weights(folder, compiler)
     try:
         moments = load_file(folder / "optimizer.safetensors")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot go on training from {folder}: {error}") from error
-    if strangers := {name.rsplit(":", 1)[0] for name in moments} - weights.keys():
-        raise CheckpointError(f"{folder} has moments of parameters without weights: {sorted(strangers)[:3]} ...")
-    return Tensors(weights, moments), state
+        raise CheckpointError(f"cannot resume training from {folder}: {error}") from error
+    if unknown := {name.rsplit(":", 1)[0] for name in moments} - weights.keys():
+        raise CheckpointError(f"{folder} has moments of parameters without weights: {sorted(unknown)[:3]} ...")
+    return TrainingTensors(weights, moments), state
 
 
-IGNORED = ["optimizer.safetensors"]  # only resuming needs it
+NOT_UPLOADED = ["optimizer.safetensors", "README.md"]  # needed for resuming only; written here
 
 
 def model_card(checkpoint: Path) -> str:
-    """Say what the folder holds and how it was made, from the checkpoint's own records."""
+    """Write a model card from the checkpoint's state and projector settings."""
     state = read_state(checkpoint)
     projector = read_json(checkpoint / "projector.json")
     facts = {k: v for k, v in state.items() if isinstance(v, int | float | str)}
@@ -110,19 +118,20 @@ def model_card(checkpoint: Path) -> str:
     return (
         "---\nlibrary_name: peft\ntags: [memcompiler, embodied-agents, memory]\n---\n\n"
         "# MemCompiler checkpoint\n\nA memory compiler: LoRA adapter (`adapter/`) and soft-token projector "
-        "(`projector.safetensors`). The executor is not in here; it stayed frozen, and its hash is below.\n\n"
+        "(`projector.safetensors`). The executor is not included; it stayed frozen, and its hash is below.\n\n"
         f"| fact | value |\n|---|---|\n{rows}\n"
     )
 
 
 def push(run: Path, repo: str, private: bool = True) -> str:
-    """Upload the checkpoint that `find` finds in a run or checkpoint folder; returns its address. Raises: as that."""
+    """Upload the checkpoint of a run or checkpoint folder; returns its address. Raises: CheckpointError, if there is
+    none."""
     from huggingface_hub import HfApi
 
     checkpoint = find(run)
     api = HfApi()
     api.create_repo(repo, private=private, exist_ok=True)
     card = model_card(checkpoint).encode()
-    api.upload_folder(repo_id=repo, folder_path=str(checkpoint), ignore_patterns=[*IGNORED, "README.md"])
+    api.upload_folder(repo_id=repo, folder_path=str(checkpoint), ignore_patterns=NOT_UPLOADED)
     api.upload_file(path_or_fileobj=card, path_in_repo="README.md", repo_id=repo)
     return f"hub:{repo}"

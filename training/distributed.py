@@ -1,6 +1,6 @@
-"""The process group: who we are, and small numbers summed or gathered over all ranks. `backend.py` does the training.
+"""Process group: rank, world size, and small values summed or gathered over all ranks.
 
-Numbers travel as pickled objects (torch's object collectives): the processes of a group trust each other.
+Values are pickled (torch's object collectives): the processes of a group trust each other.
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-TIMEOUT = "MEMCOMPILER_DIST_TIMEOUT"  # minutes that a collective waits for the slowest rank (default 30)
-SETTLE = 0.3  # seconds in which threads of the group let go of what they hold: microseconds of work, but not at once
+TIMEOUT = "MEMCOMPILER_DIST_TIMEOUT"  # minutes that a collective waits for the slowest rank (default: 30)
+SETTLE_S = 0.3  # for threads of the group to release tensors
 
 
 @contextmanager
 def group() -> Iterator[None]:
-    """Join the process group that torchrun or `accelerate launch` describes, and leave it at the end; nothing to do for
-    a single process. Raises: ValueError, for accelerate's own ways to share models: `backend` says which.
+    """Join the process group of torchrun or `accelerate launch`, and leave it at the end; does nothing in a single
+    process. Raises: ValueError, for accelerate's plugins that share models, because `backend` does that.
 
-    A process that ends at once may abort on its way out, and torchrun takes a finished run for a failed one: a thread
-    of gloo's lets go of a collective's tensors a moment after everybody has the result (pytorch#179291), and destroying
-    the group waits for no thread while FSDP or DeepSpeed hold on to it. After an error torchrun ends the others.
+    It waits before it leaves: a process that exits at once may abort, because a gloo thread releases a collective's
+    tensors late (pytorch#179291), and torchrun would report a finished run as failed.
     """
     for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{plugin}", "").lower() in ("true", "1"):  # transformers would load by it
-            raise ValueError(f"accelerate's {plugin} is not used here: accelerate launch --multi_gpu, and set backend")
+        if os.environ.get(f"ACCELERATE_USE_{plugin}", "").lower() in (
+            "true",
+            "1",
+        ):
+            raise ValueError(
+                f"accelerate's {plugin} is not supported: use accelerate launch --multi_gpu and set backend"
+            )
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
         return
@@ -45,8 +49,8 @@ def group() -> Iterator[None]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=timeout)
     yield
-    barrier()  # whoever leaves closes connections that others may still read from
-    time.sleep(SETTLE)
+    barrier()  # leaving closes connections that other ranks may still read from
+    time.sleep(SETTLE_S)
     dist.destroy_process_group()
 
 
@@ -59,7 +63,7 @@ def world_size() -> int:
 
 
 def share(n: int) -> range:
-    """Choose this rank's part of 0..n-1: neighbours, as many as the others have or one more."""
+    """Return this rank's contiguous part of 0..n-1; parts differ by one at most."""
     return range(rank() * n // world_size(), (rank() + 1) * n // world_size())
 
 
@@ -69,7 +73,7 @@ def barrier() -> None:
 
 
 def gather(value: T) -> list[T]:
-    """Collect every rank's value, in the order of ranks."""
+    """Gather every rank's value, in rank order. Every rank must call it."""
     if not dist.is_initialized():
         return [value]
     shares: list[Any] = [None] * world_size()
@@ -78,22 +82,22 @@ def gather(value: T) -> list[T]:
 
 
 def from_first(compute: Callable[[], T]) -> T:
-    """Give what rank 0 computes. Every rank has to call it."""
-    return gather(compute() if rank() == 0 else None)[0]  # pyright: ignore[reportReturnType]  (rank 0 has it)
+    """Compute a value on rank 0, and return it on all ranks. Every rank must call it."""
+    return gather(compute() if rank() == 0 else None)[0]  # pyright: ignore[reportReturnType]  (rank 0 computes it)
 
 
 def once_per_node(compute: Callable[[], T]) -> T:
-    """Give what one process of each node computes, for what all of a node would find alike. Every rank has to call it.
-    Raises: RuntimeError, where nodes do not agree."""
+    """Compute a value in one process of each node, and return it on all ranks. Every rank must call it. Raises:
+    RuntimeError, if nodes disagree."""
     found = gather((compute(),) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else ())
     first, *others = [value for share in found for value in share]
     if any(other != first for other in others):
-        raise RuntimeError(f"the nodes of this run do not hold the same: {first} and {others}")
+        raise RuntimeError(f"the nodes of this run have different values: {first} and {others}")
     return first
 
 
 def total(values: Mapping[str, float]) -> dict[str, float]:
-    """Sum numbers by name over all ranks. A rank without rows may lack names."""
+    """Sum numbers by name over all ranks; a rank may lack names. Every rank must call it."""
     shares = gather(dict(values))
     names = dict.fromkeys(name for share in shares for name in share)
     return {name: sum(share.get(name, 0.0) for share in shares) for name in names}

@@ -1,4 +1,4 @@
-"""Losses as pure functions, and the learning rate's course. Whoever calls them weights rows and tokens globally."""
+"""Losses as pure functions, and the learning-rate schedule. Callers weight rows and tokens over the global batch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def token_nll(logits_BTV: Tensor, targets_BT: Tensor, mask_BT: Tensor, smoothing
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """Terms of the policy loss at every token (B, T): `loss` carries the gradient, the others are for the record."""
+    """Terms of the policy loss at every token (B, T); only `loss` has a gradient."""
 
     loss: Tensor
     ratio: Tensor
-    clipped_low: Tensor  # True where the clip holds the ratio up: ratio < 1 - low and A < 0
+    clipped_low: Tensor  # ratio < 1 - low and A < 0
     clipped_high: Tensor  # ratio > 1 + high and A > 0
 
 
@@ -39,8 +39,8 @@ def clipped_surrogate(
 ) -> Surrogate:
     """Compute paper Eq. 8 with the asymmetric clip of C.3.2: -min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_old.
 
-    A token is a text token or a soft token; for both, r is the ratio of its probability (density) under the policy to
-    that under the policy that sampled it.
+    Tokens are text tokens and soft tokens; r is the ratio of a token's probability (or density) under the policy to
+    that under the old policy.
     """
     ratio = (logprobs_BT - old_BT).exp()
     gain = advantages_B[:, None]
@@ -52,36 +52,35 @@ def clipped_surrogate(
 
 @dataclass(frozen=True, slots=True)
 class PolicyTokens:
-    """What the policy loss reads of B samples: log-probabilities (B, T) of what was sampled, by different weights."""
+    """Inputs of the policy loss for B samples: log-probabilities (B, T) of the sampled tokens under three weights."""
 
-    policy: Tensor  # the weights in training, with their gradient
-    old: Tensor  # the weights that this update started from
+    policy: Tensor  # the current weights, with gradient
+    old: Tensor  # the weights before this update
     rollout: Tensor  # the engine that sampled
-    reference: Tensor | None  # the weights that training started from
     advantages: Tensor  # (B,)
-    weights: Tensor  # (B, T), of every token in the loss
+    weights: Tensor  # (B, T), sum to 1 over the global batch
     mask: Tensor  # (B, T)
 
 
 def policy_loss(tokens: PolicyTokens, settings: PolicyLoss) -> tuple[Tensor, Surrogate]:
-    """Compute the weighted sum of Eq. 8 over all tokens, with what the settings add; and its terms, for the record."""
-    surrogate = clipped_surrogate(tokens.policy, tokens.old, tokens.advantages, settings.clip_low, settings.clip_high)
+    """Compute the weighted sum of Eq. 8 over all tokens, with capped importance weights if set; and its terms."""
+    surrogate = clipped_surrogate(
+        tokens.policy, tokens.old, advantages_B=tokens.advantages, low=settings.clip_low, high=settings.clip_high
+    )
     per_token = surrogate.loss
-    if settings.importance_cap:  # what sampled was not quite what trains: another engine, or older weights
+    if settings.importance_cap:  # sampled by another engine, or older weights
         per_token = per_token * (tokens.old - tokens.rollout).exp().clamp(max=settings.importance_cap)
-    if tokens.reference is not None:
-        per_token = per_token + settings.kl * kl_estimate(tokens.policy, tokens.reference)
     return (per_token * tokens.weights * tokens.mask).sum(), surrogate
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) per sampled token, unbiased, never negative: e^d - 1 - d, d = ref - policy."""
+    """Estimate KL(policy || reference) per sampled token, unbiased and non-negative: e^d - 1 - d, d = ref - policy."""
     d = reference - logprobs
     return d.exp() - 1 - d
 
 
 def group_advantages(rewards: Sequence[float], eps: float = 1e-4) -> list[float]:
-    """Compute A = (r - mean) / (std + eps) in one group (sample std); all zero where every reward is the same."""
+    """Compute A = (r - mean) / (std + eps) in one group (sample std); 0 if all rewards are equal."""
     values = torch.tensor(list(rewards), dtype=torch.float64)
     if len(values) < 2 or bool((values == values[0]).all()):
         return [0.0] * len(values)
@@ -89,7 +88,7 @@ def group_advantages(rewards: Sequence[float], eps: float = 1e-4) -> list[float]
 
 
 def cosine_with_warmup(step: int, total: int, warmup: float, floor: float = 0.0) -> float:
-    """Scale the learning rate at `step` of `total`: linear warm-up over the first share, then cosine to `floor`."""
+    """Return the learning rate's factor at `step` of `total`: linear warm-up over a share, then cosine to `floor`."""
     ramp = max(1, round(warmup * total))
     if step < ramp:
         return (step + 1) / ramp

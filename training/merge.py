@@ -1,6 +1,6 @@
-"""A trained compiler as an ordinary model: its adapter merged into the base, the projector beside the weights.
+"""Merge a trained compiler's adapter into its base.
 
-The folder is a Hugging Face model and a checkpoint at once: `compiler.checkpoint=OUT` needs no `compiler.model`.
+The result is a Hugging Face model and a checkpoint in one folder: `compiler.checkpoint=OUT` needs no `compiler.model`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from configs.run_folder import CONFIG
 from data_gen.leakage import MANIFEST
 from runtime.store import new_folder
 
-OF_BASE = ("model", "revision", "dtype", "memory_token")  # settings that say which model was trained, and in what
+OF_BASE = ("model", "revision", "dtype", "memory_token")  # settings that identify the base
 
 
 def merge(run: Path, out: Path, overrides: Sequence[str] = ()) -> Path:
-    """Merge the checkpoint that `find` finds in a run or checkpoint folder, and write the folder whole or not at all.
+    """Merge the checkpoint of a run or checkpoint folder, and write the result to `out` atomically.
 
     Args:
-        overrides: settings of the compiler as a.b=c, over those that the run says; a checkpoint without its run says
-            its base alone.
+        overrides: Settings of the compiler as a.b=c, over the run's; a checkpoint without its run names its base only.
 
     Raises:
-        CheckpointError: there is none, it does not fit the base, or it is merged already.
-        FileExistsError: there is something at `out`.
+        CheckpointError: There is no checkpoint, it does not fit the base, or it is already merged.
+        FileExistsError: `out` exists.
     """
     found = checkpoint.find(run).resolve()
     if checkpoint.is_merged(found):
-        raise checkpoint.CheckpointError(f"{found} is merged already")
+        raise checkpoint.CheckpointError(f"{found} is already merged")
     config = load_config(CompilerConfig, None, [*_base(found), *overrides, f"checkpoint={json.dumps(str(found))}"])
     with new_folder(out) as folder:
         compiler = load_compiler(config, None)
@@ -44,14 +43,14 @@ def merge(run: Path, out: Path, overrides: Sequence[str] = ()) -> Path:
         checkpoint.save_projector(folder, compiler.projector.config, compiler.projector.state_dict())
         state = checkpoint.read_state(found) | {"merged": {"base": config.model, "sha256": checkpoint.sha256(found)}}
         (folder / "state.json").write_text(json.dumps(state, indent=1))
-        if (manifest := checkpoint.beside(found, MANIFEST)) is not None:  # which tasks it was trained on
+        if (manifest := checkpoint.beside(found, MANIFEST)) is not None:  # training tasks, for later leakage checks
             shutil.copy(manifest, folder / MANIFEST)
         keep_need(str(found), folder)
     return out
 
 
 def _base(found: Path) -> list[str]:
-    """Say the base as the run's settings do (with its type and reserved token), or as the adapter does."""
+    """Return settings of the base from the run, or its name from the adapter."""
     path = checkpoint.beside(found, CONFIG)
     if path is None:
         return [f"model={json.dumps(checkpoint.lora_config(found).base_model_name_or_path)}"]

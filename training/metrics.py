@@ -1,10 +1,12 @@
-"""What GRPO's metrics.jsonl says of an update: sums over tokens, steps and episodes, made means over all ranks."""
+"""Metrics of a GRPO update: means over the tokens, steps and episodes of all ranks."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +16,12 @@ from training import distributed
 from training.losses import PolicyTokens, Surrogate, kl_estimate
 from training.rollout import Group
 
+MISMATCH_WARNING = 0.05  # mean |difference| of log p between rollout engine and trainer: ratios are 5 % off
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a forward pass says of B samples; but for `logprobs` without gradient. L: N soft tokens, or 1 action."""
+    """A forward pass on B samples; only `logprobs` has a gradient. L: N soft tokens, or 1 action."""
 
     logprobs: Tensor  # (B, T + L), 0 where there is no token
     mask: Tensor  # (B, T + L)
@@ -29,8 +33,7 @@ class Scores:
 
 @dataclass(slots=True)
 class Totals:
-    """What `token_means` divides when all micro-batches are through: sums over tokens, and the largest of some; scalars
-    in fp64 that stay on the device until then."""
+    """Sums and maxima over the tokens of all micro-batches, for `token_means`: fp64 scalars on the device."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     peaks: dict[str, Tensor] = field(default_factory=dict)
@@ -41,17 +44,17 @@ class Totals:
                 mine[name] = join(mine[name], value) if name in mine else value
 
     def read(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Copy sums and peaks to the host, all at once."""
+        """Copy sums and peaks to the host in one transfer."""
         values = [*self.sums.values(), *self.peaks.values()]
         read = [float(value) for value in torch.stack(values).cpu()] if values else []
         return dict(zip(self.sums, read, strict=False)), dict(zip(self.peaks, read[len(self.sums) :], strict=True))
 
 
 def token_totals(scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, n: int) -> Totals:
-    """Sum over the tokens of some samples; `n` tokens of every sample follow the text."""
+    """Sum over the tokens of a micro-batch; the last `n` columns are latent tokens."""
     text, latent = scores.mask[:, :-n], scores.mask[:, -n:]
     kl = kl_estimate(tokens.rollout, tokens.old)
-    # What the weights, before they moved, make of a token's log p, against the engine that sampled it.
+    # Difference of log p between trainer, before the update, and the engine that sampled.
     apart = (tokens.old - tokens.rollout).abs()
     sums = {
         "text_tokens": text.sum(),
@@ -75,9 +78,9 @@ def token_totals(scores: Scores, tokens: PolicyTokens, surrogate: Surrogate, n: 
     return Totals({name: value.detach().double() for name, value in sums.items()}, peaks)
 
 
-def token_means(local: Totals) -> dict[str, float]:
-    """Divide the sums of all ranks by their counts, and find the largest of all; every rank has to call it."""
-    sums, mine = local.read()
+def token_means(totals: Totals) -> dict[str, float]:
+    """Compute means and maxima over all ranks. Every rank must call it."""
+    sums, mine = totals.read()
     total, peaks = distributed.total(sums), distributed.gather(mine)
     text, latent, rows = (max(1.0, total[name]) for name in ("text_tokens", "latent_tokens", "rows"))
     means = {name: total[name] / rows for name in ("entropy_latent", "sigma", "mu_abs")}
@@ -91,26 +94,24 @@ def token_means(local: Totals) -> dict[str, float]:
 
 
 def rollout_means(groups: Sequence[Group]) -> dict[str, float]:
-    """Describe the update's episodes, those of all ranks: success, what failed, where time went.
-
-    A group whose episodes several ranks played counts once. Every rank has to call it.
-    """
+    """Compute means over the update's episodes of all ranks: success, failures, emissions, seconds. A group split over
+    ranks counts once. Every rank must call it."""
     episodes = [episode for group in groups for episode in group.episodes]
-    counted = [episode for group in groups for episode in group.counted]
-    steps = [step for episode in counted for step in episode.steps]
+    valid = [episode for group in groups for episode in group.valid]
+    steps = [step for episode in valid for step in episode.steps]
     kinds = Counter(step.emission_kind.lower() for step in steps)
-    led = [group for group in groups if group.leads]
-    spread = [torch.tensor(g.all_rewards).var(correction=0).item() if g.all_rewards else 0.0 for g in led]
+    own = [group for group in groups if group.is_first]
+    variances = [torch.tensor(g.all_rewards).var(correction=0).item() if g.all_rewards else 0.0 for g in own]
     local = {
         "episodes": len(episodes),
-        "counted": len(counted),
-        "groups": len(led),
+        "counted": len(valid),
+        "groups": len(own),
         "steps": len(steps),
         "reward": sum(sum(group.rewards) for group in groups),
-        "success": sum(e.success for e in counted),
+        "success": sum(e.success for e in valid),
         "emission_tokens": sum(len(step.emission_ids) for step in steps),
-        "group_variance": sum(spread),
-        "zero_variance_fraction": sum(not group.informative for group in led),
+        "group_variance": sum(variances),
+        "zero_variance_fraction": sum(not group.has_variance for group in own),
         "failures": sum(is_failure(e.stop_reason) for e in episodes),
         "parse_error_rate": sum(step.parse_error is not None for step in steps),
         "op_error_rate": sum(bool(step.op_errors) for step in steps),
@@ -128,3 +129,48 @@ def rollout_means(groups: Sequence[Group]) -> dict[str, float]:
     if torch.cuda.is_available():
         means["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return {name: value for name, value in means.items() if name not in ("counted", "groups")}
+
+
+def rollout_rows(update: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return a row of rollouts.jsonl for every episode."""
+    return [
+        {
+            "update": update,
+            "task": episode.task_id,
+            "family": episode.family,
+            "success": episode.success,
+            "steps": len(episode.steps),
+            "stop_reason": str(episode.stop_reason),
+            "error": episode.error,
+        }
+        for group in groups
+        for episode in group.episodes
+    ]
+
+
+def mismatch_lines(metrics: Mapping[str, float], is_first: bool) -> list[str]:
+    """Describe the difference of log p between rollout engine and trainer: in the first update with samples, and as a
+    warning above `MISMATCH_WARNING`."""
+    if "apart" not in metrics:
+        return []
+    tokens = {name: metrics[f"apart_{name}"] for name in ("text", "latent")}
+    apart = ", ".join(f"{n} {v:.2g} (at most {metrics[f'apart_{n}_max']:.2g})" for n, v in tokens.items())
+    lines = [f"  engine and trainer: log p of a sampled token differs by {apart} on average"] if is_first else []
+    limit = math.inf if metrics["staleness"] else MISMATCH_WARNING  # older weights differ by design
+    if not all(value <= limit for value in tokens.values()):  # also true for NaN
+        lines.append(
+            f"  warning: update {metrics['update']:.0f}: rollout engine and trainer are {apart} nats of log p apart, "
+            f"more than {MISMATCH_WARNING}: are precision, truncation and weights of the two the same?"
+        )
+    return lines
+
+
+def progress_line(metrics: Mapping[str, float]) -> str:
+    """Format an update's metrics for the terminal."""
+    clipped = metrics.get("clip_low", 0.0) + metrics.get("clip_high", 0.0)
+    success = f"  held-out success {metrics['eval_success']:.2f}" if "eval_success" in metrics else ""
+    return (
+        f"reward {metrics['reward']:.2f}  flat groups {metrics['zero_variance_fraction']:.2f}  clipped {clipped:.3f}  "
+        f"entropy {metrics.get('entropy_text', 0.0):.2f}  sigma {metrics.get('sigma', 0.0):.3f}  "
+        f"{metrics['seconds_rollout']:.1f} + {metrics['seconds_update']:.1f} s{success}"
+    )

@@ -5,9 +5,10 @@
     memcompiler train sft -c sft/quickstart rows=out/rows --out out/sft
     torchrun --nproc_per_node 8 -m memcompiler train sft -c sft/paper --out runs/sft backend=fsdp
 
-One optimiser step: a global batch of rows, split over ranks and micro-batches; every loss is a sum over rows with
-weights that are computed from the global batch, so the result does not depend on the split. All randomness of a step
-(order, dropout, noise of the soft tokens) is a function of (seed, step): resuming needs no generator state.
+`train_sft` is the stage: data, models, loop, checkpoints. `SftTrainer._optimizer_step` is one step: a global batch of
+rows, split over ranks and micro-batches. Every loss is a sum over rows with weights from the global batch, so the
+result does not depend on the split. All randomness of a step (order, dropout, noise of the soft tokens) is a function
+of (seed, step): resuming needs no generator state.
 """
 
 from __future__ import annotations
@@ -16,79 +17,165 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, Subset
 
-from agent.records import compile_request, executor_request
+from agent.episode import Limits
+from compiler.build import load_compiler, measured_std
 from compiler.hf import MemoryCompiler
-from compiler.prompt import pictures_of
+from configs.load import ConfigError
+from configs.run_folder import RunFolder
 from configs.training import SftConfig
-from data_gen.rows import SftRow
+from data_gen.leakage import record_rows, rows_environment
+from data_gen.tasks import held_out_of_rows, rows_world
+from envs.registry import Environments
+from envs.spec import EnvSpec
+from executor.build import load_frozen
 from executor.hf import FrozenExecutor
-from lm.device import to_device
-from lm.prompt import Prompt
-from soft_mem.losses import gauss_nll, memory_targets, negative_entropy, orthogonality, soft_mse
-from soft_mem.projector import Gaussian
 from training import distributed
 from training.backend import BACKENDS
-from training.batches import bucketed, length
-from training.evaluation import HeldOutTasks
-from training.losses import token_nll
-from training.trainer import Trainer, permuted
+from training.evaluation import HeldOutTasks, eval_decoding
+from training.need import leave_need
+from training.rollout import RolloutEngine
+from training.sft_data import (
+    EncodedRows,
+    Example,
+    Rows,
+    SftData,
+    StepBatches,
+    bad_rows,
+    bucketed,
+    describe,
+    row_length,
+)
+from training.sft_losses import sft_losses
+from training.trackers import require
+from training.trainer import (
+    HELD_OUT,
+    Metrics,
+    Trainer,
+    console,
+    create_run,
+    permutation,
+    training_log,
+    weights_location,
+)
 
-MOST_KEPT = 2**28  # values of encoded rows that a trainer keeps (1 GiB in fp32); others are encoded when needed
-PATIENCE = 600  # seconds for workers to encode a batch
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A row as token ids: compiler prompt -> emission, executor prompt (with N placeholders) -> action."""
-
-    prompt: Prompt
-    emission: tuple[int, ...]
-    executor_prompt: Prompt
-    action: tuple[int, ...]
-    memory_ids: tuple[int, ...]  # the memory's text, in the executor's tokens
-    soft_read: bool  # whether the executor reads this step's soft tokens: without, no loss is theirs
-    memory_seen: Prompt | None = None  # the memory's pictures, as an executor that sees reads them
-
-    @property
-    def size(self) -> int:
-        """Count its values: pixels that vision towers read, and tokens, of which Python takes eight times as much."""
-        read = [prompt for prompt in (self.prompt, self.executor_prompt, self.memory_seen) if prompt is not None]
-        tokens = sum(len(ids) for ids in (self.emission, self.action, self.memory_ids, *(p.ids for p in read)))
-        return 8 * tokens + sum(picture.values for prompt in read for picture in prompt.pictures)
-
-
-class Rows(Protocol):
-    """Rows by number, such as a list or what stays on disk."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any, /) -> SftRow: ...
+SKIPPED = "skipped_rows.json"  # in the run folder: rows that cannot be trained on, with task and reason
 
 
-class Steps(Dataset[list[Example]]):
-    """By step, what this rank learns from there."""
+def train_sft(config: SftConfig, out: Path, on_exists: str = "resume") -> MemoryCompiler:
+    """Train stage 1, or resume it; OUT gets checkpoints, metrics.jsonl, and the gate of `compiled_needed`.
 
-    def __init__(self, total: int, examples: Callable[[int], list[Example]]) -> None:
-        self._total, self._examples = total, examples
+    Raises:
+        ConfigError: No gradient can pass through this executor, or rows leak, are broken, or lack what it reads.
+    """
+    if config.executor.engine != "hf":
+        raise ConfigError("SFT's gradient passes through the executor: it needs executor.engine=hf")
+    require(config.trackers)
+    with distributed.group(), ExitStack() as stack:
+        # Data
+        data = SftData.load(config)
+        envs, specs = None, []
+        if n := config.evaluation.tasks:
+            envs = stack.enter_context(Environments(rows_world(data.folders)))
+            specs = held_out_of_rows(data.validation_tasks(), n, config.seed, envs)
+        if (run := create_run(config, out, on_exists)) is not None:
+            stack.enter_context(run)
+            record_rows(run, data.folders, data.leaks)
+            if data.validation:
+                played = {"played": sorted(spec.task.id for spec in specs)} if specs else {}
+                tasks = sorted({data.tasks[i] for i in data.validation})
+                run.write_json(HELD_OUT, {"rows": len(data.validation), "tasks": tasks, **played})
 
-    def __len__(self) -> int:
-        return self._total
+        # Models
+        env_spec = rows_environment(data.folders)
+        if config.executor.first_view and not any(part.has_first_views for part in data.parts):
+            raise ConfigError("the executor reads the first view, which rows of an older version lack: collect anew")
+        compiler, executor = load_models(config, env_spec)
+        skipped = exclude_bad_rows(data, compiler, executor=executor, config=config, run=run)
 
-    def __getitem__(self, step: int) -> list[Example]:
-        return self._examples(step)
+        held_out_tasks = None
+        if envs is not None:
+            engine = RolloutEngine(envs.lease, executor, Limits(config.evaluation.max_steps, config.seed))
+            held_out_tasks = HeldOutTasks(config.evaluation, engine, specs, eval_decoding(config.compiler))
+        trainer = SftTrainer(
+            config=config,
+            compiler=compiler,
+            executor=executor,
+            rows=Subset(data.rows, data.training),
+            out=out,
+            facts={"environment": env_spec.name, **data.bank_versions(), **_ablations(config), **skipped},
+            validation_rows=Subset(data.rows, data.validation),
+            held_out_tasks=held_out_tasks,
+        )
+        # Loop; `steps` saves checkpoints
+        with training_log(trainer, run, config) as log:
+            for metrics in trainer.steps():
+                log(metrics, progress_line(metrics))
+    if run is not None:
+        leave_need(out, config.seed)
+    return compiler
 
 
-class SftTrainer(Trainer[dict[str, float]]):
-    """Trains on rows; a step gives its metrics, with those of the rows that are held out where it validates."""
+# -- models and rows ---------------------------------------------------------------------------------------------------
+
+
+def load_models(config: SftConfig, spec: EnvSpec) -> tuple[MemoryCompiler, FrozenExecutor]:
+    """Load both models. If the backend slices them, rank 0 loads weights into host memory, and the others have none
+    until the backend distributes them."""
+    location = weights_location(config.backend)
+    # Without the soft channel the executor is not part of the step, and is not sliced.
+    executor = load_frozen(config.executor, spec.told, location if config.soft else "device")
+    settings = config.compiler
+    if location != "device" and settings.soft.emb_std == "auto" and settings.checkpoint is None:
+        emb_std = distributed.from_first(lambda: measured_std(executor.embedding_table))
+        settings = settings.model_copy(update={"soft": settings.soft.model_copy(update={"emb_std": emb_std})})
+    return load_compiler(settings, executor, seed=config.seed, told=spec.compiling, weights=location), executor
+
+
+def exclude_bad_rows(
+    data: SftData, compiler: MemoryCompiler, executor: FrozenExecutor, config: SftConfig, run: RunFolder | None
+) -> dict[str, int]:
+    """Remove rows that cannot be trained on from `data`, and record them. Raises: ConfigError, if there are some and
+    `on_bad_rows` is "error", or none is left."""
+    bad = bad_rows(data.rows, data.tasks, compiler=compiler, executor=executor, config=config)
+    if not bad:
+        return {}
+    problem = describe(bad, len(data.rows))
+    data.training, data.validation = ([i for i in rows if i not in bad] for rows in (data.training, data.validation))
+    if config.on_bad_rows == "error" or not data.training:
+        raise ConfigError(f"{problem}. Repair or remove them, or skip them with on_bad_rows=skip")
+    if run is not None:
+        console.print(f"  skipped: {problem}", markup=False, soft_wrap=True)
+        run.write_json(SKIPPED, {"rows": len(data.rows), "skipped": bad})
+    return {"skipped_rows": len(bad)}
+
+
+def _ablations(config: SftConfig) -> dict[str, bool]:
+    """Return the settings `soft` and `brief_state` if they are off, for a checkpoint's state."""
+    return {name: False for name in ("soft", "brief_state") if not getattr(config, name)}
+
+
+def progress_line(metrics: Metrics) -> str:
+    """Format a step's losses for the terminal."""
+    terms = " ".join(f"{k[5:]} {v:.2f}" for k, v in metrics.items() if k.startswith("loss_"))
+    validation = f"  held out {metrics['val_loss']:.3f}" if "val_loss" in metrics else ""
+    success = f"  held-out success {metrics['eval_success']:.2f}" if "eval_success" in metrics else ""
+    return f"loss {metrics['loss']:.2f}  {terms}{validation}{success}"
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+class SftTrainer(Trainer[Metrics]):
+    """Trains on rows. A step returns its metrics, with validation and evaluation metrics when those are due."""
 
     stage, unit, counts = "sft", "step", "rows"
 
@@ -100,268 +187,159 @@ class SftTrainer(Trainer[dict[str, float]]):
         rows: Rows,
         out: Path,
         facts: dict[str, Any] | None = None,
-        held_out: Rows = (),
-        played: HeldOutTasks | None = None,
+        validation_rows: Rows = (),
+        held_out_tasks: HeldOutTasks | None = None,
     ) -> None:
         if not len(rows):
             raise ValueError("no SFT rows: run `memcompiler collect` first")
-        self.config, self.executor, self.rows, self.held_out = config, executor, rows, held_out
+        self.config, self.executor, self.rows, self.validation_rows = config, executor, rows, validation_rows
         self.per_epoch = math.ceil(len(rows) / config.batch_size)
         total = config.max_steps or math.ceil(config.epochs * self.per_epoch)
-        # Where models are about to be cut into slices, rank 0 alone may have them.
+        # Hash before the backend slices the models; until then only rank 0 may have the weights.
         sharded = BACKENDS[config.backend].is_sharded
         hash = distributed.from_first(executor.hash) if sharded else distributed.once_per_node(executor.hash)
-        super().__init__(config, compiler, hash, len(rows), total, out, facts, played)
-        model = executor.model if config.soft else None  # cut into slices, as the compiler is, where the backend does
-        self.backend = BACKENDS[config.backend](compiler, model, config.optimizer, config.soft)
+        super().__init__(
+            config,
+            compiler,
+            executor_hash=hash,
+            items=len(rows),
+            total=total,
+            out=out,
+            facts=facts,
+            held_out_tasks=held_out_tasks,
+        )
+        self.backend = BACKENDS[config.backend](
+            compiler, executor.model if config.soft else None, config.optimizer, config.soft
+        )
         self.frozen = self.executor_fingerprint() if sharded else hash
         if self.best.by == "loss":
             self.patience = config.validation.patience or math.inf
         if config.gradient_checkpointing:
             compiler.backbone.recompute_layers()
             executor.backbone.recompute_layers()
-        self._bucketed: tuple[int, list[list[int]]] = (-1, [])  # an epoch's batches of like length
-        self._examples: dict[int, Example] = {}
-        self._kept = 0  # values in them
-        self._ahead: tuple[int, Iterator[list[Example]]] = (-1, iter(()))  # what comes next, and of which step
+        every_row: Any = ConcatDataset([rows, validation_rows])  # pyright: ignore[reportArgumentType]
+        self.examples = EncodedRows(every_row, compiler, executor, config.soft)  # validation rows follow the others
+        self._buckets: tuple[int, list[list[int]]] = (-1, [])  # an epoch and its batches of similar length
+        self._loader: tuple[int, Iterator[list[Example]]] = (-1, iter(()))  # and the step of its next batch
 
     def executor_fingerprint(self) -> str:
         if self.backend.is_sharded:
             return self.backend.fingerprint(self.executor.model)
         return distributed.once_per_node(self.executor.hash)
 
-    def steps(self) -> Iterator[dict[str, float]]:
+    def steps(self) -> Iterator[Metrics]:
         self.compiler.train()
         return super().steps()
 
-    def take_step(self) -> dict[str, float]:
+    def take_step(self) -> Metrics:
         started = time.perf_counter()
-        metrics = self._learn(self.step)
+        metrics = self._optimizer_step(self.step)
         self.step += 1
         metrics |= {"step": self.step, "seconds": time.perf_counter() - started}
-        if len(self.held_out) and (self.step % self.config.validation.every == 0 or self.step == self.total):
+        if len(self.validation_rows) and (self.step % self.config.validation.every == 0 or self.step == self.total):
             metrics |= {f"val_{name}": value for name, value in self.validate().items()}
-        if self.played is not None and self.is_evaluated(self.step):
-            metrics |= self.played.play(self.compiler)
-        if self.best.hear(metrics, self.step) or self.is_over or self.is_due(self.step):
-            self.save()
+        if self.held_out_tasks is not None and self.plays_after(self.step):
+            metrics |= self.held_out_tasks.play(self.compiler)
+        self.save_if_due(metrics)
         return metrics
 
-    @torch.no_grad()
-    def validate(self) -> dict[str, float]:
-        """Compute the loss on all rows that are held out, without dropout and with the soft tokens' means: nothing is
-        drawn, so that it is a function of the weights."""
-        self.compiler.eval()
-        totals, counts, first = dict[str, Tensor](), Counter[str](), len(self.rows)
-        mine = range(first + distributed.rank(), first + len(self.held_out), distributed.world_size())
-        for micro in self.backend.micro_batches(mine, self.config.micro_batch_size):
-            examples = [self.example(i) for i in micro or (first,)]
-            losses = self.backend.forward(
-                functools.partial(sft_losses, self.compiler, self.executor, examples, self.config, 0.0)
-            )
-            if micro:
-                counts.update(_counts(examples))
-                for name, value in losses.items():
-                    share = value.sum().double()
-                    totals[name] = totals[name] + share if name in totals else share
-        self.compiler.train()
-        sums, over = distributed.total(_read_once(totals)), distributed.total(counts)
-        return self._weighted({name: value / max(1, over.get(name, over["rows"])) for name, value in sums.items()})
-
-    def batch_indices(self, step: int) -> list[int]:
-        """Choose the rows of a global batch: each epoch is a fresh permutation, or of one batches of like length."""
-        epoch, i = divmod(step, self.per_epoch)
-        order = permuted(len(self.rows), self.config.seed, epoch)
-        size, window = self.config.batch_size, self.config.length_buckets
-        if not window:
-            return order[i * size : (i + 1) * size]
-        if self._bucketed[0] != epoch:  # they are sorted once
-            self._bucketed = epoch, bucketed(order, self._lengths, size, window, f"{self.config.seed}:{epoch}")
-        return self._bucketed[1][i]
-
-    @functools.cached_property
-    def _lengths(self) -> list[int]:
-        return [length(row) for row in self.rows]
-
-    def _learn(self, step: int) -> dict[str, float]:
+    def _optimizer_step(self, step: int) -> Metrics:
+        """Compute the losses of a global batch, their gradients, and AdamW's update."""
         config, mine = self.config, self._next_examples()
-        counts = distributed.total({**_counts(mine), "read": self._size(mine)})
-        rate = self.schedule(config.optimizer, step)
+        counts = distributed.total({**loss_counts(mine), "read": self._tokens(mine)})
+        rate = self.set_learning_rate(config.optimizer, step)
         totals: dict[str, Tensor] = {}
         torch.manual_seed((config.seed * 1_000_003 + step) * 64 + distributed.rank())
         for micro in self.backend.micro_batches(mine, config.micro_batch_size):
-            weight = 1.0 if micro else 0.0  # a rank that has run out of rows keeps step with one that counts nothing
-            shares = self._backward(micro or [self.example(self.batch_indices(step)[0])], counts, weight)
-            for name, value in shares.items():
+            # A rank without rows takes part with a row of weight 0.
+            examples = micro or [self.examples[self.batch_indices(step)[0]]]
+            terms, loss = self.backend.forward(
+                functools.partial(self._weighted_losses, examples, counts, 1.0 if micro else 0.0)
+            )
+            self.backend.backward(loss)
+            for name, value in terms.items():
                 totals[name] = totals.get(name, torch.zeros(())) + value.detach()
         norm = self.backend.step()
-        losses = distributed.total(_read_once(totals))
-        return {**self._weighted(losses), "lr": rate, "grad_norm": norm, "tokens": int(counts["read"])}
+        losses = distributed.total(_to_host(totals))
+        return {**self._loss_metrics(losses), "lr": rate, "grad_norm": norm, "tokens": int(counts["read"])}
 
-    def _next_examples(self) -> list[Example]:
-        """Return this rank's rows of the coming step; workers, where there are any, are ahead with further steps."""
-        step, batches = self._ahead
-        if step != self.step:  # the first one, or a run that was resumed
-            workers = self.config.loader_workers
-            self.batch_indices(self.step)  # what rows' lengths are, workers need not find out each for itself
-            loader = DataLoader(
-                Steps(self.total, self._mine),
-                batch_size=None,
-                sampler=range(self.step, self.total),
-                collate_fn=list,
-                num_workers=workers,
-                timeout=PATIENCE if workers else 0,
-                generator=torch.Generator(),
-                multiprocessing_context="fork" if workers else None,  # they take tokenizers and rows over as they are
+    def _weighted_losses(
+        self, examples: Sequence[Example], counts: Mapping[str, float], weight: float
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Compute a micro-batch's part of every term, averaged over the global batch, and of the loss (Eq. 9)."""
+        losses = sft_losses(self.compiler, self.executor, examples, self.config)
+        terms = {n: weight * value.sum() / max(1, counts.get(n, counts["rows"])) for n, value in losses.items()}
+        return terms, sum((getattr(self.config.weights, n) * v for n, v in terms.items()), torch.tensor(0.0))
+
+    @torch.no_grad()
+    def validate(self) -> Metrics:
+        """Compute the loss on all validation rows, without dropout and with the soft tokens' means: a deterministic
+        function of the weights."""
+        self.compiler.eval()
+        totals, counts, first = dict[str, Tensor](), Counter[str](), len(self.rows)
+        mine = range(first + distributed.rank(), first + len(self.validation_rows), distributed.world_size())
+        for micro in self.backend.micro_batches(mine, self.config.micro_batch_size):
+            examples = [self.examples[i] for i in micro or (first,)]
+            losses = self.backend.forward(
+                functools.partial(sft_losses, self.compiler, self.executor, examples, self.config, temperature=0.0)
             )
-            batches = iter(loader)
-        self._ahead = self.step + 1, batches
-        return next(batches)
+            if micro:
+                counts.update(loss_counts(examples))
+                for name, value in losses.items():
+                    totals[name] = totals.get(name, 0.0) + value.sum().double()
+        self.compiler.train()
+        sums, over = distributed.total(_to_host(totals)), distributed.total(counts)
+        return self._loss_metrics({name: value / max(1, over.get(name, over["rows"])) for name, value in sums.items()})
 
-    def _mine(self, step: int) -> list[Example]:
-        return [self.example(i) for i in self.batch_indices(step)[distributed.rank() :: distributed.world_size()]]
-
-    def _weighted(self, losses: Mapping[str, float]) -> dict[str, float]:
-        """Give the loss (Eq. 9) and its terms as metrics name them."""
+    def _loss_metrics(self, losses: Mapping[str, float]) -> Metrics:
+        """Return the loss (Eq. 9) and its terms under their names in metrics.jsonl."""
         terms = {f"loss_{name}": value for name, value in losses.items()}
         return {"loss": sum(getattr(self.config.weights, name) * value for name, value in losses.items()), **terms}
 
-    def _backward(self, micro: Sequence[Example], counts: Mapping[str, float], weight: float) -> dict[str, Tensor]:
-        """Add the gradients of a micro-batch; returns its share of each loss."""
+    # -- batches -------------------------------------------------------------------------------------------------------
 
-        def shares_and_loss() -> tuple[dict[str, Tensor], Tensor]:
-            losses = sft_losses(self.compiler, self.executor, micro, self.config)
-            shares = {n: weight * value.sum() / max(1, counts.get(n, counts["rows"])) for n, value in losses.items()}
-            return shares, sum((getattr(self.config.weights, n) * v for n, v in shares.items()), torch.tensor(0.0))
+    def batch_indices(self, step: int) -> list[int]:
+        """Return the rows of a step's global batch, from the epoch's permutation or batches of similar length."""
+        epoch, i = divmod(step, self.per_epoch)
+        order = permutation(len(self.rows), self.config.seed, epoch)
+        size, window = self.config.batch_size, self.config.length_buckets
+        if not window:
+            return order[i * size : (i + 1) * size]
+        if self._buckets[0] != epoch:
+            batches = bucketed(order, self._lengths, size, window, seed=f"{self.config.seed}:{epoch}")
+            self._buckets = epoch, batches
+        return self._buckets[1][i]
 
-        shares, loss = self.backend.forward(shares_and_loss)
-        self.backend.backward(loss)
-        return shares
+    @functools.cached_property
+    def _lengths(self) -> list[int]:
+        return [row_length(row) for row in self.rows]
 
-    def example(self, index: int) -> Example:
-        """Encode row `index`, behind the last of which come those that are held out: once, unless it is more than there
-        is room for."""
-        if index in self._examples:
-            return self._examples[index]
-        row = self.rows[index] if index < len(self.rows) else self.held_out[index - len(self.rows)]
-        try:
-            example = encode_row(row, self.compiler, self.executor, self.config.soft)
-        except ValueError as error:
-            raise ValueError(f"row {index} (task {row.task_id}, step {row.t}) cannot be encoded: {error}") from error
-        if self._kept + example.size <= MOST_KEPT:
-            self._examples[index], self._kept = example, self._kept + example.size
-        return example
+    def _next_examples(self) -> list[Example]:
+        """Return this rank's examples of the current step from the loader, which is ahead with later steps."""
+        step, batches = self._loader
+        if step != self.step:  # the first step, also after resuming
+            self.batch_indices(self.step)  # computes row lengths once, before workers fork
+            batches = StepBatches(self.total, self._rank_examples).load(self.step, self.config.loader_workers)
+        self._loader = self.step + 1, batches
+        return next(batches)
 
-    def _size(self, examples: Sequence[Example]) -> int:
-        """Count the tokens that compiler and (with the soft channel) executor read in this step."""
+    def _rank_examples(self, step: int) -> list[Example]:
+        return [self.examples[i] for i in self.batch_indices(step)[distributed.rank() :: distributed.world_size()]]
+
+    def _tokens(self, examples: Sequence[Example]) -> int:
+        """Count the tokens that the compiler and, with soft tokens, the executor read."""
         compiler = sum(len(e.prompt.ids) + len(e.emission) + self.compiler.n_tokens for e in examples)
         return compiler + sum(len(e.executor_prompt.ids) + len(e.action) for e in examples if e.soft_read)
 
 
-def encode_row(row: SftRow, compiler: MemoryCompiler, executor: FrozenExecutor, soft: bool) -> Example:
-    """Encode a row for both models; with `soft`, the executor's prompt has the placeholders of the soft tokens."""
-    step = row.step_input(compiler.n_tokens if soft else 0)
-    request = executor_request(step, executor)
-    pictures = pictures_of(step.memory) if executor.sees_images else []
-    return Example(
-        compiler.encode(compile_request(step)),
-        compiler.emission_ids(row.emission),
-        replace(executor.encode(request), soft=None),
-        executor.action_ids(row.action),
-        executor.encoder.ids(row.memory_text),
-        request.delivered.n_soft > 0,
-        executor.encoder.pictures(pictures) if pictures else None,
-    )
-
-
-def _counts(examples: Sequence[Example]) -> dict[str, int]:
-    """Count what losses are averaged over: tokens of emissions and actions, and the rows whose soft tokens are read."""
+def loss_counts(examples: Sequence[Example]) -> dict[str, int]:
+    """Count what losses are averaged over: tokens of emissions and actions, and rows whose soft tokens are read."""
     read = [e for e in examples if e.soft_read]
     tokens = {"text": sum(len(e.emission) for e in examples), "action": sum(len(e.action) for e in read)}
     return {"rows": len(read), **tokens}
 
 
-def _read_once(totals: Mapping[str, Tensor]) -> dict[str, float]:
-    """Read scalars of a device by one copy."""
+def _to_host(totals: Mapping[str, Tensor]) -> dict[str, float]:
+    """Read all scalars with one copy from the device."""
     values = torch.stack([value.double() for value in totals.values()]).tolist() if totals else []
     return dict(zip(totals, values, strict=True))
-
-
-def sft_losses(
-    compiler: MemoryCompiler,
-    executor: FrozenExecutor,
-    examples: Sequence[Example],
-    config: SftConfig,
-    temperature: float = 1.0,
-) -> dict[str, Tensor]:
-    """Compute the terms of Eq. 9: `text` (B,), and of the rows whose soft tokens are read the others. `text` and
-    `action` sum over a row's tokens, the others are its means. Soft tokens are drawn at `temperature`."""
-    scored = compiler.score([e.prompt for e in examples], [e.emission for e in examples])
-    text, _ = token_nll(scored.logits, scored.targets, scored.text_mask, config.label_smoothing)
-    if not config.soft:
-        return {"text": text}
-    z = compiler.projector.draw(scored.gaussian, temperature)
-    rows, read, weight = _read(examples, executor, z.shape[1])
-    if len(rows) == len(examples):
-        of_read = lambda tensor: tensor
-    else:
-        at = to_device(torch.tensor(rows), z.device)
-        of_read = lambda tensor: tensor[at]
-    gaussian, z = Gaussian(of_read(scored.gaussian.mu), of_read(scored.gaussian.log_sigma)), of_read(z)
-    soft = compiler.projector.to_embeddings(z)
-    prompts, actions = [e.executor_prompt for e in read], [e.action for e in read]
-    action, _ = executor.action_nll(prompts, soft, actions, config.label_smoothing)
-    losses = {
-        "action": action.to(z.device),  # each model may have a device of its own
-        "entropy": negative_entropy(gaussian),
-        "orth": orthogonality(of_read(scored.h_soft), of_read(scored.h_text), of_read(scored.text_mask)),
-    }
-    if compiler.projector.config.kind == "linear":
-        del losses["entropy"]  # there is no sigma to keep open
-    if config.latent != "none":
-        losses["latent"] = _latent(compiler, executor, read, gaussian, z, soft, config)
-    return {"text": text, **{name: weight * value for name, value in losses.items()}}
-
-
-def _read(examples: Sequence[Example], executor: FrozenExecutor, n: int) -> tuple[list[int], list[Example], float]:
-    """Choose the rows whose soft tokens are read, and the weight of their losses. Where there are none, one row that
-    weighs nothing stands in: ranks that share a model's slices keep step by it."""
-    rows = [i for i, example in enumerate(examples) if example.soft_read]
-    if rows:
-        return rows, [examples[i] for i in rows], 1.0
-    nothing = Prompt((executor.placeholder,) * n, None)
-    return [0], [replace(examples[0], executor_prompt=nothing)], 0.0
-
-
-def _latent(
-    compiler: MemoryCompiler,
-    executor: FrozenExecutor,
-    examples: Sequence[Example],
-    gaussian: Any,
-    z: Tensor,
-    soft: Tensor,
-    config: SftConfig,
-) -> Tensor:
-    """Compute L_latent, the semantic alignment of Eq. 6: the soft tokens should hold the memory's content."""
-    settings = compiler.projector.config
-    if config.latent == "lm_head":  # the executor reads the memory back out of the soft tokens
-        prompts = [Prompt((executor.placeholder,) * settings.n_tokens, None)] * len(examples)
-        nll, count = executor.action_nll(prompts, soft, [e.memory_ids for e in examples])
-        return (nll / count.clamp(min=1)).to(z.device)
-    memories = embedded_memories(executor, examples)
-    target = torch.stack([memory_targets(m, settings.n_tokens, settings.emb_std) for m in memories]).to(z.device)
-    if config.latent == "soft_mse" or settings.kind == "linear":
-        return soft_mse(z, target)
-    return gauss_nll(gaussian, target)
-
-
-def embedded_memories(executor: FrozenExecutor, examples: Sequence[Example]) -> list[Tensor]:
-    """Embed each row's M (T, d) as the executor does: its pictures, where it sees and M has some, else its text."""
-    # The embedding layer is called, for its table may be in slices, and once: ranks hold unequal numbers of rows.
-    ids = to_device(torch.tensor([i for e in examples for i in e.memory_ids]), executor.backbone.device)
-    read = list(executor.backbone.embeddings(ids).split([len(e.memory_ids) for e in examples]))
-    shown = {i: e.memory_seen for i, e in enumerate(examples) if e.memory_seen is not None}
-    if shown:
-        for i, seen in zip(shown, executor.backbone.picture_embeddings(list(shown.values())), strict=True):
-            read[i] = seen
-    return read

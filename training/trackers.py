@@ -1,7 +1,7 @@
-"""Experiment trackers beside metrics.jsonl, by accelerate's interface to them (extra `trackers`); off by default.
+"""Experiment trackers through accelerate (extra `trackers`); off by default.
 
-TensorBoard's events go into the run folder (`tensorboard/`). trackio and wandb get a project `memcompiler` with a run
-whose id the run folder keeps, so that a run that resumes goes on there, too.
+TensorBoard's events are in the run folder (`tensorboard/`). trackio and wandb have a project `memcompiler`, with a run
+id that the run folder stores, so that a resumed run continues there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
 PROJECT = "memcompiler"
-IDENTITY = "trackers.json"  # of the run, among a project's
+IDENTITY = "trackers.json"  # in the run folder: the run's id
 
 
 def require(names: Sequence[TrackerName]) -> None:
-    """Check that the trackers are installed. Raises: ConfigError, which names the extra."""
+    """Check that trackers are installed. Raises: ConfigError, names the extra."""
     if missing := [name for name in names if find_spec(name) is None]:
         raise ConfigError(
             f"trackers: {', '.join(missing)} is not installed: uv sync --extra trackers (or pip install {missing[0]})"
@@ -40,9 +40,9 @@ def require(names: Sequence[TrackerName]) -> None:
 def open_trackers(
     names: Sequence[TrackerName], run: Path, settings: BaseModel, step: int
 ) -> Iterator[Callable[[Mapping[str, float], int], None]]:
-    """Yield a function that tells all trackers the metrics of a step, in the folder of a run of these settings. What a
-    tracker was told of steps after `step`, where the run goes on, is void."""
-    flat = flatten(settings.model_dump(mode="json"))  # one level of plain values is what all trackers take
+    """Yield `track(metrics, step)`, which sends metrics to all trackers. TensorBoard events after `step`, where the run
+    resumes, are dropped."""
+    flat = flatten(settings.model_dump(mode="json"))  # trackers accept one level of plain values
     plain = {key: v if isinstance(v, (bool, int, float, str)) else json.dumps(v) for key, v in flat.items()}
     with ExitStack() as stack:
         trackers = [_open(name, run, step) for name in names]
@@ -61,7 +61,7 @@ def _open(name: TrackerName, run: Path, step: int) -> GeneralTracker:
     from accelerate.state import PartialState
     from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 
-    PartialState()  # the trackers ask it for the rank; it takes the process group as it finds it, and waits for nobody
+    PartialState()  # the trackers read the rank from it
     match name:
         case "tensorboard":
             tracker: GeneralTracker = TensorBoardTracker("tensorboard", run, purge_step=step + 1)
@@ -74,7 +74,7 @@ def _open(name: TrackerName, run: Path, step: int) -> GeneralTracker:
 
 
 def _identity(run: Path) -> str:
-    """Read the run's id, or make one."""
+    """Read the run's id, or create one."""
     path = run / IDENTITY
     if not path.exists():
         write_atomically(path, json.dumps({"id": uuid.uuid4().hex[:12]}))

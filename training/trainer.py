@@ -1,46 +1,55 @@
-"""What both stages' trainers share: the cursor, checkpoints, and the check that the executor stays frozen."""
+"""Base of both stages' trainers: steps, checkpoints and resume, the frozen executor's check, and logging."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from rich.console import Console
 
 from compiler import checkpoint
 from compiler.hf import MemoryCompiler
-from configs.training import GrpoConfig, Optimizer, SftConfig
+from configs.run_folder import RunFolder
+from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, Optimizer, SftConfig
+from lm.backbone import Weights
+from lm.device import placed
+from runtime.progress import progress
 from training import distributed
-from training.backend import Replicated
+from training.backend import BACKENDS, Replicated
 from training.checkpoint import mark_best, read_checkpoint, save_checkpoint
-from training.evaluation import HeldOutTasks
+from training.evaluation import METRICS, BestCheckpoint, HeldOutTasks
 from training.losses import cosine_with_warmup
-from training.validation import Best, By
+from training.trackers import open_trackers
 
-Made = TypeVar("Made")  # what a step tells of itself
+console = Console(width=120)
+HELD_OUT = "held_out.json"  # in the run folder: tasks of validation rows, and tasks that are played
+ROLLOUTS = "rollouts.jsonl"  # in the run folder of GRPO: one row per episode
+Metrics = dict[str, float]
+Result = TypeVar("Result")  # of a step
 
 
-class Trainer(ABC, Generic[Made]):
-    """Owns the optimiser (in `backend`) and the cursor: `step` of `total` are done. A subclass takes the steps.
+class Trainer(ABC, Generic[Result]):
+    """Holds the optimiser (in `backend`) and the position: `step` of `total`. A subclass takes the steps.
 
     Attributes:
-        items: How many rows or tasks it goes through; a run resumes on as many only.
-        facts: What a checkpoint records besides, such as the bank's version.
-        played: Tasks that are held out and played, if any are.
-        best: By validation or by these, where there is either; `patience` ends the run after so many without a better
-            one.
+        items: Number of rows or tasks; a run resumes with the same number only.
+        facts: Further facts for a checkpoint's state, such as the bank's version.
+        held_out_tasks: Tasks that are played during training, if any.
+        best: Best checkpoint by validation loss or success; `patience` evaluations without a better one end the run.
     """
 
     stage: ClassVar[str]
-    unit: ClassVar[str]  # a step, as metrics.jsonl calls it
-    counts: ClassVar[str]  # what `items` are, as a checkpoint's state names them
+    unit: ClassVar[str]  # name of a step in metrics.jsonl
+    counts: ClassVar[str]  # name of `items` in a checkpoint's state
 
     backend: Replicated
     executor: Any
-    frozen: str  # the executor's fingerprint before the first step
+    frozen: str  # fingerprint of the executor before the first step
 
     def __init__(
         self,
@@ -51,73 +60,74 @@ class Trainer(ABC, Generic[Made]):
         total: int,
         out: Path,
         facts: dict[str, Any] | None,
-        played: HeldOutTasks | None,
+        held_out_tasks: HeldOutTasks | None,
     ) -> None:
         self.compiler, self.executor_hash, self.reading = compiler, executor_hash, config.executor.reading
         self.items, self.total, self.seed, self.step = items, total, config.seed, 0
         self.folder, self.save_every, self.keep = out / "checkpoints", config.save_every, config.keep
-        self.facts, self.played = facts or {}, played
-        judged: By = "success" if played is not None and config.evaluation.decides else "loss"
-        self.best, self.patience = Best(by=judged), config.evaluation.patience or math.inf
+        self.facts, self.held_out_tasks = facts or {}, held_out_tasks
+        self.best = BestCheckpoint(by="success" if held_out_tasks and config.evaluation.decides else "loss")
+        self.patience = config.evaluation.patience or math.inf
 
     @abstractmethod
-    def take_step(self) -> Made:
-        """Take the step after `step` others; advances the cursor, and saves where `is_due` says so."""
+    def take_step(self) -> Result:
+        """Take one step: advance `step`, and save a checkpoint if one is due."""
 
     @abstractmethod
     def executor_fingerprint(self) -> str:
-        """Hash what this process holds of the executor."""
+        """Hash this process's part of the executor."""
 
-    def steps(self) -> Iterator[Made]:
-        """Take all remaining steps. Raises: RuntimeError, where the executor's parameters changed meanwhile."""
-        while not self.is_over:
+    def steps(self) -> Iterator[Result]:
+        """Take all remaining steps. Raises: RuntimeError, if the executor's parameters changed."""
+        while not self.is_done:
             yield self.take_step()
         if self.executor_fingerprint() != self.frozen:
             raise RuntimeError("the executor's parameters changed during training: it is not frozen")
 
-    def run(self, on_step: Callable[[Made], None]) -> None:
-        """Take all remaining steps; rank 0 hears of each."""
-        for made in self.steps():
-            if distributed.rank() == 0:
-                on_step(made)
-
     @property
-    def is_over(self) -> bool:
-        """Say whether all steps are done, or validation has not found a better checkpoint for too long."""
+    def is_done(self) -> bool:
+        """Return whether all steps are taken, or patience has run out."""
         return self.step >= self.total or self.best.since >= self.patience
 
-    def is_evaluated(self, step: int) -> bool:
-        """Say whether held-out tasks are played after `step` steps."""
-        return self.played is not None and self.played.due(step, self.total)
+    def plays_after(self, step: int) -> bool:
+        """Return whether held-out tasks are played after `step` steps."""
+        return self.held_out_tasks is not None and self.held_out_tasks.is_due(step, self.total)
 
-    def is_due(self, step: int) -> bool:
-        """Say whether there is a checkpoint after `step` steps."""
+    def saves_after(self, step: int) -> bool:
+        """Return whether a regular checkpoint follows after `step` steps."""
         return step % self.save_every == 0 or step == self.total
 
-    def schedule(self, settings: Optimizer, step: int) -> float:
-        """Set the learning rates of the step after `step` others; returns the first."""
+    def save_if_due(self, metrics: Metrics) -> None:
+        """Save after a step if it is the best one, the last one, or a multiple of `save_every`."""
+        if self.best.update(metrics, self.step) or self.is_done or self.saves_after(self.step):
+            self.save()
+
+    def set_learning_rate(self, settings: Optimizer, step: int) -> float:
+        """Set the learning rates for the step after `step` others; returns LoRA's."""
         floor = settings.min_lr / settings.lr
         return self.backend.scale_rates(cosine_with_warmup(step, self.total, settings.warmup, floor))
 
     def resume(self) -> bool:
-        """Continue from the newest whole checkpoint of the run, if there is one. Raises: CheckpointError, where it
-        cannot be read, or was made from other rows or tasks."""
+        """Load the run's newest checkpoint; returns whether there is one. Raises: CheckpointError, if it cannot be
+        read, or belongs to other rows or tasks."""
         found = checkpoint.latest(self.folder)
         if found is None:
             return False
         tensors, state = read_checkpoint(found, self.compiler)
         if (state[self.counts], state["seed"]) != (self.items, self.seed):
-            was = f"{state[self.counts]} {self.counts} with seed {state['seed']}"
-            raise checkpoint.CheckpointError(f"{found} was made from {was}")
+            trained_on = f"{state[self.counts]} {self.counts} with seed {state['seed']}"
+            raise checkpoint.CheckpointError(
+                f"{found} was trained on {trained_on}, this run has {self.items} with seed {self.seed}"
+            )
         self.backend.load(tensors)
-        self.step, self.best = state["step"], Best.of(state, self.best.by)
-        if self.best.step and distributed.rank() == 0:  # a kill may have come before it was marked
+        self.step, self.best = state["step"], BestCheckpoint.from_state(state, self.best.by)
+        if self.best.step and distributed.rank() == 0:  # a kill may have come between saving and marking
             mark_best(self.folder, self.best.step)
         return True
 
     def save(self) -> None:
-        """Write a checkpoint; every rank has to call it."""
-        tensors = self.backend.state()  # all ranks: it may have to be gathered
+        """Write a checkpoint. Every rank must call it."""
+        tensors = self.backend.state()  # on all ranks, because slices are gathered
         if distributed.rank() == 0:
             state = {
                 "stage": self.stage,
@@ -128,13 +138,61 @@ class Trainer(ABC, Generic[Made]):
                 "executor_hash": self.executor_hash,
                 "executor_reads": self.reading,
                 **self.facts,
-                **self.best.facts(),
+                **self.best.to_state(),
             }
-            save_checkpoint(self.folder, self.compiler, tensors, state, self.keep, self.best.step)
+            save_checkpoint(self.folder, self.compiler, tensors, state, keep=self.keep, best=self.best.step)
         distributed.barrier()
 
 
-def permuted(n: int, seed: int, epoch: int) -> list[int]:
-    """Order n rows or tasks for an epoch: a function of (seed, epoch)."""
+def create_run(config: SftConfig | GrpoConfig, out: Path, on_exists: str, lock: bool = True) -> RunFolder | None:
+    """Create or reopen the run folder on rank 0, while other ranks wait; None on those."""
+    run = None
+    if distributed.rank() == 0:
+        run = RunFolder.create(out, config, on_exists=on_exists, ignore=MAY_CHANGE_ON_RESUME, lock=lock)
+    distributed.barrier()
+    return run
+
+
+@contextmanager
+def training_log(
+    trainer: Trainer[Any], run: RunFolder | None, config: SftConfig | GrpoConfig
+) -> Iterator[Callable[[Metrics, str], None]]:
+    """Resume the trainer, and yield `log(metrics, line)`, which writes a step to metrics.jsonl, the trackers and the
+    terminal. Only rank 0, which has the run folder, logs."""
+    if trainer.resume():
+        console.print(f"  resumed at {trainer.unit} {trainer.step} of {trainer.total}")
+    if run is not None:
+        run.record(devices=placed(compiler=trainer.compiler, executor=trainer.executor))
+        for rows in (run.metrics, run.lines(ROLLOUTS)):  # drop rows after the checkpoint: those steps are repeated
+            rows.keep(lambda row: row[trainer.unit] <= trainer.step)
+    trackers = config.trackers if run is not None else ()
+    with (
+        progress(trainer.stage, trainer.total, trainer.step) as advance,
+        open_trackers(trackers, trainer.folder.parent, config, trainer.step) as track,
+    ):
+
+        def log(metrics: Metrics, line: str) -> None:
+            if run is not None:
+                run.metrics.append(metrics)
+                track(metrics, trainer.step)
+                advance(line)
+
+        yield log
+    if trainer.step < trainer.total:
+        console.print(
+            f"  stopped early after {trainer.step} of {trainer.total} {trainer.unit}s: best "
+            f"{METRICS[trainer.best.by]} {trainer.best.value} after {trainer.best.step}"
+        )
+
+
+def weights_location(backend: str) -> Weights:
+    """Return where this process loads a model's weights: only rank 0 has them if the backend slices models."""
+    if not BACKENDS[backend].is_sharded or distributed.world_size() == 1:
+        return "device"
+    return "host" if distributed.rank() == 0 else "nowhere"
+
+
+def permutation(n: int, seed: int, epoch: int) -> list[int]:
+    """Shuffle 0..n-1 for an epoch: a function of (seed, epoch)."""
     generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
     return torch.randperm(n, generator=generator).tolist()

@@ -25,10 +25,9 @@ from configs.training import SftConfig
 from data_gen.rows import SftRow, rows_of
 from envs.household.environment import HouseholdEnvironment
 from envs.registry import find
-from training.evaluation import HeldOutTasks, greedy
+from training.evaluation import HeldOutTasks, eval_decoding
 from training.rollout import RolloutEngine
-from training.run import load_models
-from training.sft import SftTrainer
+from training.sft import SftTrainer, load_models
 from zoo.household.episodes import SPLIT, TEACHER, VISUAL, EntryPool, material
 
 SEED, MAX_STEPS = 901, 12  # of scenes that no shipped model was trained on; steps of an episode
@@ -103,7 +102,7 @@ def held_out(trainer: SftTrainer, setup: Setup, specs: Sequence[EpisodeSpec]) ->
     """Return the tasks on which success is measured, with greedy decoding."""
     make_env = lambda: HouseholdEnvironment(SEED, {SPLIT: SCENES[setup.size]}, visual_share=VISUAL)
     engine = RolloutEngine(make_env, trainer.executor, Limits(MAX_STEPS), len(specs))
-    return HeldOutTasks(trainer.config.evaluation, engine, specs, greedy(trainer.config.compiler))
+    return HeldOutTasks(trainer.config.evaluation, engine, specs, eval_decoding(trainer.config.compiler))
 
 
 def success(played: HeldOutTasks, trainer: SftTrainer) -> float:

@@ -16,12 +16,14 @@ from configs.load import load_config
 from configs.models import Speed
 from configs.training import SftConfig
 from executor.hf import FrozenExecutor
+from lm.architecture import untrained
 from lm.backbone import Backbone
 from lm.device import dtype_of
 from plan.budget import Lengths
-from plan.models import WordlessBackbone, untrained
+from plan.models import WordlessBackbone
 from soft_mem.projector import Projector, ProjectorConfig
-from training.sft import Example, SftTrainer
+from training.sft import SftTrainer
+from training.sft_data import Example
 
 TINY = ("zoo/household/compiler", "zoo/household/executor")
 SHORT = Lengths(prompt=64, emission=12, acting=40, action=4, memory=30, candidates=3)

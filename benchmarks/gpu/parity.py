@@ -23,10 +23,12 @@ from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
 from configs.training import SftConfig
 from executor.hf import FrozenExecutor
+from lm.architecture import model_config
 from lm.prompt import Picture, Prompt
-from plan.models import MEMORY, WORD, model_config
+from plan.models import MEMORY, WORD
 from plan.replay import commands, requests_of
-from training.sft import Example, sft_losses
+from training.sft_data import Example
+from training.sft_losses import sft_losses
 
 ROWS, EMISSION, EMITTED, WIDE = 4, 24, 14, 192
 WORDS = 1000  # WORDS: ids that prompts are drawn from

@@ -22,8 +22,8 @@ from data_gen.rows import SftRow, rows_of, save_rows
 from eval.players import needed_by
 from memcompiler.cli import app
 from tests.fakes import CountingEnv, Recorder, entry, spec
+from training.grpo import load_need
 from training.need import _old_states, leave_need, train_need
-from training.run import needed_by as needed_in_rollouts
 
 TASKS = 40
 
@@ -99,8 +99,8 @@ def test_without_it_the_delivery_says_what_makes_it():
     with pytest.raises(
         CheckpointError, match=r"delivery compiled_needed asks what `memcompiler train need RUN` leaves"
     ):
-        needed_in_rollouts(load_config(GrpoConfig, None, ["delivery=compiled_needed"]))
-    assert needed_in_rollouts(load_config(GrpoConfig, None, [])) is None
+        load_need(load_config(GrpoConfig, None, ["delivery=compiled_needed"]))
+    assert load_need(load_config(GrpoConfig, None, [])) is None
     with pytest.raises(ConfigError, match="fitted when SFT is over"):
         load_config(
             SftConfig,

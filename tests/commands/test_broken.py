@@ -33,8 +33,8 @@ from memcompiler.collect import run_collect
 from memory.bank import MemoryBank
 from runtime.attempts import Attempts, broken_line
 from runtime.cluster import RaySettings
-from runtime.crew import Crew
 from runtime.store import JsonLines
+from runtime.worker_pool import Crew
 from tests.fleets import HereFleet
 
 

@@ -22,12 +22,13 @@ from configs.collect import CollectConfig
 from configs.load import ConfigError, load_config
 from configs.training import GrpoConfig, SftConfig
 from memcompiler.collect import run_collect
-from memcompiler.quickstart import run_train_grpo
 from tests import vllm_engines
 from tests.ray_nodes import below, node_of, processes, ray_nodes
 from tests.waiting import lines, until
-from training.on_ray import RECORD, Layout, Share, layout_here
-from training.run import train_sft
+from training.grpo import train_grpo
+from training.ray_placement import ClusterLayout, RoleLayout
+from training.ray_trainer import RECORD, layout_on
+from training.sft import train_sft
 
 ROOT = Path(__file__).parents[2]
 SCENES = "env.scenes={train: 3, test: 1}"
@@ -60,7 +61,7 @@ def settings(sft: Path, **more: Any) -> list[str]:
 
 
 def grpo(sft: Path, out: Path, **more: Any) -> Path:
-    run_train_grpo(load_config(GrpoConfig, "grpo/quickstart", settings(sft, **more)), out)
+    train_grpo(load_config(GrpoConfig, "grpo/quickstart", settings(sft, **more)), out)
     return out
 
 
@@ -245,12 +246,13 @@ class Gpus:
         return ref
 
 
-def test_a_layout_that_cannot_be_is_refused_before_anything_is_started():
+def test_a_layout_that_cannot_be_is_refused_before_anything_is_started(monkeypatch):
     config = load_config(GrpoConfig, "grpo/quickstart", [])
-    layout = Layout(Share(2, 1.0), Share(1, 1.0, 0.9), Share(1, 0.5, 0.45))
-    with pytest.raises(ConfigError, match=r"has 2 GPUs, and 3.5 are asked for \(2 trainers of 1, 1 compilers of 1"):
-        layout_here(Gpus(2), config, lambda gpus, gib: layout)
-    assert layout_here(Gpus(4), config, lambda gpus, gib: layout) is layout
+    layout = ClusterLayout(RoleLayout(2, 1.0), RoleLayout(1, 1.0, 0.9), RoleLayout(1, 0.5, 0.45))
+    monkeypatch.setattr("training.ray_trainer.plan_layout", lambda config, gpus, gib: layout)
+    with pytest.raises(ConfigError, match=r"has 2 GPUs, but the run needs 3.5 \(2 trainers of 1, 1 compilers of 1"):
+        layout_on(Gpus(2), config)
+    assert layout_on(Gpus(4), config) is layout
     nameless = load_config(GrpoConfig, "grpo/quickstart", ["compiler.checkpoint=null"])
     with pytest.raises(ConfigError, match=r"compiler\.checkpoint: name the SFT run"):
-        layout_here(Gpus(0), nameless, lambda gpus, gib: Layout(Share(1), Share(1), Share(1)))
+        layout_on(Gpus(0), nameless)

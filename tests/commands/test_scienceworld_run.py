@@ -32,7 +32,7 @@ def test_it_is_collected_trained_on_and_evaluated_with_success_and_score(tmp_pat
     pytest.importorskip("scienceworld", reason="needs the extra scienceworld")
     from eval.evaluate import run_eval
     from memcompiler.collect import run_collect
-    from training.run import train_sft
+    from training.sft import train_sft
 
     memory = {"k": 1, "experience_limit": 4}
     asked: dict[str, Any] = {"env": ENV, "memory": memory, "limit": 2, "max_steps": 30}

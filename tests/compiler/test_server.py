@@ -557,12 +557,12 @@ def test_the_page_shows_what_the_service_takes(tmp_path: Path) -> None:
 def test_the_command_serves_a_checkpoint_and_leaves_on_sigterm(tmp_path: Path) -> None:
     from compiler import checkpoint
     from compiler.build import load_compiler
-    from training.checkpoint import Tensors, save_checkpoint
+    from training.checkpoint import TrainingTensors, save_checkpoint
 
     settings = CompilerConfig(dtype="float32", device="cpu", instructions="none", max_new_tokens=8)
     made = load_compiler(settings.model_copy(update={"soft": Soft(emb_std=0.02)}), Tabled(), seed=3)
     weights = {name: p.detach() for name, p in checkpoint.trained_parameters(made).items()}
-    save_checkpoint(tmp_path / "checkpoints", made, Tensors(weights, {}), {"step": 1})
+    save_checkpoint(tmp_path / "checkpoints", made, TrainingTensors(weights, {}), {"step": 1})
     command = [sys.executable, "-m", "memcompiler", "serve", "compiler", "--checkpoint", str(tmp_path), "--port", "0"]
     overrides = [
         "compiler.engine=hf",

@@ -302,7 +302,7 @@ def test_fresh_samples_have_ratio_one_in_grpo(tmp_path: Path) -> None:
     samples = samples_of(played(t, ours), t.compiler)
     assert len(samples) >= 8 and {s.weight_version for s in samples} == {1}
     with torch.no_grad():
-        scores = t.score(samples).logprobs
+        scores = t.policy.score(samples).logprobs
     n = t.compiler.n_tokens
     for row, sample in zip(scores, samples, strict=True):
         now = torch.cat([row[: sample.sampled], row[-n:]])

@@ -223,7 +223,7 @@ def test_what_was_allowed_is_recorded(collected, tmp_path):
 
 def test_train_sft_refuses_rows_without_a_manifest(tmp_path):
     from data_gen.rows import SftRow, save_rows
-    from training.run import train_sft
+    from training.sft import train_sft
 
     row = SftRow("t", "train", "", 0, "goal", (), (), "Goal: goal", "a room", None, (), "NOACTION", "look")
     save_rows([row], tmp_path / "collect" / "rows")

@@ -12,7 +12,7 @@ from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.backbone import Backbone
 from tests import tiny_models
 from tests.training import grpo_trainers, sft_trainers
-from training.sft import sft_losses
+from training.sft_losses import sft_losses
 
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "look")
 
@@ -75,7 +75,7 @@ def test_an_sft_step_has_the_same_gradients_with_dropout_and_noise(tmp_path):
         runs = [runs_of(model.backbone) for model in (t.compiler, t.executor)]
         t.compiler.train()
         torch.manual_seed(0)
-        losses = sft_losses(t.compiler, t.executor, [t.example(i) for i in range(3)], t.config)
+        losses = sft_losses(t.compiler, t.executor, [t.examples[i] for i in range(3)], t.config)
         sum(value.sum() for value in losses.values()).backward()
         assert [r[0] for r in runs] == ([2, 2] if recompute else [1, 1])
         gradients.append({n: p.grad for n, p in t.compiler.named_parameters() if p.grad is not None})

@@ -114,7 +114,7 @@ def test_what_cannot_be_quantised_is_refused() -> None:
     with pytest.raises(ValueError, match=r"executor\.vllm\.extra"):
         ExecutorConfig(engine="vllm", quantize="8bit")
     for kind, backend in ((SftConfig, "fsdp"), (GrpoConfig, "zero3")):
-        with pytest.raises(ValueError, match="cannot cut quantised weights"):
+        with pytest.raises(ValueError, match="cannot slice the weights"):
             kind(executor=ExecutorConfig(quantize="4bit"), backend=backend)
 
 

@@ -29,7 +29,8 @@ from lm.prompt import Prompt
 from lm.replies import answer_text
 from memory.trajectory import png_bytes
 from tests import tiny_models, vllm_engines
-from training.sft import embedded_memories, encode_row, sft_losses
+from training.sft_data import encode_row
+from training.sft_losses import embedded_memories, sft_losses
 
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "take mug 1 from shelf 1", "look", "go to shelf 2")
 

@@ -27,7 +27,8 @@ from lm.replies import answer_text
 from lm.vision import check_sees, joined, vision_parts
 from memory.trajectory import png_bytes
 from tests import tiny_models, tiny_vlms
-from training.sft import embedded_memories, encode_row, sft_losses
+from training.sft_data import encode_row
+from training.sft_losses import embedded_memories, sft_losses
 from zoo.models import save
 
 COMMANDS = ("go to shelf 1", "go to cabinet 2", "open cabinet 2", "look", "go to shelf 2")

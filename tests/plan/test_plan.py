@@ -15,11 +15,12 @@ from configs.evaluation import EvalConfig
 from configs.load import CONFIGS, ConfigError, load_config
 from configs.models import ExecutorConfig
 from configs.training import GrpoConfig, SftConfig
+from lm.architecture import cache_bytes_per_token, model_config
 from memcompiler.cli import app
 from plan.budget import GIB, Budget, Gpu, Lengths, Plan, find_gpu, verdict
 from plan.command import load_any
-from plan.models import ShapedBackbone, model_config
-from plan.replay import Replay, cache_per_token, replay_sft
+from plan.models import ShapedBackbone
+from plan.replay import Replay, replay_sft
 from plan.shapes import Ledger, Shape
 from plan.stages import HOST, _trainer, plan, plans, remedy
 from runtime.progress import quiet
@@ -87,7 +88,7 @@ def test_shipped_architectures_have_as_many_parameters_as_the_models(name: str, 
 
 def test_what_is_kept_of_a_token_by_hand():
     """14 B: keys and values, 48 layers, 8 heads of 128, 2 bytes: 2 * 48 * 8 * 128 * 2."""
-    assert cache_per_token(model_config("Qwen/Qwen2.5-14B-Instruct").get_text_config(), "bfloat16") == 196_608
+    assert cache_bytes_per_token(model_config("Qwen/Qwen2.5-14B-Instruct").get_text_config(), "bfloat16") == 196_608
 
 
 @pytest.mark.seconds
@@ -229,7 +230,7 @@ def test_tasks_that_are_played_during_sft_have_their_prompts_counted():
     )
     text, config = model_config(SMOL).get_text_config(), load_config(SftConfig, "sft/paper", changes)
     read = Lengths().prompt + config.compiler.max_new_tokens + config.compiler.soft.n_tokens
-    assert plain.kv_cache == 0 and played.kv_cache == 64 * read * cache_per_token(text, "bfloat16")
+    assert plain.kv_cache == 0 and played.kv_cache == 64 * read * cache_bytes_per_token(text, "bfloat16")
     assert (played.weights, played.moments) == (plain.weights, plain.moments)
 
 

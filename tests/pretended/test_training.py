@@ -11,11 +11,12 @@ import torch
 
 from tests.training import grpo_trainers, sft_trainers
 from training.grpo import GrpoTrainer
-from training.sft import SftTrainer, sft_losses
+from training.sft import SftTrainer
+from training.sft_losses import sft_losses
 
 DEVICES = ("cpu", "cuda")
 GRPO: dict[str, dict[str, Any]] = {
-    "score": {"loss": {"kl": 0.1}, "iterations": 2},
+    "score": {"iterations": 2},
     "pathwise": grpo_trainers.PATHWISE,
 }
 
@@ -42,7 +43,7 @@ def test_losses_and_their_gradients_are_the_cpu_s(
                 tmp_path / device, vlm=vlm, device=device, gradient_checkpointing=recompute, latent=latent
             )
             made.compiler.eval()
-            examples = [made.example(i) for i in range(4)]
+            examples = [made.examples[i] for i in range(4)]
             losses = sft_losses(made.compiler, made.executor, examples, made.config, temperature=0.0)
             assert set(losses) == {"text", "action", "entropy", "orth", "latent"}
             sum(value.sum() for value in losses.values()).backward()
@@ -54,7 +55,7 @@ def test_losses_and_their_gradients_are_the_cpu_s(
 def test_compiler_and_executor_may_be_on_different_devices(tmp_path: Path) -> None:
     trainer, other = sft_trainers.trainer(tmp_path), sft_trainers.executor(device="cuda")
     trainer.compiler.eval()
-    examples, found = [trainer.example(i) for i in range(3)], list[dict[str, float]]()
+    examples, found = [trainer.examples[i] for i in range(3)], list[dict[str, float]]()
     for latent in ("gauss_nll", "lm_head"):
         config = trainer.config.model_copy(update={"latent": latent})
         for executor in (trainer.executor, other):
@@ -76,7 +77,7 @@ def test_sft_takes_steps_validates_and_resumes_to_the_same_weights(tmp_path: Pat
         validation={"share": 0.1, "every": 3},
     )
     whole, metrics = make("whole"), list[dict[str, float]]()
-    whole.run(metrics.append)
+    metrics += whole.steps()
     assert metrics[-1]["val_loss"] > 0 and metrics[-1]["loss"] < metrics[0]["loss"]
     resumed(make, whole, sft_trainers.trainable)
 
@@ -87,7 +88,7 @@ def resumed(make: Callable[[str], Any], whole: Any, trainable: Callable[[Any], d
     again = make("part")
     assert again.resume() and again.step == 1
     assert {p.device for p in again.compiler.parameters()} == {torch.device("cuda:0")}
-    again.run(lambda made: None)
+    list(again.steps())
     for name, value in trainable(whole).items():
         assert torch.equal(value, trainable(again)[name]), name
 
@@ -106,7 +107,7 @@ def test_grpo_plays_learns_and_resumes_to_the_same_weights(kind: str, tmp_path: 
     short = {"updates": 2, "save_every": 1, "tasks": 1}
     make = lambda name: grpo_trainers.trainer(tmp_path / name, device="cuda", **short, **GRPO[kind])
     whole = make("whole")
-    whole.run(lambda made: None)
+    list(whole.steps())
     resumed(make, whole, grpo_trainers.trainable)
 
 

@@ -30,8 +30,7 @@ from training import distributed
 from training.grpo import GrpoTrainer
 from training.losses import group_advantages
 from training.rollout import samples_of
-from training.run import load_models
-from training.sft import SftTrainer
+from training.sft import SftTrainer, load_models
 
 ROWS = [*sft_trainers.ROWS, sft_trainers.row(5)]  # batches of 5 and 1: ranks have 3 and 2 rows, then 1 and none
 HELD_OUT = [sft_trainers.row(i) for i in (2, 3, 5)]  # ranks have 2 and 1
@@ -61,7 +60,9 @@ def sft(out: Path, backend: str) -> None:
     t = sft_trainer(out / "sft", backend)
     t.resume()
     seen: list[dict[str, float]] = []
-    t.run(lambda m: (print(m), seen.append(m)))
+    for metrics in t.steps():
+        seen.append(metrics)
+        print(metrics)
     if distributed.rank() == 0:
         (out / "validation.json").write_text(json.dumps({m["step"]: m["val_loss"] for m in seen if "val_loss" in m}))
     for (name, parameter), fresh in zip(
@@ -78,7 +79,7 @@ def mixed(out: Path, backend: str) -> None:
     frozen = [t.compiler.backbone.model.get_input_embeddings(), t.executor.model.get_input_embeddings()]
     assert all(module.weight.dtype == torch.bfloat16 for module in frozen)
     assert {p.dtype for p in t.compiler.parameters() if p.requires_grad} == {torch.float32}
-    t.run(lambda m: print(m))
+    print(*t.steps())
     assert {p.dtype for p in t.compiler.parameters() if p.requires_grad} == {torch.float32}
 
 
@@ -87,14 +88,14 @@ def recomputed(out: Path, backend: str) -> None:
     if backend == "zero3":
         return
     t = sft_trainer(out / "recomputed", backend, gradient_checkpointing=True, max_steps=2)
-    t.run(lambda m: print(m))
+    print(*t.steps())
 
 
 def resumed(out: Path, backend: str) -> None:
     """The last step, from a checkpoint that somebody else has written."""
     t = sft_trainer(out / "resumed", backend)
     assert t.resume() and t.step == 2
-    t.run(lambda m: print(m))
+    print(*t.steps())
 
 
 def killed(out: Path, backend: str) -> None:
@@ -110,7 +111,7 @@ def grpo_trainer(out: Path, backend: str, **settings: Any) -> GrpoTrainer:
         "iterations": 2,
         "micro_batch_size": 2,
         "backend": backend,
-        "loss": {"kl": 0.1, "importance_cap": 2.0},
+        "loss": {"importance_cap": 2.0},
         "optimizer": {"grad_clip": 0.5},
     }
     return grpo_trainers.trainer(out, **grpo_trainers.merged(common, settings))
@@ -119,9 +120,9 @@ def grpo_trainer(out: Path, backend: str, **settings: Any) -> GrpoTrainer:
 def grpo(out: Path, backend: str, name: str = "grpo", **settings: Any) -> None:
     """Two updates on given samples, 3 and 2 and then 2 and none of them; then one whole update, rollouts and all."""
     t = grpo_trainer(out / name, backend, **settings)
-    t._bring_up_to_date()
+    t._sync_sampler()
     t.sampler.generator.manual_seed(0)
-    samples = samples_of(grpo_trainers.played(t, t.sampler), t.sampler, t.pathwise)[:5]
+    samples = samples_of(grpo_trainers.played(t, t.sampler), t.sampler, t.policy.pathwise)[:5]
     first, alone = distributed.rank() == 0, distributed.world_size() == 1
     t.learn(samples if alone else samples[:3] if first else samples[3:], 0)
     t.learn(samples[:2] if first else [], 1)
@@ -155,7 +156,7 @@ def shared(out: Path, backend: str) -> None:
     assert [len(group.episodes) for group in groups] == [2 + distributed.rank()]
     advantages = group_advantages([1, 1, 0, 0, 0])
     assert groups[0].advantages == pytest.approx(advantages[2:] if distributed.rank() else advantages[:2])
-    assert groups[0].informative and groups[0].leads == (distributed.rank() == 0)
+    assert groups[0].has_variance and groups[0].is_first == (distributed.rank() == 0)
     assert metrics["episodes"] == 5 and metrics["samples"] == 5 * 2 and metrics["skipped"] == 0
     assert metrics["reward"] == 0.4 and metrics["zero_variance_fraction"] == 0
     assert metrics["group_variance"] == pytest.approx(0.4 * 0.6)
@@ -221,7 +222,7 @@ def sliced(out: Path, backend: str) -> None:
     t.compiler.train = lambda mode=True: t.compiler
     t.compiler.projector.draw = lambda gaussian, *_: gaussian.mu
     seen: list[dict[str, float]] = []
-    t.run(seen.append)
+    seen += t.steps()
     if distributed.rank() == 0:
         (out / "sliced.json").write_text(json.dumps([[m["loss"] for m in seen], t.executor_hash]))
 

@@ -19,7 +19,7 @@ from executor.records import EVERYTHING
 from soft_mem.projector import Projector
 from tests import tiny_models
 from tests.tiny_models import entry
-from training.evaluation import HeldOutTasks, greedy
+from training.evaluation import HeldOutTasks, eval_decoding
 from training.grpo import GrpoTrainer
 from training.rollout import Group, RolloutEngine, Sample, samples_of
 
@@ -127,7 +127,7 @@ def trainer(
     served_by, temperature = make(kind=Engine) if served else None, config.executor.temperature
     player = engine(make_env, served_by, temperature=temperature, device=device)
     compiler, specs = make(), specs or [spec(i) for i in range(3)]
-    held = HeldOutTasks(config.evaluation, player, held_out, greedy(config.compiler)) if held_out else None
+    held = HeldOutTasks(config.evaluation, player, held_out, eval_decoding(config.compiler)) if held_out else None
     return GrpoTrainer(config, compiler, player.executor, player, specs, tmp_path, None, held)
 
 
@@ -137,7 +137,7 @@ def trainable(t: GrpoTrainer) -> dict[str, torch.Tensor]:
 
 def fresh_samples(t: GrpoTrainer, update: int = 0) -> list[Sample]:
     t.compiler.generator.manual_seed(update)
-    return samples_of(played(t, t.compiler, update), t.compiler, t.pathwise)
+    return samples_of(played(t, t.compiler, update), t.compiler, t.policy.pathwise)
 
 
 def played(t: GrpoTrainer, compiler: MemoryCompiler, update: int = 0) -> list[Group]:

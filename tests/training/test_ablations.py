@@ -13,8 +13,7 @@ from configs.training import GrpoConfig, GrpoOptimizer, SftConfig
 from data_gen.rows import save_rows, without_brief_state
 from soft_mem.projector import Projector, ProjectorConfig
 from tests.training.sft_trainers import ROWS, row, trainable, trainer
-from training.run import train_sft
-from training.trainer import Trainer
+from training.sft import SftTrainer, train_sft
 
 TINY = {
     "compiler": {"model": "zoo/household/compiler", "dtype": "float32", "instructions": "none"},
@@ -33,19 +32,20 @@ def test_a_row_without_brief_state_has_the_actions_in_its_place_and_no_operation
 def test_sft_without_brief_state_trains_on_such_rows_and_its_checkpoint_says_so(tmp_path, monkeypatch):
     seen = {}
 
-    def run(self, on_step):
+    def steps(self):
         seen["trainer"] = self
         self.save()
+        return iter(())
 
-    monkeypatch.setattr(Trainer, "run", run)
+    monkeypatch.setattr(SftTrainer, "steps", steps)
     save_rows([*ROWS, HYBRID], tmp_path / "rows")
     config = SftConfig(rows=str(tmp_path / "rows"), allow_leakage=True, brief_state=False, **TINY)
     train_sft(config, tmp_path / "out")
     t = seen["trainer"]
     assert list(t.rows) == [without_brief_state(row) for row in [*ROWS, HYBRID]]
-    read = t.compiler.backbone.tokenizer.decode(t.example(5).prompt.ids)
+    read = t.compiler.backbone.tokenizer.decode(t.examples[5].prompt.ids)
     assert "did: look ; look ; look" in read
-    assert t.compiler.backbone.tokenizer.decode(t.example(5).emission[:-1]) == "> why | go to shelf 1"
+    assert t.compiler.backbone.tokenizer.decode(t.examples[5].emission[:-1]) == "> why | go to shelf 1"
     state = checkpoint.read_state(checkpoint.find(tmp_path / "out"))
     assert state["brief_state"] is False and "soft" not in state
 
@@ -64,7 +64,7 @@ def test_sft_without_soft_tokens_trains_the_text_channel_alone(tmp_path):
     assert torch.equal(t.compiler.projector.linear.weight, projector)
     assert all("lora_" in name for name in before)
     assert any(not torch.equal(value, trainable(t)[name]) for name, value in before.items())
-    assert all(t.executor.placeholder not in t.example(i).executor_prompt.ids for i in range(5))
+    assert all(t.executor.placeholder not in t.examples[i].executor_prompt.ids for i in range(5))
 
 
 def test_normalising_is_a_setting_of_new_projectors_and_checkpoints_keep_theirs(tmp_path):

@@ -7,8 +7,8 @@ import torch
 
 from data_gen.rows import StoredRows, save_rows, without_brief_state
 from tests.training.sft_trainers import ROWS, row, trainable, trainer
-from training.batches import PICTURE, bucketed, length
-from training.trainer import permuted
+from training.sft_data import PICTURE, bucketed, row_length
+from training.trainer import permutation
 
 LENGTHS = [37 * i % 101 for i in range(100)]
 
@@ -21,35 +21,35 @@ def padding(batches: list[list[int]], micro: int) -> float:
 
 @pytest.mark.parametrize("window", [1, 3, 7, 100])
 def test_every_row_is_in_one_batch_of_an_epoch(window):
-    batches = bucketed(permuted(100, 0, 0), LENGTHS, 8, window, "0:0")
+    batches = bucketed(permutation(100, 0, 0), LENGTHS, 8, window, "0:0")
     assert sorted(i for batch in batches for i in batch) == list(range(100))
     assert sorted(map(len, batches)) == [4, *[8] * 12]
 
 
 def test_another_epoch_and_another_seed_have_other_batches():
-    made = lambda seed, epoch: bucketed(permuted(100, seed, epoch), LENGTHS, 8, 5, f"{seed}:{epoch}")
+    made = lambda seed, epoch: bucketed(permutation(100, seed, epoch), LENGTHS, 8, 5, f"{seed}:{epoch}")
     assert made(0, 0) == made(0, 0)
     assert made(0, 0) != made(0, 1) != made(1, 0)
 
 
 def test_short_rows_do_not_come_before_long_ones():
-    batches = bucketed(permuted(100, 0, 0), LENGTHS, 8, 13, "0:0")
+    batches = bucketed(permutation(100, 0, 0), LENGTHS, 8, 13, "0:0")
     longest = [max(LENGTHS[i] for i in batch) for batch in batches]
     assert longest != sorted(longest) and longest != sorted(longest, reverse=True)
 
 
 def test_rows_of_like_length_share_a_micro_batch():
-    plain = [permuted(100, 0, 0)[i : i + 8] for i in range(0, 100, 8)]
-    assert padding(plain, 4) > 0.3 and padding(bucketed(permuted(100, 0, 0), LENGTHS, 8, 13, "0:0"), 4) < 0.1
-    assert padding(bucketed(permuted(100, 0, 0), LENGTHS, 8, 1, "0:0"), 4) < padding(plain, 4)
+    plain = [permutation(100, 0, 0)[i : i + 8] for i in range(0, 100, 8)]
+    assert padding(plain, 4) > 0.3 and padding(bucketed(permutation(100, 0, 0), LENGTHS, 8, 13, "0:0"), 4) < 0.1
+    assert padding(bucketed(permutation(100, 0, 0), LENGTHS, 8, 1, "0:0"), 4) < padding(plain, 4)
 
 
 def test_a_rows_length_counts_what_the_compiler_reads_and_writes():
     plain = replace(row(1), image=None)
     longer = replace(plain, memory_texts=("x" * 100, *plain.memory_texts[1:]))
-    assert length(longer) - length(plain) == 100 - len(plain.memory_texts[0])
-    assert length(replace(plain, emission=plain.emission + "!!")) - length(plain) == 2
-    assert length(replace(plain, image=b"png")) - length(plain) == PICTURE
+    assert row_length(longer) - row_length(plain) == 100 - len(plain.memory_texts[0])
+    assert row_length(replace(plain, emission=plain.emission + "!!")) - row_length(plain) == 2
+    assert row_length(replace(plain, image=b"png")) - row_length(plain) == PICTURE
 
 
 def test_a_run_that_is_cut_short_goes_on_with_the_same_batches(tmp_path):
@@ -60,14 +60,14 @@ def test_a_run_that_is_cut_short_goes_on_with_the_same_batches(tmp_path):
     assert sorted(i for batch in seen[:5] for i in batch) == list(range(9))
     plain = trainer(tmp_path / "plain", rows, **(settings | {"length_buckets": 0}))
     assert [plain.batch_indices(step) for step in range(5)] != seen[:5]
-    whole.run(lambda m: None)
+    list(whole.steps())
     part = trainer(tmp_path / "part", rows, **settings)
     for metrics in part.steps():
         if metrics["step"] == 5:
             break
     again = trainer(tmp_path / "part", rows, **settings)
     assert again.resume() and again.step == 4
-    again.run(lambda m: None)
+    list(again.steps())
     for name, value in trainable(whole).items():
         assert torch.equal(value, trainable(again)[name]), name
 
@@ -86,7 +86,7 @@ def test_rows_that_workers_read_from_disk_teach_the_same_also_after_a_kill(tmp_p
     assert again.resume() and again.step == 4
     read[4:] = [metrics["loss"] for metrics in again.steps()]
     assert read == losses
-    assert not part._examples  # it encoded none of its rows itself
+    assert not len(part.examples)  # it encoded none of its rows itself
     for name, value in trainable(whole).items():
         assert torch.equal(value, trainable(again)[name]), name
 

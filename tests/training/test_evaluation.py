@@ -22,9 +22,8 @@ from memcompiler.collect import run_collect
 from tests.training import sft_trainers
 from tests.training.backend_cases import FATES, FatedEnv, evaluated
 from tests.training.grpo_trainers import PATHWISE, Bandit, spec, trainable, trainer
-from training.evaluation import HeldOutTasks
-from training.run import train_sft
-from training.validation import Best
+from training.evaluation import BestCheckpoint, HeldOutTasks
+from training.sft import train_sft
 
 
 class Scripted:
@@ -33,7 +32,7 @@ class Scripted:
     def __init__(self, rates: list[float], every: int = 1) -> None:
         self.rates, self.every = rates, every
 
-    def due(self, step: int, total: int) -> bool:
+    def is_due(self, step: int, total: int) -> bool:
         return step % self.every == 0
 
     def play(self, compiler) -> dict[str, float]:
@@ -51,11 +50,11 @@ def test_it_plays_as_evaluation_does_and_leaves_rollouts_as_they_were(tmp_path):
     t.compiler.compile = lambda *args: (seen.append((t.compiler.decoding, t.compiler.weight_version)), compile_(*args))[
         1
     ]
-    episodes, run = [], t.played.engine.executor.act
-    t.played.engine.executor.act = lambda requests: (episodes.extend(requests), run(requests))[1]
+    episodes, run = [], t.held_out_tasks.engine.executor.act
+    t.held_out_tasks.engine.executor.act = lambda requests: (episodes.extend(requests), run(requests))[1]
     t.step = 7
-    t._bring_up_to_date()
-    t.played.play(t.sampler)
+    t._sync_sampler()
+    t.held_out_tasks.play(t.sampler)
     assert {decoding.temperature for decoding, _ in seen} == {0.0} and {version for _, version in seen} == {7}
     assert t.compiler.decoding == drawn and drawn.temperature == 1.2
     assert episodes and all(request.delivered.soft is None for request in episodes)  # text only
@@ -76,14 +75,14 @@ def test_training_is_as_without(tmp_path):
 
 def test_success_says_which_checkpoint_is_the_best_and_when_to_stop(tmp_path):
     t = trainer(tmp_path, held_out=FATES, updates=9, save_every=3, keep=1, evaluation={"tasks": 5, "patience": 3})
-    t.played = Scripted([0.2, 0.6, 0.6, float("nan"), 0.5, 0.9])  # as much is not more, and no number is none
-    t.run(lambda made: None)
-    assert t.step == 5 and t.is_over and t.best == Best(0.6, 2, 3, "success")
+    t.held_out_tasks = Scripted([0.2, 0.6, 0.6, float("nan"), 0.5, 0.9])  # as much is not more, and no number is none
+    list(t.steps())
+    assert t.step == 5 and t.is_done and t.best == BestCheckpoint(0.6, 2, 3, "success")
     assert [p.name for p in checkpoint.checkpoints(t.folder)] == ["step-000002", "step-000005"]
     assert checkpoint.find(tmp_path).name == "step-000002"
     assert checkpoint.read_state(checkpoint.latest(t.folder))["best"] == {"success": 0.6, "step": 2, "since": 3}
     again = trainer(tmp_path, held_out=FATES, updates=9, save_every=3, keep=1, evaluation={"tasks": 5, "patience": 3})
-    assert again.resume() and again.is_over and again.best == t.best
+    assert again.resume() and again.is_done and again.best == t.best
 
 
 @pytest.mark.seconds
@@ -92,23 +91,23 @@ def test_a_run_with_overlap_that_is_cut_short_goes_on_to_the_same_best(tmp_path)
     made = [trainer(tmp_path / run, held_out=FATES, evaluation={"tasks": 5}, **settings) for run in ("whole", "cut")]
     rates = [0.1, 0.4, 0.2]
     for t in made:
-        t.played = Scripted([*rates], every=2)
-    made[0].run(lambda _: None)
+        t.held_out_tasks = Scripted([*rates], every=2)
+    list(made[0].steps())
     for metrics, _ in made[1].steps():
         if metrics["update"] == 3:
             break
     again = trainer(tmp_path / "cut", held_out=FATES, evaluation={"tasks": 5}, **settings)
-    again.played = Scripted(rates[1:], every=2)
+    again.held_out_tasks = Scripted(rates[1:], every=2)
     assert again.resume() and again.step == 2  # the best so far was saved at once
-    again.run(lambda _: None)
-    assert again.best == made[0].best == Best(0.4, 4, 1, "success")
+    list(again.steps())
+    assert again.best == made[0].best == BestCheckpoint(0.4, 4, 1, "success")
     expected = trainable(made[0])
     assert all(torch.equal(expected[name], value) for name, value in trainable(again).items())
 
 
 def test_beside_a_validation_loss_success_may_be_for_the_record_alone(tmp_path):
     """Which of the two decides is a setting."""
-    for decides, best in ((True, Best(0.5, 2, 1, "success")), (False, Best(1.0, 4, 0, "loss"))):
+    for decides, best in ((True, BestCheckpoint(0.5, 2, 1, "success")), (False, BestCheckpoint(1.0, 4, 0, "loss"))):
         t = sft_trainers.trainer(
             tmp_path / str(decides),
             held_out=[sft_trainers.row(3)],
@@ -116,8 +115,8 @@ def test_beside_a_validation_loss_success_may_be_for_the_record_alone(tmp_path):
             validation={"share": 0.3, "every": 2},
             evaluation={"tasks": 1, "decides": decides},
         )
-        t.best = Best(by="success" if decides else "loss")
-        t.played, losses = Scripted([0.5, 0.4], every=2), [2.0, 1.0]
+        t.best = BestCheckpoint(by="success" if decides else "loss")
+        t.held_out_tasks, losses = Scripted([0.5, 0.4], every=2), [2.0, 1.0]
         t.validate = lambda losses=losses: {"loss": losses.pop(0)}
         seen = list(t.steps())
         assert [m["eval_success"] for m in seen if "eval_success" in m] == [0.5, 0.4]
@@ -142,7 +141,7 @@ def test_tasks_that_are_played_do_not_train_and_follow_from_seed_and_names():
     ("settings", "why"),
     [
         ({"validation": {}}, "set validation.share"),
-        ({"backend": "fsdp"}, "which backend fsdp has in slices"),
+        ({"backend": "fsdp"}, "backend fsdp has them in slices"),
         ({"validation": {"share": 0.2, "patience": 3}}, "set evaluation.patience"),
         ({"soft": False}, "evaluation.delivery=compiled_text"),
         ({"brief_state": False}, "evaluation.delivery=compiled_no_brief"),
@@ -198,5 +197,9 @@ def test_rows_that_do_not_say_where_they_were_played_are_refused(rows, tmp_path)
 def test_off_is_the_default():
     for kind in (SftConfig, GrpoConfig):
         assert kind().evaluation == Evaluation() and kind().evaluation.tasks == 0
-    assert HeldOutTasks(Evaluation(tasks=1, every=3), None, (), None).due(6, 8)
-    assert [s for s in range(1, 9) if HeldOutTasks(Evaluation(tasks=1, every=3), None, (), None).due(s, 8)] == [3, 6, 8]
+    assert HeldOutTasks(Evaluation(tasks=1, every=3), None, (), None).is_due(6, 8)
+    assert [s for s in range(1, 9) if HeldOutTasks(Evaluation(tasks=1, every=3), None, (), None).is_due(s, 8)] == [
+        3,
+        6,
+        8,
+    ]

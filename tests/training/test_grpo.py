@@ -27,11 +27,10 @@ from tests.training.grpo_trainers import (
     trainable,
     trainer,
 )
-from training.grpo import token_weights
 from training.losses import clipped_surrogate, group_advantages, kl_estimate
-from training.metrics import rollout_means
+from training.metrics import mismatch_lines, rollout_means
+from training.policy import token_weights
 from training.rollout import Group, RolloutEngine, Sample, reward, samples_of
-from training.run import engine_lines
 
 # -- the arithmetic ---------------------------------------------------------------------------------------------------
 
@@ -76,9 +75,9 @@ def test_tokens_cost_by_hand():
     assert group.advantages == pytest.approx([0.7634, 0.3686, -1.1320], abs=1e-3)
     # all solved: mean 0.86, sample std 0.1 * sqrt 2; without the charge nothing is learnt from such a group
     assert Group((short, long), token_cost=0.02).advantages == pytest.approx([0.7071, -0.7071], abs=1e-3)
-    assert not Group((short, long)).informative and Group((short, long), token_cost=0.02).informative
+    assert not Group((short, long)).has_variance and Group((short, long), token_cost=0.02).has_variance
     assert Group((short, long, lost)).rewards == [1.0, 1.0, 0.0]
-    assert not Group((lost, ended(False, 40)), token_cost=0.02).informative  # silence earns nothing where all fail
+    assert not Group((lost, ended(False, 40)), token_cost=0.02).has_variance  # silence earns nothing where all fail
 
 
 def test_metrics_tell_reward_success_and_tokens_apart():
@@ -94,26 +93,19 @@ def sample(sampled: int, episode: int, advantage: float = 1.0, n: int = 4) -> Sa
 def test_token_weights_by_hand():
     # episode 0 has samples of 2 and 6 text tokens, episode 1 one of 12; each has 4 soft tokens that count half (2)
     samples = [sample(2, 0), sample(6, 0), sample(12, 1)]
-    weights = {}
-    for kind in ("token", "step", "episode"):
-        settings = PolicyLoss(aggregation=kind, latent_weight=0.5)
-        rows, first, total = token_weights(samples, settings)
-        assert (first, total) == (0, 3)
-        assert sum(r.sum().item() for r in rows) == pytest.approx(1)
-        weights[kind] = [(r[0].item(), r[-1].item()) for r in rows]
-    assert weights["token"] == [pytest.approx((1 / 26, 0.5 / 26))] * 3
-    assert [w[0] for w in weights["step"]] == pytest.approx([1 / (4 * 3), 1 / (8 * 3), 1 / (14 * 3)])
-    assert [w[0] for w in weights["episode"]] == pytest.approx([1 / (4 * 2 * 2), 1 / (8 * 2 * 2), 1 / (14 * 1 * 2)])
+    rows, first, total = token_weights(samples, PolicyLoss(latent_weight=0.5))
+    assert (first, total) == (0, 3)
+    assert sum(r.sum().item() for r in rows) == pytest.approx(1)
+    assert [(r[0].item(), r[-1].item()) for r in rows] == [pytest.approx((1 / 26, 0.5 / 26))] * 3
 
 
-@pytest.mark.parametrize("ours, theirs", [("step", "grpo"), ("token", "bnpo")])
 @pytest.mark.parametrize("off_policy", [False, True])
-def test_text_loss_and_gradients_are_trls(tmp_path, ours, theirs, off_policy):
+def test_text_loss_and_gradients_are_trls(tmp_path, off_policy):
     from datasets import Dataset
     from trl import GRPOConfig as TrlConfig
     from trl import GRPOTrainer
 
-    t = trainer(tmp_path, loss={"aggregation": ours, "latent_weight": 0.0}, group_size=4)
+    t = trainer(tmp_path, loss={"latent_weight": 0.0}, group_size=4)
     t.compiler.backbone.suppressed = []  # TRL samples from the whole vocabulary
     samples = [_cut(s, 2 + i % 7) for i, s in enumerate(fresh_samples(t))]
     assert len({s.advantage for s in samples}) > 1
@@ -129,7 +121,7 @@ def test_text_loss_and_gradients_are_trls(tmp_path, ours, theirs, off_policy):
     weights, _, _ = token_weights(samples, t.config.loss)
     old = [s.rollout_logprobs for s in samples]
     t.compiler.eval()
-    loss, stats = t._loss(list(zip(samples, weights, old, [None] * len(samples), strict=True)))
+    loss, stats = t.policy.loss(list(zip(samples, weights, old, strict=True)))
     mine = gradients(loss)
     if off_policy:
         assert stats.sums["clip_low_text"] > 0 and stats.sums["clip_high_text"] > 0
@@ -141,7 +133,7 @@ def test_text_loss_and_gradients_are_trls(tmp_path, ours, theirs, off_policy):
         report_to=[],
         per_device_train_batch_size=4,
         num_generations=4,
-        loss_type=theirs,
+        loss_type="bnpo",
         temperature=t.config.sampling.temperature,
         epsilon=0.2,
         epsilon_high=0.28,
@@ -199,7 +191,7 @@ def _trl_inputs(samples: list[Sample]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.7}, {"latent_temperature": 0.5}])
 def test_fresh_samples_have_ratio_one(tmp_path, vlm, truncation):
     t = trainer(tmp_path)
-    t.compiler = tiny_models.memory_compiler(vlm)
+    t.compiler = t.policy.compiler = tiny_models.memory_compiler(vlm)
     t.compiler.decoding = Decoding(1.2, 8, **truncation)
     samples = fresh_samples(t)
     with torch.no_grad():
@@ -218,7 +210,7 @@ def test_fresh_actions_have_ratio_one(tmp_path, projector):
     that the executor read."""
     t = trainer(tmp_path, projector=projector, **PATHWISE)
     samples = fresh_samples(t)
-    assert {len(s.rollout_logprobs) - s.sampled for s in samples} == {1} and len({s.draw.chosen for s in samples}) > 1
+    assert {len(s.rollout_logprobs) - s.sampled for s in samples} == {1} and len({s.action.chosen for s in samples}) > 1
     with torch.no_grad():
         rows = t._score_all(samples)
     assert max((a - s.rollout_logprobs).abs().max().item() for a, s in zip(rows, samples, strict=True)) < 1e-4
@@ -233,10 +225,10 @@ def test_pathwise_gradient_is_the_finite_difference(tmp_path):
     samples = fresh_samples(t)[:4]
     bias = t.compiler.projector.linear.bias
     weights, _, _ = token_weights(samples, t.config.loss)
-    old, nothing = [s.rollout_logprobs for s in samples], [None] * len(samples)
+    old = [s.rollout_logprobs for s in samples]
 
     def loss() -> torch.Tensor:
-        return t._loss(list(zip(samples, weights, old, nothing, strict=True)))[0]
+        return t.policy.loss(list(zip(samples, weights, old, strict=True)))[0]
 
     loss().backward()
     along = bias.grad / bias.grad.norm()
@@ -280,18 +272,18 @@ def test_soft_tokens_that_nobody_read_are_no_part_of_the_policy(tmp_path, settin
     whole = fresh_samples(t)
     t.engine.executor.reads = PAPER  # random models give no guidance
     silent = fresh_samples(t)
-    assert not any(s.soft_read or s.draw for s in silent) and all(s.soft_read for s in whole)
+    assert not any(s.soft_read or s.action for s in silent) and all(s.soft_read for s in whole)
     mixed = [a if i % 2 else b for i, (a, b) in enumerate(zip(whole, silent, strict=True))]
     with torch.no_grad():
-        rows, scores = t._score_all(mixed), t.score(mixed)
+        rows, scores = t._score_all(mixed), t.policy.score(mixed)
     assert all(len(row) == len(s.rollout_logprobs) for row, s in zip(rows, mixed, strict=True))
     assert max((row - s.rollout_logprobs).abs().max().item() for row, s in zip(rows, mixed, strict=True)) < 1e-4
-    assert scores.mask[:, -t.latents :].any(1).tolist() == [s.soft_read for s in mixed]
+    assert scores.mask[:, -t.policy.n_latent :].any(1).tolist() == [s.soft_read for s in mixed]
     weights, _, _ = token_weights(mixed, t.config.loss)
-    tokens = sum(s.sampled for s in mixed) + t.latents * len(mixed) // 2
+    tokens = sum(s.sampled for s in mixed) + t.policy.n_latent * len(mixed) // 2
     assert [w[0].item() for w in weights] == pytest.approx([1 / tokens] * len(mixed))
     nothing = [None] * len(silent)
-    t._loss(list(zip(silent, token_weights(silent, t.config.loss)[0], nothing, nothing, strict=True)))[0].backward()
+    t.policy.loss(list(zip(silent, token_weights(silent, t.config.loss)[0], nothing, strict=True)))[0].backward()
     grads = {name: p.grad is not None and bool(p.grad.any()) for name, p in t.compiler.named_parameters()}
     assert any(grads[name] for name in grads if "lora" in name)
     assert not any(grads[name] for name in grads if name.startswith("projector"))
@@ -303,7 +295,7 @@ def test_a_cut_emissions_forced_end_is_not_trained_on(tmp_path):
     t.compiler.decoding = Decoding(1.2, 3)
     cut = [s for s in fresh_samples(t) if s.sampled == 3 and len(s.emission) == 4]
     assert cut
-    assert t.score(cut).mask[:, :-4].sum(1).tolist() == [3] * len(cut)
+    assert t.policy.score(cut).mask[:, :-4].sum(1).tolist() == [3] * len(cut)
 
 
 def test_an_update_moves_lora_and_projector_but_not_the_executor(tmp_path):
@@ -352,23 +344,6 @@ def test_minibatches_and_iterations_make_the_clip_active(tmp_path):
     assert metrics["clip_low"] + metrics["clip_high"] > 0 and metrics["mismatch_kl"] < 1e-8
 
 
-def test_kl_holds_to_the_start(tmp_path):
-    moved = []
-    for kl in (0.0, 50.0):
-        t = trainer(tmp_path, loss={"kl": kl}, iterations=8, optimizer={"lr": 5e-3})
-        start = trainable(t)
-        samples = fresh_samples(t)
-        t.learn(samples)
-        with torch.no_grad():
-            now, then = t._score_all(samples), t._reference_scores(samples) if kl else None
-        if then is not None:
-            assert any(not torch.allclose(a, b) for a, b in zip(now, then, strict=True))
-        moved.append(sum((start[n] - w).abs().sum().item() for n, w in trainable(t).items()))
-        before = [s.rollout_logprobs for s in samples]
-        moved[-1] = sum((a - b).abs().mean().item() for a, b in zip(now, before, strict=True))
-    assert moved[1] < moved[0]
-
-
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
@@ -388,7 +363,7 @@ def test_a_dead_environment_costs_its_episode_only(tmp_path):
     assert metrics["failures"] == 2 and metrics["samples"] == (8 - 2) * 2
     for group in groups:
         reasons = [episode.stop_reason for episode in group.episodes]
-        assert reasons.count(StopReason.ENVIRONMENT_FAILURE) == 1 and len(group.counted) == 3
+        assert reasons.count(StopReason.ENVIRONMENT_FAILURE) == 1 and len(group.valid) == 3
         assert "simulator is gone" in next(e.error for e in group.episodes if e.error)
 
 
@@ -424,8 +399,8 @@ def test_rewards_are_binary_and_at_the_end():
             self.success, self.stop_reason, self.steps = success, StopReason.DONE, ()
 
     group = Group(tuple(Done(s) for s in (True, False, False, False)))  # type: ignore[arg-type]
-    assert group.rewards == [1, 0, 0, 0] and group.informative
-    assert not Group(tuple(Done(True) for _ in range(3))).informative  # type: ignore[arg-type]
+    assert group.rewards == [1, 0, 0, 0] and group.has_variance
+    assert not Group(tuple(Done(True) for _ in range(3))).has_variance  # type: ignore[arg-type]
 
 
 # -- order and resume -------------------------------------------------------------------------------------------------
@@ -440,14 +415,14 @@ def test_tasks_come_in_permutations(tmp_path):
 @pytest.mark.parametrize("settings", [{}, PATHWISE])
 def test_resume_is_exact(tmp_path, settings):
     whole = trainer(tmp_path / "whole", updates=4, **settings)
-    whole.run(lambda _: None)
+    list(whole.steps())
     first = trainer(tmp_path / "cut", updates=4, **settings)
     for metrics, _ in first.steps():
         if metrics["update"] == 3:  # killed after the third: the checkpoint holds two
             break
     second = trainer(tmp_path / "cut", updates=4, **settings)
     assert second.resume() and second.step == 2
-    second.run(lambda _: None)
+    list(second.steps())
     expected = trainable(whole)
     assert all(torch.equal(expected[n], w) for n, w in trainable(second).items())
     with pytest.raises(checkpoint.CheckpointError, match="3 tasks with seed 0"):
@@ -470,7 +445,7 @@ def test_overlap_plays_one_update_ahead_and_resumes_exactly(tmp_path):
             break
     second = trainer(tmp_path / "cut", **settings)
     assert second.resume() and second.step == 3
-    second.run(lambda _: None)
+    list(second.steps())
     expected = trainable(whole)
     assert all(torch.equal(expected[n], w) for n, w in trainable(second).items())
 
@@ -499,7 +474,7 @@ def test_importance_weights_by_hand(tmp_path, gap, weight):
         samples = [_moved(s, torch.full_like(s.rollout_logprobs, -gap)) for s in lucky]
         weights, _, _ = token_weights(samples, t.config.loss)
         nothing = [None] * len(samples)
-        losses.append(float(t._loss(list(zip(samples, weights, nothing, nothing, strict=True)))[0].detach()))
+        losses.append(float(t.policy.loss(list(zip(samples, weights, nothing, strict=True)))[0].detach()))
     assert losses[0] < -0.1 and losses[1] == pytest.approx(losses[0] * weight, rel=1e-3)
 
 
@@ -523,21 +498,21 @@ def test_how_far_engine_and_trainer_are_apart_by_hand(tmp_path, settings):
     assert (
         metrics["apart_latent"] == pytest.approx(0.01, abs=1e-4) == pytest.approx(metrics["apart_latent_max"], abs=1e-4)
     )
-    first, warning = engine_lines(metrics | {"update": 1.0, "staleness": 0.0}, first=True)
+    first, warning = mismatch_lines(metrics | {"update": 1.0, "staleness": 0.0}, is_first=True)
     assert "text 0.25 (at most 0.5), latent 0.01 (at most 0.01) on average" in first
     assert "warning: update 1" in warning and "more than 0.05" in warning
     later = metrics | {"update": 2.0}
-    assert engine_lines(later | {"staleness": 0.0}, first=False) == [warning.replace("update 1", "update 2")]
-    assert engine_lines(later | {"staleness": 1.0}, first=False) == []  # by other weights, they would
+    assert mismatch_lines(later | {"staleness": 0.0}, is_first=False) == [warning.replace("update 1", "update 2")]
+    assert mismatch_lines(later | {"staleness": 1.0}, is_first=False) == []  # by other weights, they would
 
 
 def test_a_run_says_once_how_far_engine_and_trainer_are_apart(tmp_path):
     t = trainer(tmp_path)
     metrics = t.learn(fresh_samples(t)) | {"update": 1.0, "staleness": 0.0}
     assert 0 < metrics["apart_text_max"] < 1e-3 and metrics["apart_text"] <= metrics["apart_text_max"]
-    assert len(engine_lines(metrics, first=True)) == 1 and engine_lines(metrics, first=False) == []
-    assert engine_lines({"update": 1.0, "skipped": 1.0}, first=True) == []  # nothing was scored
-    (warning,) = engine_lines(metrics | {"apart_latent": math.nan}, first=False)
+    assert len(mismatch_lines(metrics, is_first=True)) == 1 and mismatch_lines(metrics, is_first=False) == []
+    assert mismatch_lines({"update": 1.0, "skipped": 1.0}, is_first=True) == []  # nothing was scored
+    (warning,) = mismatch_lines(metrics | {"apart_latent": math.nan}, is_first=False)
     assert "latent nan" in warning
 
 

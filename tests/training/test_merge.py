@@ -74,7 +74,7 @@ def test_the_folder_is_a_model_of_its_own_and_a_checkpoint(run, tmp_path):
     assert checkpoint.sha256(out) != before
     with pytest.raises(FileExistsError, match="choose another folder"):
         merge(run, out)
-    with pytest.raises(checkpoint.CheckpointError, match="merged already"):
+    with pytest.raises(checkpoint.CheckpointError, match="already merged"):
         merge(out, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 

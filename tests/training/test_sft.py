@@ -13,8 +13,9 @@ from executor.records import PAPER
 from tests import tiny_models
 from tests.training.sft_trainers import ROWS, executor, trainable, trainer
 from training.losses import cosine_with_warmup, token_nll
-from training.run import train_sft
-from training.sft import encode_row, sft_losses
+from training.sft import train_sft
+from training.sft_data import encode_row
+from training.sft_losses import sft_losses
 
 
 def test_token_nll_by_hand():
@@ -35,7 +36,7 @@ def test_schedule_by_hand():
 def test_gradients_reach_lora_and_projector_never_the_executor(tmp_path, latent):
     t = trainer(tmp_path, latent=latent)
     torch.manual_seed(0)
-    losses = sft_losses(t.compiler, t.executor, [t.example(i) for i in range(3)], t.config)
+    losses = sft_losses(t.compiler, t.executor, [t.examples[i] for i in range(3)], t.config)
     assert set(losses) == {"text", "action", "entropy", "orth"} | ({"latent"} if latent != "none" else set())
     losses["action"].sum().backward()  # the action loss alone must reach both, through the frozen executor
     assert all(p.grad is None for p in t.executor.model.parameters())
@@ -49,7 +50,7 @@ def test_training_lowers_the_loss_and_leaves_the_executor_alone(tmp_path):
     t = trainer(tmp_path, max_steps=12, optimizer={"lr": 5e-3})
     before = t.executor.hash()
     history = []
-    t.run(history.append)
+    history += t.steps()
     assert history[-1]["loss"] < history[0]["loss"] - 1
     assert t.executor.hash() == before
     for key in ("loss_text", "loss_action", "loss_entropy", "loss_latent", "loss_orth", "lr", "grad_norm", "tokens"):
@@ -58,14 +59,14 @@ def test_training_lowers_the_loss_and_leaves_the_executor_alone(tmp_path):
 
 def test_examples_are_kept_while_there_is_room_for_their_tokens_and_pictures(tmp_path, monkeypatch):
     t = trainer(tmp_path)
-    one = t.example(0)
+    one = t.examples[0]
     read = (one.prompt.ids, one.executor_prompt.ids, one.memory_ids, one.emission, one.action)
     pixels = 64 * 3 * 2 * 8 * 8
     assert one.prompt.pictures[0].values == pixels and one.size == pixels + 8 * sum(map(len, read))
-    assert t.example(0) is one
-    monkeypatch.setattr("training.sft.MOST_KEPT", one.size + 8 * 1000)
-    assert t.example(2) is not t.example(2) and t.example(0) is one
-    assert t.example(1) is t.example(1)  # it has no picture
+    assert t.examples[0] is one
+    monkeypatch.setattr("training.sft_data.MAX_CACHED_VALUES", one.size + 8 * 1000)
+    assert t.examples[2] is not t.examples[2] and t.examples[0] is one
+    assert t.examples[1] is t.examples[1]  # it has no picture
 
 
 def test_micro_batches_do_not_change_the_step(tmp_path):
@@ -74,12 +75,12 @@ def test_micro_batches_do_not_change_the_step(tmp_path):
         t.compiler.eval()  # no dropout
         t.compiler.projector.draw = lambda g, *a: g.mu  # no noise: it would be drawn in another order
         losses = [
-            sft_losses(t.compiler, t.executor, [t.example(i) for i in part], t.config)
+            sft_losses(t.compiler, t.executor, [t.examples[i] for i in part], t.config)
             for part in ([range(4)] if size == 4 else [[i] for i in range(4)])
         ]
         tokens = {
-            "text": sum(len(t.example(i).emission) for i in range(4)),
-            "action": sum(len(t.example(i).action) for i in range(4)),
+            "text": sum(len(t.examples[i].emission) for i in range(4)),
+            "action": sum(len(t.examples[i].action) for i in range(4)),
         }
         sum(v.sum() / tokens.get(k, 4) for part in losses for k, v in part.items()).backward()
         return {n: p.grad for n, p in t.compiler.named_parameters() if p.grad is not None}
@@ -91,27 +92,27 @@ def test_micro_batches_do_not_change_the_step(tmp_path):
 
 def test_resume_continues_to_the_same_weights(tmp_path):
     whole = trainer(tmp_path / "whole")
-    whole.run(lambda m: None)
+    list(whole.steps())
     part = trainer(tmp_path / "part")
     steps = part.steps()
     for _ in range(3):  # killed after step 3: the checkpoint is that of step 2
         next(steps)
     again = trainer(tmp_path / "part")
     assert again.resume() and again.step == 2
-    again.run(lambda m: None)
+    list(again.steps())
     for name, value in trainable(whole).items():
         assert torch.equal(value, trainable(again)[name]), name
 
 
 def test_a_checkpoint_of_other_rows_is_refused(tmp_path):
-    trainer(tmp_path, max_steps=2).run(lambda m: None)
+    list(trainer(tmp_path, max_steps=2).steps())
     with pytest.raises(checkpoint.CheckpointError, match="rows"):
         trainer(tmp_path, rows=ROWS[:3]).resume()
 
 
 def test_corrupt_checkpoints_give_clear_errors(tmp_path):
     t = trainer(tmp_path, max_steps=2)
-    t.run(lambda m: None)
+    list(t.steps())
     found = checkpoint.find(tmp_path)
     (found / "projector.safetensors").write_bytes(b"not a tensor file")
     with pytest.raises(checkpoint.CheckpointError, match="projector"):
@@ -121,14 +122,14 @@ def test_corrupt_checkpoints_give_clear_errors(tmp_path):
 
 
 def test_a_checkpoint_for_another_model_is_refused(tmp_path):
-    trainer(tmp_path, max_steps=2).run(lambda m: None)
+    list(trainer(tmp_path, max_steps=2).steps())
     other = tiny_models.memory_compiler(False)
     with pytest.raises(checkpoint.CheckpointError):
         checkpoint.load(checkpoint.find(tmp_path), other)
 
 
 def test_only_the_newest_checkpoints_are_kept_and_nothing_is_pickled(tmp_path):
-    trainer(tmp_path, keep=1).run(lambda m: None)
+    list(trainer(tmp_path, keep=1).steps())
     kept = checkpoint.checkpoints(tmp_path / "checkpoints")
     assert [p.name for p in kept] == ["step-000006"]
     assert {p.suffix for p in kept[0].rglob("*") if p.is_file()} <= {".safetensors", ".json", ".md"}
@@ -147,7 +148,7 @@ def test_rows_whose_soft_tokens_nobody_reads_have_no_loss_of_theirs(tmp_path):
     t.executor.reads = PAPER
     t.compiler.eval()
     t.compiler.projector.draw = lambda g, *a: g.mu
-    examples = [t.example(i) for i in range(4)]
+    examples = [t.examples[i] for i in range(4)]
     assert [e.soft_read for e in examples] == [False, True, False, True]
     assert [t.executor.placeholder in e.executor_prompt.ids for e in examples] == [False, True, False, True]
     some, read = (sft_losses(t.compiler, t.executor, part, t.config) for part in (examples, examples[1::2]))
@@ -160,7 +161,7 @@ def test_rows_whose_soft_tokens_nobody_reads_have_no_loss_of_theirs(tmp_path):
 
 def test_a_checkpoint_says_what_its_executor_read(tmp_path):
     settings = {"reads_state": True, "soft_on": "always", "history": 7, "first_view": True, "goal_last": True}
-    trainer(tmp_path, executor=settings, max_steps=1).run(lambda m: None)
+    list(trainer(tmp_path, executor=settings, max_steps=1).steps())
     assert checkpoint.executor_reading(checkpoint.find(tmp_path)) == settings
 
 

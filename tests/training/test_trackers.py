@@ -12,13 +12,22 @@ from configs.run_folder import RunFolder
 from configs.training import MAY_CHANGE_ON_RESUME, GrpoConfig, SftConfig
 from tests.training import grpo_trainers, sft_trainers
 from training import trackers
-from training.run import train, train_grpo, train_sft
+from training.grpo import train_grpo
+from training.sft import train_sft
+from training.trainer import training_log
 
 
 def scalars(out) -> dict[str, dict[int, float]]:
     """What TensorBoard shows of a run: name -> step -> value."""
     events = EventAccumulator(str(out / "tensorboard")).Reload()
     return {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
+
+
+def logged(t, run, steps) -> None:
+    """Take steps, and log them."""
+    with training_log(t, run, t.config) as log:
+        for metrics in steps:
+            log(metrics, "")
 
 
 def assert_as_in_metrics(out, unit: str) -> None:
@@ -34,33 +43,34 @@ def test_tensorboard_holds_what_metrics_jsonl_holds_and_a_resumed_run_goes_on(tm
     class Killed(Exception):
         pass
 
-    def killed_at_3(metrics):
-        if metrics["step"] == 3 and killed:
-            raise Killed
-        return metrics, ""
+    def steps(t, killed):
+        for metrics in t.steps():
+            if metrics["step"] == 3 and killed:
+                raise Killed
+            yield metrics
 
     for killed in (True, False):
         t = sft_trainers.trainer(tmp_path, trackers=("tensorboard",), max_steps=5)
         run = RunFolder.create(tmp_path, t.config, on_exists="resume")
         if killed:
             with pytest.raises(Killed):
-                train(t, run, t.config, killed_at_3)
+                logged(t, run, steps(t, killed))
             run.metrics.append({"step": 3, "loss": 9.0})  # written, but after the last checkpoint: taken again
         else:
-            train(t, run, t.config, killed_at_3)
+            logged(t, run, steps(t, killed))
     assert sorted(scalars(tmp_path)["loss"]) == [1, 2, 3, 4, 5]
     assert_as_in_metrics(tmp_path, "step")
 
 
 def test_grpo_is_tracked_by_updates(tmp_path):
     t = grpo_trainers.trainer(tmp_path, trackers=("tensorboard",), updates=2)
-    train(t, RunFolder.create(tmp_path, t.config), t.config, lambda update: (update[0], ""))
+    logged(t, RunFolder.create(tmp_path, t.config), (metrics for metrics, _ in t.steps()))
     assert_as_in_metrics(tmp_path, "update")
 
 
 def test_none_is_the_default_and_leaves_nothing(tmp_path):
     t = sft_trainers.trainer(tmp_path, max_steps=1)
-    train(t, RunFolder.create(tmp_path, t.config), t.config, lambda metrics: (metrics, ""))
+    logged(t, RunFolder.create(tmp_path, t.config), t.steps())
     assert not (tmp_path / "tensorboard").exists() and not (tmp_path / trackers.IDENTITY).exists()
 
 

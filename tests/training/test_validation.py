@@ -15,10 +15,8 @@ from data_gen.rows import hold_out, save_rows
 from tests import tiny_models
 from tests.commands.running import kill_after, memcompiler
 from tests.training.sft_trainers import ROWS, executor, row, trainable
-from training.run import train_sft
-from training.sft import SftTrainer
-from training.trainer import Trainer
-from training.validation import Best
+from training.evaluation import BestCheckpoint
+from training.sft import SftTrainer, train_sft
 
 MANY = [replace(row(i % 5), task_id=f"t{i // 3}", t=i % 3, history=()) for i in range(30)]  # ten tasks of three rows
 
@@ -60,7 +58,7 @@ def test_the_validation_loss_is_the_loss_of_the_held_out_rows_alone_without_nois
     found, again = t.validate(), t.validate()
     assert found == again and t.compiler.training
     t.compiler.eval()
-    examples = [t.example(len(ROWS) + i) for i in range(3)]
+    examples = [t.examples[len(ROWS) + i] for i in range(3)]
     with torch.no_grad():
         scored = t.compiler.score([e.prompt for e in examples], [e.emission for e in examples])
         logprobs = scored.logits.log_softmax(-1).gather(2, scored.targets[..., None])[..., 0]
@@ -86,7 +84,7 @@ def test_validation_changes_nothing_of_training(tmp_path):
 
 
 def test_the_best_and_the_last_checkpoint_are_kept_and_the_best_is_found(tmp_path):
-    script(trainer(tmp_path, keep=1), [3.0, 1.0, 2.0, 4.0]).run(lambda m: None)
+    list(script(trainer(tmp_path, keep=1), [3.0, 1.0, 2.0, 4.0]).steps())
     folder = tmp_path / "checkpoints"
     assert [p.name for p in checkpoint.checkpoints(folder)] == ["step-000004", "step-000008"]
     assert checkpoint.find(tmp_path) == checkpoint.find(folder) == folder / "step-000004"
@@ -98,39 +96,43 @@ def test_the_best_and_the_last_checkpoint_are_kept_and_the_best_is_found(tmp_pat
 
 def test_training_stops_after_so_many_validations_without_a_lower_loss(tmp_path):
     t = script(trainer(tmp_path, patience=2, max_steps=20), [3.0, 1.0, 1.0, math.nan, 0.5])
-    t.run(lambda m: None)
-    assert t.step == 8 and t.is_over
+    list(t.steps())
+    assert t.step == 8 and t.is_done
     assert checkpoint.latest(tmp_path / "checkpoints").name == "step-000008"
     again = trainer(tmp_path, patience=2, max_steps=20)
-    assert again.resume() and again.is_over and not list(again.steps())
+    assert again.resume() and again.is_done and not list(again.steps())
 
 
 def test_a_better_checkpoint_is_saved_when_it_is_found_and_the_count_begins_anew():
-    best = Best()
-    assert [best.hear({"val_loss": loss}, step) for step, loss in enumerate([2.0, 2.0, 1.5, math.inf, 1.6], 1)] == [
+    best = BestCheckpoint()
+    assert [best.update({"val_loss": loss}, step) for step, loss in enumerate([2.0, 2.0, 1.5, math.inf, 1.6], 1)] == [
         True,
         False,
         True,
         False,
         False,
     ]
-    assert best == Best(1.5, 3, 2) == Best.of({"best": json.loads(json.dumps(best.facts()["best"]))})
-    assert Best().facts() == {} and Best.of({}) == Best()
+    assert (
+        best
+        == BestCheckpoint(1.5, 3, 2)
+        == BestCheckpoint.from_state({"best": json.loads(json.dumps(best.to_state()["best"]))})
+    )
+    assert BestCheckpoint().to_state() == {} and BestCheckpoint.from_state({}) == BestCheckpoint()
 
 
 def test_a_run_that_is_cut_short_goes_on_to_the_same_best(tmp_path):
     """Cut before a checkpoint is marked as the best, and right before training would stop."""
     losses = [3.0, 1.0, 2.0, 2.5, 2.7]
     whole = script(trainer(tmp_path / "whole", patience=3, max_steps=20, keep=1), losses)
-    whole.run(lambda m: None)
+    list(whole.steps())
     part = script(trainer(tmp_path / "part", patience=3, max_steps=20, keep=1), losses)
     for metrics in part.steps():
         if metrics["step"] == 9:
             break
     (tmp_path / "part" / "checkpoints" / "best").unlink()
     again = script(trainer(tmp_path / "part", patience=3, max_steps=20, keep=1), losses)
-    assert again.resume() and again.step == 8 and again.best == Best(1.0, 4, 2)
-    again.run(lambda m: None)
+    assert again.resume() and again.step == 8 and again.best == BestCheckpoint(1.0, 4, 2)
+    list(again.steps())
     assert again.step == whole.step == 10
     names = [{p.name for p in (tmp_path / run / "checkpoints").iterdir()} for run in ("whole", "part")]
     assert names[0] == names[1] == {"best", "step-000004", "step-000010"}
@@ -140,13 +142,13 @@ def test_a_run_that_is_cut_short_goes_on_to_the_same_best(tmp_path):
 
 def test_a_run_folder_says_which_tasks_were_held_out(tmp_path, monkeypatch):
     seen = {}
-    monkeypatch.setattr(Trainer, "run", lambda self, on_step: seen.update(trainer=self))
+    monkeypatch.setattr(SftTrainer, "steps", lambda self: seen.update(trainer=self) or iter(()))
     save_rows(MANY, tmp_path / "rows")
     config = SftConfig(rows=str(tmp_path / "rows"), allow_leakage=True, validation={"share": 0.2}, **TINY)
     train_sft(config, tmp_path / "out")
     told = json.loads((tmp_path / "out" / "held_out.json").read_text())
-    assert told["rows"] == len(seen["trainer"].held_out) == 6 and len(seen["trainer"].rows) == 24
-    assert set(told["tasks"]) == {row.task_id for row in seen["trainer"].held_out}
+    assert told["rows"] == len(seen["trainer"].validation_rows) == 6 and len(seen["trainer"].rows) == 24
+    assert set(told["tasks"]) == {row.task_id for row in seen["trainer"].validation_rows}
 
 
 TINY = {

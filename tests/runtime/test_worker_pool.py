@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from runtime import crew as crews
+from runtime import worker_pool as crews
 from runtime.cluster import ClusterError, RaySettings
-from runtime.crew import Crew, Lost, Unit, units_of
+from runtime.worker_pool import Crew, Lost, Unit, units_of
 from tests.fleets import Echo, HereFleet
 
 ITEMS = {f"k{i}": i for i in range(10)}
@@ -66,10 +66,10 @@ def test_what_a_lost_worker_had_not_answered_goes_to_another_one_and_nothing_els
 class Mined(HereFleet):
     """Whoever gets to the item 4 is gone."""
 
-    def begin(self, handle: int, unit: Unit) -> None:
+    def submit(self, handle: int, unit: Unit) -> None:
         if "k4" in unit.items:
             self.deaths[handle] = list(unit.items).index("k4")
-        super().begin(handle, unit)
+        super().submit(handle, unit)
         if "k4" in unit.items and not self.deaths[handle]:
             events = self.told[handle]
             events[-1] = Lost("out of memory")

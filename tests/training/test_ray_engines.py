@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import training.engines as engines
 from compiler import checkpoint
 from compiler.hf import MemoryCompiler
 from compiler.records import Decoding
@@ -20,12 +19,13 @@ from envs.spec import Told
 from executor.base import TokenExecutor
 from executor.build import load_executor
 from executor.prompt import ExecutorRequest, MemoryBlock
-from runtime.actors import Place, meeting, why
 from runtime.cluster import ClusterError
+from runtime.ray_actors import ProcessPlace, loss_reason, torchrun_variables
 from tests import tiny_models
 from tests.standin_ray import StandInActor, StandInRay
-from training.engines import CompilerEngine, ExecutorEngine, Pool, RayCompiler, RayExecutor, WeightsError
-from training.on_ray import cpus_of_each
+from training import ray_engines as engines
+from training.ray_engines import CompilerEngine, EnginePool, ExecutorEngine, RayCompiler, RayExecutor, WeightsError
+from training.ray_trainer import cpus_per_process
 
 RAY = StandInRay()
 ASKED = [tiny_models.request(i, image=False) for i in range(5)]
@@ -50,9 +50,9 @@ class Doubler:
         return 2 * value
 
 
-def pool(*actors: StandInActor, told: list[Any] | None = None, **rules: Any) -> Pool:
+def pool(*actors: StandInActor, told: list[Any] | None = None, **rules: Any) -> EnginePool:
     tell = (told if told is not None else []).append
-    return Pool(RAY, "compiler", actors, Placement(**rules), tell)
+    return EnginePool(RAY, "compiler", actors, Placement(**rules), tell)
 
 
 # -- who is lost, and what becomes of it -------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def pool(*actors: StandInActor, told: list[Any] | None = None, **rules: Any) -> 
 
 def test_requests_are_shared_out_and_answers_are_in_their_order():
     one, two = StandInActor(Doubler), StandInActor(Doubler)
-    assert pool(one, two).ask_all("double", [(i,) for i in range(5)]) == [0, 2, 4, 6, 8]
+    assert pool(one, two).call_all("double", [(i,) for i in range(5)]) == [0, 2, 4, 6, 8]
     assert (one.asked, two.asked) == (3, 2)
 
 
@@ -68,42 +68,42 @@ def test_a_lost_engine_gives_its_requests_to_another_and_is_asked_again_when_it_
     told: list[Any] = []
     one, two = StandInActor(Doubler, dies_at=[1]), StandInActor(Doubler)
     engines_ = pool(one, two, told=told)
-    assert engines_.ask_all("double", [(1,), (2,)]) == [2, 4]
+    assert engines_.call_all("double", [(1,), (2,)]) == [2, 4]
     assert [(row["event"], row["number"]) for row in told] == [("lost", 0)] and "Unavailable" in told[0]["reason"]
     assert (one.asked, two.asked) == (1, 2)
     for _ in range(4):
-        assert engines_.ask_all("double", [(3,), (4,)]) == [6, 8]
+        assert engines_.call_all("double", [(3,), (4,)]) == [6, 8]
     assert [row["event"] for row in told] == ["lost", "back"] and one.asked > 1
 
 
 def test_an_only_engine_is_waited_for():
     told: list[Any] = []
-    assert pool(StandInActor(Doubler, dies_at=[1, 2], late=5), told=told).ask_all("double", [(4,)]) == [8]
+    assert pool(StandInActor(Doubler, dies_at=[1, 2], late=5), told=told).call_all("double", [(4,)]) == [8]
     assert [row["event"] for row in told] == ["lost", "back", "lost", "back"]
 
 
 def test_a_request_that_kills_whoever_has_it_is_given_up_with_all_reasons():
     with pytest.raises(ClusterError, match=r"3 compilers were lost over a request: .*; .*; .*"):
-        pool(StandInActor(Doubler, dies_at=range(1, 9), restarts=9), retries=2).ask_all("double", [(1,)])
+        pool(StandInActor(Doubler, dies_at=range(1, 9), restarts=9), retries=2).call_all("double", [(1,)])
 
 
 def test_where_nobody_is_left_it_is_an_error_and_said_of_each():
     told: list[Any] = []
     with pytest.raises(ClusterError, match=r"no compiler is left.*placement\.restarts"):
-        pool(StandInActor(Doubler, dies_at=[1], restarts=0), told=told).ask_all("double", [(1,)])
+        pool(StandInActor(Doubler, dies_at=[1], restarts=0), told=told).call_all("double", [(1,)])
     assert [row["event"] for row in told] == ["lost", "given up"]
 
 
 def test_a_silent_engine_is_lost():
     told: list[Any] = []
     one, two = StandInActor(Doubler, hangs_at=[1]), StandInActor(Doubler)
-    assert pool(one, two, told=told, silence_s=1e-9).ask_all("double", [(1,), (2,)]) == [2, 4]
+    assert pool(one, two, told=told, silence_s=1e-9).call_all("double", [(1,), (2,)]) == [2, 4]
     assert told[0]["reason"].startswith("it said nothing for")
 
 
 def test_what_an_engine_raises_is_the_callers():
     with pytest.raises(ValueError, match="negative"):
-        pool(StandInActor(Doubler)).ask_all("double", [(-1,)])
+        pool(StandInActor(Doubler)).call_all("double", [(-1,)])
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -172,14 +172,14 @@ def test_weights_that_are_not_what_they_are_called_are_refused_by_the_engine(tmp
     give(remote, moved(0.02), tmp_path / "a", 1)
     assert remote._weights is not None
     remote._weights.files["projector.safetensors"] += b" "
-    with pytest.raises(WeightsError, match="weights of version 1 came as"):
+    with pytest.raises(WeightsError, match="weights of version 1 have hash"):
         remote.compile(ASKED)
 
 
 def test_what_was_compiled_with_another_version_is_refused_by_the_client(tmp_path, monkeypatch):
     class Stale:
-        def compile(self, requests, decoding, stream, weights):
-            return [SimpleNamespace(weight_version=weights.version - 1) for _ in requests], stream
+        def compile(self, requests, decoding, state, weights):
+            return [SimpleNamespace(weight_version=weights.version - 1) for _ in requests], state
 
     remote = client(StandInActor(Stale))
     give(remote, moved(0.02), tmp_path / "a", 2)
@@ -224,9 +224,8 @@ def test_executors_act_as_the_one_in_the_trainer(number, mode):
 
 
 def test_trainers_meet_at_the_first_and_see_the_gpus_of_their_node():
-    told = meeting(
-        [Place("a", "10.0.0.1", 29500, ("2",)), Place("b", "10.0.0.2", 1, ("0",)), Place("a", "10.0.0.1", 2, ("3",))]
-    )
+    places = [("a", "10.0.0.1", 29500, ("2",)), ("b", "10.0.0.2", 1, ("0",)), ("a", "10.0.0.1", 2, ("3",))]
+    told = torchrun_variables([ProcessPlace(*place) for place in places])
     assert [t["RANK"] for t in told] == ["0", "1", "2"] and {t["WORLD_SIZE"] for t in told} == {"3"}
     assert [t["LOCAL_RANK"] for t in told] == ["0", "0", "1"]
     assert [t["CUDA_VISIBLE_DEVICES"] for t in told] == ["2,3", "0", "2,3"]
@@ -238,16 +237,16 @@ def test_trainers_meet_at_the_first_and_see_the_gpus_of_their_node():
     ("nodes", "processes", "each"), [((8,), 3, 1), ((2,), 3, 0.5), ((1, 1), 3, 0.5), ((1,), 3, 0.3333), ((0, 4), 4, 1)]
 )
 def test_processes_have_a_cpu_each_or_as_much_of_one_as_there_is(nodes, processes, each):
-    assert cpus_of_each([{"Alive": True, "Resources": {"CPU": float(n)}} for n in nodes], processes) == each
+    assert cpus_per_process([{"Alive": True, "Resources": {"CPU": float(n)}} for n in nodes], processes) == each
 
 
 def test_a_cluster_without_a_cpu_is_refused():
     with pytest.raises(ClusterError, match="--num-cpus"):
-        cpus_of_each([{"Alive": True, "Resources": {}}], 1)
+        cpus_per_process([{"Alive": True, "Resources": {}}], 1)
 
 
 def test_a_reason_is_short_and_names_no_address():
     said = "The actor 0af is unavailable: RPC error: reset by 10.0.0.1:80. The task may or may not have been executed."
-    assert why(RuntimeError(said)) == "RuntimeError: RPC error: reset by (address)"
+    assert loss_reason(RuntimeError(said)) == "RuntimeError: RPC error: reset by (address)"
     said = "x. The actor is dead because its worker process has died. Some common causes include: (1) it was killed"
-    assert why(RuntimeError(said)) == "RuntimeError: its worker process has died"
+    assert loss_reason(RuntimeError(said)) == "RuntimeError: its worker process has died"

@@ -9,16 +9,16 @@ import pytest
 from configs.load import load_config
 from configs.training import GrpoConfig
 from plan.budget import GIB, Gpu, Lengths, find_gpu
-from plan.engines import FULL, laid_out, lay, said
 from plan.stages import plan
+from training.ray_placement import MAX_UTILIZATION, describe, plan_layout
 
 H100 = find_gpu("h100")
 SHORT = ["compiler.vllm.max_model_len=4096", "executor.vllm.max_model_len=4096"]
 
 
 def layout(gpus: int, *settings: str, gpu: Gpu = H100) -> dict[str, tuple[int, float]]:
-    made = laid_out(load_config(GrpoConfig, "grpo/paper", list(settings)), Lengths(), gpu, gpus)
-    return {role: (share.count, round(share.gpus, 2)) for role, share in made.shares.items()}
+    made = plan_layout(load_config(GrpoConfig, "grpo/paper", list(settings)), gpus, gpu.gib)
+    return {role: (share.count, round(share.gpus, 2)) for role, share in made.roles.items()}
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_engines_for_which_there_are_too_few_gpus_share_one_by_their_size():
     """7B and 14B: 15.5 and 27.5 GiB of weights, and caches for the episodes of an update."""
     named = ["placement.trainers=1", "placement.compilers=2", "placement.executors=1", *SHORT]
     assert layout(4, *named) == {"trainer": (1, 1), "compiler": (2, 1), "executor": (1, 1)}  # there are enough
-    made = laid_out(load_config(GrpoConfig, "grpo/paper", named), Lengths(), H100, 3)
+    made = plan_layout(load_config(GrpoConfig, "grpo/paper", named), 3, H100.gib)
     for share, weights in ((made.compilers, 15.5), (made.executors, 27.5)):
-        assert 0 < share.gpus <= 0.5 and share.utilization == pytest.approx(FULL * share.gpus)
+        assert 0 < share.gpus <= 0.5 and share.utilization == pytest.approx(MAX_UTILIZATION * share.gpus)
         assert share.utilization * H100.gib > weights + 1.5
     assert made.gpus <= 3
     assert layout(3, *named, gpu=Gpu("", 40.0))["executor"] == (1, 1)  # two do not fit on one of these
@@ -56,15 +56,14 @@ def test_engines_for_which_there_are_too_few_gpus_share_one_by_their_size():
 
 def test_what_the_settings_let_an_engine_fill_stands():
     config = load_config(GrpoConfig, "grpo/paper", ["compiler.vllm.gpu_memory_utilization=0.6"])
-    made = laid_out(config, Lengths(), H100, 8)
-    assert (made.compilers.utilization, made.executors.utilization) == (0.6, FULL)
+    made = plan_layout(config, 8, H100.gib)
+    assert (made.compilers.utilization, made.executors.utilization) == (0.6, MAX_UTILIZATION)
 
 
 def test_the_cluster_that_is_there_is_laid_out_and_said():
-    made = lay(load_config(GrpoConfig, "grpo/paper", []), Lengths())(8, 79.2)
-    assert (
-        said(made) == "GPUs: trainers 4 x 1, compilers 3 x 1 (vLLM at 0.9 of one), executors 1 x 1 (vLLM at 0.9 of one)"
-    )
+    made = plan_layout(load_config(GrpoConfig, "grpo/paper", []), 8, 79.2)
+    engines = "compilers 3 x 1 (vLLM at 0.9 of one), executors 1 x 1 (vLLM at 0.9 of one)"
+    assert describe(made) == f"GPUs: trainers 4 x 1, {engines}"
 
 
 @pytest.mark.seconds

@@ -14,9 +14,8 @@ from configs.training import SftConfig
 from data_gen.rows import SftRow, save_rows, without_brief_state
 from tests import tiny_models
 from tests.training.sft_trainers import ROWS, executor, png
-from training.row_check import RowCheck, bad_rows, describe
-from training.run import train_sft
-from training.trainer import Trainer
+from training.sft import SftTrainer, train_sft
+from training.sft_data import RowCheck, bad_rows, describe
 
 GOOD = ROWS[3]
 BAD: dict[str, tuple[SftRow, str]] = {
@@ -87,8 +86,8 @@ def config(tmp_path: Path, **settings: object) -> SftConfig:
 
 
 def test_training_names_bad_rows_or_leaves_them_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Trainer] = []
-    monkeypatch.setattr(Trainer, "run", lambda self, on_step: seen.append(self))
+    seen: list[SftTrainer] = []
+    monkeypatch.setattr(SftTrainer, "steps", lambda self: seen.append(self) or iter(()))
     save_rows([*ROWS, *(BAD[name][0] for name in ("emission", "state"))], tmp_path / "rows")
     with pytest.raises(ConfigError, match=r"2 of 7 SFT rows.*row 5, task t3: .*row 6, task t3: .*on_bad_rows=skip"):
         train_sft(config(tmp_path), tmp_path / "out")
