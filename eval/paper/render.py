@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from configs.run_folder import check_own_files
-from eval.paper import questions
+from eval.paper import s3mem
 from eval.paper.specs import EFFICIENCY, MILLIONS
 from eval.paper.tables import ABOUT, MEASURED, MEMCOMPILER, NOT_MEASURED, PAPER, Row, Table, TableCell, paper_table
 from eval.plots import MUTED, dot_with_interval, figure_of, quiet, save_figure, titled
@@ -23,7 +23,7 @@ def run_table(number: int, runs: Sequence[Path], out: Path | None, paper: str = 
     Raises:
         ValueError: no such paper or table, or a run that has no results.
     """
-    table = questions.question_table(number, runs) if paper == questions.NAME else paper_table(number, runs, paper)
+    table = s3mem.s3mem_table(number, runs) if paper == s3mem.NAME else paper_table(number, runs, paper)
     name = f"table{number}" if paper == MEMCOMPILER else f"{paper}-table{number}"
     target = out or (runs[0] / "paper" if runs else None)
     if target is None:

@@ -27,7 +27,7 @@ ACTIONS = {1: "look at orange", 3: "mix picture", 4: "mix picture", 5: "mix door
 ASKED = "From steps 1 to 39, how many times did you execute mix picture?"
 
 
-def question_table(number: int, runs: Sequence[Path]) -> Table:
+def s3mem_table(number: int, runs: Sequence[Path]) -> Table:
     """Make table `number`, with the results of `runs`. Raises: ValueError, for no such table, or a run without any."""
     told = yaml.safe_load(Path(__file__).with_name("s3mem.yaml").read_text(encoding="utf-8"))["tables"]
     if number not in told:
