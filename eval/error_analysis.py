@@ -127,7 +127,7 @@ def _missing(wanted: Requirements, episode: Episode) -> list[str]:
     return [name for name, times in Counter(wanted.steps).items() if kinds[name] < times]
 
 
-# look-up: defined if an entry states where the goal's object was ------------------------------------------------------
+# look-up: defined if an entry states where the goal's object was -----------------------------------------------------
 
 
 def lookup(episodes: Iterable[Episode], specs: Iterable[EpisodeSpec]) -> dict[str, float]:

@@ -47,7 +47,7 @@ def wilson(successes: int | Fraction, n: int, level: float = LEVEL) -> Interval:
         ValueError: n = 0, successes outside 0..n, or a level of 1 or more.
     """
     if n <= 0:
-        raise ValueError("an interval over zero episodes says nothing: check the split and `limit`")
+        raise ValueError("an interval needs at least one episode: check the split and `limit`")
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes in {n} episodes")
     z = NormalDist().inv_cdf(0.5 + level / 2)
@@ -66,7 +66,7 @@ def bootstrap_mean(values: Sequence[float | Fraction], seed: int = 0) -> Interva
         ValueError: there are no values.
     """
     if not values:
-        raise ValueError("a bootstrap over zero values says nothing")
+        raise ValueError("a bootstrap needs at least one value")
     means = _resampled_means(values, seed)
     low, high = np.quantile(means, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
     return Interval(fmean(values), float(low), float(high), len(values), float(means.std()))

@@ -19,7 +19,7 @@ import numpy as np
 
 from agent.deliveries import DELIVERIES
 from agent.records import Episode, StepRecord
-from eval.errors import analyse
+from eval.error_analysis import analyse
 from eval.intervals import Interval, PairedDifference, bootstrap_mean, paired, wilson
 from runtime.attempts import broken_facts
 from runtime.errors import StopReason, is_failure
@@ -250,7 +250,7 @@ def ordered(deliveries: Iterable[str]) -> list[str]:
 
 
 def display_name(name: str) -> str:
-    """Return a delivery's label, with its group in a matrix; an unknown delivery keeps its name."""
+    """Return a delivery's label, with its group in a matrix; its name if it is unknown."""
     group, delivery = split_name(name)
     return joined(group, DELIVERIES[delivery].label if delivery in DELIVERIES else delivery)
 

@@ -140,7 +140,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 def family_title(family: str) -> str:
-    """Return the title of a task family; an unknown family keeps its name."""
+    """Return the title of a task family; its name if it is unknown."""
     titles = {
         "": "all tasks",
         "text": "fact in the text",

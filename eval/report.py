@@ -22,7 +22,7 @@ from PIL import Image
 
 from agent.records import Episode
 from eval import table
-from eval.errors import KINDS as ERROR_KINDS
+from eval.error_analysis import KINDS as ERROR_KINDS
 from eval.metrics import EMISSION_KINDS, budgets_of, compared_pairs, display_name, groups_of, is_control, ordered
 from eval.plots import DPI, family_title, read_metrics, results_plots, training_plot
 from eval.replays import MAX_BYTES, REPLAYS, Replays, compared, episode_view, load_chosen, named, select, utf8

@@ -107,7 +107,7 @@ def test_tables_and_figures_of_a_small_run(tmp_path: Path) -> None:
 
     weights = load_file(other / "projector.safetensors")
     save_file({k: 1.5 * w for k, w in weights.items()}, other / "projector.safetensors")
-    assert "not what the run was played with" in refused("--figure", 3, run, f"compiler.checkpoint={other}")
+    assert "is not the run's" in refused("--figure", 3, run, f"compiler.checkpoint={other}")
 
 
 def run_folder(folder: Path, **settings: Any) -> Path:

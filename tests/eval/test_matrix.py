@@ -75,7 +75,7 @@ def test_names_are_fit_for_folders_and_stay_apart() -> None:
     assert [cell.name for cell in made] == ["executor.model=org-a", "executor.model=-b"]
     with pytest.raises(ConfigError, match="unique names"):
         cells(config(matrix={"executor.model": ["a/b", "a-b"]}))
-    with pytest.raises(ConfigError, match="one level or more"):
+    with pytest.raises(ConfigError, match="at least one level"):
         cells(config(matrix={"memory": {}}))
 
 

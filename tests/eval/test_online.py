@@ -225,7 +225,7 @@ def test_tables_say_that_memory_grew(tmp_path: Path) -> None:
 
 
 def test_a_delivery_that_needs_episodes_side_by_side_is_refused() -> None:
-    with pytest.raises(ConfigError, match="one by one"):
+    with pytest.raises(ConfigError, match="side by side"):
         cells(config(deliveries=("compiled_shuffled_soft",)))
 
 
