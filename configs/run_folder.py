@@ -143,10 +143,10 @@ class RunFolder:
             FolderInUse: another process writes to it.
         """
         folder, kind = Path(path), kind or kind_of(config)
-        how = check_run(folder, config, on_exists, ignore, kind)
+        how = check_run(folder, config, on_exists=on_exists, ignore=ignore, kind=kind)
         run = cls(folder, FolderLock(folder, f"memcompiler {kind}") if lock else None)
         if lock:  # another process may have created the run before the lock was taken
-            how = check_run(folder, config, on_exists, ignore, kind)
+            how = check_run(folder, config, on_exists=on_exists, ignore=ignore, kind=kind)
         folder.mkdir(parents=True, exist_ok=True)
         facts = {"kind": kind, **describe_environment()}
         if how == "resume":

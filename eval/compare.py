@@ -89,7 +89,14 @@ def write_comparison(folders: Sequence[Path], out_path: Path | None = None, repl
     page = {**_page(runs, differences(runs, common)), "warnings": warnings(runs, played, common)}
     heads = [replace(e, delivery=joined(name, e.delivery)) for name, of_run in common.items() for e in of_run]
     source = partial(_in_columns, runs, common)
-    return write_page("compare.html.j2", page, heads, source, out_path or folders[0] / "compare.html", replays)
+    return write_page(
+        "compare.html.j2",
+        page,
+        episodes=heads,
+        source=source,
+        out_path=out_path or folders[0] / "compare.html",
+        replays=replays,
+    )
 
 
 # runs -----------------------------------------------------------------------------------------------------------------
@@ -127,7 +134,7 @@ def _read_run(path: Path, name: str) -> Run:
     joint = {key: varying(fact.get(key) for fact in facts) for keys in facts for key in keys}
     if "cells" not in results:
         source = partial(_across_scenes, source, results.get("scene_seed", 0))
-    return Run(name, results, dotted(settings), joint, source)
+    return Run(name, results, settings=dotted(settings), facts=joint, source=source)
 
 
 def _across_scenes(source: EpisodeSource, scene_seed: int, pictures: bool) -> Iterator[Episode]:

@@ -38,7 +38,7 @@ from eval.living import REFERENCE, LivingEvaluation, living_results, pool_sequen
 from eval.matrix import ORDER_AXIS, SEED_AXIS, Cell, axes, baseline_of, cells, check_baseline, varying
 from eval.metrics import HIGHER_IS_BETTER, grouped, joined, results
 from eval.model_cache import ModelCache, needs_checkpoint
-from eval.online import OnlineEvaluation, order_tasks, pool_streams, summarise_stream
+from eval.online import OnlineEvaluation, count_leaks, order_tasks, pool_streams, summarise_stream
 from eval.provenance import identity, identity_of_models
 from eval.report import write_run_report
 from eval.rollouts import Evaluation, EvalWorker, Job, models_on_ray, play_on_ray, specs_of
@@ -102,7 +102,7 @@ def evaluate(cell: Cell, out: Path, models: ModelCache, on_exists: str, shared: 
             summary = read_json(out / RESULTS)
             console.print(f"  {out} is complete already")
         else:
-            summary = _evaluate(cell, run, models, record, shared)
+            summary = _evaluate(cell, run, models=models, record=record, shared=shared)
             run.write_json(RESULTS, summary)
             write_run_report(out)
     print_results(summary, console)
@@ -145,11 +145,11 @@ def _evaluate(
         model_facts, devices = models_on_ray(workers, job), {}
         play = lambda: play_on_ray(workers, job, tasks, record) or {}
     else:
-        evaluation = Evaluation.of(config, models, chosen.specs, chosen.top_specs, cell.name)
+        evaluation = Evaluation.of(config, models, specs=chosen.specs, top_specs=chosen.top_specs, title=cell.name)
         compiler, executor = evaluation.compiler, evaluation.executor
         model_facts = identity_of_models(config, executor, compiler, evaluation.gate)
         devices = {"devices": placed(compiler=compiler, executor=executor)}
-        play = lambda: _play_here(config, evaluation, chosen, run.path, record)
+        play = lambda: _play_here(config, evaluation, chosen=chosen, out=run.path, record=record)
     depends_on = identity(config, chosen.specs, model_facts)
     memory_facts, split = bank_facts(config, memory), config.split or evaluation_split(config.env)
     about = {"environment": config.env.model_dump(), "split": split, "tasks": len(tasks), **memory_facts, **devices}
@@ -168,12 +168,12 @@ def _evaluate(
     episodes = record.episodes(config.deliveries, [task.id for task in tasks])
     _check_any_worked(config, run, episodes)
     facts = {**memory_facts, "max_steps": config.max_steps, "broken_due": len(record.due), **depends_on}
-    summary = _results(cell, run, episodes, chosen.specs, facts)
+    summary = _results(cell, run, episodes=episodes, specs=chosen.specs, facts=facts)
     if config.memory.online:
         for name, of_delivery in summary["results"].items():
             of_delivery["stream"] = summarise_stream(episodes[name])
         for name, stream in online.items():
-            summary["results"][name]["stream"]["leaked"] = stream.leaks(episodes[name])
+            summary["results"][name]["stream"]["leaked"] = count_leaks(episodes[name], stream.tasks, stream.memory)
     if config.memory.living:
         for name, of in living_results(chosen.sequences, episodes, memory, config.max_steps).items():
             summary["results"][name]["living"] = of
@@ -189,11 +189,15 @@ def _play_here(
     tasks, make_env, executor = [spec.task for spec in chosen.specs], evaluation.make_env, evaluation.executor
     for name in config.deliveries:
         if config.memory.online and find(name).recalls:
-            online[name] = OnlineEvaluation(config, tasks, evaluation.delivery(name), out, chosen.memory, record)
+            online[name] = OnlineEvaluation(
+                config, tasks, delivery=evaluation.delivery(name), out=out, initial=chosen.memory, record=record
+            )
             online[name].play(make_env, executor)
         elif config.memory.living:
             delivery = evaluation.delivery(name)
-            LivingEvaluation(config, chosen.sequences, delivery, out, chosen.memory, record).play(make_env, executor)
+            LivingEvaluation(
+                config, chosen.sequences, delivery=delivery, out=out, initial=chosen.memory, record=record
+            ).play(make_env, executor)
         else:
             evaluation.run(name, record.append, set(played.get(name, ())))
     return online
@@ -249,7 +253,7 @@ def _run_matrix(config: EvalConfig, all_cells: Sequence[Cell], run: RunFolder, m
     described: dict[str, dict[str, Any]] = {}  # each finished cell's path and metadata
     for number, cell in enumerate(all_cells, start=1):
         console.rule(f"cell {number}/{len(all_cells)}: {cell.name}", align="left")
-        done[cell.name] = evaluate(cell, out / "cells" / cell.name, models, "resume", out)
+        done[cell.name] = evaluate(cell, out / "cells" / cell.name, models=models, on_exists="resume", shared=out)
         about = {k: v for k, v in done[cell.name].items() if k not in ("results", "paired_difference")}
         described[cell.name] = {"path": f"cells/{cell.name}", "group": cell.group, **about}
         missing = [other.name for other in all_cells[number:]]
@@ -266,7 +270,7 @@ def _run_matrix(config: EvalConfig, all_cells: Sequence[Cell], run: RunFolder, m
         "git": first["git"],
         "versions": first["versions"],
     }
-    pooled = _pool_cells(config, all_cells, done, episodes_of(out, meta)(False), meta)
+    pooled = _pool_cells(config, all_cells, done=done, episodes=episodes_of(out, meta)(False), meta=meta)
     run.write_json(RESULTS, pooled)
     write_run_report(out)
     console.rule(f"all {len(all_cells)} cells", align="left")

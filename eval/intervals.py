@@ -56,7 +56,7 @@ def wilson(successes: int | Fraction, n: int, level: float = LEVEL) -> Interval:
     half = z / shrink * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
     # at 0 and n of n one end is p itself; rounding must not move it past p
     low, high = max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
-    return Interval(p, low, high, n, (p * (1 - p) / n) ** 0.5)
+    return Interval(p, low, high=high, n=n, stderr=(p * (1 - p) / n) ** 0.5)
 
 
 def bootstrap_mean(values: Sequence[float | Fraction], seed: int = 0) -> Interval:
@@ -69,7 +69,7 @@ def bootstrap_mean(values: Sequence[float | Fraction], seed: int = 0) -> Interva
         raise ValueError("a bootstrap needs at least one value")
     means = _resampled_means(values, seed)
     low, high = np.quantile(means, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return Interval(fmean(values), float(low), float(high), len(values), float(means.std()))
+    return Interval(fmean(values), float(low), high=float(high), n=len(values), stderr=float(means.std()))
 
 
 def bootstrap_ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> Interval | None:
@@ -81,7 +81,9 @@ def bootstrap_ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> Inte
     sums = below[picks].sum(1)
     ratios = above[picks].sum(1)[sums > 0] / sums[sums > 0]
     low, high = np.quantile(ratios, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return Interval(float(above.sum() / below.sum()), float(low), float(high), len(pairs), float(ratios.std()))
+    return Interval(
+        float(above.sum() / below.sum()), float(low), high=float(high), n=len(pairs), stderr=float(ratios.std())
+    )
 
 
 def paired(a: Mapping[str, Fraction], b: Mapping[str, Fraction], seed: int = 0) -> PairedDifference:

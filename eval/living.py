@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agent.deliveries import Delivery, DeliverySpec, find
+from agent.deliveries import Delivery, find
 from agent.episode import EpisodeSpec, run_sequences
 from agent.records import Episode
 from configs.evaluation import EvalConfig
@@ -77,12 +77,8 @@ class LivingEvaluation:
             limits, concurrency = limits_of(self.config), self.config.concurrency
             run_sequences(make_env, specs, self.delivery, executor, limits, concurrency, on_episode)
 
-    @property
-    def _delivery_spec(self) -> DeliverySpec:
-        return find(self.delivery.name)
-
     def _life(self, number: int, sequence: TaskSequence) -> Life | None:
-        if not self._delivery_spec.recalls:
+        if not find(self.delivery.name).recalls:
             return None
         if isinstance(self.initial, Lasting):
             return life_in(sequence, self.initial)
@@ -126,7 +122,11 @@ def sub_tasks_of(
     for task, episode in zip(sequence.tasks, episodes, strict=True):
         thing = task.data.get("item", "")
         needed = any(unit.type == thing and unit.source == "used" for unit in oracle.short.held())
-        found = _memory_metrics(life, task, thing, episode, oracle) if isinstance(life, ObjectLife) else {}
+        found = (
+            _memory_metrics(life, task, thing=thing, episode=episode, oracle=oracle)
+            if isinstance(life, ObjectLife)
+            else {}
+        )
         for step in episode.steps:
             oracle.observe(step.told(), task)
         outcomes.append(SubTask(*_effort(episode, max_steps), needed=needed, first=thing not in earlier, **found))

@@ -108,9 +108,6 @@ class OnlineEvaluation:
             )
         return done
 
-    def leaks(self, episodes: Sequence[Episode]) -> int:
-        return count_leaks(episodes, self.tasks, self.memory)
-
 
 # summaries ------------------------------------------------------------------------------------------------------------
 

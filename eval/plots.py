@@ -171,7 +171,7 @@ def _success_panel(
         if success is None:
             continue
         mean, low, high = (100 * success[key] for key in ("mean", "low", "high"))
-        dot_with_interval(panel, y, mean, low, high, CONTROL if is_control(delivery) else ACCENT)
+        dot_with_interval(panel, y, mean=mean, low=low, high=high, color=CONTROL if is_control(delivery) else ACCENT)
         panel.annotate(f"{mean:.1f}", (high, y), (5, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
     baseline = summaries[deliveries.index("none")] if "none" in deliveries else None
     if baseline is not None:

@@ -46,7 +46,9 @@ def write_report(
 ) -> Path:
     """Write the report of results and episodes in memory, with PNG files as figures."""
     page, replays = _page(results, plots), Replays(max_bytes=max_bytes)
-    return write_page("report.html.j2", page, episodes, lambda pictures: episodes, out_path, replays)
+    return write_page(
+        "report.html.j2", page, episodes=episodes, source=lambda pictures: episodes, out_path=out_path, replays=replays
+    )
 
 
 def write_run_report(run_dir: Path, out_path: Path | None = None, replays: Replays = REPLAYS) -> Path:
@@ -62,7 +64,14 @@ def write_run_report(run_dir: Path, out_path: Path | None = None, replays: Repla
     if metrics_path.exists() and read_metrics(metrics_path):
         plots.append(training_plot(metrics_path, run_dir / "plots" / "training.png"))
     out_path = out_path or run_dir / "report.html"
-    return write_page("report.html.j2", _page(results, plots), source(False), source, out_path, replays)
+    return write_page(
+        "report.html.j2",
+        _page(results, plots),
+        episodes=source(False),
+        source=source,
+        out_path=out_path,
+        replays=replays,
+    )
 
 
 def write_page(

@@ -176,7 +176,7 @@ def train_router(
     from training.router import train_router
 
     read = [("--questions", questions)] if questions else []
-    with output_folder(out, "train router", ("router.json", "router.safetensors"), "trained_on", read):
+    with output_folder(out, "train router", names=("router.json", "router.safetensors"), key="trained_on", inputs=read):
         train_router(out, environments.split(","), features, seed, questions=questions)
 
 
@@ -324,7 +324,7 @@ def report_paper(
         from eval.paper.figures import run_figure
 
         named = tuple(name for name in deliveries.split(",") if name)
-        run_figure(figure, folders[0], overrides, out, named, limit, seed)
+        run_figure(figure, folders[0], overrides=overrides, out=out, deliveries=named, limit=limit, seed=seed)
 
 
 app.command()(leakage)

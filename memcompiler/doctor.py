@@ -120,16 +120,16 @@ def _work(connection: Connection, probes: Sequence[Probe]) -> None:
 
 def run_probe(probe: Probe) -> Check:
     try:
-        return Check(probe.name, "ok", probe.run(), "", probe.core)
+        return Check(probe.name, "ok", detail=probe.run(), fix="", core=probe.core)
     except Missing as error:
-        return Check(probe.name, "missing", str(error), probe.fix, probe.core)
+        return Check(probe.name, "missing", detail=str(error), fix=probe.fix, core=probe.core)
     except Exception as error:  # a broken installation may raise anything
         lines = str(error).splitlines() or [""]
         return _broken(probe, f"{type(error).__name__}: {lines[0]}")
 
 
 def _broken(probe: Probe, detail: str) -> Check:
-    return Check(probe.name, "broken", detail, probe.fix, probe.core)
+    return Check(probe.name, "broken", detail=detail, fix=probe.fix, core=probe.core)
 
 
 # checks ------------------------------------------------------------------------------------------------------

@@ -59,7 +59,9 @@ def with_settings(
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
         def command(overrides: Any, config: Any, print_config: Any, **rest: Any) -> None:
-            run(load_settings(schema, config, overrides or [], print_config, check), **rest)
+            run(
+                load_settings(schema, config, overrides=overrides or [], print_config=print_config, check=check), **rest
+            )
 
         def option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
             return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

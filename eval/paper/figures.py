@@ -60,7 +60,7 @@ def run_figure(
     if number == 3:
         facts, text = _figure3(replay, deliveries or ("static", "compiled"), limit, png)
     else:
-        facts, text = _figure4(replay, deliveries or ("compiled",), limit, seed, png)
+        facts, text = _figure4(replay, deliveries or ("compiled",), limit=limit, seed=seed, png=png)
     write(target, name, text, {"figure": number, "run": run.name, **replay.about(), **facts})
 
 
@@ -163,9 +163,9 @@ def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: 
     text = _page(
         3,
         "mean pre-softmax attention logit of the executor over memory tokens",
-        heads,
-        rows,
-        [
+        heads=heads,
+        rows=rows,
+        notes=[
             "Trend: mean over episodes of each one's own, 95 % bootstrap interval over episodes.",
             *([f"{drawn} steps had sampled soft tokens: their mean is used instead."] if drawn else []),
         ],
@@ -208,9 +208,9 @@ def _figure4(
     text = _page(
         4,
         "soft memory tokens and text memory tokens",
-        heads,
-        rows,
-        [
+        heads=heads,
+        rows=rows,
+        notes=[
             *(f"{space}: {meaning}." for space, meaning in latents.SPACES.items()),
             *(f"{space}: not measured, {why}." for space, why in left_out.items()),
             "Probe: logistic regression, tested on episodes that it was not trained on; distinct vectors, as many of "

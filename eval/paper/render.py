@@ -84,7 +84,7 @@ def table_plot(table: Table, path: Path) -> Path:
             if cell is not None and row.source == PAPER:
                 panel.plot(cell.value, y, "D", color="white", markeredgecolor=MUTED, markersize=4.5, zorder=2)
             elif cell is not None:
-                dot_with_interval(panel, y, cell.value, cell.low, cell.high)
+                dot_with_interval(panel, y, mean=cell.value, low=cell.low, high=cell.high)
         titled(panel, column.replace("$", r"\$"))
         quiet(panel, grid="x")
         panel.tick_params(axis="y", length=0)

@@ -46,7 +46,9 @@ def s3mem_table(number: int, runs: Sequence[Path]) -> Table:
     if number == EXAMPLE:
         notes.append("Measured: the rank, probabilities and tokens that the shipped router gives the same steps.")
     title = f"Table {number}. {printed['title']}"
-    return Table(number, title, columns, plotted, [*paper_rows(printed), *measured], about, notes)
+    return Table(
+        number, title, columns=columns, plotted=plotted, rows=[*paper_rows(printed), *measured], runs=about, notes=notes
+    )
 
 
 def _measured(run: Path, number: int) -> Row:

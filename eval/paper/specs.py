@@ -128,7 +128,7 @@ def _levels(axis: str, rows: Mapping[str, str], metrics: tuple[str, ...] = ("suc
     names = {"success": _BASE.name, "progress": f"{_BASE.name} progress"}
     columns = tuple(replace(_BASE, name=names[metric], metric=metric) for metric in metrics)
     methods = {f"{level}/live": name for level, name in rows.items()}
-    return Spec(columns, methods, metrics, _AXES | {axis}, axis, by_method=True, families=False)
+    return Spec(columns, methods, metrics=metrics, axes=_AXES | {axis}, axis=axis, by_method=True, families=False)
 
 
 BRAINMEM: Mapping[int, Spec] = {
@@ -184,7 +184,7 @@ def _living(axis: str, methods: Mapping[str, str]) -> Spec:
     """Return a table of sequences in living worlds: rows are levels of an axis. All rows without memory are equal, so
     only the last level's is shown."""
     columns = tuple(
-        Column(f"{family.title()} {name}", "", (), metric, family)
+        Column(f"{family.title()} {name}", "", splits=(), metric=metric, family=family)
         for family in ("simple", "composite", "complex")
         for name, metric in LIVING.items()
     )

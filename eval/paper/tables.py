@@ -124,9 +124,9 @@ def paper_table(number: int, runs: Sequence[Path], paper: str = MEMCOMPILER) -> 
     columns = (*printed["columns"], *(c.name for c in further))
     plotted = [*printed.get("relative_of", printed["columns"]), *(c.name for c in further if not c.family)]
     about = [_about(run, of_run) for run, of_run in zip(runs, results, strict=True)]
-    notes = _notes(spec, PAPERS[paper], "relative_of" in printed, found, results)
+    notes = _notes(spec, PAPERS[paper], relative="relative_of" in printed, found=found, results=results)
     title, ordered = f"Table {number}. {printed['title']}", _ordered(rows, spec, printed)
-    return Table(number, title, columns, plotted, ordered, about, notes)
+    return Table(number, title, columns=columns, plotted=plotted, rows=ordered, runs=about, notes=notes)
 
 
 # measurements ---------------------------------------------------------------------------------------------------------
@@ -145,11 +145,11 @@ def measurements(results: Mapping[str, Any], run: Path, efficiency: bool = False
             Measured(
                 summary.get("delivery", delivery),
                 cells[0]["environment"],
-                str(cells[0]["split"]),
-                _executor(cells[0], paper_numbers()["models"]),
-                summary.get("levels", {}),
-                summary,
-                used.get(name, {}),
+                split=str(cells[0]["split"]),
+                executor=_executor(cells[0], paper_numbers()["models"]),
+                levels=summary.get("levels", {}),
+                summary=summary,
+                efficiency=used.get(name, {}),
             )
         )
     return found
@@ -216,7 +216,15 @@ def _further_columns(spec: Spec, found: Sequence[Measured]) -> tuple[Column, ...
             name += " progress" if metric == "progress" and len(spec.metrics) > 1 else ""
             name += f", {MILLIONS}" if metric == "tokens" else ""
             for family in ("", *(families if len(families) > 1 and spec.families else ())):
-                columns.add(Column(f"{name}: {family}" if family else name, m.environment, (m.split,), metric, family))
+                columns.add(
+                    Column(
+                        f"{name}: {family}" if family else name,
+                        m.environment,
+                        splits=(m.split,),
+                        metric=metric,
+                        family=family,
+                    )
+                )
     return tuple(sorted(columns, key=lambda c: (c.environment, c.splits, spec.metrics.index(c.metric), c.family)))
 
 
