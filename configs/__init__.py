@@ -1,1 +1,1 @@
-"""Experiments as YAML files, the typed settings that they fill, and the folder that a run of one writes."""
+"""Typed settings, the YAML files that fill them, and run folders."""

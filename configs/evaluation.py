@@ -1,4 +1,4 @@
-"""Settings of an evaluation, one cell or a matrix of them, and of the main job, which ends with one."""
+"""Settings of an evaluation (one cell or a matrix of cells) and of the quickstart, which ends with an evaluation."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from runtime.settings import Seed, Settings
 
 
 class EvalMemoryConfig(MemoryConfig):
-    """Frozen memory is filled before anything is evaluated, and only read. Online, it grows over the stream of the
-    evaluated tasks, a memory for each delivery that recalls anything; it begins empty, or with what `bank` holds.
-    Living, the split's sequences are evaluated, each in a world that is never reset, and memory lives in each anew."""
+    """Memory of an evaluation: frozen, online (grows over the evaluated tasks) or living (grows inside one world)."""
 
     protocol: Literal["frozen", "online", "living"] = "frozen"
-    warm_start: bool = False  # online: begin with the experience that frozen memory would hold
-    order_seed: Seed | None = None  # online: shuffle the stream (default: the split's own order)
-    round: int = Field(default=1, ge=1)  # online: episodes that are played before memory takes them in
+    """frozen: filled before the evaluation, then read-only. online: each delivery that recalls entries has its own
+    memory, which starts empty (or as a copy of `bank`) and grows over the tasks. living: the split's task sequences are
+    played in worlds that are never reset, each with a new memory."""
+    warm_start: bool = False
+    """online: start with the experience that frozen memory would hold."""
+    order_seed: Seed | None = None
+    """online: shuffle the tasks with this seed; null: the split's order."""
+    round: int = Field(default=1, ge=1)
+    """online: episodes per round; memory is updated after each round."""
 
     @property
     def online(self) -> bool:
@@ -35,59 +39,75 @@ class EvalMemoryConfig(MemoryConfig):
 
 
 class EvalConfig(Settings):
+    """Deliveries compared on the same tasks, memory and executor."""
+
     COMMAND: ClassVar[str] = "eval"
     env: AnyEnvSettings = Field(default_factory=default_settings)
+    """Environment and its settings; `env=NAME` is short for `env.name=NAME`."""
     compiler: CompilerConfig = CompilerConfig()
+    """Memory compiler, for deliveries that compile with a trained one."""
     executor: ExecutorConfig = ExecutorConfig()
+    """Frozen executor."""
     memory: EvalMemoryConfig = EvalMemoryConfig()
+    """Memory that the deliveries recall from."""
     deliveries: tuple[str, ...] = Field(default=("none", "static", "compiled_text", "compiled"), min_length=1)
-    # What all others are compared with, task by task: a delivery or, in a matrix, {axis: level, delivery: name}.
+    """Names of the deliveries to compare (`agent/deliveries.py`)."""
     baseline: str | dict[str, str] | None = None
-    # Axis -> named levels, each overrides as on the command line, or a list of values for the key that the axis names.
+    """What every delivery is compared with, task by task: a delivery or, in a matrix, {axis: level, delivery: name}."""
     matrix: dict[str, dict[str, dict[str, Any]] | tuple[Any, ...]] = Field(default={})
-    split: str | None = None  # default: test (household), valid_seen (alfworld)
+    """Axis -> named levels, each a mapping of overrides; or a list of values of the setting that the axis names."""
+    split: str | None = None
+    """Split of the environment; null: its evaluation split (household: test, alfworld: valid_seen)."""
     limit: PositiveInt | None = None
+    """Maximum number of tasks; in living worlds, of sequences."""
     max_steps: int = Field(default=15, ge=1)
-    # Success is told within each of these numbers of steps as well; one above `max_steps` stands for `max_steps`.
+    """Maximum steps of an episode."""
     step_budgets: tuple[PositiveInt, ...] = (15, 30, 50)
-    # Under `compiled_unsure`: an executor that gives its likeliest command so much probability does without compiling.
+    """Step counts within which success is also reported; values above `max_steps` count as `max_steps`."""
     sure: float = Field(default=0.9, gt=0, le=1)
-    # Under `compiled_needed`: a step is compiled that needs it with so much probability; default: as it was fitted.
+    """compiled_unsure: compile only where the executor's most likely command has a lower probability than this."""
     needed: float | None = Field(default=None, ge=0, le=1)
+    """compiled_needed: compile only where the gate's probability is at least this; null: the fitted threshold."""
     concurrency: int = Field(default=64, ge=1)
-    episode_attempts: int = Field(default=ATTEMPTS, ge=1)  # at one that machinery breaks, over all resumes
-    pipelined: bool = False  # half of the episodes compile while the other half acts (docs/serving.md)
-    cluster: Cluster = "local"  # ray: workers play, on this machine or on many (docs/cluster.md)
+    """Episodes played side by side, which share batches."""
+    episode_attempts: int = Field(default=ATTEMPTS, ge=1)
+    """Attempts at an episode that fails for technical reasons, over all resumes."""
+    pipelined: bool = False
+    """Compile for half of the episodes while the other half acts (docs/serving.md)."""
+    cluster: Cluster = "local"
+    """ray: workers play the episodes, on this machine or on several (docs/cluster.md)."""
     ray: RaySettings = RaySettings()
+    """Ray workers of `cluster: ray`."""
     seed: Seed = 0
+    """Seed of sampling; scenes have `env.seed`."""
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Return the numbers of steps within which success is told, in order: `step_budgets` as far as is played."""
+        """Return `step_budgets` in ascending order, cut to `max_steps`."""
         return tuple(sorted({min(budget, self.max_steps) for budget in self.step_budgets}))
 
     @field_validator("deliveries")
     @classmethod
-    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Their names are checked where an evaluation begins (`eval.matrix.cells`), which knows the list."""
+    def _drop_duplicates(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Drop repeated deliveries; `eval.matrix.check_deliveries` checks the names."""
         return tuple(dict.fromkeys(value))
 
     @model_validator(mode="after")
-    def _can_be_shared_out(self) -> EvalConfig:
+    def _check_ray(self) -> EvalConfig:
         if self.cluster == "ray" and self.memory.protocol != "frozen":
             raise ValueError(
-                f"memory.protocol {self.memory.protocol}: every episode waits for what the one before it left, and "
-                "nothing can be shared out: cluster=local"
+                f"memory.protocol {self.memory.protocol}: every episode depends on the memory that the one before it "
+                "wrote, so workers cannot share them: use cluster=local"
             )
         if self.cluster == "ray" and self.executor.engine == "api":
-            raise ValueError("executor.engine api: one process keeps the endpoint's budget: cluster=local")
+            raise ValueError("executor.engine api: only one process can enforce the endpoint's budget: cluster=local")
         refuse_budgets_on_ray(self.cluster, self.memory)
         return self
 
     @field_validator("matrix", mode="before")
     @classmethod
-    def _level_names(cls, value: Any) -> Any:
-        """YAML reads the level `0` as a number."""
+    def _names_as_strings(cls, value: Any) -> Any:
+        """Convert names to strings: YAML reads the level `0` as a number."""
         if not isinstance(value, dict):
             return value
         return {
@@ -97,11 +117,16 @@ class EvalConfig(Settings):
 
 
 class QuickstartConfig(Settings):
-    """The main job: collect, SFT, GRPO, evaluation. One file holds all of it."""
+    """Collect, SFT, GRPO and evaluation in one file."""
 
     COMMAND: ClassVar[str] = "quickstart"
-    seed: Seed = 0  # scenes, SFT and evaluation take it from here (quickstart.yaml refers to it)
+    seed: Seed = 0
+    """Seed of scenes, SFT and evaluation (quickstart.yaml refers to it)."""
     collect: CollectConfig
+    """Collection of experience and SFT rows."""
     sft: SftConfig
-    grpo: GrpoConfig | None = None  # null: SFT is evaluated, and that is all
+    """Stage 1."""
+    grpo: GrpoConfig | None = None
+    """Stage 2; null: evaluate the SFT checkpoint only."""
     eval: EvalConfig
+    """Evaluation of the trained compiler."""

@@ -1,11 +1,9 @@
-"""From a YAML file and `a.b=c` overrides to a validated configuration, with every mistake reported at once.
+"""Load a configuration from a YAML file and `a.b=c` overrides, and report all errors at once.
 
-The order of precedence, lowest first: the schema's defaults, the file that `base:` names, the file, the overrides.
-Mappings merge; everything else (numbers, strings, lists) replaces what was there. A block may have a `base:`, too. A
-value may refer to another key of the same configuration (`${train.seed}`). Resolvers such as `${oc.env:HOME}` are
-refused: a run must follow from its files and its command line alone, and a configuration from somewhere else must not
-read this machine's environment.
-"""
+Precedence, lowest first: the schema's defaults, the file named by `base:`, the file, the overrides. Mappings merge;
+other values (numbers, strings, lists) replace. Blocks may have a `base:` as well. A value may refer to another key of
+the configuration (`${train.seed}`). Resolvers such as `${oc.env:HOME}` are refused: a run must follow from its files
+and its command line, and a foreign configuration must not read this machine's environment."""
 
 from __future__ import annotations
 
@@ -30,13 +28,13 @@ from envs.registry import DEFAULT, known
 from runtime.settings import did_you_mean
 
 CONFIGS = Path(__file__).resolve().parent
-BASE = "base"  # the one key that belongs to the loader, not to the schema
+BASE = "base"  # the loader's own key, which no schema may have
 
 Schema = TypeVar("Schema", bound=BaseModel)
-Tree = dict[Any, Any]  # what a YAML mapping holds, before validation
-Problems = defaultdict[str, list[str]]  # dotted path (or override) -> what is wrong there
+Tree = dict[Any, Any]  # a YAML mapping before validation
+Problems = defaultdict[str, list[str]]  # dotted path (or override) -> error messages
 
-# What PyYAML's safe loader raises on hostile text: a bad explicit tag (`!!int x`, `!!timestamp x`) or endless nesting.
+# PyYAML's safe loader raises these on hostile text: bad explicit tags (`!!int x`, `!!timestamp x`), deep nesting.
 _PARSE_ERRORS = (yaml.YAMLError, OmegaConfBaseException, ValueError, LookupError, AttributeError, RecursionError)
 _OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
@@ -45,21 +43,21 @@ _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. The message is ready to print and names every mistake."""
+    """Invalid configuration. The message lists every error."""
 
 
 def load_config(schema: type[Schema], path: str | Path | None, overrides: Sequence[str] = ()) -> Schema:
     """Read, merge, resolve and validate a configuration. Unknown keys are errors at every level.
 
     Args:
-        path: A YAML file, or the name of one in `configs/` (`find_config`); None for the schema's defaults.
-        overrides: `a.b=c` each, the value parsed as YAML. A list is replaced whole (`stages=[sft, eval]`).
+        path: a YAML file, or the name of one in `configs/` (`find_config`); None: the schema's defaults.
+        overrides: `a.b=c`, the value parsed as YAML. A list replaces the whole list (`stages=[sft, eval]`).
 
     Raises:
-        ConfigError: naming all mistakes at once, each with its dotted path.
+        ConfigError: lists all errors, each with its dotted path.
     """
     if BASE in schema.model_fields:
-        raise TypeError(f"{schema.__name__} has a field named {BASE!r}, which the loader keeps for itself")
+        raise TypeError(f"{schema.__name__} has a field named {BASE!r}, which is reserved for the loader")
     tree = _read_with_base(find_config(path)) if path is not None else {}
     problems: Problems = defaultdict(list)
     for override in overrides:
@@ -75,7 +73,7 @@ def load_config(schema: type[Schema], path: str | Path | None, overrides: Sequen
 
 
 def find_config(name: str | Path) -> Path:
-    """Find the file that `name` means: a path, or a name relative to `configs/`; `.yaml` may be left off."""
+    """Return the file of a path, or of a name relative to `configs/`; `.yaml` is optional."""
     for folder in (Path(), CONFIGS):
         for candidate in (folder / name, folder / f"{name}.yaml"):
             if candidate.is_file():
@@ -87,17 +85,17 @@ def find_config(name: str | Path) -> Path:
 
 
 def to_yaml(config: BaseModel) -> str:
-    """Write the configuration with all its defaults, as YAML that `load_config` reads back to an equal one."""
-    escape = lambda text, path: _INTERPOLATION.sub(r"\1\1\\${", text)  # a literal `${`: the inverse of reading
+    """Serialise a configuration with all defaults; `load_config` reads an equal one back."""
+    escape = lambda text, path: _INTERPOLATION.sub(r"\1\1\\${", text)  # escape literal `${`
     return OmegaConf.to_yaml(OmegaConf.create(_map_strings(config.model_dump(mode="json"), escape)))
 
 
 def read_yaml(path: Path) -> Tree:
-    """Read one YAML file as plain data, its references as they stand. Raises: ConfigError, which names the line."""
+    """Read a YAML file as plain data, with unresolved references. Raises: ConfigError, with the line."""
     try:
         loaded = OmegaConf.load(io.StringIO(_shallow(_decoded(path.read_bytes()))))
         data = OmegaConf.to_container(loaded, resolve=False)
-    except OSError as error:  # OmegaConf raises one without strerror for a file that holds a bare number
+    except OSError as error:  # OmegaConf raises one without strerror for a bare number
         raise ConfigError(f"{path}: {error.strerror or 'expected a mapping (key: value) at the top'}") from None
     except _PARSE_ERRORS as error:
         raise ConfigError(f"{path}{_yaml_error(error)}") from None
@@ -107,12 +105,12 @@ def read_yaml(path: Path) -> Tree:
 
 
 def _decoded(raw: bytes) -> str:
-    """Decode a file by its byte-order mark, without one as UTF-8. Raises: UnicodeDecodeError."""
+    """Decode by byte-order mark, else as UTF-8. Raises: UnicodeDecodeError."""
     return raw.decode("utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig")
 
 
 def _shallow(text: str) -> str:
-    """Return a YAML text that is not nested so deeply that its parser would overflow the stack. Raises: ValueError."""
+    """Return the text. Raises: ValueError, if its nesting would overflow the stack of the YAML parser."""
     opened = accumulate(1 if mark in "[{" else -1 for mark in re.findall(r"[\[\]{}]", text))
     compact = (len(re.findall(r"[-?]\s", line)) for line in text.split("\n"))
     if max((*opened, *compact), default=0) > _MAX_NESTING:
@@ -124,7 +122,7 @@ def _shallow(text: str) -> str:
 
 
 def _read_with_base(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
-    """Merge a file, and each block of it, over its `base` file, and that over its own."""
+    """Read a file and merge it, and each of its blocks, over their `base` files, recursively."""
     path = path.resolve()
     if path in chain:
         cycle = " -> ".join(file.name for file in (*chain, path))
@@ -134,7 +132,7 @@ def _read_with_base(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
         blocks = {key: based(value) if isinstance(value, dict) else value for key, value in tree.items()}
         if top and not isinstance(blocks.get(BASE, ""), str):
             raise ConfigError(f"{path}: `{BASE}` must be a file name, received {_show(blocks[BASE])}")
-        if not isinstance(blocks.get(BASE), str):  # further down, other things may be called so
+        if not isinstance(blocks.get(BASE), str):  # inside a block, `base` may be an ordinary key
             return blocks
         base = str(blocks.pop(BASE))
         if not (path.parent / base).is_file():
@@ -145,8 +143,8 @@ def _read_with_base(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
 
 
 def _merge(below: Tree, above: Mapping[Any, Any]) -> Tree:
-    """Lay mappings over mappings. (OmegaConf.merge would follow references that it meets, resolvers too, before
-    `_refuse_resolvers` has seen them; and lay a mapping over what a reference means.)"""
+    """Merge mappings recursively. (OmegaConf.merge would resolve references, and resolvers, before
+    `_refuse_resolvers`.)"""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -155,7 +153,7 @@ def _merge(below: Tree, above: Mapping[Any, Any]) -> Tree:
 
 
 def parse_override(text: str) -> tuple[list[str], object]:
-    """Split `a.b=c` into its key's parts and its value, the value read as YAML. Raises: ConfigError."""
+    """Split `a.b=c` into the parts of its key and its value, parsed as YAML. Raises: ConfigError."""
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError("expected key=value, for example train.seed=1")
@@ -169,30 +167,26 @@ def parse_override(text: str) -> tuple[list[str], object]:
     return key.split("."), parsed["value"]
 
 
-# A string in place of such a block stands for this key of it: `env=alfworld env.limit=3`.
-SHORTHANDS = {"env": "name"}
-
-
 def _apply_override(tree: Tree, text: str) -> None:
-    """Set one override in place; a mapping merges into what is there, like a file over its base."""
+    """Apply an override in place; a mapping merges like a file over its base."""
     (*parents, last), value = parse_override(text)
     node = tree
     for depth, part in enumerate(parents, start=1):
         if node.get(part) is None:
             node[part] = {}
-        elif isinstance(node[part], str) and part in SHORTHANDS:
-            node[part] = {SHORTHANDS[part]: node[part]}
+        elif part == "env" and isinstance(node[part], str):
+            node[part] = {"name": node[part]}  # `env=alfworld` is short for `env.name=alfworld`
         node = node[part]
         if not isinstance(node, dict):
             where = ".".join(parents[:depth])
             raise ConfigError(
-                f"{where} is {_show(node)} and has no keys; give all of it: {where}='{{key: value, ...}}'"
+                f"{where} is {_show(node)} and has no keys; set the whole block: {where}='{{key: value, ...}}'"
             )
     node.update(_merge({last: node.get(last)}, {last: value}))
 
 
 def read_overrides(overrides: Sequence[str]) -> Tree:
-    """Read `a.b=c` settings that no schema here knows as plain data. Raises: ConfigError."""
+    """Read `a.b=c` settings without a schema as plain data. Raises: ConfigError."""
     tree: Tree = {}
     for override in overrides:
         try:
@@ -206,7 +200,7 @@ def read_overrides(overrides: Sequence[str]) -> Tree:
 
 
 def _map_strings(node: Any, change: Callable[[str, str], Any], path: str = "") -> Any:
-    """Copy a tree with `change(string, dotted path)` in place of every string."""
+    """Copy a tree, replacing every string by `change(string, dotted path)`."""
     if isinstance(node, dict):
         return {key: _map_strings(value, change, _join(path, key)) for key, value in node.items()}
     if isinstance(node, list):
@@ -215,14 +209,14 @@ def _map_strings(node: Any, change: Callable[[str, str], Any], path: str = "") -
 
 
 def _refuse_resolvers(tree: Tree, problems: Problems) -> Tree:
-    """Copy a tree; every string that calls a resolver becomes None and is noted, so that none ever runs."""
+    """Copy a tree; replace strings that call a resolver by None and add an error, so that no resolver runs."""
 
     def checked(text: str, path: str) -> str | None:
         if not _calls_resolver(text):
             return text
         problems[path].append(
-            f"{text!r} is not allowed: a value may refer to other keys (${{train.seed}}), but read "
-            f"nothing from outside; write the value itself, or say {path}=... when you run"
+            f"{text!r} is not allowed: a value may refer to other keys (${{train.seed}}), but not read anything from "
+            f"outside; write the value itself, or set {path}=... on the command line"
         )
         return None
 
@@ -230,7 +224,7 @@ def _refuse_resolvers(tree: Tree, problems: Problems) -> Tree:
 
 
 def _calls_resolver(text: str) -> bool:
-    """Tell whether a `:` stands inside a `${...}` (a plain reference holds none) that is not escaped as `\\${`."""
+    """Return whether an unescaped `${...}` contains a `:`, as resolvers do and plain references do not."""
     for match in _INTERPOLATION.finditer(text):
         if len(match.group(1)) % 2:  # an odd number of backslashes escapes
             continue
@@ -245,7 +239,7 @@ def _calls_resolver(text: str) -> bool:
 
 
 def _resolve(node: Any, path: str, problems: Problems, depth: int = 0) -> Any:
-    """Fill in every reference, giving plain values; one that cannot be filled becomes None and is noted."""
+    """Resolve every reference; replace one that cannot be resolved by None and add an error."""
     if not isinstance(node, (DictConfig, ListConfig)):
         return node
     if depth > _MAX_DEPTH:
@@ -264,31 +258,31 @@ def _resolve(node: Any, path: str, problems: Problems, depth: int = 0) -> Any:
 
 def _reference_error(error: OmegaConfBaseException) -> str:
     if isinstance(error, MissingMandatoryValue):
-        return "required: '???' stands for a value that you give"
+        return "required: replace '???' by a value"
     reason = str(error).splitlines()[0]
     if isinstance(error, InterpolationKeyError):
         return f"{reason} (neither the file nor an override sets it)"
     return reason
 
 
-# --- validation, and saying what is wrong ---
+# --- validation and error messages ---
 
 
 def _validate(schema: type[Schema], values: Tree, problems: Problems) -> Schema | None:
-    """Make the validated model, or None with all its errors added to `problems`."""
+    """Return the validated model; None, with all errors added to `problems`, if it is invalid."""
     try:
         return schema.model_validate(values, extra="forbid")
     except ValidationError as error:
         known = set(problems)
         for details in error.errors(include_url=False):
             path = _written_path(details, values)
-            if path not in known:  # a value that is None only because it could not be resolved is reported already
+            if path not in known:  # unresolved values are reported already
                 problems[path].append(_explain(details, *_schema_of(schema, path, values)))
         return None
 
 
 def _written_path(error: ErrorDetails, values: Tree) -> str:
-    """Give the error's place as the user wrote it: pydantic also names union members and validators on the way."""
+    """Return the dotted path of an error as the user wrote it, without pydantic's union members and validators."""
     path, node = "", cast(Any, values)
     for i, part in enumerate(error["loc"]):
         if _holds(node, part):
@@ -303,7 +297,7 @@ def _holds(node: object, part: str | int) -> bool:
 
 
 def _schema_of(schema: type[BaseModel], path: str, values: Tree) -> tuple[type[BaseModel], str]:
-    """Return the schema that knows a path's keys, and the path in it: an environment's own, below `env`."""
+    """Return the schema of a path's keys and the path within it; below `env` it is the environment's schema."""
     parts, node = path.split("."), cast(Any, values)
     for i, part in enumerate(parts[:-1], start=1):
         node = node.get(part) if isinstance(node, dict) else None
@@ -332,7 +326,8 @@ def _explain(error: ErrorDetails, schema: type[BaseModel], path: str) -> str:
 
 
 def _suggest(schema: type[BaseModel], path: str) -> str:
-    """Say what an unknown key may have been: the same name elsewhere in the schema, or a like name at its level."""
+    """Suggest replacements for an unknown key: the same name elsewhere in the schema, or a similar name at its
+    level."""
     *parents, name = path.split(".")
     fields = sorted({field for model in _models_at(schema, parents) for field in model.model_fields})
     elsewhere = [place for place in _field_paths(schema) if place.rpartition(".")[2] == name]
@@ -343,7 +338,7 @@ def _suggest(schema: type[BaseModel], path: str) -> str:
 
 
 def _models_at(annotation: Any, path: Sequence[str]) -> Iterator[type[BaseModel]]:
-    """Find the models that may stand at a path, through unions, dicts and lists."""
+    """Yield the models at a path, through unions, dicts and lists."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if not path:
             yield annotation
@@ -358,8 +353,8 @@ def _models_at(annotation: Any, path: Sequence[str]) -> Iterator[type[BaseModel]
 
 
 def _field_paths(annotation: Any, prefix: str = "", seen: tuple[type, ...] = ()) -> list[str]:
-    """List the dotted paths of all fields that a key can name, through unions, but not in lists and dicts. A model that
-    holds itself is entered once."""
+    """Return the dotted paths of all fields, through unions, but not inside lists and dicts. Recursive models are
+    entered once."""
     if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         inner = () if get_origin(annotation) in (list, tuple, dict) else get_args(annotation)
         return [path for part in inner for path in _field_paths(part, prefix, seen)]
@@ -376,7 +371,7 @@ def _report(path: str | Path | None, problems: Problems) -> str:
     for where, texts in problems.items():
         expected = [text.partition(", received ") for text in dict.fromkeys(texts)]
         if len(expected) > 1 and all(received for _, received, _ in expected):
-            # A union: one error for each of its members.
+            # one error for each member of a union
             kinds = " or ".join(text.removeprefix("expected ") for text, _, _ in expected)
             texts = [f"expected {kinds}, received {expected[0][2]}"]
         lines.append(f"  {where or '(top level)'}: {'; '.join(dict.fromkeys(texts))}")

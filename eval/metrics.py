@@ -1,9 +1,8 @@
-"""From episodes to numbers: what happened under each delivery, with intervals, and how two deliveries differ.
+"""Metrics of episodes: `summarise` describes one delivery, `difference` compares two, `results` returns the content of
+results.json.
 
-`summarise` describes one delivery, `results` puts all of them into the dict that is written as `results.json`.
-An episode that broke (environment, executor or compiler failure) counts as an episode without success and stays
-visible in `stop_reasons`: leaving it out would reward the delivery that breaks more often.
-"""
+An episode with a technical failure (environment, executor or compiler) counts as failed and is listed in
+`stop_reasons`: leaving it out would reward the delivery that fails more often."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from agent.deliveries import DELIVERIES
 from agent.records import Episode, StepRecord
-from eval.errors import analyse
+from eval.error_analysis import analyse
 from eval.intervals import Interval, PairedDifference, bootstrap_mean, paired, wilson
 from runtime.attempts import broken_facts
 from runtime.errors import StopReason, is_failure
@@ -47,7 +46,7 @@ V = TypeVar("V")
 
 
 def grouped(values: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
-    """Sort values into lists by key, both in the order in which they come."""
+    """Group values by key, in the order in which they occur."""
     found: dict[K, list[V]] = defaultdict(list)
     for value in values:
         found[key(value)].append(value)
@@ -58,18 +57,19 @@ def grouped(values: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
 
 
 def succeeded(episode: Episode, within: float = inf) -> bool:
-    """Tell success, in at most so many steps, as every table counts it: an episode that broke has none, whatever was
-    recorded before it broke."""
+    """Return whether an episode succeeded in at most `within` steps. One with a technical failure never did."""
     return episode.success and not is_failure(episode.stop_reason) and len(episode.steps) <= within
 
 
 def summarise(episodes: Sequence[Episode], budgets: Sequence[int] = ()) -> dict[str, Any]:
-    """Describe what a delivery did, ready for JSON; docs/results-format.md says each key.
+    """Summarise the episodes of a delivery, ready for JSON (docs/results-format.md describes each key).
 
-    `budgets` are numbers of steps within which success is told as well, none above what the episodes were given. Tokens
-    are what a role read and wrote (prompt + generated). Rates and times per step are over all steps of all episodes;
-    shares are over the steps that have the thing at all (an emission, a grounded action). `emission_mix` is {} and
-    `parse_error_rate` None where no compiler spoke.
+    Tokens are prompt + generated. Rates and times per step are over all steps of all episodes; shares are over the
+    steps to which they apply (with an emission, with a grounded action). Without emissions `emission_mix` is {} and
+    `parse_error_rate` None.
+
+    Args:
+        budgets: step counts within which success is also reported, at most the episodes' maximum.
 
     Raises:
         ValueError: there are no episodes.
@@ -90,11 +90,11 @@ def summarise(episodes: Sequence[Episode], budgets: Sequence[int] = ()) -> dict[
         "emission_tokens_per_step": _mean([len(s.emission_ids) for s in emissions]) if emissions else None,
         "emission_mix": _shares((step.emission_kind for step in emissions), EMISSION_KINDS),
         "parse_error_rate": _mean([float(s.parse_error is not None) for s in emissions]) if emissions else None,
-        # by operation: "create: key exists: mug" is a create
+        # by operation, e.g. "create: key exists: mug" counts as create
         "op_errors": dict(sorted(Counter(e.partition(":")[0] for s in emissions for e in s.op_errors).items())),
         "op_error_rate": _mean([float(bool(s.op_errors)) for s in emissions]) if emissions else None,
         "grounding": _shares((step.grounding for step in steps if step.grounding), GROUNDINGS),
-        # of the actions where the environment lists its commands
+        # over steps at which the environment lists its commands
         "grounding_failure_rate": listed.count("failed") / len(listed) if listed else None,
         "seconds_per_step": {clock: _mean([s.seconds.get(clock, 0.0) for s in steps]) for clock in CLOCKS},
         "usage": used,
@@ -114,10 +114,10 @@ def summarise(episodes: Sequence[Episode], budgets: Sequence[int] = ()) -> dict[
 
 
 def usage(steps: Sequence[StepRecord], role: str) -> dict[str, Any]:
-    """Add up what a role took: calls, seconds in all, latency of a call in seconds, and for models tokens in all.
+    """Sum the calls, seconds and (for models) tokens of a role, with quantiles of a call's latency in seconds.
 
-    `tokens_cached` (of those read, what a prefix cache held) is None where the backend does not say. Where episodes are
-    batched, a call's latency is its share of the batch's time; `concurrency: 1` gives what a lone agent waits.
+    `tokens_cached` (input tokens served by a prefix cache) is None if the backend does not report it. In a batch, a
+    call's latency is its share of the batch's time; `concurrency: 1` measures a single agent's latency.
     """
     seconds = [step.seconds[role] for step in steps if role in step.seconds]
     p50, p95 = (float(q) for q in np.quantile(seconds, (0.5, 0.95))) if seconds else (0.0, 0.0)
@@ -130,7 +130,7 @@ def usage(steps: Sequence[StepRecord], role: str) -> dict[str, Any]:
 
 
 def success_curve(summary: Mapping[str, Any]) -> list[Interval]:
-    """Give the success within 0, 1, 2, ... steps, to the largest budget or the longest success."""
+    """Return the success within 0, 1, 2, ... steps, up to the largest budget or the longest success."""
     solved: Mapping[str, int] = (summary["steps_to_success"] or {}).get("counts", {})
     last = max(map(int, (*solved, *summary["success_at"])), default=0)
     tasks, episodes = summary["success"]["n"], sum(summary["stop_reasons"].values())
@@ -139,8 +139,8 @@ def success_curve(summary: Mapping[str, Any]) -> list[Interval]:
 
 
 def _successes(episodes: Sequence[Episode], budgets: Sequence[int]) -> dict[str, Any]:
-    """Give the success with its interval over tasks: several episodes of one task (seeds) are not independent, and
-    their mean varies at most as one of them does."""
+    """Return success with intervals over tasks: several episodes of a task (seeds) are not independent, and their mean
+    varies at most as much as one of them."""
     tasks = len({episode.task_id for episode in episodes})
 
     def rate(within: float) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _reached(episodes: Sequence[Episode], budgets: Sequence[int]) -> dict[str, A
 
 
 def _steps_to_success(episodes: Sequence[Episode]) -> dict[str, Any] | None:
-    """Say how many steps successes took; `counts`, how many took so many."""
+    """Return the mean steps of successes, with interval and median; `counts`: steps -> successes."""
     taken = sorted(len(episode.steps) for episode in episodes if succeeded(episode))
     if not taken:
         return None
@@ -165,7 +165,7 @@ def _steps_to_success(episodes: Sequence[Episode]) -> dict[str, Any] | None:
 
 
 def _cost_per_success(used: Mapping[str, Mapping[str, Any]], successes: int) -> dict[str, dict[str, float]] | None:
-    """Divide what both roles took in all episodes, failed ones too, by the number of successes."""
+    """Divide tokens and seconds of all episodes, including failed ones, by the number of successes."""
     if not successes:
         return None
     return {
@@ -182,11 +182,11 @@ def _tokens_per_step(steps: Sequence[StepRecord], role: str) -> float:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else 0.0  # an episode may break before its first step
+    return fmean(values) if values else 0.0  # an episode may fail before its first step
 
 
 def _shares(names: Iterable[str], expected: Sequence[str]) -> dict[str, float]:
-    """Take each name's share; every expected one is there, so that readers need no defaults. {} when there are none."""
+    """Return the share of each name, with 0 for expected names that do not occur; {} if there are no names."""
     counts = Counter(names)
     unexpected = sorted(counts.keys() - set(expected))
     return {name: counts[name] / counts.total() for name in (*expected, *unexpected)} if counts else {}
@@ -205,31 +205,33 @@ def results(
     pairs: Iterable[tuple[str, str]] = (),
     budgets: Mapping[str, Sequence[int]] = {},
 ) -> dict[str, Any]:
-    """Make the content of `results.json`: a summary per delivery, the run's meta data, and the paired differences.
+    """Return the content of results.json: a summary per delivery, metadata, and paired differences.
 
     Args:
-        per_delivery: episodes by delivery name; in a matrix, `group/delivery`.
-        meta: at least "environment", "split" and "seed"; anything else that is JSON goes in beside them.
-        pairs: what is compared beyond what the deliveries' `compared_with` says.
-        budgets: numbers of steps by delivery name; see `summarise`.
+        per_delivery: episodes by delivery; in a matrix by `group/delivery`.
+        meta: "environment", "split", "seed" and other JSON values.
+        pairs: comparisons in addition to `DeliverySpec.compared_with`.
+        budgets: step counts by delivery; see `summarise`.
 
     Raises:
-        ValueError: no delivery, one without episodes, or incomplete or clashing meta data.
+        ValueError: no delivery, one without episodes, or incomplete or clashing metadata.
     """
     if not per_delivery:
         raise ValueError("no delivery was evaluated")
     if empty := [name for name, episodes in per_delivery.items() if not episodes]:
         raise ValueError(f"zero episodes under {', '.join(empty)}: a run over nothing has no result")
     if missing := [key for key in REQUIRED_META if key not in meta]:
-        raise ValueError(f"results need to say their {', '.join(missing)}")
+        raise ValueError(f"results need the metadata {', '.join(missing)}")
     if clash := {"results", "paired_difference"} & meta.keys():
-        raise ValueError(f"meta data cannot be called {', '.join(sorted(clash))}")
-    asked = {name: budgets.get(name, ()) for name in per_delivery}
+        raise ValueError(f"metadata cannot have the keys {', '.join(sorted(clash))}")
+    of_delivery = {name: budgets.get(name, ()) for name in per_delivery}
     return {
-        "results": {name: summarise(per_delivery[name], asked[name]) for name in ordered(per_delivery)},
+        "results": {name: summarise(per_delivery[name], of_delivery[name]) for name in ordered(per_delivery)},
         **meta,
         "paired_difference": {
-            f"{a} - {b}": difference(per_delivery[a], per_delivery[b], [t for t in asked[a] if t in asked[b]])
+            f"{a} - {b}": difference(
+                per_delivery[a], per_delivery[b], [t for t in of_delivery[a] if t in of_delivery[b]]
+            )
             for a, b in dict.fromkeys((*_usual_pairs(per_delivery), *pairs))
             if a in per_delivery and b in per_delivery and _share_tasks(per_delivery[a], per_delivery[b])
         },
@@ -237,7 +239,7 @@ def results(
 
 
 def ordered(deliveries: Iterable[str]) -> list[str]:
-    """Put delivery names in the order of every table: deliveries, controls, then unknown names by alphabet."""
+    """Sort delivery names as in every table: known deliveries in their order, then others by name."""
     known = list(DELIVERIES)
 
     def place(name: str) -> tuple[str, int, str]:
@@ -248,13 +250,13 @@ def ordered(deliveries: Iterable[str]) -> list[str]:
 
 
 def display_name(name: str) -> str:
-    """Name a delivery, in a matrix with its group, as tables and plots do; an unknown one by its own name."""
+    """Return a delivery's label, with its group in a matrix; its name if it is unknown."""
     group, delivery = split_name(name)
     return joined(group, DELIVERIES[delivery].label if delivery in DELIVERIES else delivery)
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split `memory=graph/static` into ("memory=graph", "static"): the group of a matrix, "" outside of one."""
+    """Split `memory=graph/static` into ("memory=graph", "static"); the group is "" outside of a matrix."""
     group, _, delivery = name.rpartition("/")
     return group, delivery
 
@@ -269,11 +271,12 @@ def is_control(name: str) -> bool:
 
 
 def compared_pairs(results: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Return (a, b, difference) of every pair of compared deliveries."""
     return [(*key.split(" - ", 1), pair) for key, pair in results.get("paired_difference", {}).items()]  # type: ignore[misc]
 
 
 def groups_of(summaries: Mapping[str, Any], by: str) -> list[str]:
-    """List the names that occur in any summary's `by_family` or `by_kind`, by alphabet ("text" before "visual")."""
+    """Return the names in the summaries' `by_family` or `by_kind`, sorted."""
     return sorted({name for summary in summaries.values() for name in summary[by]})
 
 
@@ -284,13 +287,12 @@ def _usual_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def budgets_of(summaries: Iterable[Mapping[str, Any]]) -> list[int]:
-    """List the budgets that any summary tells success at; results of before there were any have none."""
-    return sorted({int(budget) for summary in summaries for budget in summary.get("success_at", ())})
+    """Return all step budgets of the summaries, sorted."""
+    return sorted({int(budget) for summary in summaries for budget in summary["success_at"]})
 
 
 def difference(a: Sequence[Episode], b: Sequence[Episode], budgets: Sequence[int] = ()) -> dict[str, Any]:
-    """Pair all tasks, at the end and `at` each budget, and those within each family: where soft tokens matter is a
-    question about a family."""
+    """Compute the paired difference a - b over all tasks, within each budget (`at`) and within each family."""
     of_a, of_b = _groups(a, lambda e: e.family), _groups(b, lambda e: e.family)
     shared = [family for family in of_a if family in of_b and _share_tasks(of_a[family], of_b[family])]
     return {
@@ -303,12 +305,12 @@ def difference(a: Sequence[Episode], b: Sequence[Episode], budgets: Sequence[int
 def paired_difference(
     a: Sequence[Episode], b: Sequence[Episode], within: float = inf, seed: int = 0
 ) -> PairedDifference:
-    """Take a - b in success within so many steps, over the tasks that both played.
+    """Compute the paired difference a - b in success within `within` steps, over the shared tasks.
 
-    Episodes of one task (several seeds) are averaged first: they are not independent of each other.
+    Episodes of one task (several seeds) are averaged first, because they are not independent.
 
     Raises:
-        ValueError: no task was played under both.
+        ValueError: they share no task.
     """
     return paired(_success_by_task(a, within), _success_by_task(b, within), seed)
 

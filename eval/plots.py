@@ -1,4 +1,4 @@
-"""Figures: success by delivery, success against steps, and the training losses. Drawn off screen, written as PNG."""
+"""Figures of results and of training, written as PNG."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from eval.metrics import display_name, grouped, groups_of, is_control, ordered, split_name, success_curve
-from eval.table import counted
 from runtime.told import parse_json
 
-LOSSES: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order of the paper's equation
+SFT_PANELS: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order of the paper's Eq. 9
     "loss": "total loss",
     "loss_text": "text: emission",
     "loss_action": "action through the executor",
@@ -27,7 +26,7 @@ LOSSES: Mapping[str, str] = {  # metrics.jsonl key -> panel title, in the order 
     "val_loss": "total loss, held-out rows",
     "eval_success": "success, held-out tasks",
 }
-UPDATES: Mapping[str, str] = {  # the same for the reinforcement learning stage
+GRPO_PANELS: Mapping[str, str] = {
     "reward": "success of sampled episodes",
     "zero_variance_fraction": "groups without variance",
     "entropy_text": "entropy of the text, nats/token",
@@ -37,14 +36,14 @@ UPDATES: Mapping[str, str] = {  # the same for the reinforcement learning stage
     "eval_success": "success, held-out tasks",
 }
 INK, MUTED, GRID, ACCENT, CONTROL = "#1f2933", "#6b7785", "#e3e7eb", "#2f6f8f", "#9aa5b1"
-CURVES = ("#6b7785", "#b3362b", "#c08a1e", "#2f77b5", "#7a55b0", "#1b7a4b")  # told apart by their markers, too
+CURVES = ("#6b7785", "#b3362b", "#c08a1e", "#2f77b5", "#7a55b0", "#1b7a4b")
 MARKERS = "osD^vPX*h"
 DPI = 160
 LABEL_CHARACTERS = 36
 
 
 def deliveries_plot(results: Mapping[str, Any], path: Path) -> Path:
-    """Draw the success rate with its 95 % interval by delivery: one panel over all tasks and one per family."""
+    """Plot success with its 95 % interval by delivery: one panel over all tasks and one per family."""
     deliveries = ordered(results["results"])
     groups = ["", *groups_of(results["results"], "by_family")]
     size = (3.0 + 2.4 * len(groups), 1.25 + 0.34 * len(deliveries))
@@ -61,16 +60,13 @@ def deliveries_plot(results: Mapping[str, Any], path: Path) -> Path:
 
 
 def results_plots(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw what results hold: success by delivery and, but for results of before it was counted, against steps."""
-    plots = [deliveries_plot(results, folder / "deliveries.png")]
-    if counted(results["results"]):
-        plots.append(steps_plot(results, folder / "steps.png"))
-    return plots
+    """Plot success by delivery and against steps; return the files."""
+    return [deliveries_plot(results, folder / "deliveries.png"), steps_plot(results, folder / "steps.png")]
 
 
 def steps_plot(results: Mapping[str, Any], path: Path) -> Path:
-    """Draw the success within 1, 2, ... steps with its 95 % interval, a curve per delivery (controls dashed), marked at
-    the budgets; of a matrix a panel per group."""
+    """Plot success within 1, 2, ... steps with its 95 % interval: a curve per delivery (controls dashed) with marks at
+    the budgets; in a matrix, a panel per group."""
     groups = grouped(ordered(results["results"]), lambda name: split_name(name)[0])
     deliveries = ordered({split_name(name)[1] for name in results["results"]})
     columns = min(2, len(groups))
@@ -91,8 +87,6 @@ def steps_plot(results: Mapping[str, Any], path: Path) -> Path:
 
 
 def _success_against_steps(panel: Axes, name: str, number: int, summary: Mapping[str, Any]) -> None:
-    if "steps_to_success" not in summary:
-        return
     curve, control = success_curve(summary), is_control(name)
     mean, low, high = ([100 * getattr(point, end) for point in curve] for end in ("mean", "low", "high"))
     steps, color = range(len(curve)), CURVES[number % len(CURVES)]
@@ -111,10 +105,10 @@ def _success_against_steps(panel: Axes, name: str, number: int, summary: Mapping
 
 
 def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
-    """Draw loss terms over optimiser steps (SFT) or what each update saw (GRPO), a small panel each: raw values faint,
-    their moving average on top. Raise ValueError where the file holds neither."""
+    """Plot the metrics of SFT by optimiser step or of GRPO by update, a panel each, with moving averages. Raises:
+    ValueError, if the file holds neither."""
     rows = read_metrics(metrics_jsonl_path)
-    titles = UPDATES if any("update" in row for row in rows.values()) else LOSSES
+    titles = GRPO_PANELS if any("update" in row for row in rows.values()) else SFT_PANELS
     present = [key for key in titles if any(key in row for row in rows.values())]
     if not present:
         raise ValueError(f"{metrics_jsonl_path} holds none of {', '.join(titles)}")
@@ -125,13 +119,13 @@ def training_plot(metrics_jsonl_path: Path, path: Path) -> Path:
         _curve(panel, titles[key], {step: row[key] for step, row in rows.items() if key in row})
     for panel in panels[len(present) :]:
         panel.set_axis_off()
-    unit = "update" if titles is UPDATES else "optimiser step"
+    unit = "update" if titles is GRPO_PANELS else "optimiser step"
     return save_figure(figure, path, f"{unit} (dark line: moving average)")
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Read a training run's rows by step (SFT) or update (GRPO). A resumed run repeats some: the last one counts. Torn
-    lines, and lines that tell of neither, are skipped."""
+    """Read the metrics of a training run by step (SFT) or update (GRPO). Of repeated rows (after a resume) the last one
+    counts; torn and unrelated lines are skipped."""
     rows: dict[int, dict[str, float]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -140,13 +134,13 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
             step = int(numbers.get("step", numbers.get("update", len(rows))))
         except (ValueError, OverflowError, AttributeError):
             continue
-        if any(key in row for key in (*LOSSES, *UPDATES)):
+        if any(key in row for key in (*SFT_PANELS, *GRPO_PANELS)):
             rows[step] = numbers
     return dict(sorted(rows.items()))
 
 
 def family_title(family: str) -> str:
-    """Say in words what a family asks for; an unknown one by its own name."""
+    """Return the title of a task family; its name if it is unknown."""
     titles = {
         "": "all tasks",
         "text": "fact in the text",
@@ -157,14 +151,14 @@ def family_title(family: str) -> str:
 
 
 def plain(name: str) -> str:
-    """Make a name from data fit for matplotlib: no formula mode, no characters that fonts refuse, not too long."""
+    """Make a name safe for matplotlib: no formula mode, printable characters only, limited length."""
     printable = "".join(c if c.isprintable() else "?" for c in name)
     short = printable if len(printable) <= LABEL_CHARACTERS else printable[: LABEL_CHARACTERS - 1] + "…"
     return short.replace("$", r"\$")
 
 
 def _heights(deliveries: Sequence[str]) -> list[float]:
-    """Place deliveries, with a gap before controls and between the groups of a matrix."""
+    """Return the y positions of deliveries, with gaps before controls and between groups."""
     blocks = [(split_name(delivery)[0], is_control(delivery)) for delivery in deliveries]
     changes = [before != after for before, after in pairwise(blocks)]
     return [i + 0.6 * sum(changes[:i]) for i in range(len(deliveries))]
@@ -177,7 +171,7 @@ def _success_panel(
         if success is None:
             continue
         mean, low, high = (100 * success[key] for key in ("mean", "low", "high"))
-        dot_with_interval(panel, y, mean, low, high, CONTROL if is_control(delivery) else ACCENT)
+        dot_with_interval(panel, y, mean=mean, low=low, high=high, color=CONTROL if is_control(delivery) else ACCENT)
         panel.annotate(f"{mean:.1f}", (high, y), (5, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
     baseline = summaries[deliveries.index("none")] if "none" in deliveries else None
     if baseline is not None:
@@ -191,7 +185,7 @@ def _success_panel(
 
 def _curve(panel: Axes, title: str, by_step: Mapping[int, float]) -> None:
     steps, values = list(by_step), list(by_step.values())
-    reach = len(values) // 20  # a centred tenth of the run does not lag behind a falling loss as a trailing mean does
+    reach = len(values) // 20  # a centred window, a tenth of the run: it does not lag behind a falling loss
     smooth = [fmean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
     panel.plot(steps, values, color=ACCENT, linewidth=0.8, alpha=0.3)
     panel.plot(steps, smooth, color=ACCENT, linewidth=1.6)
@@ -201,11 +195,11 @@ def _curve(panel: Axes, title: str, by_step: Mapping[int, float]) -> None:
     quiet(panel, grid="y")
 
 
-# what all figures share -----------------------------------------------------------------------------------------------
+# helpers of all figures ---------------------------------------------------------------------------------------------
 
 
 def figure_of(size: tuple[float, float], rows: int, columns: int, **shared: bool) -> tuple[Figure, list[Axes]]:
-    """Make a figure of `size` inches, and its panels row by row."""
+    """Create a figure of `size` inches; return it with its panels row by row."""
     figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False, **shared).ravel())  # type: ignore[arg-type]
 
@@ -232,10 +226,10 @@ def quiet(panel: Axes, grid: Literal["x", "y"]) -> None:
 
 
 def save_figure(figure: Figure, path: Path, below: str = "") -> Path:
-    """Write a PNG, with a caption below, without dates or versions inside: the same numbers give the same bytes."""
+    """Write a PNG with a caption. It holds no dates or versions, so equal numbers give equal bytes."""
     if below:
         figure.supxlabel(below, fontsize=8.5, color=MUTED)
-    FigureCanvasAgg(figure)  # not pyplot, whose state is global
+    FigureCanvasAgg(figure)  # pyplot has global state
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", facecolor="white", metadata={"Software": None})
     return path

@@ -1,7 +1,7 @@
-"""What a result depends on, as hashes: prompts, checkpoints, what was retrieved, the environment's version.
+"""Hashes of what a result depends on: tasks, retrieved entries, weights and prompts.
 
-A prompt's hash is over a fixed request rendered as every step's is, so that it changes when the wording or the layout
-of the prompt changes, and with nothing else.
+A prompt's hash is that of a fixed request, rendered like those of every step: it changes with the wording or the layout
+of the prompt and with nothing else.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ _ACT = ExecutorRequest(
 
 
 def identity(config: EvalConfig, specs: Sequence[EpisodeSpec], models: Mapping[str, Any]) -> dict[str, Any]:
-    """State what must be the same in every session of a run: tasks, which entries serve them, weights, prompts (which
-    `identity_of_models` states)."""
+    """Hash tasks and retrieved entries; with the facts of `identity_of_models`, what must not change during a run."""
     return {
         "tasks_sha256": Manifest.of(config.env.name, (spec.task for spec in specs)).sha256,
-        "memory_sha256": sha256([[spec.task.id, [_told(entry) for entry in spec.memory]] for spec in specs]),
+        "memory_sha256": sha256([[spec.task.id, [_content(entry) for entry in spec.memory]] for spec in specs]),
         **models,
     }
 
 
 def identity_of_models(
-    config: EvalConfig, executor: Any, compiler: Compiler | None, need: Need | None = None
+    config: EvalConfig, executor: Any, compiler: Compiler | None, gate: Need | None = None
 ) -> dict[str, Any]:
-    """State weights and prompts; and what guesses which steps need compiling, where a delivery asks it."""
+    """Hash weights and prompts, and the compile gate if a delivery uses one."""
     compiler_hash = None
     if isinstance(compiler, RemoteCompiler):
         compiler_hash = compiler.hash()
@@ -56,13 +55,13 @@ def identity_of_models(
     return {
         "executor_hash": executor.hash(),
         "compiler_hash": compiler_hash,
-        **({} if need is None else {"need_sha256": need.sha256}),
+        **({} if gate is None else {"need_sha256": gate.sha256}),
         "prompts": prompt_hashes(executor, compiler),
     }
 
 
 def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
-    """Hash the instructions in use, and the layout of both prompts; None where there is no compiler."""
+    """Hash instructions and layout of both prompts; None without a compiler."""
     compile_layout = ["".join(part.text for part in compiler_parts(request)) for request in (_COMPILE, _BARE)]
     return {
         "executor_instructions": sha256(getattr(executor, "instructions", "")),
@@ -72,8 +71,8 @@ def prompt_hashes(executor: Any, compiler: Any) -> dict[str, str | None]:
     }
 
 
-def _told(entry: MemoryEntry) -> list[str]:
-    """List what an entry tells: id, text and its pictures' hashes."""
+def _content(entry: MemoryEntry) -> list[str]:
+    """Return an entry's id, text and the hashes of its pictures."""
     return [entry.id, entry.text, *(hashlib.sha256(png).hexdigest() for png in entry.images)]
 
 

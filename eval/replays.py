@@ -1,4 +1,4 @@
-"""Replays: which episodes a page shows side by side, and what its templates see of each."""
+"""Replays of a report: selection of the episodes, and what the templates show of each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from eval.metrics import EMISSION_KINDS, is_control, ordered, succeeded
 from eval.runs import EpisodeSource
 from runtime.errors import is_failure
 
-MAX_BYTES = 15_000_000  # a phone opens this; more tasks are left out, and the page says so
-PICTURE_PIXELS = 256  # longer sides are reduced: rendered benchmarks would fill the page with a few episodes
+MAX_BYTES = 15_000_000  # of a page, so that phones open it; the page states how many tasks are left out
+PICTURE_PIXELS = 256  # maximum side of a picture
 
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """How many tasks a page replays, and how large it may be. `only`: these task ids and no others, in any number."""
+    """Limits of a page: number of replayed tasks and bytes. `only`: ids of the tasks to replay instead."""
 
     tasks: int = 12
     only: tuple[str, ...] = ()
@@ -33,53 +33,53 @@ REPLAYS = Replays()
 
 
 def utf8(text: str) -> bytes:
-    """Encode model output, whose lone surrogates, if any, are shown as their escapes."""
+    """Encode text; lone surrogates of model output become escapes."""
     return text.encode("utf-8", errors="backslashreplace")
 
 
-# which episodes are replayed ------------------------------------------------------------------------------------------
+# selection ------------------------------------------------------------------------------------------------------------
 
 
 def select(heads: Iterable[Episode], tasks: int, columns: Sequence[str], pair: tuple[str, str]) -> list[list[Episode]]:
-    """Choose tasks to replay, each with one episode per delivery: by rule, so that nobody can pick the pretty ones.
+    """Select tasks to replay by a fixed rule; return each with one episode per delivery.
 
-    Tasks are sorted into heaps by family and by how the two deliveries of the pair ended. Heaps give one task in turn:
-    wins, losses, both failed, both succeeded. Within a heap, tasks that more deliveries played come first, then the
-    order of a hash of the task id.
+    Tasks are grouped by family and by the outcomes of the two deliveries of `pair`. Groups take turns: wins, losses,
+    both failed, both succeeded. Within a group, tasks played under more deliveries come first, then the order of a hash
+    of the task id.
 
     Args:
-        heads: episodes; their steps are not looked at.
-        columns: deliveries in the order in which they are shown.
-        pair: whose outcomes sort the tasks.
+        heads: episodes; steps are not needed.
+        columns: deliveries in the order of the page.
+        pair: the two deliveries that are compared.
     """
     of_task: dict[str, dict[str, Episode]] = defaultdict(dict)
     for head in sorted(heads, key=lambda head: (head.task_id, head.delivery, head.seed)):
         of_task[head.task_id].setdefault(head.delivery, head)
-    heaps: dict[tuple[int, str], list[str]] = defaultdict(list)
+    groups: dict[tuple[int, str], list[str]] = defaultdict(list)
     for task, played in of_task.items():
         won, baseline_won = (delivery in played and succeeded(played[delivery]) for delivery in pair)
         turn = {(True, False): 0, (False, True): 1, (False, False): 2, (True, True): 3}[won, baseline_won]
-        heaps[turn, next(iter(played.values())).family].append(task)
-    piles = [
-        sorted(heaps[key], key=lambda task: (-len(of_task[task]), hashlib.sha256(utf8(task)).digest()))
-        for key in sorted(heaps)
+        groups[turn, next(iter(played.values())).family].append(task)
+    queues = [
+        sorted(groups[key], key=lambda task: (-len(of_task[task]), hashlib.sha256(utf8(task)).digest()))
+        for key in sorted(groups)
     ]
-    rounds = max(map(len, piles), default=0)
-    turns = [pile[i] for i in range(rounds) for pile in piles if i < len(pile)]
+    rounds = max(map(len, queues), default=0)
+    turns = [queue[i] for i in range(rounds) for queue in queues if i < len(queue)]
     return [[of_task[task][name] for name in columns if name in of_task[task]] for task in turns[:tasks]]
 
 
 def compared(deliveries: Sequence[str]) -> tuple[str, str]:
-    """Name the two deliveries whose outcomes sort the replays: `compiled` and `none`, or the last and the first."""
+    """Return the two deliveries whose outcomes sort the replays: `compiled` and `none`, else the last and the first."""
     main = [delivery for delivery in ordered(deliveries) if not is_control(delivery)] or ordered(deliveries)
     return "compiled" if "compiled" in main else main[-1], "none" if "none" in main else main[0]
 
 
 def named(heads: Sequence[Episode], only: Sequence[str]) -> list[Episode]:
-    """Keep the episodes of the tasks that `only` names; all where it names none.
+    """Return the episodes of the tasks in `only`; all episodes if it is empty.
 
     Raises:
-        ValueError: naming the first task that was not played, and ids like it.
+        ValueError: a task was not played; the message names similar ids.
     """
     ids = {head.task_id for head in heads}
     for task in only:
@@ -90,7 +90,7 @@ def named(heads: Sequence[Episode], only: Sequence[str]) -> list[Episode]:
 
 
 def load_chosen(source: EpisodeSource, chosen: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
-    """Read the chosen episodes with steps and pictures, in the chosen order, in one pass over the source."""
+    """Read the selected episodes with steps and pictures, in order, in one pass over the source."""
     wanted = {_key(head) for task in chosen for head in task}
     found: dict[tuple[str, str, int], Episode] = {}
     for episode in source(True):
@@ -103,18 +103,18 @@ def _key(episode: Episode) -> tuple[str, str, int]:
     return episode.delivery, episode.task_id, episode.seed
 
 
-# what the templates see of an episode ---------------------------------------------------------------------------------
+# what templates show of an episode ------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
-    """A stretch of a Brief State line: `change` is "same", "added" or "removed"."""
+    """Part of a Brief State line; `change` is "same", "added" or "removed"."""
 
     change: str
     text: str
 
 
 class StateLine(NamedTuple):
-    """One line of the Brief State, e.g. label `know` with its beliefs as pieces."""
+    """Line of the Brief State, e.g. label `note` with its beliefs as pieces."""
 
     label: str
     pieces: tuple[Piece, ...]
@@ -131,7 +131,7 @@ def episode_view(episode: Episode) -> dict[str, Any]:
 
 
 def outcome(episode: Episode) -> str:
-    """Tell "broken" (a failure of our own machinery), "success" or "failure"."""
+    """Return "broken" (a technical failure), "success" or "failure"."""
     if is_failure(episode.stop_reason):
         return "broken"
     return "success" if episode.success else "failure"
@@ -143,22 +143,22 @@ def _step_views(episode: Episode) -> Iterator[dict[str, Any]]:
     for step in steps:
         ids = episode.memory_ids if step.memory_ids is None else step.memory_ids
         fresh, known = [id for id in ids if id not in known], set(ids)
-        # A step on which the episode broke has no state after it: that is not a state from which all was removed.
+        # the step of a technical failure has no state after it
         state = diff_state(step.brief_before, step.brief_after or step.brief_before)
         yield {
             "step": step,
             "picture": _picture(step.image),
-            "state": state if compiles else [],  # without a compiler it is the goal and nothing more, at every step
+            "state": state if compiles else [],  # without a compiler it is only the goal
             "changed": any(piece.change != "same" for line in state for piece in line.pieces),
-            # what is recalled at this step that was not at the one before; the text of what no bank holds
+            # entries that were not recalled at the step before, with the text of those that no bank holds
             "recalled": [(id, episode.made[id].text if id in episode.made else "") for id in fresh],
-            "seen_before": step.observation == answer,  # the last feedback, word for word
+            "seen_before": step.observation == answer,  # equal to the last feedback
         }
         answer = step.feedback
 
 
 def diff_state(before: str, after: str) -> list[StateLine]:
-    """Compare two Brief States: lines are matched by their label, then compared item by item."""
+    """Compare two Brief States: match lines by label, then compare their items."""
     old, new = ([_split_line(line) for line in text.splitlines()] for text in (before, after))
     matcher = difflib.SequenceMatcher(a=[label for label, _ in old], b=[label for label, _ in new], autojunk=False)
     lines: list[StateLine] = []

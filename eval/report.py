@@ -1,9 +1,7 @@
-"""One HTML file per run that opens offline: results with intervals, figures, replays of the same tasks side by side.
-eval/compare.py makes the page that sets several runs side by side.
+"""HTML report of a run, one file that opens offline: results, figures, replays of the same tasks under each delivery.
 
-Everything that comes from episodes is data, never markup: Jinja2 escapes it, no value is ever put into a script or a
-style, and a content security policy lets only our own script (by its hash) run, whatever a model may have written.
-"""
+Everything from episodes is data: Jinja2 escapes it, no value goes into a script or a style, and a content security
+policy allows only our own script (by its hash). eval/compare.py writes the page that compares runs."""
 
 from __future__ import annotations
 
@@ -24,16 +22,16 @@ from PIL import Image
 
 from agent.records import Episode
 from eval import table
-from eval.errors import KINDS as ERROR_KINDS
+from eval.error_analysis import KINDS as ERROR_KINDS
 from eval.metrics import EMISSION_KINDS, budgets_of, compared_pairs, display_name, groups_of, is_control, ordered
 from eval.plots import DPI, family_title, read_metrics, results_plots, training_plot
 from eval.replays import MAX_BYTES, REPLAYS, Replays, compared, episode_view, load_chosen, named, select, utf8
 from eval.runs import EpisodeSource, load_run
 from runtime.store import atomic_file
 
-SHORT_HASH = 12  # characters of a hash that a reader compares
+SHORT_HASH = 12  # characters of a hash in the report
 SCREEN_DPI = 96
-SIDE_BY_SIDE = ("none", "static", "compiled")  # what a reader sees first
+SIDE_BY_SIDE = ("none", "static", "compiled")  # deliveries shown at first
 CAPTIONS = {"deliveries": "Success by delivery", "steps": "Success against steps", "training": "Training losses"}
 _TEMPLATES = Path(__file__).parent / "templates"
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -46,17 +44,19 @@ def write_report(
     plots: Sequence[Path] = (),
     max_bytes: int = MAX_BYTES,
 ) -> Path:
-    """Write the report of results and episodes (of all deliveries) in hand, with PNG files as its figures."""
+    """Write the report of results and episodes in memory, with PNG files as figures."""
     page, replays = _page(results, plots), Replays(max_bytes=max_bytes)
-    return write_page("report.html.j2", page, episodes, lambda pictures: episodes, out_path, replays)
+    return write_page(
+        "report.html.j2", page, episodes=episodes, source=lambda pictures: episodes, out_path=out_path, replays=replays
+    )
 
 
 def write_run_report(run_dir: Path, out_path: Path | None = None, replays: Replays = REPLAYS) -> Path:
-    """Write the report of a run folder (default: its report.html), with curves where it has `metrics.jsonl`.
+    """Write the report of a run folder (default: to its report.html), with training curves if it has metrics.jsonl.
 
     Raises:
-        FileNotFoundError: the run's episodes are not there.
-        ValueError: there are no whole results yet, `episodes.jsonl` is damaged, or a task was not played.
+        FileNotFoundError: the run's episodes are missing.
+        ValueError: results are incomplete, episodes.jsonl is damaged, or a task was not played.
     """
     results, source = load_run(run_dir)
     plots = results_plots(results, run_dir / "plots")
@@ -64,7 +64,14 @@ def write_run_report(run_dir: Path, out_path: Path | None = None, replays: Repla
     if metrics_path.exists() and read_metrics(metrics_path):
         plots.append(training_plot(metrics_path, run_dir / "plots" / "training.png"))
     out_path = out_path or run_dir / "report.html"
-    return write_page("report.html.j2", _page(results, plots), source(False), source, out_path, replays)
+    return write_page(
+        "report.html.j2",
+        _page(results, plots),
+        episodes=source(False),
+        source=source,
+        out_path=out_path,
+        replays=replays,
+    )
 
 
 def write_page(
@@ -75,13 +82,13 @@ def write_page(
     out_path: Path,
     replays: Replays,
 ) -> Path:
-    """Render a page with as many of the chosen tasks, in their order, as fit into it.
+    """Render a page with as many of the selected replays as fit.
 
     Args:
-        template: one that extends `base.html.j2`.
-        page: what it shows beside the replays; `deliveries` and `compared` choose them.
-        episodes: what there is to choose from.
-        source: gives the same with steps and pictures.
+        template: a template that extends `base.html.j2`.
+        page: its variables; `deliveries` and `compared` select the replays.
+        episodes: episodes to select from.
+        source: reads the same episodes with steps and pictures.
     """
     heads = [replace(episode, steps=[]) for episode in episodes]
     only, wanted = replays.only, len(replays.only) or replays.tasks
@@ -100,7 +107,7 @@ def write_page(
     )
     fitting = _fitting(environment, tasks, replays.max_bytes - len(utf8(render(tasks=[], left_out=len(tasks)))))
     if out_path.exists() and b"MemCompiler" not in out_path.read_bytes():
-        raise FileExistsError(f"{out_path} is not a page that this command wrote: choose another file (--out)")
+        raise FileExistsError(f"{out_path} was not written by this command: choose another file (--out)")
     out_path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(out_path) as file:
         file.write(utf8(render(tasks=fitting, left_out=len(tasks) - len(fitting))))
@@ -108,7 +115,7 @@ def write_page(
 
 
 def _fitting(environment: Environment, tasks: Sequence[Sequence[Episode]], budget: int) -> list[Markup]:
-    """Render tasks, in order, as long as they fit; of the first one at least the deliveries that fit."""
+    """Render tasks in order while they fit into `budget` bytes; of the first task, as many deliveries as fit."""
     template, rendered = environment.get_template("task.html.j2"), []
     for number, episodes in enumerate(tasks, start=1):
         views = [episode_view(episode) for episode in episodes]
@@ -120,7 +127,7 @@ def _fitting(environment: Environment, tasks: Sequence[Sequence[Episode]], budge
             views.pop()
         if size > budget:
             break
-        rendered.append(Markup(html))  # our own template's output: its values are escaped already
+        rendered.append(Markup(html))  # the template has escaped its values
         budget -= size
     return rendered
 
@@ -136,8 +143,7 @@ def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
         "families": groups_of(results["results"], "by_family"),
         "kinds": groups_of(results["results"], "by_kind"),
         "budgets": budgets_of(results["results"].values()),
-        "telling": table.telling_budgets(results["results"]),
-        "counted": table.counted(results["results"]),
+        "informative": table.informative_budgets(results["results"]),
         "broken": table.broken_notes(results),
         "facts": {k: short(v) for k, v in meta.items() if isinstance(v, str | int | float) and k != "complete"},
         "meta": json.dumps(meta, indent=2, ensure_ascii=False, default=str),
@@ -147,14 +153,14 @@ def _page(results: Mapping[str, Any], plots: Sequence[Path]) -> dict[str, Any]:
 
 
 def short(value: object) -> str:
-    """Show a value as a reader takes it in: hashes by their first characters, floats in four digits, else JSON."""
+    """Format a value: hashes by their first characters, floats with four digits, other values as JSON."""
     if isinstance(value, str):
         return f"{value[:SHORT_HASH]}…" if _HASH.fullmatch(value) else value
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _plot(path: Path) -> dict[str, Any]:
-    """Embed a figure at the size at which its text is as large as the page's."""
+    """Embed a figure, scaled so that its text has the size of the page's text."""
     content = path.read_bytes()
     with Image.open(io.BytesIO(content)) as image:
         width, height = (round(pixels * SCREEN_DPI / DPI) for pixels in image.size)
@@ -163,7 +169,7 @@ def _plot(path: Path) -> dict[str, Any]:
 
 
 def _policy(style: str, script: str) -> str:
-    """Let nothing be loaded, and of what is in the page only our own style and script take effect."""
+    """Return a content security policy that loads nothing and allows only our own style and script."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     return (
         f"default-src 'none'; img-src data:; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
@@ -172,7 +178,7 @@ def _policy(style: str, script: str) -> str:
 
 
 def _environment() -> Environment:
-    """Autoescape for every template: jinja2's own rule goes by the file name and would leave `.j2` unescaped."""
+    """Create the template environment. Autoescape is set for all files: jinja2 would leave `.j2` unescaped."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,

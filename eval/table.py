@@ -1,8 +1,6 @@
-"""Numbers and tables as every page, table and terminal shows them; and the one table of a run, deliveries side by side,
-controls below a rule.
+"""Formatting of numbers, and the results table: one row per delivery, controls below a rule.
 
-The terminal's table and Markdown's are drawn from the same rows, so that a README and a terminal never disagree. Names
-come from data, so nothing is interpreted as markup. Nothing is said by colour alone.
+The terminal and Markdown tables come from the same rows. Names are data and never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from eval.metrics import CLOCKS, ROLES, budgets_of, compared_pairs, display_name
 from runtime.errors import FAILURES
 
 DASH = "–"
-WIDTH = 120  # what every terminal table of ours must fit into
-Column = tuple[str, Callable[[Mapping[str, Any]], str]]  # its head, and what it shows of a summary
+WIDTH = 120  # characters of a table without a terminal
+Column = tuple[str, Callable[[Mapping[str, Any]], str]]  # head, and summary -> text
 
 
 # numbers --------------------------------------------------------------------------------------------------------------
@@ -34,25 +32,24 @@ def percent(share: float | None) -> str:
 
 
 def interval(of: Mapping[str, Any], form: str = "{:.1f}", scale: float = 100.0, unit: str = "") -> str:
-    """`52.5 [44.8, 60.1]`: a mean and the ends of its interval, in percent unless `scale` says otherwise."""
+    """Format a mean and its interval, in percent by default: `52.5 [44.8, 60.1]`."""
     mean, low, high = (form.format(scale * of[key]) for key in ("mean", "low", "high"))
     return f"{mean}{unit} [{low}, {high}]"
 
 
 def points(pair: Mapping[str, Any]) -> str:
-    """Say a paired difference in percentage points, with the tasks that only one of the two solved."""
-    better = f"better on {pair['wins']}, worse on {pair['losses']} of {pair['n']} tasks"
-    return ", ".join(filter(None, (interval(pair, "{:+.1f}", unit=" points"), better, p_value(pair))))
+    """Format a paired difference in percentage points, with the tasks on which the two differ."""
+    differing = f"better on {pair['wins']}, worse on {pair['losses']} of {pair['n']} tasks"
+    return f"{interval(pair, '{:+.1f}', unit=' points')}, {differing}, {p_value(pair)}"
 
 
 def p_value(pair: Mapping[str, Any]) -> str:
-    """Say how likely so large a difference is by chance alone; nothing where results are of before it was tested."""
-    p = pair.get("p")
-    return "" if p is None else "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+    """Format the p value of a paired difference."""
+    return "p < 0.001" if pair["p"] < 0.001 else f"p = {pair['p']:.3f}"
 
 
 def sizes(numbers: Sequence[int]) -> str:
-    """`96`, or `90 to 96`; a dash where there are none."""
+    """Format a range of numbers: `96`, `90 to 96`, or a dash if there are none."""
     distinct = sorted(set(numbers))
     return DASH if not distinct else f"{distinct[0]}" if len(distinct) == 1 else f"{distinct[0]} to {distinct[-1]}"
 
@@ -62,22 +59,21 @@ def milliseconds(seconds: float) -> str:
 
 
 def two_digits(value: float) -> str:
-    """Show about two digits: the environment takes microseconds, a large model seconds."""
+    """Format with about two digits, because times range from microseconds to seconds."""
     if value == 0 or value >= 10:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Write the lines of a GitHub table, whose first `left` columns are aligned to the left. Cells stand as they are:
-    `escape` what comes from data."""
+    """Return the lines of a GitHub table whose first `left` columns are left-aligned. Cells are not escaped: use
+    `escape` for data."""
     rule = ["---"] * left + ["---:"] * (len(heads) - left)
     return [f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows)]
 
 
 def escape(text: str) -> str:
-    """Escape a cell's data for Markdown: a pipe would split the cell, a newline the row; HTML, links and emphasis would
-    be rendered."""
+    """Escape data for a Markdown table cell: pipes, newlines, HTML, links and emphasis."""
     escaped = "".join("\\" + c if c in "\\`*_|~" else {"<": "&lt;", "&": "&amp;"}.get(c, c) for c in text)
     return " ".join(escaped.replace("](", "]\\(").split())
 
@@ -86,10 +82,10 @@ def escape(text: str) -> str:
 
 
 def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the dict of `results.json`: table, paired differences, notes.
+    """Print the content of results.json: table, paired differences, notes.
 
-    Without a terminal (a file, CI) it is laid out for WIDTH columns instead of rich's 80. Where that is too narrow for
-    all columns the table comes in parts: what was reached, what a success took, what a step took.
+    A table too wide for the terminal (without one: WIDTH characters) is split into parts: success, cost per success,
+    cost per step.
     """
     console = console or Console()
     if not console.is_terminal and console.width < WIDTH:
@@ -100,7 +96,7 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
 
 
 def to_markdown(results: Mapping[str, Any]) -> str:
-    """Write the same rows as a GitHub table, controls in italics because Markdown tables have no rules."""
+    """Format results as a GitHub table with notes; controls are in italics."""
     columns, rows = [column for part in _parts(results) for column in part], []
     for delivery in ordered(results["results"]):
         name, *cells = map(escape, _row(results, columns, delivery))
@@ -109,32 +105,24 @@ def to_markdown(results: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"- {escape(note)}" for note in _notes(results))]) + "\n"
 
 
-def counted(summaries: Mapping[str, Any]) -> bool:
-    """Tell whether results say what a success took; those of before do not."""
-    return any("steps_to_success" in summary for summary in summaries.values())
-
-
-def telling_budgets(summaries: Mapping[str, Any]) -> list[int]:
-    """List the numbers of steps within which some delivery had not yet reached what it reached in the end."""
-
-    def tells(steps: int) -> bool:
-        every = summaries.values()
-        return any(of.get("success_at", {}).get(str(steps), of["success"]) != of["success"] for of in every)
-
-    return list(filter(tells, budgets_of(summaries.values())))
+def informative_budgets(summaries: Mapping[str, Any]) -> list[int]:
+    """Return the step budgets within which some delivery's success differs from its final success."""
+    every = summaries.values()
+    differs = lambda steps: any(of["success_at"].get(str(steps), of["success"]) != of["success"] for of in every)
+    return list(filter(differs, budgets_of(every)))
 
 
 def _parts(results: Mapping[str, Any]) -> list[list[Column]]:
-    """List the columns: what was reached, what a success took (where results say it), what a step took."""
+    """Return the columns in three parts: success, cost per success, cost per step."""
     families = groups_of(results["results"], "by_family")
-    reached: list[Column] = [
+    success: list[Column] = [
         ("success %\n[95 % interval]", lambda of: interval(of["success"])),
         *((f"{family}\n%", partial(_of_family, family=family)) for family in families),
-        *((f"≤ {steps}\n%", partial(_within, steps=steps)) for steps in telling_budgets(results["results"])),
+        *((f"≤ {steps}\n%", partial(_within, steps=steps)) for steps in informative_budgets(results["results"])),
         ("progress", lambda of: f"{of['progress']['mean']:.2f}"),
     ]
     per_success: list[Column] = [
-        ("steps to\nsuccess", lambda of: interval(took, scale=1) if (took := of.get("steps_to_success")) else DASH),
+        ("steps to\nsuccess", lambda of: interval(took, scale=1) if (took := of["steps_to_success"]) else DASH),
         ("tok/success\nc/e", lambda of: _cost(of, "tokens", "{:.0f}".format)),
         ("s/success\nc/e", lambda of: _cost(of, "seconds", two_digits)),
     ]
@@ -144,7 +132,7 @@ def _parts(results: Mapping[str, Any]) -> list[list[Column]]:
         ("parse\nerr. %", lambda of: percent(of["parse_error_rate"])),
         ("ms/step\nc/e/env", lambda of: "/".join(milliseconds(of["seconds_per_step"][clock]) for clock in CLOCKS)),
     ]
-    return [reached, per_success, per_step] if counted(results["results"]) else [reached, per_step]
+    return [success, per_success, per_step]
 
 
 def _of_family(summary: Mapping[str, Any], family: str) -> str:
@@ -153,12 +141,12 @@ def _of_family(summary: Mapping[str, Any], family: str) -> str:
 
 
 def _within(summary: Mapping[str, Any], steps: int) -> str:
-    entry = summary.get("success_at", {}).get(str(steps))
+    entry = summary["success_at"].get(str(steps))
     return percent(entry and entry["mean"])
 
 
 def _cost(summary: Mapping[str, Any], what: str, form: Callable[[float], str]) -> str:
-    cost = summary.get("cost_per_success")
+    cost = summary["cost_per_success"]
     return "/".join(form(cost[role][what]) for role in ROLES) if cost else DASH
 
 
@@ -171,7 +159,7 @@ def _row(results: Mapping[str, Any], columns: Sequence[Column], delivery: str) -
 
 
 def _notes(results: Mapping[str, Any]) -> list[str]:
-    """Every pair of deliveries that was compared, how to read the table, and every episode that broke."""
+    """Return the notes under a table: paired differences, how to read the table, technical failures."""
     summaries = results["results"]
     lines = [
         f"{display_name(a)} − {display_name(b)}: {_at_all_budgets(pair, results)}"
@@ -181,20 +169,19 @@ def _notes(results: Mapping[str, Any]) -> list[str]:
     lines += _living_notes(summaries)
     counts = sizes([summary["success"]["n"] for summary in summaries.values()])
     lines.append(f"{counts} episodes per delivery; [95% Wilson intervals]. Differences: paired bootstrap, exact p.")
-    if counted(results["results"]):
-        lines.append("Per success: steps of successes [95% bootstrap interval]; tokens and seconds of all episodes.")
+    lines.append("Per success: steps of successes [95% bootstrap interval]; tokens and seconds of all episodes.")
     if any(summary["emission_mix"] for summary in summaries.values()):
         lines.append("Emissions: E experience, B brief, H hybrid, N no action. Times: compiler/executor/environment.")
     return [*lines, *broken_notes(results)]
 
 
 def broken_notes(results: Mapping[str, Any]) -> list[str]:
-    """Say how many episodes stayed broken, with the first cause, and how many were or will be played again."""
+    """Return notes on technical failures: their number, the first cause, episodes played again or still due."""
     summaries, lines = results["results"], list[str]()
     broken = {name: broken_episodes(summaries[name]) for name in ordered(summaries)}
     if parts := [f"{display_name(name)}: {counts}" for name, counts in broken.items() if counts]:
         lines.append(f"Broken episodes, counted as failed: {'; '.join(parts)}.")
-    facts = [of["broken"] for of in summaries.values() if "broken" in of]  # results of before have none
+    facts = [of["broken"] for of in summaries.values()]
     if first := next((of["first"] for of in facts if of["first"]), None):
         lines.append(f"The first that broke: {first}")
     if again := sum(of["played_again"] for of in facts):
@@ -205,22 +192,22 @@ def broken_notes(results: Mapping[str, Any]) -> list[str]:
 
 
 def _stream_notes(summaries: Mapping[str, Any]) -> list[str]:
-    """Say that memory grew over the stream of these tasks, and what only a stream shows."""
+    """Return the notes of an online evaluation."""
     lines = list[str]()
     for name in ordered(summaries):
         of = summaries[name]
-        if (told := of.get("stream")) is None:
+        if (stream := of.get("stream")) is None:
             continue
-        parts = [f"by quarter {' / '.join(percent(part and part['mean']) for part in told['quarters'])}"]
-        if told["repeats"]:
-            parts.append(f"first {interval(told['first'])}, scene and goal again {interval(told['repeats'])}")
+        parts = [f"by quarter {' / '.join(percent(part and part['mean']) for part in stream['quarters'])}"]
+        if stream["repeats"]:
+            parts.append(f"first {interval(stream['first'])}, scene and goal again {interval(stream['repeats'])}")
         if (orders := of.get("success_by_order")) and len(orders) > 1:
             parts.append(f"{spread(list(orders.values()))} over {len(orders)} orders (mean ± sd)")
-        if (retries := told["retries"])["attempts"]:
+        if (retries := stream["retries"])["attempts"]:
             tokens = "/".join(f"{retries['tokens'][role]}" for role in ROLES)
             parts.append(f"{retries['attempts']} further attempts, not scored ({tokens} tokens c/e, not in this table)")
-        if told.get("leaked"):
-            parts.append(f"NOT VALID: {told['leaked']} recalls of tasks that were still to come")
+        if stream.get("leaked"):
+            parts.append(f"NOT VALID: {stream['leaked']} recalls of tasks that were still to come")
         lines.append(f"{display_name(name)}: {'; '.join(parts)}.")
     if lines:
         lines.append("Memory online: it grows over the stream of these tasks. Not to be set beside frozen memory.")
@@ -228,36 +215,35 @@ def _stream_notes(summaries: Mapping[str, Any]) -> list[str]:
 
 
 def _living_notes(summaries: Mapping[str, Any]) -> list[str]:
-    """Say what only sequences of tasks in worlds that go on show."""
+    """Return the notes of an evaluation in living worlds."""
     names = {"sequences": "sequences solved whole", "mra": "MRA", "mhr": "MHR", "re": "RE", "rt": "RT"}
-    lived = [name for name in ordered(summaries) if "living" in summaries[name]]
-    told = {name: summaries[name]["living"]["summary"]["all"] for name in lived}
+    living = {n: summaries[n]["living"]["summary"]["all"] for n in ordered(summaries) if "living" in summaries[n]}
     lines = [
         f"{display_name(name)}: {'; '.join(f'{word} {interval(of[key])}' for key, word in names.items() if of[key])}."
-        for name, of in told.items()
+        for name, of in living.items()
     ]
     return [*lines, "Living worlds: tasks one after another, what one leaves the next one finds."] if lines else []
 
 
 def spread(shares: Sequence[float]) -> str:
-    """`81.6 ± 1.7`: mean and sample standard deviation, in percent."""
+    """Format mean and sample standard deviation, in percent: `81.6 ± 1.7`."""
     return f"{100 * fmean(shares):.1f} ± {100 * stdev(shares):.1f}"
 
 
 def _at_all_budgets(pair: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    at = {steps: pair.get("at", {}).get(str(steps)) for steps in telling_budgets(results["results"])}
+    at = {steps: pair["at"].get(str(steps)) for steps in informative_budgets(results["results"])}
     within = (f"≤ {steps} steps {interval(of, '{:+.1f}')}, {p_value(of)}" for steps, of in at.items() if of)
     return "; ".join([points(pair), *within])
 
 
 def broken_episodes(summary: Mapping[str, Any]) -> str:
-    """`2 environment failure, 1 compiler failure`, or "" """
+    """Format the technical failures of a delivery: `2 environment failure, 1 compiler failure`, or ""."""
     stops = summary["stop_reasons"]
     return ", ".join(f"{stops[name]} {name.replace('_', ' ')}" for name in map(str, FAILURES) if stops.get(name))
 
 
 def _tables(results: Mapping[str, Any], width: int) -> list[Table]:
-    """Put as many parts side by side as fit into so many characters, the others below."""
+    """Return tables no wider than `width` characters, each with as many parts side by side as fit."""
     wide, tables, columns = Console(width=10 * WIDTH), list[Table](), list[Column]()
     for part in _parts(results):
         table = _table(results, [*columns, *part])

@@ -1,7 +1,6 @@
-"""The `memcompiler` command. Heavy imports happen inside the commands, so that --help answers at once.
+"""The `memcompiler` command. Heavy modules are imported inside the commands, so that `--help` is fast.
 
-Commands around banks and rows are in data.py, those around environments in env.py, measurements in bench.py, the models
-that ship in zoo.py.
+Commands on banks and rows are in data.py, on environments in env.py, benchmarks in bench.py, shipped models in zoo.py.
 """
 
 import os
@@ -39,18 +38,11 @@ if TYPE_CHECKING:
     from configs.evaluation import EvalConfig, QuickstartConfig
     from configs.training import GrpoConfig, SftConfig
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    cls=OneLineErrors,
-    help="Compile memory for embodied agents, don't inject it.",
-)
-
-
+app = command_group("Compile memory for embodied agents, don't inject it.", OneLineErrors)
 train_app = command_group("Train the compiler and the soft-token projector.")
 serve_app = command_group("Serve compiler and executor over HTTP, on loopback.")
 report_app = command_group(
-    "Evaluations as a page that opens offline, one (RUN) or several compared (RUN RUN ...), or beside the paper.",
+    "Write an HTML page about one run (RUN) or several compared (RUN RUN ...), or a table or figure of a paper.",
     RunsByDefault,
 )
 for name, group in {
@@ -73,7 +65,7 @@ def _plan(settings: Any) -> None:
 
 
 def _check_cells(settings: "EvalConfig | QuickstartConfig") -> None:
-    """Raise ConfigError for a matrix or deliveries that cannot be."""
+    """Raise ConfigError for an invalid matrix or invalid deliveries."""
     from configs.evaluation import EvalConfig
     from eval.matrix import cells
 
@@ -82,7 +74,7 @@ def _check_cells(settings: "EvalConfig | QuickstartConfig") -> None:
 
 @app.command()
 def doctor() -> None:
-    """Check this machine: the core, and what each missing extra needs."""
+    """Check this installation, and print the command that fixes each missing part."""
     from memcompiler.doctor import run_doctor
 
     raise typer.Exit(run_doctor())
@@ -92,14 +84,14 @@ def doctor() -> None:
 def plan(
     config: Annotated[str, typer.Option("--config", "-c", help="YAML file, or a name in configs/.")],
     overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option(help="GiB of a GPU, or a name: a100-40, a100, h100, h200, b200, ...")] = "80",
-    gpus: Annotated[int | None, typer.Option(min=1, help="How many (default: 8 for GRPO, else 1).")] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens to plan with, such as prompt=3000,emission=200.")] = "",
-    stage: Annotated[str | None, typer.Option(help="What the file is for, where its folder does not say it.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write it to this file, too.")] = None,
+    gpu: Annotated[str, typer.Option(help="GiB of a GPU, or its name: a100-40, a100, h100, h200, b200, ...")] = "80",
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs (default: 8 for GRPO, else 1).")] = None,
+    lengths: Annotated[str, typer.Option(help="Token counts to assume, such as prompt=3000,emission=200.")] = "",
+    stage: Annotated[str | None, typer.Option(help="Stage of the file, if its folder does not show it.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write the plan to this file.")] = None,
 ) -> None:
-    """Say before anything is started what a run needs, by process: memory of GPU and host, disk, tokens of a step,
-    shares of time; and whether it fits (docs/plan.md)."""
+    """Estimate what a run needs, by process: GPU and host memory, disk, tokens per step, shares of time; and whether it
+    fits (docs/plan.md). Starts nothing."""
     from plan.command import load_any, run_plan
 
     run_plan(load_any(config, overrides or [], stage), gpu, gpus, lengths, json)
@@ -111,7 +103,7 @@ def plan(
 @app.command()
 @with_settings("configs.evaluation:QuickstartConfig", "quickstart", _check_cells)
 def quickstart(settings: "QuickstartConfig", out: Out = Path("out/quickstart"), on_exists: OnExists = "resume") -> None:
-    """Run the whole system once, on two CPU cores: collect, train, roll out, evaluate, report."""
+    """Run the whole system on two CPU cores: collect, train, roll out, evaluate, report."""
     from memcompiler.quickstart import run_quickstart
 
     run_quickstart(settings, out, on_exists)
@@ -120,7 +112,7 @@ def quickstart(settings: "QuickstartConfig", out: Out = Path("out/quickstart"), 
 @app.command()
 @with_settings("configs.collect:CollectConfig")
 def collect(settings: "CollectConfig", out: Out = Path("out/collect"), on_exists: OnExists = "resume") -> None:
-    """Play the training tasks with a teacher, the expert or an endpoint: a memory bank (at OUT/bank) and SFT rows
+    """Play the training tasks with a teacher (the expert or an endpoint); writes a memory bank (OUT/bank) and SFT rows
     (OUT/rows)."""
     from memcompiler.collect import run_collect
 
@@ -132,7 +124,7 @@ def collect(settings: "CollectConfig", out: Out = Path("out/collect"), on_exists
 def train_sft(
     settings: "SftConfig", out: Out = Path("out/sft"), on_exists: OnExists = "resume", dry_run: DryRun = False
 ) -> None:
-    """Stage 1: LoRA and projector on SFT rows, against the frozen executor. Resumes after a kill."""
+    """Stage 1: train LoRA and projector on SFT rows, through the frozen executor. Resumes after a kill."""
     if dry_run:
         return _plan(settings)
     from training.sft import train_sft as train
@@ -145,8 +137,9 @@ def train_sft(
 def train_grpo(
     settings: "GrpoConfig", out: Out = Path("out/grpo"), on_exists: OnExists = "resume", dry_run: DryRun = False
 ) -> None:
-    """Stage 2: continue an SFT checkpoint by GRPO on binary success, text and soft tokens together. Resumes. With
-    cluster=ray, engines roll out and act beside the trainers, on this machine or on many (docs/cluster.md)."""
+    """Stage 2: continue an SFT checkpoint by GRPO on binary success, text and soft tokens together. Resumes after a
+    kill. With cluster=ray, engines for rollouts run beside the trainers, on this machine or on several
+    (docs/cluster.md)."""
     if dry_run:
         return _plan(settings)
     from eval.plots import training_plot
@@ -159,11 +152,13 @@ def train_grpo(
 
 @train_app.command("need")
 def train_need(
-    run: Annotated[Path, typer.Argument(help="Folder of an SFT run, whose rows are read.")],
-    recall: Annotated[float, typer.Option(min=0, max=1, help="Share of guided steps to be compiled.")] = 0.98,
+    run: Annotated[Path, typer.Argument(help="Folder of an SFT run, whose rows are the training data.")],
+    recall: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of guided steps that the gate must compile.")
+    ] = 0.98,
     seed: int = 0,
 ) -> None:
-    """Fit what guesses which steps need compiling, for the delivery `compiled_needed`: seconds, without a model."""
+    """Fit the compile gate of the delivery `compiled_needed`: takes seconds and loads no model."""
     from training.need import train_need
 
     train_need(run, recall, seed)
@@ -172,27 +167,27 @@ def train_need(
 @train_app.command("router")
 def train_router(
     out: Out = Path("out/router"),
-    environments: Annotated[str, typer.Option(help="Whose expert leaves the histories.")] = (
+    environments: Annotated[str, typer.Option(help="Environments whose expert episodes are the histories.")] = (
         "household,alfworld,scienceworld"
     ),
-    features: Annotated[Literal["numeric", "full"], typer.Option(help="full: words, too.")] = "numeric",
+    features: Annotated[Literal["numeric", "full"], typer.Option(help="full: words as well.")] = "numeric",
     seed: int = 0,
-    questions: Annotated[Path | None, typer.Option(help="More of them: a file of `data questions`.")] = None,
+    questions: Annotated[Path | None, typer.Option(help="Additional questions, a file of `data questions`.")] = None,
 ) -> None:
-    """Train S3Mem's evidence router on template questions about our own episodes (docs/s3mem.md)."""
+    """Train S3Mem's evidence router on template questions about episodes of this project (docs/s3mem.md)."""
     from configs.run_folder import output_folder
     from training.router import train_router
 
     read = [("--questions", questions)] if questions else []
-    with output_folder(out, "train router", ("router.json", "router.safetensors"), "trained_on", read):
+    with output_folder(out, "train router", names=("router.json", "router.safetensors"), key="trained_on", inputs=read):
         train_router(out, environments.split(","), features, seed, questions=questions)
 
 
 @app.command("eval")
 @with_settings("configs.evaluation:EvalConfig", check=_check_cells)
 def evaluate(settings: "EvalConfig", out: Out = Path("out/eval"), on_exists: OnExists = "resume") -> None:
-    """Evaluate deliveries side by side on the same tasks, or a matrix of settings; writes results.json, episodes.jsonl
-    and report.html. The same command resumes after a kill; a finished one prints its table again."""
+    """Evaluate deliveries on the same tasks, or a matrix of settings; writes results.json, episodes.jsonl and
+    report.html. Resumes after a kill; a finished run prints its table again."""
     from eval.evaluate import run_eval
 
     run_eval(settings, out, on_exists)
@@ -200,34 +195,34 @@ def evaluate(settings: "EvalConfig", out: Out = Path("out/eval"), on_exists: OnE
 
 @app.command("qa")
 def answer_questions(
-    data: Annotated[Path, typer.Option(help="LoCoMo's or AMA-Bench's file, or a folder of EMemBench's.")],
-    model: Annotated[str, typer.Option(help="The reader: a Hugging Face name or folder, or a model's name.")],
-    memory: Annotated[str, typer.Option(help="A memory system, or a baseline: windows, oracle, ...")] = "s3mem",
-    tokens: Annotated[int, typer.Option(min=1, help="Of evidence, at most.")] = 1000,
-    engine: Annotated[Literal["hf", "vllm", "endpoint"], typer.Option(help="What the reader runs on.")] = "hf",
-    base_url: Annotated[str, typer.Option(help="Of engine endpoint.")] = "https://api.openai.com/v1",
-    key_env: Annotated[str, typer.Option(help="Of engine endpoint: variable with its key; empty: none.")] = "",
+    data: Annotated[Path, typer.Option(help="File of LoCoMo or AMA-Bench, or folder of EMemBench.")],
+    model: Annotated[str, typer.Option(help="Reader: a Hugging Face name or folder, or a model name of the endpoint.")],
+    memory: Annotated[str, typer.Option(help="Memory system, or baseline: windows, oracle, ...")] = "s3mem",
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of evidence.")] = 1000,
+    engine: Annotated[Literal["hf", "vllm", "endpoint"], typer.Option(help="Engine of the reader.")] = "hf",
+    base_url: Annotated[str, typer.Option(help="engine endpoint: address.")] = "https://api.openai.com/v1",
+    key_env: Annotated[str, typer.Option(help="engine endpoint: variable with the key; empty: none.")] = "",
     api: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of engine endpoint: a further setting (extra.max_completion_tokens=4096); repeatable.",
+            help="engine endpoint: another setting (extra.max_completion_tokens=4096); repeatable.",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="So many questions, of all categories.")] = None,
-    facts: Annotated[bool, typer.Option("--facts", help="Read the file's notes of the records instead.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of questions, over all categories.")] = None,
+    facts: Annotated[bool, typer.Option("--facts", help="Read the file's notes instead of the records.")] = False,
     picture_tokens: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Show the reader the records' pictures, each of which counts so many tokens; 0: none are shown.",
+            help="Show the records' pictures to the reader, each counted as this many tokens; 0: no pictures.",
         ),
     ] = 0,
-    attempts: Annotated[int, typer.Option(min=1, help="At a question whose answer fails, over all runs.")] = 3,
+    attempts: Annotated[int, typer.Option(min=1, help="Attempts at a question whose answer fails, over all runs.")] = 3,
     models: MemoryModelsOption = None,
-    settings: Annotated[list[str] | None, typer.Argument(help="The memory's own settings, as a.b=c.")] = None,
+    settings: Annotated[list[str] | None, typer.Argument(help="Settings of the memory system, as a.b=c.")] = None,
     out: Out = Path("out/qa"),
 ) -> None:
-    """Answer questions about long histories from what a memory packs. The same command resumes after a kill."""
+    """Answer questions about long histories from evidence that a memory system selects. Resumes after a kill."""
     from configs.collect import MemoryModels
     from eval.qa.command import run_qa
     from memcompiler.options import own_settings
@@ -243,7 +238,7 @@ def push(
     repo: Repository,
     public: Public = False,
 ) -> None:
-    """Upload a checkpoint (adapter, projector, model card) to the Hugging Face hub."""
+    """Upload a checkpoint (adapter, projector, model card) to the Hugging Face Hub."""
     from training.checkpoint import push as upload
 
     typer.echo(upload(run, repo, private=not public))
@@ -252,10 +247,10 @@ def push(
 @app.command()
 def merge(
     run: Annotated[Path, typer.Argument(help="A run or checkpoint folder.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write, which must not exist.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder to write.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings of the compiler, such as model=NAME.")] = None,
 ) -> None:
-    """Merge a trained compiler's adapter into its base: a Hugging Face model with the projector beside its weights, for
+    """Merge a trained compiler's adapter into its base model; writes a Hugging Face model with the projector, for
     compiler.checkpoint=OUT (docs/training.md)."""
     from configs.run_folder import check_inputs
     from runtime.progress import quiet
@@ -273,10 +268,12 @@ def merge(
 def report_runs(
     runs: Annotated[list[Path], typer.Argument(help="Run folders with results.json; the first is the baseline.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="HTML file (default: in the first run).")] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="Replay so many tasks, as far as the page holds them.")] = 12,
-    task: Annotated[list[str] | None, typer.Option(help="Replay this task; may be given several times.")] = None,
+    tasks: Annotated[
+        int, typer.Option(min=1, help="Maximum number of replayed tasks; fewer where the page would grow too large.")
+    ] = 12,
+    task: Annotated[list[str] | None, typer.Option(help="Replay this task; repeatable.")] = None,
 ) -> None:
-    """Write RUN/report.html again, or compare several runs in FIRST/compare.html. Either is one file that opens
+    """Write RUN/report.html again, or compare several runs in FIRST/compare.html. Each page is one file that opens
     offline."""
     from eval.compare import write_comparison
     from eval.replays import Replays
@@ -291,27 +288,32 @@ def report_runs(
 def report_paper(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(help="Run folders (none: the paper's table); for a figure one, and a.b=c over its settings."),
+        typer.Argument(help="Run folders (none: the paper's numbers only); for a figure one run, and a.b=c overrides."),
     ] = None,
     table: Annotated[
-        int | None, typer.Option(help="1 to 6, from runs; of BrainMem 4 to 10, 14; of KARMA 1, 2; of S3Mem 1 to 5, 7.")
+        int | None, typer.Option(help="memcompiler: 1 to 6; brainmem: 4 to 10, 14; karma: 1, 2; s3mem: 1 to 5, 7.")
     ] = None,
-    of: Annotated[str, typer.Option(help="Whose table: memcompiler, brainmem, karma or s3mem.")] = "memcompiler",
+    of: Annotated[str, typer.Option(help="Paper of the table: memcompiler, brainmem, karma or s3mem.")] = "memcompiler",
     figure: Annotated[
-        int | None, typer.Option(help="3: attention by step, 4: soft and text tokens; a run, or a cell of a matrix.")
+        int | None,
+        typer.Option(help="3: attention by step; 4: soft and text tokens. RUN is a run or a cell of a matrix."),
     ] = None,
-    deliveries: Annotated[str, typer.Option(help="Of a figure, such as static,compiled.")] = "",
-    limit: Annotated[int | None, typer.Option(min=1, help="So many tasks for a figure (default: all).")] = None,
+    deliveries: Annotated[str, typer.Option(help="Deliveries of a figure, such as static,compiled.")] = "",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of tasks for a figure (default: all).")
+    ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of figure 4: seed of t-SNE, of the probe's split and its shuffles.")
+        int, typer.Option(min=0, help="Figure 4: seed of t-SNE, of the probe's split and of its shuffles.")
     ] = 0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to (default: RUN/paper).")] = None,
 ) -> None:
-    """One of the paper's tables (or of BrainMem's), or of its measured figures, with what RUN measured beside it: as
-    Markdown, JSON and PNG (docs/paper-tables.md)."""
+    """Write a paper's table, or a measured figure, with the results of RUN beside the paper's: Markdown, JSON and PNG
+    (docs/paper-tables.md)."""
     if (table is None) == (figure is None):
-        raise typer.BadParameter("say which: --table N or --figure N")
-    folders = [Path(run) for run in runs or [] if "=" not in run or Path(run).is_dir()]  # a cell's name has one, too
+        raise typer.BadParameter("give either --table N or --figure N")
+    folders = [
+        Path(run) for run in runs or [] if "=" not in run or Path(run).is_dir()
+    ]  # names of matrix cells hold "=" as well
     overrides = [run for run in runs or [] if Path(run) not in folders]
     if table is not None:
         if overrides:
@@ -321,11 +323,11 @@ def report_paper(
         run_table(table, folders, out, of)
     elif figure is not None:
         if len(folders) != 1:
-            raise typer.BadParameter(f"a figure is made from one run: name one, not {len(folders)}")
+            raise typer.BadParameter(f"a figure needs exactly one run, received {len(folders)}")
         from eval.paper.figures import run_figure
 
         named = tuple(name for name in deliveries.split(",") if name)
-        run_figure(figure, folders[0], overrides, out, named, limit, seed)
+        run_figure(figure, folders[0], overrides=overrides, out=out, deliveries=named, limit=limit, seed=seed)
 
 
 app.command()(leakage)
@@ -339,12 +341,12 @@ app.command()(parity)
 def serve_compiler(
     overrides: Overrides = None,
     config: Config = None,
-    checkpoint: Annotated[str | None, typer.Option(help="A run or checkpoint (compiler.checkpoint).")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Run or checkpoint folder (compiler.checkpoint).")] = None,
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8100,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8100,
     print_config: PrintConfig = False,
 ) -> None:
-    """Put a trained compiler, with its projector, behind POST /compile (docs/serving.md). In vLLM, unless
+    """Serve a trained compiler and its projector at POST /compile (docs/serving.md), in vLLM unless
     compiler.engine=hf."""
     named = [f"compiler.checkpoint={checkpoint}"] if checkpoint else []
     settings = load_settings("configs.models:ServeConfig", config, [*(overrides or []), *named], print_config)
@@ -361,13 +363,13 @@ def serve_compiler(
 
 @serve_app.command("executor")
 def serve_executor(
-    model: Annotated[str, typer.Option(help="Any Hugging Face name or folder.")],
-    extra: Annotated[list[str] | None, typer.Argument(help="After --: further arguments of vllm serve.")] = None,
+    model: Annotated[str, typer.Option(help="Hugging Face name or folder.")],
+    extra: Annotated[list[str] | None, typer.Argument(help="After --: other arguments of vllm serve.")] = None,
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = 8000,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")] = False,
 ) -> None:
-    """Put a frozen executor behind vLLM's own server, started so that it takes soft tokens."""
+    """Serve a frozen executor by vLLM's own server, with soft tokens enabled."""
     from configs.models import model_path
     from executor.client import serve, server_command
     from runtime.http import check_loopback, http_url

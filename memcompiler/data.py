@@ -33,7 +33,7 @@ def bank_show(
     most: Annotated[int, typer.Option(min=1, help="Rows of a table.")] = 20,
 ) -> None:
     """Print and draw what a memory knows, whichever system it is of; with --run, what was recalled and followed."""
-    from eval.knowledge import show
+    from eval.memory_report import show
 
     show(bank, run, out or bank / "show", most)
 

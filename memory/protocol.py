@@ -156,6 +156,30 @@ class Lasting(Protocol):
     def life(self, world: TaskSequence) -> Life: ...
 
 
+@runtime_checkable
+class ObjectLife(Life, Protocol):
+    """A life whose memory consists of units about single objects, which evaluations inspect."""
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of units."""
+        ...
+
+    @property
+    def shows_units(self) -> bool:
+        """Whether units are recalled at all."""
+        ...
+
+    @property
+    def units(self) -> list[Any]:
+        """The stored units."""
+        ...
+
+    def unit_of(self, entry_id: str) -> str:
+        """Return the unit that a recalled entry is about; "" for other entries."""
+        ...
+
+
 class Kept(Protocol):
     """Entries by id."""
 

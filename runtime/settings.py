@@ -1,4 +1,5 @@
-"""The base class of all settings: typed, frozen, unknown keys are errors, numbers are finite."""
+"""Base class of all settings: typed, frozen, finite numbers; unknown keys are errors. A string literal under a field is
+its description (`model_fields[name].description`)."""
 
 from __future__ import annotations
 
@@ -11,18 +12,17 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from runtime.startup import expand_home
 
 Share = Annotated[float, Field(ge=0, le=1)]  # a fraction or a probability
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what every generator of random numbers takes
-# A path, or a name that may be one (of a model): `~` is expanded.
-PathName = Annotated[str, AfterValidator(expand_home)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # the range that every random generator here accepts
+PathName = Annotated[str, AfterValidator(expand_home)]  # a path, or a model name that may be one; `~` is expanded
 
 
 class Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_value_as_number(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse true and false for a number, which pydantic would read as 1 and 0."""
+    def _reject_bool_as_number(cls, value: object, info: ValidationInfo) -> object:
+        """Reject true and false for a number; pydantic would read them as 1 and 0."""
         if isinstance(value, bool) and info.field_name is not None:
             kinds = _types_in(cls.model_fields[info.field_name].annotation)
             if kinds & {int, float} and bool not in kinds:
@@ -36,7 +36,7 @@ def _types_in(annotation: Any) -> set[Any]:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Say behind an unknown name which known one is like it, or which there are; nothing where there are none."""
+    """Return a suffix for an unknown-name error: the closest known name, else the list of known names."""
     known = list(known)
     if close := difflib.get_close_matches(str(name), known, n=1):
         return f"; did you mean {close[0]!r}?"

@@ -160,10 +160,10 @@ def test_shipped_model(monkeypatch, tmp_path):
     (folder / "RECORD.json").write_text(json.dumps({"sha256": digests}))
     assert run_probe(probe) == Check("tiny", "ok", "1 files verified")
     weights.write_bytes(b"version https://git-lfs")
-    assert "is not the file that RECORD.json describes" in run_probe(probe).detail
+    assert "differs from the digest in RECORD.json" in run_probe(probe).detail
     (folder / "RECORD.json").write_text(json.dumps({"sha256": {**digests, "tokenizer.json": "0"}}))
     weights.write_bytes(b"weights")
-    assert run_probe(probe).detail == "zoo/household/tiny/tokenizer.json is not there"
+    assert run_probe(probe).detail == "zoo/household/tiny/tokenizer.json is missing"
 
 
 def test_alfworld_games(monkeypatch, tmp_path):

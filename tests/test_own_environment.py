@@ -178,7 +178,7 @@ def test_training_on_what_its_spec_holds_out_is_refused(vault: None, tmp_path: P
 
 def test_its_settings_and_refusals_are_known(vault: None, tmp_path: Path) -> None:
     from agent.records import StepRecord
-    from eval.errors import refused
+    from eval.error_analysis import refused
 
     config = load_config(EvalConfig, None, ["env=vault", "env.rooms=7"])
     assert isinstance(config.env, VaultSettings) and config.env.rooms == 7

@@ -1,8 +1,8 @@
-"""How much the executor attends to memory, step by step (paper Figure 3), from the model's own queries and keys.
+"""Attention of the executor to memory tokens by step (paper Figure 3), from the model's own queries and keys.
 
 The logit of a head is its scaled q . k after rotary embedding, before mask and softmax; q is that of the prompt's last
-token, which decides on the action, and k those of the memory's tokens. Every attention layer of a transformers model
-calls one function with finished queries and keys: `attending` stands in front of it, looks, and passes on.
+token, which decides the action, and k those of the memory tokens. `recording_logits` replaces the attention function of
+transformers by one that records the logits and calls the original.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from eval.plots import ACCENT, CONTROL, INK, figure_of, quiet, save_figure, titl
 from executor.hf import FrozenExecutor
 from lm.prompt import Prompt
 
-CHANNELS = ("memory", "text", "soft")  # all memory tokens; those of words; soft tokens
-_COLORS = {"static": ACCENT, "compiled": "#d97a34"}  # blue and orange, as in the paper
-_NAME = "memcompiler_attending"
+CHANNELS = ("memory", "text", "soft")  # all memory tokens; text tokens; soft tokens
+_COLORS = {"static": ACCENT, "compiled": "#d97a34"}  # as in the paper
+_NAME = "memcompiler_recording_logits"
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One step: mean logit over a channel's tokens, heads and layers, and the channel's share of the softmax."""
+    """One step: mean logit over a channel's tokens, heads and layers, and its share of the softmax."""
 
     t: int
-    logit: dict[str, float]  # by channel; a channel without tokens is not there
+    logit: dict[str, float]  # by channel; channels without tokens are absent
     share: dict[str, float]
     tokens: int
 
@@ -47,15 +47,15 @@ class Attention:
 
 @torch.no_grad()
 def last_token_logits(executor: FrozenExecutor, prompt: Prompt) -> Tensor:
-    """Return (layers, heads, T) fp32: logits of the prompt's last token over all of the prompt's. Their softmax over T
-    is the model's own attention.
+    """Return (layers, heads, T) fp32: attention logits of the prompt's last token over all T tokens of the prompt.
+    Their softmax over T is the model's attention.
 
     Raises:
-        ValueError: the model's attention cannot be read so (sliding windows, capped logits, attention of its own).
+        ValueError: unsupported attention (sliding windows, capped logits, a custom implementation).
     """
     model, batch = executor.model, executor.backbone.pad([prompt], "right")
     embeddings = executor.embed(batch.tokens, [prompt])
-    with attending(model) as layers:
+    with recording_logits(model) as layers:
         executor.backbone.hidden(batch, embeddings=embeddings)
     expected = model.config.get_text_config().num_hidden_layers
     if len(layers) != expected:
@@ -67,15 +67,15 @@ def last_token_logits(executor: FrozenExecutor, prompt: Prompt) -> Tensor:
 
 
 @contextmanager
-def attending(model: Any) -> Iterator[list[Tensor]]:
-    """While it is open, every attention layer of the language model adds the logits (heads, T) of its last query."""
+def recording_logits(model: Any) -> Iterator[list[Tensor]]:
+    """Collect the logits (heads, T) of the last query of every attention layer of the language model."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
     layers: list[Tensor] = []
 
-    def look(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
         window = options.get("sliding_window")
         if (window and key.shape[2] > window) or options.get("softcap") or options.get("s_aux") is not None:
             raise ValueError("Figure 3 reads full attention; this executor has windows, capped logits or sinks")
@@ -84,7 +84,7 @@ def attending(model: Any) -> Iterator[list[Tensor]]:
 
     config = model.config.get_text_config()
     before = config._attn_implementation
-    AttentionInterface.register(_NAME, look)
+    AttentionInterface.register(_NAME, record)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
     config._attn_implementation = _NAME
     try:
@@ -94,20 +94,20 @@ def attending(model: Any) -> Iterator[list[Tensor]]:
 
 
 def _logits(query_HD: Tensor, key_KTD: Tensor, scaling: float | None) -> Tensor:
-    """Return (H, T): H heads of queries share K heads of keys (GQA), in order."""
+    """Return (H, T) logits; H query heads share K key heads (GQA), in order."""
     key = key_KTD.repeat_interleave(len(query_HD) // len(key_KTD), dim=0)
     scale = query_HD.shape[-1] ** -0.5 if scaling is None else scaling
     return torch.einsum("hd,htd->ht", query_HD.float(), key.float()) * scale
 
 
-# the prompt of a recorded step, and where memory stands in it ---------------------------------------------------------
+# prompt of a recorded step, and positions of memory in it -------------------------------------------------------------
 
 
 def executor_prompt(executor: FrozenExecutor, episode: Episode, t: int, soft: Tensor | None) -> Prompt:
-    """Build what the executor read at step t anew from the record.
+    """Rebuild the executor's prompt of step t from the record.
 
     Raises:
-        ValueError: it is not, token for token, what was recorded.
+        ValueError: its tokens differ from the recorded ones.
     """
     prompt = executor.encode(executor_request(recorded_step(episode, t, soft=soft), executor))
     if prompt.ids != episode.steps[t].executor_prompt_ids:
@@ -119,12 +119,12 @@ def executor_prompt(executor: FrozenExecutor, episode: Episode, t: int, soft: Te
 
 
 def memory_positions(executor: FrozenExecutor, episode: Episode, t: int) -> dict[str, list[int]]:
-    """Find the positions of memory tokens in step t's prompt by channel: all of M where it was pasted; where it was
-    compiled, the guidance with its reason, and the soft tokens. Channels without tokens are left out."""
-    ids, told = episode.steps[t].executor_prompt_ids, delivered(recorded_step(episode, t), executor)
-    head = "\nmemory:\n" if told.memory else "\nguide: "
-    guide = f"{told.reason} | {told.guidance}" if told.reason else told.guidance
-    shown = told.memory or (guide if told.guidance else "")
+    """Return the positions of memory tokens in step t's prompt by channel: of M if it was pasted; if it was compiled,
+    of guidance with reason and of the soft tokens. Channels without tokens are absent."""
+    ids, read = episode.steps[t].executor_prompt_ids, delivered(recorded_step(episode, t), executor)
+    head = "\nmemory:\n" if read.memory else "\nguide: "
+    guide = f"{read.reason} | {read.guidance}" if read.reason else read.guidance
+    shown = read.memory or (guide if read.guidance else "")
     words = _positions(executor, ids, head, shown) if shown else []
     soft = [i for i, token in enumerate(ids) if token == executor.placeholder]
     found = {"memory": sorted({*words, *soft}), "text": words, "soft": soft}
@@ -132,8 +132,8 @@ def memory_positions(executor: FrozenExecutor, episode: Episode, t: int) -> dict
 
 
 def _positions(executor: FrozenExecutor, ids: Sequence[int], head: str, shown: str) -> list[int]:
-    """Find the tokens that hold characters of `shown`, which stands behind `head`; raise ValueError where they cannot
-    be told from the prompt's text."""
+    """Return the positions of tokens that overlap `shown`, which follows `head`. Raises: ValueError, if decoding and
+    encoding do not reproduce the tokens."""
     text = executor.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     again = executor.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     start = text.find(head + shown)
@@ -144,7 +144,7 @@ def _positions(executor: FrozenExecutor, ids: Sequence[int], head: str, shown: s
 
 
 def attention_at(executor: FrozenExecutor, episode: Episode, t: int, soft: Tensor | None) -> Attention | None:
-    """Measure what step t's action was decided on; None where its prompt holds no memory (NOACTION, or no delivery)."""
+    """Measure attention to memory at step t; None if its prompt holds no memory."""
     places = memory_positions(executor, episode, t)
     if not places:
         return None
@@ -162,10 +162,10 @@ def attention_at(executor: FrozenExecutor, episode: Episode, t: int, soft: Tenso
 
 
 def curves(of_episodes: Sequence[Sequence[Attention]]) -> dict[str, Any]:
-    """Average by step over the episodes that got so far and had memory then, with its 95 % bootstrap interval.
+    """Average by step over the episodes with memory at that step, with 95 % bootstrap intervals.
 
-    Episodes that end early leave the mean, so that a curve may change though none does: `slope` is the mean over
-    episodes of each one's own trend, per step, over those that have three steps with memory or more.
+    Episodes that end early leave the mean, which changes the curve even if no episode changes. `slope` avoids this: the
+    mean over episodes of the episode's trend per step, for episodes with at least three steps with memory.
 
     Raises:
         ValueError: no step of any episode has memory.
@@ -198,7 +198,7 @@ def _quantity(of_episodes: Sequence[Sequence[Attention]], quantity: str) -> dict
 
 
 def attention_plot(by_delivery: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
-    """Draw logit and share of attention over steps, one line a delivery with its 95 % band over episodes."""
+    """Plot logit and share of attention by step, a line per delivery with its 95 % band over episodes."""
     figure, panels = figure_of((8.6, 3.2), 1, 2)
     titles = {"logit": "mean pre-softmax logit of memory tokens", "share": "share of attention on memory tokens"}
     for panel, (quantity, title) in zip(panels, titles.items(), strict=True):

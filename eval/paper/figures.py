@@ -1,6 +1,6 @@
-"""`memcompiler report paper --figure 3 RUN` (or 4): the paper's measured figures as OUT/figure3.md, .json and .png.
+"""`memcompiler report paper --figure 3 RUN` (or 4): writes measured figures as OUT/figure3.md, .json and .png.
 
-A figure needs a run's episodes and its models: what the record keeps as ids goes through them once more.
+A figure needs a run's episodes and its models, which process the recorded token ids again.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ def run_figure(
     limit: int | None,
     seed: int,
 ) -> None:
-    """Compute figure `number` from the episodes of RUN, of a matrix from those of one cell. `overrides` are settings
-    over the run's own, such as where its models are now; `limit` is how many tasks are taken.
+    """Compute figure `number` from the episodes of a run, or of one cell of a matrix.
+
+    Args:
+        overrides: settings that override the run's, such as new paths of its models.
+        limit: maximum number of tasks.
 
     Raises:
-        ConfigError: no run, no checkpoint, or an executor without weights at hand.
-        ValueError: no such figure, or models and record do not go together.
+        ConfigError: no run, no checkpoint, or an executor without local weights.
+        ValueError: no such figure, or the models do not match the record.
     """
     if number not in FIGURES:
         raise ValueError(f"figures {' and '.join(map(str, FIGURES))} are measured; there is no figure {number}")
@@ -55,21 +58,20 @@ def run_figure(
     target, name = out or run / "paper", f"figure{number}"
     png = target / f"{name}.png"
     if number == 3:
-        made, text = _figure3(replay, deliveries or ("static", "compiled"), limit, png)
+        facts, text = _figure3(replay, deliveries or ("static", "compiled"), limit, png)
     else:
-        made, text = _figure4(replay, deliveries or ("compiled",), limit, seed, png)
-    write(target, name, text, {"figure": number, "run": run.name, **replay.about(), **made})
+        facts, text = _figure4(replay, deliveries or ("compiled",), limit=limit, seed=seed, png=png)
+    write(target, name, text, {"figure": number, "run": run.name, **replay.about(), **facts})
 
 
-# a run once more ------------------------------------------------------------------------------------------------------
+# the run's models ----------------------------------------------------------------------------------------------------
 
 
 class Replay:
-    """A run's settings and record, with its models and memory loaded where they are needed first. The models are in
-    transformers, whatever the run was played on.
+    """A run's settings and record; models (always in transformers) and memory are loaded on first use.
 
     Raises:
-        ConfigError: for a folder that is no single evaluation, or whose executor has no weights.
+        ConfigError: the folder is no single evaluation, or its executor has no local weights.
     """
 
     def __init__(self, run: Path, overrides: Sequence[str]) -> None:
@@ -90,21 +92,21 @@ class Replay:
 
     @cached_property
     def compiler(self) -> MemoryCompiler:
-        """Raises: ConfigError, where the settings name no checkpoint."""
+        """The trained compiler. Raises: ConfigError, if the settings name no checkpoint."""
         if self.config.compiler.checkpoint is None:
-            raise ConfigError("soft tokens are made again by the compiler: set compiler.checkpoint")
+            raise ConfigError("the compiler must recompute the soft tokens: set compiler.checkpoint")
         settings = self.config.compiler.model_copy(update={"engine": "hf", "constrained": False})
         return load_compiler(settings, self.executor, self.config.seed, compiler_told(self.config.env))
 
     def memory(self, episode: Episode, t: int) -> tuple[MemoryEntry, ...]:
-        """Fetch what was recalled for step t. Raises: BankError, KeyError, where the bank has it not."""
+        """Return the entries recalled at step t. Raises: BankError, KeyError, if the bank lacks one."""
         if self._bank is None:
             version = self.config.memory.version or episode.bank_version
             self._bank = open_memory(self.config.memory.model_copy(update={"version": version}), self.run / "bank")
         return episode.memory_at(t, self._bank)
 
     def recompiled(self, episode: Episode, t: int) -> latents.Recompiled | None:
-        """Make step t's soft tokens again; None where the executor read none."""
+        """Recompute step t's soft tokens; None if the executor read none."""
         if not find(episode.delivery).shows_own_soft or not episode.steps[t].soft_read:
             return None
         return latents.recompiled(self.compiler, episode, t, self.memory(episode, t))
@@ -125,16 +127,16 @@ def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: 
     for episode in latents.played(replay.run / EPISODES, deliveries, limit):
         attentions = []
         for t, step in enumerate(episode.steps):
-            if not step.executor_prompt_ids:  # it broke before the executor was asked
+            if not step.executor_prompt_ids:  # it failed before the executor acted
                 continue
-            again = replay.recompiled(episode, t)
-            drawn += again is not None and again.drawn
-            found = attention_at(replay.executor, episode, t, again.soft if again else None)
+            recomputed = replay.recompiled(episode, t)
+            drawn += recomputed is not None and recomputed.drawn
+            found = attention_at(replay.executor, episode, t, recomputed.soft if recomputed else None)
             attentions += [found] if found else []
             without[episode.delivery] += found is None
         by_delivery[episode.delivery].append(attentions)
-    made = {name: {**curves(of), "steps_without_memory": without[name]} for name, of in by_delivery.items()}
-    attention_plot(made, png)
+    by_name = {name: {**curves(of), "steps_without_memory": without[name]} for name, of in by_delivery.items()}
+    attention_plot(by_name, png)
     rows = [
         [
             name,
@@ -145,7 +147,7 @@ def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: 
             _trend(of["logit"][channel]["slope"]),
             _trend(of["share"][channel]["slope"]),
         ]
-        for name, of in made.items()
+        for name, of in by_name.items()
         for channel in CHANNELS
         if channel in of["logit"]
     ]
@@ -161,24 +163,24 @@ def _figure3(replay: Replay, deliveries: Sequence[str], limit: int | None, png: 
     text = _page(
         3,
         "mean pre-softmax attention logit of the executor over memory tokens",
-        heads,
-        rows,
-        [
+        heads=heads,
+        rows=rows,
+        notes=[
             "Trend: mean over episodes of each one's own, 95 % bootstrap interval over episodes.",
-            *([f"{drawn} steps had sampled soft tokens: their mean stands for them."] if drawn else []),
+            *([f"{drawn} steps had sampled soft tokens: their mean is used instead."] if drawn else []),
         ],
     )
-    return {"deliveries": made, "sampled_soft_steps": drawn}, text
+    return {"deliveries": by_name, "sampled_soft_steps": drawn}, text
 
 
 def _figure4(
     replay: Replay, deliveries: Sequence[str], limit: int | None, seed: int, png: Path, most: int = 500
 ) -> tuple[dict[str, Any], str]:
-    steps = [  # a list: a record that cannot be read is found before a model is loaded
-        (again, f"{step.reason} {step.guidance}".strip(), number)
+    steps = [  # a list, so that an unreadable record is found before the executor is loaded
+        (recomputed, f"{step.reason} {step.guidance}".strip(), number)
         for number, episode in enumerate(latents.played(replay.run / EPISODES, deliveries, limit))
         for t, step in enumerate(episode.steps)
-        if (again := replay.recompiled(episode, t)) is not None
+        if (recomputed := replay.recompiled(episode, t)) is not None
     ]
     shown, left_out = _spaces(latents.gathered(replay.executor, steps), most, seed)
     latents.latents_plot(shown, png)
@@ -206,9 +208,9 @@ def _figure4(
     text = _page(
         4,
         "soft memory tokens and text memory tokens",
-        heads,
-        rows,
-        [
+        heads=heads,
+        rows=rows,
+        notes=[
             *(f"{space}: {meaning}." for space, meaning in latents.SPACES.items()),
             *(f"{space}: not measured, {why}." for space, why in left_out.items()),
             "Probe: logistic regression, tested on episodes that it was not trained on; distinct vectors, as many of "
@@ -227,7 +229,8 @@ def _figure4(
 
 
 def _spaces(found: Mapping[str, latents.Tokens], most: int, seed: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (tokens, plane, separability) by space, and why a space is left out; raise ValueError where both are."""
+    """Return (tokens, plane, separability) by space, and reasons for spaces left out. Raises: ValueError, if all
+    are."""
     shown, left_out = {}, {}
     for space, tokens in found.items():
         try:
@@ -241,8 +244,8 @@ def _spaces(found: Mapping[str, latents.Tokens], most: int, seed: int) -> tuple[
 
 
 def _page(number: int, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    said = f"Paper: {paper_numbers()['figures'][number]} All numbers above are measured."
-    lines = ["", *markdown_table(heads, rows), "", *(f"- {n}" for n in (said, *notes))]
+    printed = f"Paper: {paper_numbers()['figures'][number]} All numbers above are measured."
+    lines = ["", *markdown_table(heads, rows), "", *(f"- {n}" for n in (printed, *notes))]
     return "\n".join([f"### Figure {number}: {title}", *lines]) + "\n"
 
 

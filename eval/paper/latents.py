@@ -1,10 +1,8 @@
-"""Soft tokens against text tokens (paper Figure 4), and how both are made again from a run's record.
+"""Separability of soft tokens and text tokens (paper Figure 4), recomputed from a run's record.
 
-`episodes.jsonl` keeps token ids and a summary of the soft tokens, not the tensors: they are a function of the recorded
-prompt, the recorded emission and the checkpoint, so `recompiled` puts these through the compiler once more. What it
-gets is checked against the record (prompt ids to the token, the soft tokens' mean norm to a hundredth): another
-checkpoint, bank or prompt layout is an error, not another figure.
-"""
+episodes.jsonl stores token ids and statistics of the soft tokens, not the tensors. `recompiled` recomputes these from
+the recorded prompt, emission and checkpoint, and compares them with the record (prompt ids exactly, the mean norm of
+the soft tokens to 1 %), so that another checkpoint, bank or prompt layout is an error."""
 
 from __future__ import annotations
 
@@ -39,13 +37,13 @@ SPACES: Mapping[str, str] = {
 }
 _NORM_TOLERANCE = 0.01
 _COLORS = {SOFT: "#b5532f", TEXT: ACCENT}
-_COMPONENTS = 50  # both t-SNE and the probe read principal components where there are more dimensions
+_COMPONENTS = 50  # maximum dimensions for t-SNE and the probe; more are reduced by PCA
 
 
 @dataclass(frozen=True, slots=True)
 class Recompiled:
-    """One step's soft tokens again: soft (N, d_executor); h_soft (N, d), h_text (T, d) in the compiler; `drawn` where
-    the run had sampled them and `soft` is their mean."""
+    """Soft tokens of a step, recomputed: soft (N, d_executor), and the compiler's hidden states h_soft (N, d) and
+    h_text (T, d). `drawn`: the run had sampled them, and `soft` is their mean."""
 
     soft: Tensor
     h_soft: Tensor
@@ -54,10 +52,10 @@ class Recompiled:
 
 
 def played(record: Path, deliveries: Sequence[str], limit: int | None = None) -> Iterator[Episode]:
-    """Read episodes of these deliveries with their pictures, the first `limit` tasks of the record.
+    """Read the episodes of these deliveries with pictures, of the first `limit` tasks.
 
     Raises:
-        ValueError: no record, or one of the deliveries is not in it.
+        ValueError: no record, or a delivery is not in it.
     """
     if not record.is_file():
         raise ValueError(f"{record} does not exist: name a run folder, of a matrix one of its cells (RUN/cells/NAME)")
@@ -69,15 +67,15 @@ def played(record: Path, deliveries: Sequence[str], limit: int | None = None) ->
         seen.add(row["delivery"])
         yield episode_from_json(row)
     if absent := [name for name in deliveries if name not in seen]:
-        raise ValueError(f"{record} has no episode of {', '.join(absent)}: evaluate with deliveries that include it")
+        raise ValueError(f"{record} has no episode of {', '.join(absent)}: evaluate with these deliveries")
 
 
 @torch.no_grad()
 def recompiled(compiler: MemoryCompiler, episode: Episode, t: int, memory: Sequence[MemoryEntry]) -> Recompiled | None:
-    """Make step t's soft tokens again; None where no compiler spoke.
+    """Recompute step t's soft tokens; None if nothing was compiled.
 
     Raises:
-        ValueError: prompt or soft tokens are not those of the record.
+        ValueError: prompt or soft tokens differ from the record.
     """
     step = episode.steps[t]
     if step.soft is None:
@@ -93,7 +91,7 @@ def recompiled(compiler: MemoryCompiler, episode: Episode, t: int, memory: Seque
     if len(mu) != step.soft["n"] or abs(norm - recorded) > _NORM_TOLERANCE * recorded:
         raise ValueError(
             f"{where}: {len(mu)} soft tokens of norm {norm:.4g}, the record has {step.soft['n']:.0f} of "
-            f"{recorded:.4g}: compiler.checkpoint is not what the run was played with"
+            f"{recorded:.4g}: compiler.checkpoint is not the run's"
         )
     drawn = abs(step.soft["z_norm"] - recorded) > _NORM_TOLERANCE * recorded
     soft = compiler.projector.to_embeddings(scored.gaussian.mu)[0]
@@ -105,17 +103,16 @@ def recompiled(compiler: MemoryCompiler, episode: Episode, t: int, memory: Seque
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """vectors (n, d), kinds (n,) of SOFT or TEXT, and the episode (n,) that each comes from."""
+    """Vectors (n, d), their kinds (n,), SOFT or TEXT, and the numbers of their episodes (n,)."""
 
     vectors: np.ndarray
     kinds: np.ndarray
     episodes: np.ndarray
 
     def balanced(self, most: int, seed: int) -> Tokens:
-        """Choose distinct vectors, equally many of both kinds and at most `most` of each, drawn by `seed`.
+        """Draw distinct vectors, equally many of both kinds and at most `most` of each.
 
-        A text token has the same input embedding wherever it stands: counted again and again, it would be on both
-        sides of the probe's split.
+        A text token always has the same input embedding; its duplicates would be on both sides of the probe's split.
 
         Raises:
             ValueError: one kind is missing.
@@ -131,17 +128,19 @@ class Tokens:
 
 
 def gathered(executor: FrozenExecutor, steps: Iterable[tuple[Recompiled, str, int]]) -> dict[str, Tokens]:
-    """Collect the tokens of both kinds by space, from steps: their soft tokens, the text channel of the same step
-    (reason and guidance, "" where there is none), and the number of the episode.
+    """Collect the tokens of both kinds by space.
+
+    Args:
+        steps: soft tokens of a step, its text channel (reason and guidance, may be ""), and the number of its episode.
 
     Raises:
         ValueError: no step has soft tokens.
     """
     rows: dict[str, list[tuple[np.ndarray, str, int]]] = {space: [] for space in SPACES}
-    for again, guidance, episode in steps:
+    for step, guidance, episode in steps:
         ids = executor.tokenizer(guidance, add_special_tokens=False)["input_ids"]
         embedded = executor.embedding_table[ids].detach().float().cpu()
-        for space, soft, text in (("executor", again.soft, embedded), ("compiler", again.h_soft, again.h_text)):
+        for space, soft, text in (("executor", step.soft, embedded), ("compiler", step.h_soft, step.h_text)):
             rows[space] += [(of.numpy(), kind, episode) for of, kind in ((soft, SOFT), (text, TEXT)) if len(of)]
     if not all(rows.values()):
         raise ValueError("no step has soft tokens: name a run that played the delivery `compiled`")
@@ -153,11 +152,11 @@ def gathered(executor: FrozenExecutor, steps: Iterable[tuple[Recompiled, str, in
     return found
 
 
-# how far apart they are -----------------------------------------------------------------------------------------------
+# separability --------------------------------------------------------------------------------------------------------
 
 
 def separability(tokens: Tokens, seed: int = 0, permutations: int = 100) -> dict[str, Any]:
-    """Measure the silhouette of the two kinds, and a linear probe's accuracy on episodes that it has not seen.
+    """Compute the silhouette of the two kinds, and the accuracy of a linear probe on held-out episodes.
 
     Returns:
         `silhouette` in [-1, 1]; `probe` accuracy in [0, 1] beside `chance` (the larger kind's share of the held-out
@@ -168,7 +167,7 @@ def separability(tokens: Tokens, seed: int = 0, permutations: int = 100) -> dict
     """
     episodes = len(set(tokens.episodes.tolist()))
     if episodes < 2:
-        raise ValueError("a probe is tested on other episodes than it is trained on: there is only one")
+        raise ValueError("a probe needs at least two episodes, one for training and one for testing")
     splitter = GroupShuffleSplit(1, test_size=0.5, random_state=seed)
     train, test = next(splitter.split(tokens.vectors, groups=tokens.episodes))
     y = (tokens.kinds == SOFT).astype(int)
@@ -193,8 +192,8 @@ def separability(tokens: Tokens, seed: int = 0, permutations: int = 100) -> dict
 
 
 def _probe(vectors: np.ndarray, train: np.ndarray, test: np.ndarray) -> Callable[[np.ndarray], float]:
-    """Return labels -> held-out accuracy of logistic regression on standardised principal components of the training
-    half."""
+    """Return a function from labels to the held-out accuracy of logistic regression on standardised principal
+    components of the training half."""
     components = min(_COMPONENTS, vectors.shape[1], len(train) - 1)
     reduced = make_pipeline(StandardScaler(), PCA(components, random_state=0)).fit(vectors[train])
     known, unknown = reduced.transform(vectors[train]), reduced.transform(vectors[test])
@@ -208,7 +207,7 @@ def _probe(vectors: np.ndarray, train: np.ndarray, test: np.ndarray) -> Callable
 
 
 def plane(tokens: Tokens, seed: int = 0) -> np.ndarray:
-    """Return (n, 2): t-SNE of the tokens, the same for the same seed."""
+    """Return (n, 2): t-SNE of the tokens, deterministic for a seed."""
     vectors, n = tokens.vectors, len(tokens.vectors)
     if vectors.shape[1] > _COMPONENTS:
         vectors = PCA(min(_COMPONENTS, n), random_state=seed).fit_transform(vectors)
@@ -216,7 +215,7 @@ def plane(tokens: Tokens, seed: int = 0) -> np.ndarray:
 
 
 def latents_plot(spaces: Mapping[str, tuple[Tokens, np.ndarray, Mapping[str, Any]]], path: Path) -> Path:
-    """Draw a panel a space: (tokens, their place in the plane, their separability)."""
+    """Plot a panel per space, given (tokens, positions in the plane, separability)."""
     figure, panels = figure_of((4.2 * len(spaces), 4.4), 1, len(spaces))
     for panel, (space, (tokens, places, apart)) in zip(panels, spaces.items(), strict=True):
         for kind in (TEXT, SOFT):

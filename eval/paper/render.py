@@ -1,4 +1,4 @@
-"""`memcompiler report paper --table 3 RUN ...`: a table of a paper as OUT/table3.md, .json and .png."""
+"""`memcompiler report paper --table 3 RUN ...`: writes a paper's table as OUT/table3.md, .json and .png."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from configs.run_folder import check_own_files
-from eval.paper import questions
+from eval.paper import s3mem
 from eval.paper.specs import EFFICIENCY, MILLIONS
 from eval.paper.tables import ABOUT, MEASURED, MEMCOMPILER, NOT_MEASURED, PAPER, Row, Table, TableCell, paper_table
 from eval.plots import MUTED, dot_with_interval, figure_of, quiet, save_figure, titled
@@ -18,12 +18,12 @@ from runtime.store import to_json, write_atomically
 
 
 def run_table(number: int, runs: Sequence[Path], out: Path | None, paper: str = MEMCOMPILER) -> None:
-    """Print table `number` and write it to OUT (default: `paper` in the first run; without runs, nowhere).
+    """Print table `number` and write it to OUT (default: `paper` in the first run; without runs it is only printed).
 
     Raises:
-        ValueError: no such paper or table, or a run that has no results.
+        ValueError: no such paper or table, or a run without results.
     """
-    table = questions.question_table(number, runs) if paper == questions.NAME else paper_table(number, runs, paper)
+    table = s3mem.s3mem_table(number, runs) if paper == s3mem.NAME else paper_table(number, runs, paper)
     name = f"table{number}" if paper == MEMCOMPILER else f"{paper}-table{number}"
     target = out or (runs[0] / "paper" if runs else None)
     if target is None:
@@ -34,6 +34,7 @@ def run_table(number: int, runs: Sequence[Path], out: Path | None, paper: str = 
 
 
 def write(out: Path, name: str, text: str, record: Mapping[str, Any]) -> None:
+    """Write NAME.json and NAME.md, and print the text."""
     check_own_files(out, (f"{name}.json", f"{name}.md"), "table" if "table" in record else "figure")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / f"{name}.json", to_json(record))
@@ -61,9 +62,10 @@ def _cells(table: Table, row: Row) -> list[str]:
 
 
 def _text(cell: TableCell | None, source: str, column: str) -> str:
-    """`52.5 [44.8, 60.1] (+12%)`"""
+    """Format a cell: `52.5 [44.8, 60.1] (+12%)`."""
     if cell is None:
-        return NOT_MEASURED if source == MEASURED and column not in EFFICIENCY else DASH  # some have no compiler
+        # efficiency is undefined without a compiler
+        return NOT_MEASURED if source == MEASURED and column not in EFFICIENCY else DASH
     digits = 3 if column.endswith(" s") else 2 if column.endswith(MILLIONS) else 1
     shown = f"{cell.value:g}" if source == PAPER else f"{cell.value:.{digits}f}"
     if cell.low is not None and cell.high is not None:
@@ -72,7 +74,7 @@ def _text(cell: TableCell | None, source: str, column: str) -> str:
 
 
 def table_plot(table: Table, path: Path) -> Path:
-    """Draw one panel a column: the paper's values as open diamonds, measured ones as dots with their intervals."""
+    """Plot a panel per column: the paper's values as open diamonds, measured ones as dots with intervals."""
     labels = list(dict.fromkeys((row.executor, row.method) for row in table.rows))
     size = (3.4 + 2.3 * len(table.plotted), 1.3 + 0.24 * len(labels))
     figure, panels = figure_of(size, 1, len(table.plotted), sharey=True)
@@ -82,7 +84,7 @@ def table_plot(table: Table, path: Path) -> Path:
             if cell is not None and row.source == PAPER:
                 panel.plot(cell.value, y, "D", color="white", markeredgecolor=MUTED, markersize=4.5, zorder=2)
             elif cell is not None:
-                dot_with_interval(panel, y, cell.value, cell.low, cell.high)
+                dot_with_interval(panel, y, mean=cell.value, low=cell.low, high=cell.high)
         titled(panel, column.replace("$", r"\$"))
         quiet(panel, grid="x")
         panel.tick_params(axis="y", length=0)

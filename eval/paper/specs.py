@@ -1,17 +1,17 @@
-"""What each table of a paper shows, in this project's names: benchmarks and splits, deliveries, metrics."""
+"""Tables of papers in this project's terms: environments and splits, deliveries, metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-MILLIONS = "10^6 tokens"  # how the name of a column ends that counts them
+MILLIONS = "10^6 tokens"  # suffix of columns that count tokens
 _AXES = frozenset({"executor", "environment", "split", "seed"})
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a column shows: one metric on one environment, over `splits` together, of all tasks or of one family."""
+    """Column of a table: a metric on an environment, over all of `splits`, of all tasks or one family."""
 
     name: str
     environment: str
@@ -22,15 +22,15 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How a run's results become rows and columns of one of the paper's tables.
+    """Mapping of results to the rows and columns of a paper's table.
 
     Attributes:
-        methods: name of the paper's row by delivery; by `level/delivery` where levels of `axis` make rows. "": no row.
-        axis: of a matrix, whose levels make rows if it is one of `axes`.
-        metrics: what environments that the paper has not are shown by.
-        axes: axes of a matrix that rows and columns tell already; others stand beside the method's name.
-        by_method: rows of one method together (the paper has one executor), instead of rows of one executor.
-        families: other environments' families have columns of their own.
+        methods: delivery (or `level/delivery`, if levels of `axis` are rows) -> name of the paper's row; "": no row.
+        metrics: metrics of the columns of other environments than the paper's.
+        axes: axes of a matrix that rows and columns represent; levels of other axes are added to the method's name.
+        axis: axis of a matrix whose levels are rows, if it is one of `axes`.
+        by_method: group rows by method (the paper has one executor) instead of by executor.
+        families: add columns for the families of other environments.
     """
 
     columns: tuple[Column, ...]
@@ -69,7 +69,7 @@ ALFWORLD = Column("AlfWorld", "alfworld", ("valid_unseen",))
 _SCIENCEWORLD = Column("ScienceWorld", "scienceworld", ("agentsquare",))
 _BY_NAME = {column.name: column for column in _embodiedbench("success")}
 _METHODS = {"none": "No Mem", "static": "AMMI (static injection)", "compiled": "Ours"}
-EFFICIENCY: Mapping[str, tuple[str, tuple[str, ...]]] = {  # column -> role, and what of its usage
+EFFICIENCY: Mapping[str, tuple[str, tuple[str, ...]]] = {  # column -> role, keys of its usage
     "Compiler s": ("compiler", ("seconds",)),
     "Executor s": ("executor", ("seconds",)),
     "Exec In": ("executor", ("tokens_in",)),
@@ -124,11 +124,11 @@ _TOKENS = tuple(
 
 
 def _levels(axis: str, rows: Mapping[str, str], metrics: tuple[str, ...] = ("success",)) -> Spec:
-    """Make the table whose rows are levels of an axis, memory recalled at every step."""
+    """Return the table whose rows are levels of an axis, with memory recalled at every step."""
     names = {"success": _BASE.name, "progress": f"{_BASE.name} progress"}
     columns = tuple(replace(_BASE, name=names[metric], metric=metric) for metric in metrics)
     methods = {f"{level}/live": name for level, name in rows.items()}
-    return Spec(columns, methods, metrics, _AXES | {axis}, axis, by_method=True, families=False)
+    return Spec(columns, methods, metrics=metrics, axes=_AXES | {axis}, axis=axis, by_method=True, families=False)
 
 
 BRAINMEM: Mapping[int, Spec] = {
@@ -177,14 +177,14 @@ BRAINMEM: Mapping[int, Spec] = {
 
 # -- KARMA ------------------------------------------------------------------------------------------------------------
 
-LIVING = {"SR": "sequences", "MRA": "mra", "RE": "re", "RT": "rt"}  # what is told of living worlds, by column
+LIVING = {"SR": "sequences", "MRA": "mra", "RE": "re", "RT": "rt"}  # column -> metric of living worlds
 
 
 def _living(axis: str, methods: Mapping[str, str]) -> Spec:
-    """Make a table of sequences in living worlds: rows are levels of an axis; of several rows without memory, which are
-    the same sequences played in the same way, the last level's stands."""
+    """Return a table of sequences in living worlds: rows are levels of an axis. All rows without memory are equal, so
+    only the last level's is shown."""
     columns = tuple(
-        Column(f"{family.title()} {name}", "", (), metric, family)
+        Column(f"{family.title()} {name}", "", splits=(), metric=metric, family=family)
         for family in ("simple", "composite", "complex")
         for name, metric in LIVING.items()
     )
@@ -216,12 +216,12 @@ KARMA: Mapping[int, Spec] = {
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """A paper whose tables are shown with measured rows. `numbers` is the file of its figures."""
+    """A paper with its tables; `numbers`: file of its printed figures."""
 
     arxiv: str
     numbers: str
     tables: Mapping[int, Spec]
-    note: str = ""  # to be said under each of them
+    note: str = ""  # under each table
 
 
 PAPERS: Mapping[str, Paper] = {

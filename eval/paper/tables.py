@@ -1,9 +1,7 @@
-"""A paper's tables with what a run measured beside what the paper printed, each row marked as one or the other.
+"""A paper's tables: rows as printed and rows measured by runs, each marked.
 
-A measured value stands in a column of the paper only where it is of that benchmark and that split; everything else (the
-built-in household tasks, other splits) gets columns of its own, where the paper has nothing. What was not measured is
-said to be so. A paper's figures are in a file of their own (`eval.paper.specs.PAPERS`).
-"""
+A measured value is in a column of the paper only if it is of that benchmark and split; other environments and splits
+get further columns. Missing values are marked as not measured. The papers' figures are in YAML files (`PAPERS`)."""
 
 from __future__ import annotations
 
@@ -14,24 +12,22 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
 import yaml
 
-from eval.intervals import wilson
+from eval.intervals import bootstrap_ratio, wilson
 from eval.metrics import ROLES, display_name, grouped, split_name, usage
 from eval.paper.specs import ALFWORLD, EFFICIENCY, LIVING, MILLIONS, PAPERS, Column, Paper, Spec
 from eval.runs import episode_files, episodes_of, read_results
 
-MEMCOMPILER = "memcompiler"  # the paper that is meant where none is named
+MEMCOMPILER = "memcompiler"  # the default paper
 NOT_MEASURED = "not measured"
 PAPER, MEASURED = "paper", "measured"
-ABOUT = ("environment", "split", "seed", "n_tasks", "executors")  # what is said of a run under a table
-_RESAMPLES = 2_000
+ABOUT = ("environment", "split", "seed", "n_tasks", "executors")  # facts of a run under a table
 
 
 @dataclass(frozen=True, slots=True)
 class TableCell:
-    """A number in its column's unit. The paper's have no interval; `relative` is the change against no memory, %."""
+    """A number in its column's unit, in the paper without interval; `relative`: change against no memory, in %."""
 
     value: float
     low: float | None = None
@@ -42,7 +38,7 @@ class TableCell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`executor` and `method` under which the paper or a run has `cells`, by column."""
+    """Row of the paper or of a run; `cells` by column."""
 
     executor: str
     method: str
@@ -55,7 +51,7 @@ class Table:
     number: int
     title: str
     columns: tuple[str, ...]
-    plotted: Sequence[str]  # the columns that a figure shows: averages, not each subset
+    plotted: Sequence[str]  # columns of the figure: averages, not every subset
     rows: Sequence[Row]
     runs: Sequence[Mapping[str, Any]]
     notes: Sequence[str]
@@ -64,7 +60,7 @@ class Table:
         return any(r.source == MEASURED and (r.executor, r.method) == (row.executor, row.method) for r in self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Give what `tableN.json` holds; a cell that a measured row lacks is null."""
+        """Return the content of tableN.json; missing cells of measured rows are null."""
         rows = [
             {
                 "executor": row.executor,
@@ -81,7 +77,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One delivery of one group of cells in a run's results."""
+    """Results of one delivery in one group of cells."""
 
     delivery: str
     environment: str
@@ -95,26 +91,26 @@ class Measured:
         if metric in EFFICIENCY:
             return self.efficiency.get(metric)
         if metric in LIVING.values():
-            told = self.summary.get("living", {}).get("summary", {}).get(family, {}).get(metric)
-            return _percent(told) if told else None
+            living = self.summary.get("living", {}).get("summary", {}).get(family, {}).get(metric)
+            return percent_cell(living) if living else None
         if metric == "tokens":
             used = [self.summary["usage"][role] for role in ROLES if role in self.summary.get("usage", {})]
             return TableCell(sum(of["tokens_in"] + of["tokens_out"] for of in used) / 1e6) if used else None
         summary = self.summary["by_family"].get(family) if family else self.summary
-        return _percent(summary[metric]) if summary else None
+        return percent_cell(summary[metric]) if summary else None
 
 
 @cache
 def paper_numbers(paper: str = MEMCOMPILER) -> dict[str, Any]:
-    """Read a paper's figures: `tables`; this project's has `figures` and `models`, too."""
+    """Read a paper's figures: `tables`, and for MemCompiler `figures` and `models`."""
     return yaml.safe_load(Path(__file__).with_name(PAPERS[paper].numbers).read_text(encoding="utf-8"))
 
 
 def paper_table(number: int, runs: Sequence[Path], paper: str = MEMCOMPILER) -> Table:
-    """Make table `number` of a paper, with what evaluations in `runs` (each with a results.json) measured.
+    """Return table `number` of a paper with the results of evaluations in `runs`.
 
     Raises:
-        ValueError: no such paper or table, a run without whole results, or two measurements for the same cell.
+        ValueError: no such paper or table, incomplete results, or two measurements for one cell.
     """
     if paper not in PAPERS:
         raise ValueError(f"tables are of {', '.join(PAPERS)}; there are none of {paper}")
@@ -124,36 +120,36 @@ def paper_table(number: int, runs: Sequence[Path], paper: str = MEMCOMPILER) -> 
     results = [read_results(run) for run in runs]
     found = [m for run, of_run in zip(runs, results, strict=True) for m in measurements(of_run, run, spec.efficiency)]
     further = _further_columns(spec, found)
-    rows = [*_paper_rows(printed), *_measured_rows(spec, (*spec.columns, *further), found, printed)]
+    rows = [*paper_rows(printed), *_measured_rows(spec, (*spec.columns, *further), found, printed)]
     columns = (*printed["columns"], *(c.name for c in further))
     plotted = [*printed.get("relative_of", printed["columns"]), *(c.name for c in further if not c.family)]
     about = [_about(run, of_run) for run, of_run in zip(runs, results, strict=True)]
-    notes = _notes(spec, PAPERS[paper], "relative_of" in printed, found, results)
+    notes = _notes(spec, PAPERS[paper], relative="relative_of" in printed, found=found, results=results)
     title, ordered = f"Table {number}. {printed['title']}", _ordered(rows, spec, printed)
-    return Table(number, title, columns, plotted, ordered, about, notes)
+    return Table(number, title, columns=columns, plotted=plotted, rows=ordered, runs=about, notes=notes)
 
 
-# what a run measured --------------------------------------------------------------------------------------------------
+# measurements ---------------------------------------------------------------------------------------------------------
 
 
 def measurements(results: Mapping[str, Any], run: Path, efficiency: bool = False) -> list[Measured]:
-    """Make one record per name in results; with `efficiency`, what Table 5 shows of each, from the run's episodes."""
-    taken, found = _efficiencies(results, run) if efficiency else {}, []
+    """Return the measurements of a run; with `efficiency`, also the columns of Table 5, from its episodes."""
+    used, found = _efficiencies(results, run) if efficiency else {}, []
     for name, summary in results["results"].items():
         group, delivery = split_name(name)
         cells = [cell for cell in _cells(results) if cell.get("group", group) == group]
         for key in ("environment", "split"):
             if len({cell[key] for cell in cells}) > 1:
-                raise ValueError(f"{name} mixes {key}s: a matrix that varies them names them in an axis")
+                raise ValueError(f"{name} mixes {key}s: name them in an axis of the matrix")
         found.append(
             Measured(
                 summary.get("delivery", delivery),
                 cells[0]["environment"],
-                str(cells[0]["split"]),
-                _executor(cells[0], paper_numbers()["models"]),
-                summary.get("levels", {}),
-                summary,
-                taken.get(name, {}),
+                split=str(cells[0]["split"]),
+                executor=_executor(cells[0], paper_numbers()["models"]),
+                levels=summary.get("levels", {}),
+                summary=summary,
+                efficiency=used.get(name, {}),
             )
         )
     return found
@@ -173,7 +169,7 @@ def _executor(cell: Mapping[str, Any], names: Mapping[str, str]) -> str:
 
 
 def _efficiencies(results: Mapping[str, Any], run: Path) -> dict[str, dict[str, TableCell]]:
-    """Give Table 5's columns by name in results. Where the run's episodes are not there, they have no intervals."""
+    """Return Table 5's columns by name in results; without intervals if the run's episodes are missing."""
     taken = {name: [summary["usage"]] for name, summary in results["results"].items() if "usage" in summary}
     if all(path.exists() for path in episode_files(run, results)):
         used = ((e.delivery, {role: usage(e.steps, role) for role in ROLES}) for e in episodes_of(run, results)(False))
@@ -182,28 +178,22 @@ def _efficiencies(results: Mapping[str, Any], run: Path) -> dict[str, dict[str, 
     return {name: _per_call(of_name) for name, of_name in taken.items()}
 
 
-def _per_call(taken: Sequence[Mapping[str, Any]]) -> dict[str, TableCell]:
-    """Average over all calls, with 95 % bootstrap intervals over episodes; what a role never did is left out."""
-    rng = np.random.default_rng(0)
-    picks = rng.integers(len(taken), size=(_RESAMPLES, len(taken)))
+def _per_call(usages: Sequence[Mapping[str, Any]]) -> dict[str, TableCell]:
+    """Average over all calls, with 95 % bootstrap intervals over episodes; roles without calls are left out."""
     cells = {}
     for column, (role, keys) in EFFICIENCY.items():
-        calls = np.array([of[role]["calls"] for of in taken], dtype=float)
-        sums = np.array([sum(of[role][key] for key in keys) for of in taken], dtype=float)
-        if not calls.sum():
-            continue
-        value = float(sums.sum() / calls.sum())
-        resampled = calls[picks].sum(1)
-        means = sums[picks].sum(1)[resampled > 0] / resampled[resampled > 0]
-        ends = [float(q) for q in np.quantile(means, (0.025, 0.975))] if len(taken) > 1 else [None, None]
-        cells[column] = TableCell(value, *ends, n=len(taken) if len(taken) > 1 else None)  # type: ignore[arg-type]
+        mean = bootstrap_ratio([(sum(of[role][key] for key in keys), of[role]["calls"]) for of in usages])
+        if mean is not None:
+            one = len(usages) == 1
+            cells[column] = TableCell(mean.mean) if one else TableCell(mean.mean, mean.low, mean.high, mean.n)
     return cells
 
 
 # rows and columns -----------------------------------------------------------------------------------------------------
 
 
-def _paper_rows(printed: Mapping[str, Any]) -> list[Row]:
+def paper_rows(printed: Mapping[str, Any]) -> list[Row]:
+    """Return the rows that the paper printed."""
     rows = []
     for executor, methods in printed["executors"].items():
         for method, numbers in methods.items():
@@ -215,7 +205,7 @@ def _paper_rows(printed: Mapping[str, Any]) -> list[Row]:
 
 
 def _further_columns(spec: Spec, found: Sequence[Measured]) -> tuple[Column, ...]:
-    """Add columns for what was measured on benchmarks or splits that the paper's table has not."""
+    """Return columns for environments and splits that the paper's table lacks."""
     columns: set[Column] = set()
     for m in found:
         if any(_in(column, m) for column in spec.columns):
@@ -226,7 +216,15 @@ def _further_columns(spec: Spec, found: Sequence[Measured]) -> tuple[Column, ...
             name += " progress" if metric == "progress" and len(spec.metrics) > 1 else ""
             name += f", {MILLIONS}" if metric == "tokens" else ""
             for family in ("", *(families if len(families) > 1 and spec.families else ())):
-                columns.add(Column(f"{name}: {family}" if family else name, m.environment, (m.split,), metric, family))
+                columns.add(
+                    Column(
+                        f"{name}: {family}" if family else name,
+                        m.environment,
+                        splits=(m.split,),
+                        metric=metric,
+                        family=family,
+                    )
+                )
     return tuple(sorted(columns, key=lambda c: (c.environment, c.splits, spec.metrics.index(c.metric), c.family)))
 
 
@@ -237,7 +235,7 @@ def _in(column: Column, m: Measured) -> bool:
 def _measured_rows(
     spec: Spec, columns: Sequence[Column], found: Sequence[Measured], printed: Mapping[str, Any]
 ) -> list[Row]:
-    """Group what was measured by row. Raises: ValueError, where two measurements fall into one cell."""
+    """Group measurements into rows. Raises: ValueError, for two measurements of one cell."""
     rows = []
     shown = [m for m in found if _method(spec, m)]
     for (executor, method), of_row in grouped(shown, lambda m: (m.executor, _method(spec, m))).items():
@@ -248,27 +246,27 @@ def _measured_rows(
 
 
 def _method(spec: Spec, m: Measured) -> str:
-    """Name the paper's row, or the delivery itself; with what else distinguishes it in its matrix."""
+    """Return the name of a row: the paper's or the delivery's, with the levels of other axes; "" for no row."""
     variant = m.levels.get(spec.axis) if spec.axis in spec.axes else None
     own = ", ".join(filter(None, (variant, display_name(m.delivery))))
     name = spec.methods.get(f"{variant}/{m.delivery}" if variant else m.delivery, own)
     if not name:
         return ""
     if not any(column.environment for column in spec.columns) and not _in(ALFWORLD, m):
-        name += f", {m.environment} {m.split}"  # Table 5 has one environment, and no column that tells it
+        name += f", {m.environment} {m.split}"  # Table 5 has no column for the environment
     others = ", ".join(f"{axis}={level}" for axis, level in m.levels.items() if axis not in spec.axes)
     return f"{name} [{others}]" if others else name
 
 
 def _cell(column: Column, of_row: Sequence[Measured], where: str) -> TableCell | None:
-    """Average over all splits of the column, or give nothing: over some of them it is another quantity."""
+    """Pool all splits of a column; None if a split is missing. Raises: ValueError, for two measurements of a split."""
     parts: dict[str, TableCell] = {}
     for m in of_row:
         if not _in(column, m) or (cell := m.cell(column.metric, column.family)) is None:
             continue
         if m.split in parts:
             raise ValueError(
-                f"two measurements for {where}, {column.name}: give one run, or name what differs in a matrix's axis"
+                f"two measurements for {where}, {column.name}: give one run, or make the difference an axis of a matrix"
             )
         parts[m.split] = cell
     if not parts or set(column.splits) - parts.keys():
@@ -277,22 +275,23 @@ def _cell(column: Column, of_row: Sequence[Measured], where: str) -> TableCell |
 
 
 def _together(cells: Sequence[TableCell], metric: str) -> TableCell:
-    """Take several splits as one: all their episodes, with Wilson's interval, or for progress a normal one."""
+    """Pool splits over all their episodes, with a Wilson interval; for progress, with a normal one."""
     n = sum(cell.n or 0 for cell in cells)
     mean = sum(cell.value * (cell.n or 0) for cell in cells) / n
     if metric == "success":
-        return _percent(asdict(wilson(round(mean * n / 100), n)))
+        return percent_cell(asdict(wilson(round(mean * n / 100), n)))
     halves = [((cell.high or 0.0) - (cell.low or 0.0)) / 2 * (cell.n or 0) / n for cell in cells]
     half = sum(h * h for h in halves) ** 0.5
     return TableCell(mean, max(0.0, mean - half), min(100.0, mean + half), n)
 
 
-def _percent(interval: Mapping[str, Any]) -> TableCell:
+def percent_cell(interval: Mapping[str, Any]) -> TableCell:
+    """Convert an interval of a share to a cell in percent."""
     return TableCell(100 * interval["mean"], 100 * interval["low"], 100 * interval["high"], interval["n"])
 
 
 def _against_no_memory(row: Row, rows: Sequence[Row], spec: Spec, columns: Iterable[str]) -> Row:
-    """Add the relative change against the same executor's row without memory, where that is not zero."""
+    """Add the relative change against the same executor's row without memory, if that is not zero."""
     _, bracket, others = row.method.partition(" [")
     wanted = spec.methods["none"] + bracket + others
     base = next((r.cells for r in rows if (r.executor, r.method) == (row.executor, wanted)), {})
@@ -305,7 +304,7 @@ def _against_no_memory(row: Row, rows: Sequence[Row], spec: Spec, columns: Itera
 
 
 def _ordered(rows: Sequence[Row], spec: Spec, printed: Mapping[str, Any]) -> list[Row]:
-    """Sort into the paper's order, measured rows beside those that they go with."""
+    """Sort rows in the paper's order, measured rows after the paper's of the same method."""
     executors = list(dict.fromkeys([*printed["executors"], *(row.executor for row in rows)]))
     methods = [*dict.fromkeys(m for of in printed["executors"].values() for m in of), *spec.methods.values()]
 
@@ -340,12 +339,12 @@ def _notes(
     for m in found:
         if by_order := m.summary.get("success_by_order"):
             scores = [100 * score for score in by_order.values()]
-            told = f"{fmean(scores):.1f} ± {stdev(scores) if len(scores) > 1 else 0.0:.1f}"
-            notes.append(f"{_method(spec, m)}: {told} (mean and standard deviation of {len(scores)} orders).")
+            shown = f"{fmean(scores):.1f} ± {stdev(scores) if len(scores) > 1 else 0.0:.1f}"
+            notes.append(f"{_method(spec, m)}: {shown} (mean and standard deviation of {len(scores)} orders).")
     if relative:
         notes.append("In round brackets: the change against the same executor without memory.")
     if any(len(column.splits) > 1 for column in spec.columns):
-        notes.append("A measured average stands only where all six subsets were measured: all their episodes together.")
+        notes.append("A measured average needs all six subsets; it is over all their episodes.")
     if any(cell.get("config", {}).get("concurrency", 1) != 1 for of_run in results for cell in _cells(of_run)):
         batched = "Some episodes were batched: their latencies are shares of a batch's, not what one agent waits."
         notes += [batched] if spec.efficiency else []

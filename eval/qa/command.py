@@ -34,7 +34,16 @@ def run_qa(
     cases = read_cases(data)
     counted = "" if reader[0] == "endpoint" else "reader"  # whose tokenizer is not known
     asked = Asked(
-        data.name, memory, settings, tokens, facts, f"{reader[0]}:{reader[1]}", limit, models.told(), picture, counted
+        data.name,
+        memory,
+        settings,
+        tokens,
+        facts,
+        f"{reader[0]}:{reader[1]}",
+        limit,
+        models.model_names(),
+        picture,
+        counted,
     )
     with output_folder(out, "qa", (ASKED, ANSWERS, RESULTS, "memory"), "reader", [("--data", data)]):
         read = load_reader(*reader, out, picture > 0)

@@ -54,7 +54,7 @@ def run_recall(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         about = {"data": data.name, "memory": memory, "settings": dict(settings), "facts": facts, **times}
-        about |= {"models": models.told()} if models.told() else {}
+        about |= {"models": models.model_names()} if models.model_names() else {}
         about |= {"recall": means, "n": len(shares[ALL, budgets[0]])}
         write_atomically(out / "recall.json", to_json(about, 1))
     shown = min(budgets, key=lambda budget: (abs(budget - 1000), budget))

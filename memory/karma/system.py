@@ -111,9 +111,24 @@ def object_of(id: str) -> str:
 
 @dataclass
 class KarmaLife:
-    """An agent's time in one living world."""
+    """An agent's time in one living world (`memory.protocol.ObjectLife`)."""
 
     home: Home
+
+    @property
+    def capacity(self) -> int:
+        return self.home.settings.capacity
+
+    @property
+    def shows_units(self) -> bool:
+        return self.home.settings.short
+
+    @property
+    def units(self) -> list[Unit]:
+        return self.home.short.held()
+
+    def unit_of(self, entry_id: str) -> str:
+        return object_of(entry_id)
 
     def session(self, query: Query) -> Attempt:
         return Attempt(self.home, query.task)

@@ -19,7 +19,7 @@ from configs.load import ConfigError, load_config, to_yaml
 from configs.training import GrpoConfig, SftConfig
 from data_gen.collect import taught
 from data_gen.rows import SftRow, rows_of, save_rows
-from eval.players import needed_by
+from eval.rollouts import gate_of
 from memcompiler.cli import app
 from tests.fakes import CountingEnv, Recorder, entry, spec
 from training.grpo import load_need
@@ -95,7 +95,7 @@ def test_without_it_the_delivery_says_what_makes_it():
         find("compiled_needed").make(Recorder(), 0)
     asked = ["deliveries=[none, compiled_needed]", "compiler.checkpoint=zoo/alfworld/checkpoint/adapter"]
     with pytest.raises(CheckpointError, match=r"asks what `memcompiler train need RUN` leaves"):
-        needed_by(load_config(EvalConfig, None, ["deliveries=[compiled_needed]"]))
+        gate_of(load_config(EvalConfig, None, ["deliveries=[compiled_needed]"]))
     with pytest.raises(
         CheckpointError, match=r"delivery compiled_needed asks what `memcompiler train need RUN` leaves"
     ):
@@ -113,8 +113,8 @@ def test_without_it_the_delivery_says_what_makes_it():
             ],
         )
     with pytest.raises(CheckpointError, match="no checkpoint in"):
-        needed_by(load_config(EvalConfig, None, asked))
-    assert needed_by(load_config(EvalConfig, None, ["deliveries=[compiled]", "compiler.checkpoint=/nowhere"])) is None
+        gate_of(load_config(EvalConfig, None, asked))
+    assert gate_of(load_config(EvalConfig, None, ["deliveries=[compiled]", "compiler.checkpoint=/nowhere"])) is None
 
 
 def test_it_learns_from_rows_which_steps_are_guided_and_stands_beside_their_checkpoints(
@@ -128,7 +128,7 @@ def test_it_learns_from_rows_which_steps_are_guided_and_stands_beside_their_chec
     assert need(free) >= need.threshold > need(busy)
     assert need.sha256 == need_of(str(run / "checkpoints" / "step-000001")).sha256  # type: ignore[union-attr]
     asked = load_config(EvalConfig, None, ["deliveries=[compiled_needed]", f"compiler.checkpoint={run}", "needed=0.7"])
-    other = needed_by(asked)
+    other = gate_of(asked)
     assert other is not None and (other.threshold, other(free)) == (0.7, need(free)) and other.sha256 != need.sha256
     keep_need(str(run), tmp_path / "on")
     assert (tmp_path / "on" / FILE).read_bytes() == (run / FILE).read_bytes()

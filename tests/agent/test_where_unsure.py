@@ -76,5 +76,5 @@ def test_who_does_not_say_how_sure_it_is_cannot_be_asked():
     episode = play(Recorder())
     assert episode.stop_reason is StopReason.EXECUTOR_FAILURE and "how sure it is" in episode.error
     for wrong in ("executor.mode=generate", "executor.engine=scripted"):
-        with pytest.raises(ConfigError, match="compiled_unsure asks how sure"):
+        with pytest.raises(ConfigError, match="compiled_unsure needs an executor that reports"):
             cells(load_config(EvalConfig, None, ["deliveries=[compiled_unsure]", wrong]))

@@ -23,8 +23,8 @@ from envs.household.environment import EngineEnvironment
 from envs.registry import Environments
 from eval.evaluate import ModelCache, evaluate, run_eval
 from eval.matrix import Cell
+from eval.online import FOLDER
 from eval.runs import EpisodeRecord
-from eval.stream import FOLDER
 from eval.table import to_markdown
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER, Action, Grounding

@@ -210,10 +210,10 @@ def test_without_ray_a_run_says_which_extra_is_missing_and_leaves_nothing(tmp_pa
 @pytest.mark.parametrize(
     ("schema", "settings", "words"),
     [
-        (EvalConfig, ["memory.protocol=online"], "every episode waits for what the one before it left"),
-        (EvalConfig, ["memory.protocol=living"], "nothing can be shared out: cluster=local"),
-        (EvalConfig, ["executor.engine=api", "executor.api.model=m"], "one process keeps the endpoint's budget"),
-        (EvalConfig, ["memory.api.model=m"], "whose budget one process keeps"),
+        (EvalConfig, ["memory.protocol=online"], "every episode depends on the memory"),
+        (EvalConfig, ["memory.protocol=living"], "workers cannot share them: use cluster=local"),
+        (EvalConfig, ["executor.engine=api", "executor.api.model=m"], "only one process can enforce the endpoint"),
+        (EvalConfig, ["memory.api.model=m"], "only one process can enforce the budget"),
         (CollectConfig, ["teacher=endpoint", "api.model=m"], "bank grows round by round"),
     ],
 )

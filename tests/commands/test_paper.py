@@ -107,7 +107,7 @@ def test_tables_and_figures_of_a_small_run(tmp_path: Path) -> None:
 
     weights = load_file(other / "projector.safetensors")
     save_file({k: 1.5 * w for k, w in weights.items()}, other / "projector.safetensors")
-    assert "not what the run was played with" in refused("--figure", 3, run, f"compiler.checkpoint={other}")
+    assert "is not the run's" in refused("--figure", 3, run, f"compiler.checkpoint={other}")
 
 
 def run_folder(folder: Path, **settings: Any) -> Path:
@@ -130,7 +130,7 @@ def test_what_cannot_be_shown_is_said_before_anything_is_loaded(
     assert "there is no figure 5" in refused("--figure", 5, closed)
     assert "there is no table 7" in refused("--table", 7, closed)
     assert "no such run" in refused("--table", 3, closed, "seed=1")
-    assert "name one, not 2" in refused("--figure", 3, closed, tmp_path)
+    assert "exactly one run, received 2" in refused("--figure", 3, closed, tmp_path)
     for arguments in ((closed,), ("--table", 1, "--figure", 3, closed)):
         assert "--table N or --figure N" in refused(*arguments)
 

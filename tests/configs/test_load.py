@@ -129,9 +129,9 @@ def test_resolvers_are_refused_and_never_run(write, value, monkeypatch):
     monkeypatch.setenv("HOME", "/the/secret")
     quoted = json.dumps(value)  # which YAML reads as well
     message = problems(write(f"title: {quoted}"))
-    assert "title: " in message and "read nothing from outside" in message and "title=..." in message
+    assert "title: " in message and "not read anything from outside" in message and "title=..." in message
     assert "/the/secret" not in message
-    assert "read nothing from outside" in problems(None, f"title={quoted}")
+    assert "not read anything from outside" in problems(None, f"title={quoted}")
     assert "stages.0: " in problems(None, f"stages=[{quoted}]")
 
 
@@ -310,7 +310,7 @@ def test_base_is_the_loaders_own_key():
     class Wrong(BaseModel):
         base: str = ""
 
-    with pytest.raises(TypeError, match="keeps for itself"):
+    with pytest.raises(TypeError, match="reserved for the loader"):
         load_config(Wrong, None)
 
 

@@ -87,7 +87,7 @@ def test_another_configuration_shows_what_differs_in_one_line(tmp_path, on_exist
     with pytest.raises(RunFolderError) as caught:
         RunFolder.create(tmp_path, Settings(steps=11, inner=Inner(lr=0.2)), on_exists=on_exists)
     message = str(caught.value)
-    assert "inner.lr: 0.1 there, 0.2 here" in message and "steps: 10 there, 11 here" in message
+    assert "inner.lr: 0.1 in the run, 0.2 now" in message and "steps: 10 in the run, 11 now" in message
     assert "name" not in message and "or --on-exists overwrite" in message and "\n" not in message
 
 

@@ -1,7 +1,12 @@
 """Every shipped configuration parses, and nothing lies in configs/ that no command reads."""
 
+import inspect
+
 import pytest
 
+import configs.collect
+import configs.evaluation
+import configs.models
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig, QuickstartConfig
 from configs.load import CONFIGS, ConfigError, load_config, to_yaml
@@ -97,6 +102,14 @@ def test_settings_of_other_environments_are_errors():
         load_config(EvalConfig, None, ["env.name=eb_alfred", "env.workers=0"])
     with pytest.raises(ConfigError, match="needs the block"):
         load_config(EvalConfig, None, ["env.name=gymnasium"])
+
+
+@pytest.mark.parametrize("module", [configs.collect, configs.evaluation, configs.models], ids=lambda m: m.__name__)
+def test_every_setting_has_a_description(module):
+    schemas = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
+    assert schemas and not [
+        f"{c.__name__}.{name}" for c in schemas for name, field in c.model_fields.items() if not field.description
+    ]
 
 
 def test_env_shorthand():

@@ -117,7 +117,7 @@ def test_attention_that_is_not_full_is_refused_and_the_model_restored() -> None:
     executor = text_executor("mistral", sliding_window=4)
     with pytest.raises(ValueError, match="full attention"):
         last_token_logits(executor, executor.encode(request()))
-    assert executor.model.config._attn_implementation != "memcompiler_attending"
+    assert executor.model.config._attn_implementation != "memcompiler_recording_logits"
 
 
 # records --------------------------------------------------------------------------------------------------------------

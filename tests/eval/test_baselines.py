@@ -14,8 +14,8 @@ from compiler.brief_state import Belief, BriefState, Create, Update
 from compiler.language import Emission, render
 from compiler.records import Compilation, CompileRequest
 from envs.base import Observation, Task, Transition
-from eval.evaluate import Evaluation
 from eval.metrics import results
+from eval.rollouts import Evaluation
 from eval.table import to_markdown
 from executor.records import PAPER, Action, Grounding
 from memory.entry import MemoryEntry, Provenance

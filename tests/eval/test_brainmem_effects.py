@@ -12,7 +12,7 @@ import pytest
 
 from agent.records import Episode, read_episodes
 from configs.evaluation import EvalConfig
-from eval.errors import analyse
+from eval.error_analysis import analyse
 from eval.evaluate import ModelCache, evaluate
 from eval.intervals import bootstrap_mean
 from eval.matrix import Cell

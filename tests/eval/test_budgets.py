@@ -193,17 +193,6 @@ def example() -> tuple[dict[str, Any], list[Episode]]:
     return made, [episode for episodes in per_delivery.values() for episode in episodes]
 
 
-def of_before(made: Mapping[str, Any]) -> dict[str, Any]:
-    """The same results as they were before successes were counted by steps."""
-    new = ("success_at", "steps_to_success", "cost_per_success")
-    pairs = {
-        name: {k: v for k, v in pair.items() if k not in ("p", "at")}
-        for name, pair in made["paired_difference"].items()
-    }
-    summaries = {name: {k: v for k, v in of.items() if k not in new} for name, of in made["results"].items()}
-    return {**made, "results": summaries, "paired_difference": pairs}
-
-
 def printed(made: Mapping[str, Any]) -> str:
     out = io.StringIO()
     print_results(made, Console(file=out, width=300))
@@ -244,27 +233,17 @@ def test_curves_are_drawn_for_a_run_and_for_a_matrix(tmp_path: Path) -> None:
         assert Image.open(steps).format == "PNG"
 
 
-def test_results_of_before_are_shown_without(tmp_path: Path) -> None:
-    made, episodes = example()
-    old = of_before(made)
-    assert "≤" not in printed(old) and "success\n" not in to_markdown(old) and "p =" not in printed(old)
-    page = Page(write_report(old, episodes, tmp_path / "old.html").read_text(encoding="utf-8"))
-    assert "price" not in page.text and "75.0" in page.text
-    assert [path.name for path in results_plots(old, tmp_path)] == ["deliveries.png"]
-
-
 def test_runs_are_compared_at_the_budgets_that_both_have(tmp_path: Path) -> None:
     made, episodes = example()
-    for name, of in (("first", made), ("second", made), ("old", of_before(made))):
+    for name, of in (("first", made), ("second", made)):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "results.json").write_text(json.dumps({**of, "config": {"name": name}}), encoding="utf-8")
         lines = [json.dumps(episode.to_json()) for episode in episodes]
         (folder / "episodes.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    page = Page(write_comparison([tmp_path / name for name in ("first", "second", "old")]).read_text(encoding="utf-8"))
+    page = Page(write_comparison([tmp_path / name for name in ("first", "second")]).read_text(encoding="utf-8"))
     data = json.loads(page.inside["script"][0])
-    assert data["second/compiled"]["at"].keys() == {"4", "10"} and data["old/compiled"]["at"] == {}
+    assert data["second/compiled"]["at"].keys() == {"4", "10"}
     assert data["second/compiled"]["at"]["4"]["n"] == 4 and data["second/compiled"]["p"] == 1.0
     text = words(page)
     assert "second/compiled, text + soft 50.0 [15.0, 85.0] 75.0 [30.1, 95.4] 5.3 [3.0, 9.0]" in text
-    assert "old/compiled, text + soft – – – – –" in text

@@ -248,7 +248,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     (partial / "results.json").write_text('{"complete": false, "missing": ["executor=b"], "cells": {}}')
     with pytest.raises(ValueError, match=r"empty/results\.json does not exist: evaluate first"):
         write_comparison([whole, empty])
-    with pytest.raises(ValueError, match=r"executor=b are missing: go on with --on-exists resume"):
+    with pytest.raises(ValueError, match=r"executor=b are missing: continue with --on-exists resume"):
         write_comparison([whole, partial])
     with pytest.raises(ValueError, match="two runs or more, each named once"):
         write_comparison([whole, whole / ".." / "whole"])

@@ -77,7 +77,7 @@ def test_unknown_names_are_refused_before_anything_is_loaded_with_the_nearest_on
     matrix = load_config(EvalConfig, None, ["matrix={a: {b: {deliveries: [magic]}, c: {}}}"])
     with pytest.raises(ConfigError, match="matrix, cell a=b: deliveries: there is no delivery 'magic'"):
         cells(matrix)
-    with pytest.raises(ConfigError, match="a name in results alone"):
+    with pytest.raises(ConfigError, match="exists in results only"):
         cells(load_config(EvalConfig, None, ["deliveries=[compiled_grpo]"]))
     shown = CliRunner().invoke(app, ["eval", "deliveries=[magic]", "--print-config"])
     assert shown.exit_code == 2 and "there is no delivery 'magic'" in shown.output

@@ -80,7 +80,7 @@ def test_another_checkpoint_or_memory_is_an_error() -> None:
     with torch.no_grad():
         for parameter in compiler.projector.parameters():
             parameter.mul_(1.2)
-    with pytest.raises(ValueError, match=r"compiler\.checkpoint is not what"):
+    with pytest.raises(ValueError, match=r"compiler\.checkpoint is not the run"):
         recompiled(compiler, of, 0, memory)
 
 
@@ -159,7 +159,7 @@ def test_tokens_are_distinct_and_as_many_of_each_kind() -> None:
 
 def test_a_probe_needs_other_episodes() -> None:
     of = tokens(3.0, n=24)
-    with pytest.raises(ValueError, match="only one"):
+    with pytest.raises(ValueError, match="at least two episodes"):
         separability(Tokens(of.vectors, of.kinds, np.zeros_like(of.episodes)))
 
 

@@ -284,7 +284,7 @@ def test_runs_that_are_not_there_or_not_whole_say_what_to_do(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="memcompiler eval"):
         read_results(tmp_path)
     (tmp_path / "results.json").write_text('{"complete": false, "missing": ["seed=1"]}')
-    with pytest.raises(ValueError, match="seed=1 are missing: go on with --on-exists resume"):
+    with pytest.raises(ValueError, match="seed=1 are missing: continue with --on-exists resume"):
         read_results(tmp_path)
     with pytest.raises(ValueError, match="there is no table 7"):
         paper_table(7, [tmp_path])

@@ -107,8 +107,8 @@ def test_one_model_embeds_and_is_named(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="embeddings are of one model"):
                 MemoryModels.model_validate(wrong)
         models = MemoryModels(embed_api=api)
-        assert models.told() == {"embed": MODEL} and MemoryModels().told() == {}
-        assert MemoryModels(embed="e").embeds == "e"
+        assert models.model_names() == {"embed": MODEL} and MemoryModels().model_names() == {}
+        assert MemoryModels(embed="e").embedding_model == "e"
         cached = models.cached_in(tmp_path / "x.sqlite")
         assert cached.embed_api is not None and cached.embed_api.cache == str(tmp_path / "x.sqlite")
         assert cached.cached_in(tmp_path / "y") == cached and MemoryModels().cached_in(tmp_path) == MemoryModels()

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from compiler.build import load_compiler
 from configs.load import ConfigError, load_config
-from configs.models import ENGINE_OURS, CompilerConfig, ExecutorConfig, VllmEngine
+from configs.models import RESERVED_VLLM_ARGS, CompilerConfig, ExecutorConfig, VllmEngine
 from configs.training import GrpoConfig
 from envs.spec import Told
 from executor.build import load_frozen
@@ -206,4 +206,4 @@ def test_everything_that_our_backends_set_is_refused(monkeypatch):
     from compiler.vllm import engine_settings as of_compiler
     from executor.vllm import engine_settings as of_executor
 
-    assert {*of_compiler(16), *of_executor(), *pinned("x")} <= set(ENGINE_OURS)
+    assert {*of_compiler(16), *of_executor(), *pinned("x")} <= set(RESERVED_VLLM_ARGS)

@@ -18,7 +18,7 @@ import torch
 from configs.collect import MemoryModels
 from data_gen.cases import Case, Question
 from envs.base import Task
-from eval.paper.questions import question_table
+from eval.paper.s3mem import s3mem_table
 from eval.paper.tables import MEASURED
 from eval.qa.answers import Asked, chosen_questions, run_answers, to_markdown
 from eval.qa.evidence import BASELINES, asking
@@ -265,19 +265,19 @@ def test_anything_can_be_asked_within_a_budget(memory: str, tmp_path: Path) -> N
 def test_a_run_stands_in_the_papers_tables_as_an_analogue(tmp_path: Path) -> None:
     run_answers(asked("s3mem", 100), cases(), Echo(), tmp_path)
     for number in (1, 2, 3, 4, 5):
-        table = question_table(number, [tmp_path])
+        table = s3mem_table(number, [tmp_path])
         [ours] = [row for row in table.rows if row.source == MEASURED]
         assert ours.method == ("full unit" if number == 4 else "S3Mem")
         assert any(column.startswith("data.json: overall F1") for column in ours.cells)
         assert not set(ours.cells) & {"overall F1", "accuracy"}  # the paper's columns are of its own data
-    example = question_table(7, [])
+    example = s3mem_table(7, [])
     ours = {row.method: row.cells for row in example.rows if row.source == MEASURED}
     assert set(ours) == {row.method for row in example.rows if row.source != MEASURED}
     counted = [ours[f"step {t}: mix picture"]["y_sup"].value for t in (3, 4)]
     others = [cells["y_sup"].value for name, cells in ours.items() if not name.endswith("mix picture")]
     assert min(counted) > max(others)
     with pytest.raises(ValueError, match="there is no table 6"):
-        question_table(6, [])
+        s3mem_table(6, [])
 
 
 def meaning(text: str) -> list[float]:
@@ -297,7 +297,7 @@ def test_embeddings_by_endpoint_find_what_shares_no_word(tmp_path: Path) -> None
         for memory, settings in (("embed", {}), ("s3mem", dense)):
             ask = asking(memory, pets, settings, tmp_path / memory, models=models)
             assert ask(pets.questions[0], 15).pointers == {"D1:2"}
-        asked_of = Asked("data.json", "s3mem", dense, 15, False, "echo", None, models.told())
+        asked_of = Asked("data.json", "s3mem", dense, 15, False, "echo", None, models.model_names())
         results = run_answers(asked_of, [pets], CatReader(), tmp_path / "run", models)
         sent = [text for body in server.bodies for text in body["input"]]
     assert results["models"] == {"embed": MODEL} and results["recall"] == 1.0

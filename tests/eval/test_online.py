@@ -17,7 +17,7 @@ from data_gen.memories import open_memory
 from envs.base import Task
 from eval.evaluate import ModelCache, evaluate
 from eval.matrix import Cell, cells
-from eval.stream import leaked, ordered_stream, pooled, told_by
+from eval.online import count_leaks, order_tasks, pool_streams, summarise_stream
 from eval.table import spread, to_markdown
 from executor.prompt import ExecutorRequest
 from executor.records import PAPER, Action, Grounding
@@ -173,9 +173,9 @@ def test_memory_may_begin_with_what_frozen_memory_would_hold(tmp_path: Path) -> 
 
 def test_orders_are_shuffles_of_the_same_tasks() -> None:
     tasks = [Task(f"t{i}", "g", "s", "test", "put") for i in range(20)]
-    one, other = (ordered_stream(tasks, config(order_seed=seed)) for seed in (1, 2))
+    one, other = (order_tasks(tasks, config(order_seed=seed)) for seed in (1, 2))
     assert one != other != tasks and sorted(one, key=str) == sorted(other, key=str) == sorted(tasks, key=str)
-    assert ordered_stream(tasks, config()) == tasks == ordered_stream(tasks, config(protocol="frozen", order_seed=1))
+    assert order_tasks(tasks, config()) == tasks == order_tasks(tasks, config(protocol="frozen", order_seed=1))
 
 
 def test_several_orders_are_one_column_with_their_spread(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_several_orders_are_one_column_with_their_spread(tmp_path: Path) -> None
     )
     made = cells(of)
     assert [cell.group for cell in made] == ["", ""] and [c.config.memory.order_seed for c in made] == [0, 1]
-    stream = told_by([one_step_episode(str(i)) for i in range(8)])
+    stream = summarise_stream([one_step_episode(str(i)) for i in range(8)])
     summary = {"success": {"mean": 0.8}, "stream": stream}
     column = _of_column([(made[0], summary), (made[1], {**summary, "success": {"mean": 0.84}})])
     assert column["success_by_order"] == {"0": 0.8, "1": 0.84} and column["stream"]["quarters"][0]["n"] == 2
@@ -199,7 +199,7 @@ def won(task: str, scene: str, goal: str, success: bool) -> Episode:
 
 
 def test_what_comes_again_is_told_apart() -> None:
-    stream = told_by(
+    stream = summarise_stream(
         [
             won("a", "1", "g", False),
             won("b", "1", "g", True),
@@ -209,8 +209,8 @@ def test_what_comes_again_is_told_apart() -> None:
     )
     assert [quarter["mean"] for quarter in stream["quarters"]] == [0, 1, 0, 1]
     assert (stream["first"]["n"], stream["repeats"]["n"], stream["repeats"]["mean"]) == (3, 1, 1.0)
-    assert told_by([won("a", "1", "g", True)])["repeats"] is None
-    both = pooled([stream, {**stream, "quarters": stream["quarters"][::-1]}])
+    assert summarise_stream([won("a", "1", "g", True)])["repeats"] is None
+    both = pool_streams([stream, {**stream, "quarters": stream["quarters"][::-1]}])
     assert [quarter["mean"] for quarter in both["quarters"]] == [0.5] * 4
 
 
@@ -225,7 +225,7 @@ def test_tables_say_that_memory_grew(tmp_path: Path) -> None:
 
 
 def test_a_delivery_that_needs_episodes_side_by_side_is_refused() -> None:
-    with pytest.raises(ConfigError, match="one by one"):
+    with pytest.raises(ConfigError, match="side by side"):
         cells(config(deliveries=("compiled_shuffled_soft",)))
 
 
@@ -234,5 +234,8 @@ def test_recalls_of_this_task_or_a_later_one_are_counted() -> None:
     memory: Any = [entry(n, f"of task {n}") for n in range(3)]
     ids = [each.id for each in memory]
     clean = replace(one_step_episode("task-2"), memory_ids=(ids[0], ids[1]))
-    assert leaked([clean], tasks, memory) == 0
-    assert leaked([clean, replace(one_step_episode("task-1"), memory_ids=(ids[0], ids[1], ids[2]))], tasks, memory) == 2
+    assert count_leaks([clean], tasks, memory) == 0
+    assert (
+        count_leaks([clean, replace(one_step_episode("task-1"), memory_ids=(ids[0], ids[1], ids[2]))], tasks, memory)
+        == 2
+    )

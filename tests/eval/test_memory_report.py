@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from configs.collect import MemoryConfig
 from data_gen.memories import make_memory, open_memory
-from eval.knowledge import drawn, recalled_in, tables_of
+from eval.memory_report import drawn, recalled_in, tables_of
 from eval.replays import episode_view
 from memcompiler.cli import app
 from memory import registry

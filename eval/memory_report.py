@@ -1,5 +1,5 @@
-"""`memcompiler bank show`: what a memory knows, as tables and pictures; what of it was recalled in a run, and was
-followed."""
+"""`memcompiler bank show`: tables and graphs of a memory's content, and how often a run recalled and followed
+entries."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ROW, WIDTH = 0.24, 9.0  # inches: of a node, of a figure
 
 
 def show(bank: Path, run: Path | None, out: Path, most: int) -> None:
-    """Print the tables of a memory and draw its graphs, whichever system it is of.
+    """Print the tables of a memory of any system and draw its graphs.
 
     Raises:
-        BankError: there is none.
-        FileNotFoundError, ValueError: `run` is no whole run.
+        BankError: there is no memory.
+        FileNotFoundError, ValueError: `run` is incomplete.
     """
     memory, console = open_memory(MemoryConfig(system=system_of(bank) or DEFAULT, bank=str(bank)), bank), Console()
     tables = tables_of(memory)
@@ -49,7 +49,7 @@ def show(bank: Path, run: Path | None, out: Path, most: int) -> None:
 
 
 def tables_of(memory: MemorySystem) -> list[Table]:
-    """Say what a memory holds: of what kind and from which scenes, and what its system tells beside."""
+    """Return tables of a memory: its size, its entries by kind, and the system's own tables."""
     entries = list(memory)
     counts = Counter((entry.provenance.source, entry.id.rpartition("/")[0]) for entry in entries)
     rows = tuple((source, kind.rpartition("/")[2] or "entry", str(n)) for (source, kind), n in sorted(counts.items()))
@@ -66,13 +66,13 @@ def tables_of(memory: MemorySystem) -> list[Table]:
 
 
 def drawn(memory: MemorySystem, folder: Path) -> list[Path]:
-    """Draw what a memory's system has of graphs, one PNG each."""
+    """Draw the graphs of a memory's system, one PNG each."""
     graphs = memory.graphs() if isinstance(memory, Telling) else []
     return [draw(graph, folder / f"graph-{number}.png") for number, graph in enumerate(graphs)]
 
 
 def draw(graph: Graph, path: Path) -> Path:
-    """Draw a graph from left to right, each node as far from where nothing leads to as it is; sure edges are dark."""
+    """Draw a graph from left to right, nodes by their distance from the roots; edges with more weight are darker."""
     columns: dict[int, list[str]] = defaultdict(list)
     for node, depth in _depths(graph).items():
         columns[depth].append(node)
@@ -99,7 +99,7 @@ def draw(graph: Graph, path: Path) -> Path:
 
 
 def _depths(graph: Graph) -> dict[str, int]:
-    """Give each node its distance from those that nothing leads to (or, in a circle, from the first)."""
+    """Return each node's distance from the roots (without roots, from the first node)."""
     ends = {edge.end for edge in graph.edges if edge.start != edge.end}
     nodes = list(dict.fromkeys(node for edge in graph.edges for node in (edge.start, edge.end)))
     found = dict.fromkeys([node for node in nodes if node not in ends] or nodes[:1], 0)
@@ -112,22 +112,27 @@ def _depths(graph: Graph) -> dict[str, int]:
 
 
 def recalled_in(episodes: Iterable[Episode], memory: MemorySystem) -> Table:
-    """Say, of a run's episodes, what was recalled most often, in which episodes and with which success; `followed`: of
-    these episodes, in how many a command that it tells was done afterwards."""
+    """Return a table of recalled entries, the most frequent first: episodes that recalled them, share in which a
+    command of the entry was executed afterwards (`followed`), and success."""
     seen: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
     for episode in episodes:
         for name, followed in _uses(episode, memory).items():
             seen[name].append((followed, succeeded(episode)))
-    often = sorted(seen.items(), key=lambda one: (-len(one[1]), one[0]))
+    by_frequency = sorted(seen.items(), key=lambda one: (-len(one[1]), one[0]))
     rows = tuple(
-        (name, str(len(uses)), percent(fmean(done for done, _ in uses)), percent(fmean(won for _, won in uses)))
-        for name, uses in often
+        (
+            name,
+            str(len(uses)),
+            percent(fmean(followed for followed, _ in uses)),
+            percent(fmean(success for _, success in uses)),
+        )
+        for name, uses in by_frequency
     )
     return Table("recalled", ("what", "episodes", "followed %", "success %"), rows)
 
 
 def _uses(episode: Episode, memory: MemorySystem) -> dict[str, bool]:
-    """Say of each thing that was recalled in an episode (of what is made for a step: of each section) whether it was
+    """Return for each entry recalled in an episode (for entries made for a step: each section) whether it was
     followed."""
     uses: dict[str, bool] = {}
     actions: Sequence[str] = [step.action for step in episode.steps]

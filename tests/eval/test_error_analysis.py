@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agent.records import Episode, StepRecord
-from eval.errors import KINDS, analyse, labels, needs
+from eval.error_analysis import KINDS, analyse, labels, requirements
 from runtime.errors import StopReason
 
 GOAL = "put a hot mug in cabinet"
@@ -49,12 +49,12 @@ FOUND = (("go to desk 2", "On the desk 2, you see a mug 3."), ("take mug 3 from 
     ],
 )
 def test_what_a_goal_needs(goal: str, thing: str, wanted: tuple[str, ...]) -> None:
-    found = needs(goal)
+    found = requirements(goal)
     assert found is not None and (found.thing, found.steps) == (thing, wanted)
 
 
 def test_goals_of_other_benchmarks_are_not_guessed_at() -> None:
-    assert needs("Rinse off lettuce and put it down on the countertop.") is None
+    assert requirements("Rinse off lettuce and put it down on the countertop.") is None
     lost = episode(*WANDERING, goal="Rinse off lettuce and put it down on the countertop.")
     assert labels(lost) == ("step_limit",)
     assert analyse([lost])["undecided"] == 1

@@ -12,9 +12,10 @@ from configs.evaluation import EvalConfig
 from configs.load import load_config
 from data_gen.memories import open_memory
 from eval.evaluate import run_eval
+from eval.intervals import bootstrap_ratio
+from eval.living import SubTask, columns, summarise_sequences
 from eval.paper.tables import paper_table
 from eval.runs import EPISODES, RESULTS
-from eval.sequences import SubTask, columns, ratio, told
 from memory.karma.system import object_of
 
 SMALL = ["env.sequences={simple: 6, composite: 6, complex: 6}", "env.scenes={test: 18}"]
@@ -38,18 +39,18 @@ def sequence(*stops: int, solved: bool = True, steps: int = 10) -> dict[str, Any
 
 def test_exploration_saved_is_told_against_the_reference() -> None:
     reference = {"a": sequence(20)}
-    saved = lambda of: told({"a": of}, reference)["all"]["re"]["mean"]
-    assert saved(reference["a"]) == 0 and told(reference, reference)["all"]["rt"]["mean"] == 0
+    saved = lambda of: summarise_sequences({"a": of}, reference)["all"]["re"]["mean"]
+    assert saved(reference["a"]) == 0 and summarise_sequences(reference, reference)["all"]["rt"]["mean"] == 0
     assert saved(sequence(5)) == 0.75 and saved(sequence(21)) == pytest.approx(-0.05)
-    assert told({"a": sequence(5)}, None)["all"]["re"] is None
+    assert summarise_sequences({"a": sequence(5)}, None)["all"]["re"] is None
 
 
 def test_ratios_are_of_sums_and_of_tasks_that_both_solved_where_that_is_asked() -> None:
     reference = {"a": sequence(10, 30), "b": sequence(60, solved=False)}
     mine = {"a": sequence(5, 15), "b": sequence(60)}
-    of = told(mine, reference)["all"]
+    of = summarise_sequences(mine, reference)["all"]
     assert of["re"]["mean"] == pytest.approx(20 / 100) and of["re_solved"]["mean"] == pytest.approx(20 / 40)
-    assert ratio([]) is None and ratio([(0, 0)]) is None
+    assert bootstrap_ratio([]) is None and bootstrap_ratio([(0, 0)]) is None
 
 
 def test_a_sequence_succeeds_with_all_of_its_tasks_and_shares_are_of_what_was_asked() -> None:
@@ -58,7 +59,9 @@ def test_a_sequence_succeeds_with_all_of_its_tasks_and_shares_are_of_what_was_as
         SubTask(True, 3, 1, needed=True, recalled=True, hit=True, first=False, warm=True),
         SubTask(False, 3, 1, needed=True, recalled=False, hit=True, first=False, warm=True),
     ]
-    of = told({"a": {"family": "f", **columns(tasks)}, "b": {"family": "f", **columns(tasks[:2])}}, None)["f"]
+    of = summarise_sequences(
+        {"a": {"family": "f", **columns(tasks)}, "b": {"family": "f", **columns(tasks[:2])}}, None
+    )["f"]
     told_of = {name: value and round(value["mean"], 4) for name, value in of.items()}
     assert (told_of["sequences"], told_of["sub_tasks"], told_of["mra"]) == (0.5, 0.8, 0.6667)
     assert (told_of["mhr"], told_of["mhr_without_first"], told_of["mhr_warm"]) == (0.6, 1.0, 1.0)

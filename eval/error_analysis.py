@@ -1,19 +1,18 @@
-"""Why episodes failed, and whether the compiler looked up the right entry: by rule from records; no model judges.
+"""Error analysis by rule: why episodes failed, and whether the compiler looked up the right entry.
 
-The kinds are those of error analyses of embodied planners that a record can decide. Of every failed episode we keep
-all labels that apply and one primary kind, the first that applies in this order:
+The kinds are those of error analyses of embodied planners that follow from a record. A failed episode has all labels
+that apply, and one primary kind, the first that applies in this order:
 
-broken             our own machinery failed (environment, compiler or executor)
-wrong_termination  the environment ended the episode (the agent said that it was done, or did too much that is invalid)
-repeated_action    the same action was taken LOOP times in the face of the same observation
-invalid_action     INVALID_SHARE or more of its actions were refused: not grounded, or answered by a refusal
-never_found        the object that the goal names was never in view
-missing_step       some of the goal was reached, or its object found, and a needed step was never taken
-step_limit         none of these: it ran out of steps
+broken             technical failure (environment, compiler or executor)
+wrong_termination  the environment ended the episode (the agent declared success, or acted invalidly too often)
+repeated_action    the same action was taken LOOP times at the same observation
+invalid_action     at least INVALID_SHARE of the actions were not grounded, or refused by the environment
+never_found        the goal's object was never in view
+missing_step       part of the goal was reached, or its object found, and a required step was never taken
+step_limit         none of these: the episode reached its step limit
 
-`never_found`, and `missing_step` where nothing of the goal was reached, need a goal in ALFWorld's words; elsewhere they
-cannot be decided and `undecided` counts those episodes. What only pictures show (a misread view) is not decided at all.
-"""
+`never_found`, and `missing_step` without progress, need a goal in ALFWorld's wording; for other goals they stay
+undecided, and `undecided` counts those episodes. Errors that only pictures show are not detected."""
 
 from __future__ import annotations
 
@@ -54,33 +53,33 @@ _VERBS = {"clean": "clean", "hot": "heat", "cool": "cool"}
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """What a goal in ALFWorld's words asks for: an object, and the steps to take with it, as `subgoals` names them."""
+class Requirements:
+    """Object of a goal in ALFWorld's wording, and the steps to take with it, named as by `subgoals`."""
 
     thing: str
     steps: tuple[str, ...]
 
 
-def needs(goal: str) -> Needs | None:
-    """Read what `goal` asks for; None for a goal in other words."""
+def requirements(goal: str) -> Requirements | None:
+    """Parse a goal; None for a goal in other wording."""
     match = next((m for pattern in _GOALS if (m := pattern.fullmatch(goal.strip().rstrip(".").lower()))), None)
     if match is None:
         return None
     found, thing = match.groupdict(), match["thing"]
     verb = found.get("verb") or _VERBS.get(found.get("state") or "", "")
     if found.get("lamp"):
-        return Needs(thing, (f"find {thing}", f"use {found['lamp']}"))
+        return Requirements(thing, (f"find {thing}", f"use {found['lamp']}"))
     steps = (f"find {thing}", *((f"{verb} {thing}",) if verb else ()), f"put {thing} in {found['place']}")
-    return Needs(thing, (steps[0], steps[-1]) * 2 if found.get("two") else steps)
+    return Requirements(thing, (steps[0], steps[-1]) * 2 if found.get("two") else steps)
 
 
 def labels(episode: Episode) -> tuple[str, ...]:
-    """List all kinds of error that apply to a failed episode, in the order of KINDS; () for a success."""
+    """Return all labels of a failed episode, in the order of KINDS; () for a success."""
     if is_failure(episode.stop_reason):
         return ("broken",)
     if episode.success:
         return ()
-    wanted = needs(episode.goal)
+    wanted = requirements(episode.goal)
     named = re.compile(rf"\b{re.escape(wanted.thing)} \d") if wanted else None
     views = (text for step in episode.steps for text in (step.observation, step.feedback))
     found = named is not None and any(named.search(text) for text in views)
@@ -96,10 +95,7 @@ def labels(episode: Episode) -> tuple[str, ...]:
 
 
 def analyse(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Count the errors of one delivery, ready for JSON.
-
-    `primary` adds up to `failed`; `labels` may not, for an episode can have several. Rates are over all steps.
-    """
+    """Count the errors of one delivery, ready for JSON. `primary` adds up to `failed`; rates are over all steps."""
     failed = [(episode, marks) for episode in episodes if (marks := labels(episode))]
     first = Counter(marks[0] for _, marks in failed)
     every = Counter(mark for _, marks in failed for mark in marks)
@@ -109,7 +105,7 @@ def analyse(episodes: Sequence[Episode]) -> dict[str, Any]:
         "failed": len(failed),
         "primary": {kind: first[kind] for kind in KINDS},
         "labels": {kind: every[kind] for kind in KINDS},
-        "undecided": sum(needs(episode.goal) is None for episode, marks in failed if marks != ("broken",)),
+        "undecided": sum(requirements(episode.goal) is None for episode, marks in failed if marks != ("broken",)),
         "examples": {
             kind: sorted(episode.task_id for episode, marks in failed if marks[0] == kind)[:3]
             for kind in KINDS
@@ -124,25 +120,24 @@ def _repeats(steps: Sequence[StepRecord]) -> Counter[tuple[str, str]]:
     return Counter((step.observation, step.action) for step in steps if step.action)
 
 
-def _missing(wanted: Needs, episode: Episode) -> list[str]:
-    """List steps that the goal needs and that were never taken, as often as it needs them."""
+def _missing(wanted: Requirements, episode: Episode) -> list[str]:
+    """Return the required steps that were not taken often enough."""
     reached = subgoals([step.action for step in episode.steps if not refused(step)])
     kinds = Counter(re.sub(r" \d+$", "", name) for name in reached)  # "put mug in cabinet 2": any cabinet will do
     return [name for name, times in Counter(wanted.steps).items() if kinds[name] < times]
 
 
-# look-up: decided where an entry says where the goal's object was -----------------------------------------------------
+# look-up: defined if an entry states where the goal's object was -----------------------------------------------------
 
 
 def lookup(episodes: Iterable[Episode], specs: Iterable[EpisodeSpec]) -> dict[str, float]:
-    """Return the share of episodes whose first guidance names the place that the right entry holds (where there is
-    one)."""
+    """Return the share of episodes, among those with a right entry, whose first guidance names that entry's place."""
     named = [_first_place(e) == truth for e, spec in zip(episodes, specs, strict=True) if (truth := _right_place(spec))]
     return {"accuracy": sum(named) / max(1, len(named)), "n": len(named)}
 
 
 def chance(specs: Iterable[EpisodeSpec]) -> float:
-    """Return the look-up accuracy of citing a random one of the retrieved entries."""
+    """Return the look-up accuracy of a random choice among the retrieved entries."""
     shares = [
         sum(fact[1] == truth for e in spec.memory if (fact := taken(e.provenance.actions))) / len(spec.memory)
         for spec in specs
@@ -152,7 +147,7 @@ def chance(specs: Iterable[EpisodeSpec]) -> float:
 
 
 def _right_place(spec: EpisodeSpec) -> str | None:
-    """Find where the right entry says that the goal's object is; None if no entry says so."""
+    """Return the place of the goal's object in the right entry; None if there is none."""
     entry = entry_for_goal(spec.goal, spec.memory)
     fact = taken(entry.provenance.actions) if entry else None
     return fact[1] if fact else None

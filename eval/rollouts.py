@@ -1,0 +1,209 @@
+"""Episodes of one cell: its tasks with their retrieved entries, played under each delivery, here or by Ray workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agent.deliveries import Delivery, find
+from agent.episode import EpisodeSpec, Limits, lost_episode, run_episodes
+from agent.records import Episode
+from compiler.need import Need, need_for
+from compiler.records import Compiler
+from configs.evaluation import EvalConfig
+from data_gen.memories import open_memory
+from data_gen.tasks import specs_for
+from envs.base import Environment, Task
+from envs.registry import reader_of
+from envs.trajectories import TrajectoryReader
+from eval.model_cache import ModelCache
+from eval.provenance import identity_of_models
+from eval.runs import EpisodeRecord, to_line
+from executor.records import Executor
+from memory.protocol import MemorySystem
+from runtime.worker_pool import Crew, Line, Unit, units_of
+from runtime.progress import progress
+from runtime.store import to_json
+
+
+def limits_of(config: EvalConfig) -> Limits:
+    return Limits(config.max_steps, config.seed, config.pipelined, config.sure)
+
+
+def gate_of(config: EvalConfig) -> Need | None:
+    """Load the compile gate beside the checkpoint if a delivery uses it. Raises: CheckpointError, if there is none."""
+    return need_for(
+        [name for name in config.deliveries if find(name).where_needed], config.compiler.checkpoint, config.needed
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What all deliveries of a comparison share.
+
+    Attributes:
+        specs: the tasks with their retrieved entries.
+        top_specs: the same tasks with the best entry only (empty if no delivery uses it).
+        title: label of the progress bar, before the delivery.
+        reader: command reader of the environment, for teachers.
+        gate: compile gate beside the checkpoint.
+    """
+
+    make_env: Callable[[], Environment]
+    specs: Sequence[EpisodeSpec]
+    executor: Executor
+    compiler: Compiler | None
+    limits: Limits
+    concurrency: int = 64
+    top_specs: Sequence[EpisodeSpec] = ()
+    title: str = ""
+    reader: TrajectoryReader | None = None
+    gate: Need | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: EvalConfig,
+        models: ModelCache,
+        specs: Sequence[EpisodeSpec],
+        top_specs: Sequence[EpisodeSpec],
+        title: str = "",
+    ) -> Evaluation:
+        """Load the models of a cell."""
+        return cls(
+            make_env=models.environments(config).lease,
+            specs=specs,
+            executor=models.executor(config),
+            compiler=models.compiler(config),
+            limits=limits_of(config),
+            concurrency=config.concurrency,
+            top_specs=top_specs,
+            title=title,
+            reader=reader_of(config.env),
+            gate=gate_of(config),
+        )
+
+    def run(
+        self, name: str, record: Callable[[Episode], None] = lambda _: None, played: Collection[str] = ()
+    ) -> list[Episode]:
+        """Play all tasks under a delivery, except those in `played`.
+
+        Raises:
+            ValueError: there are no tasks, no such delivery, or the delivery needs a compiler that is not loaded.
+        """
+        if not self.specs:
+            raise ValueError("there are no tasks to evaluate: check split, limit and the environment's data")
+        specs, delivery = self._specs_of(name), self.delivery(name)
+        left = [spec for spec in specs if spec.task.id not in played]
+        with progress(f"{self.title} {name}".strip(), len(specs), len(played)) as advance:
+
+            def on_episode(episode: Episode) -> None:
+                record(episode)
+                advance(episode)
+
+            return run_episodes(self.make_env, left, delivery, self.executor, self.limits, self.concurrency, on_episode)
+
+    def delivery(self, name: str) -> Delivery:
+        """Create a delivery. Raises: ValueError, as `DeliverySpec.make`."""
+        return find(name).make(self.compiler, self.limits.seed, self.reader, self.gate)
+
+    def _specs_of(self, name: str) -> Sequence[EpisodeSpec]:
+        """Return the tasks with the entries that a delivery starts from."""
+        memory = find(name).memory
+        if memory == "empty":
+            return [EpisodeSpec(spec.task, bank_version=spec.bank_version) for spec in self.specs]
+        return self.top_specs if memory == "top" else self.specs
+
+
+def k_of(config: EvalConfig, delivery: str) -> int:
+    """Return the number of entries that a delivery retrieves per task."""
+    return min(1, config.memory.k) if find(delivery).memory == "top" else config.memory.k
+
+
+def specs_of(
+    config: EvalConfig, tasks: Sequence[Task], memory: MemorySystem, deliveries: Sequence[str]
+) -> tuple[list[EpisodeSpec], list[EpisodeSpec]]:
+    """Retrieve the entries of each task; and the best entry only, if one of the deliveries uses it."""
+    top = next((name for name in deliveries if find(name).memory == "top"), None)
+    top_specs = specs_for(tasks, memory, k_of(config, top)) if top else []
+    return specs_for(tasks, memory, config.memory.k), top_specs
+
+
+# -- on Ray ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a Ray worker needs to play tasks of a cell under a delivery; without a delivery, to describe its models."""
+
+    config: EvalConfig
+    cell: Mapping[str, str]
+    bank: Path
+    version: int
+    delivery: str = ""
+
+    def key(self, task: str) -> str:
+        return f"{self.delivery} {task}"
+
+
+class EvalWorker:
+    """Ray worker that plays tasks with its own models, reused from one job to the next. The bank must have the same
+    path on every node."""
+
+    def __init__(self) -> None:
+        self._models = ModelCache()
+        self._memory: tuple[object, MemorySystem] | None = None
+
+    def play(self, unit: Unit, done: Callable[[str, str], None]) -> None:
+        job: Job = unit.what
+        config, models = job.config, self._models
+        if not job.delivery:
+            executor, compiler = models.executor(config), models.compiler(config)
+            done("", to_json(identity_of_models(config, executor, compiler, gate_of(config))))
+            return
+        specs = specs_of(config, list(unit.items.values()), self._open_memory(job), [job.delivery])
+        evaluation = Evaluation.of(config, models, *specs)
+        evaluation.run(job.delivery, lambda e: done(job.key(e.task_id), to_line(e, job.cell)))
+
+    def _open_memory(self, job: Job) -> MemorySystem:
+        settings = job.config.memory.model_copy(update={"bank": str(job.bank), "version": job.version})
+        if self._memory is None or self._memory[0] != settings:
+            self._memory = settings, open_memory(settings, job.bank)
+        return self._memory[1]
+
+
+def models_on_ray(workers: Crew, job: Job) -> dict[str, Any]:
+    """Have a worker describe its weights and prompts (`identity_of_models`)."""
+    return json.loads(workers.ask(job))
+
+
+def play_on_ray(workers: Crew, job: Job, tasks: Sequence[Task], record: EpisodeRecord) -> None:
+    """Play what the record does not hold, all deliveries at once; record each episode when it ends."""
+    played, units = record.played(), list[Unit]()
+    for name in job.config.deliveries:
+        of_delivery, done = replace(job, delivery=name), set(played.get(name, ()))
+        left = {of_delivery.key(task.id): task for task in tasks if task.id not in done}
+        # one worker plays all episodes of a delivery whose episodes depend on each other
+        size = len(tasks) if find(name).interdependent else job.config.ray.unit or job.config.concurrency
+        units += units_of(of_delivery, left, size)
+    total, left = len(tasks) * len(job.config.deliveries), sum(len(unit.items) for unit in units)
+    with progress(" ".join(job.cell.values()) or "episodes", total, total - left) as advance:
+
+        def on_lines(lines: Sequence[Line]) -> None:
+            record.add((_split_key(key), line) for key, line in lines)
+            for key, _ in lines:
+                advance(key)
+
+        workers.play(units, on_lines, _lost)
+
+
+def _lost(job: Job, key: str, task: Task, why: str) -> str:
+    return to_line(lost_episode(task, job.delivery, job.config.seed, why, job.version), job.cell)
+
+
+def _split_key(key: str) -> tuple[str, str]:
+    delivery, _, task = key.partition(" ")
+    return delivery, task
