@@ -84,7 +84,6 @@ WRITES = {
         "statistics.json",
         "endpoints.json",
         "responses.sqlite*",
-        "plots/rows.png",
         "rows/*.arrow",
         "rows/*.json",
         "rows/README.md",

@@ -172,7 +172,6 @@ def train_router(
     environments: Annotated[str, typer.Option(help="Whose expert leaves the histories.")] = (
         "household,alfworld,scienceworld"
     ),
-    features: Annotated[Literal["numeric", "full"], typer.Option(help="full: words, too.")] = "numeric",
     seed: int = 0,
     questions: Annotated[Path | None, typer.Option(help="More of them: a file of `data questions`.")] = None,
 ) -> None:
@@ -182,7 +181,7 @@ def train_router(
 
     read = [("--questions", questions)] if questions else []
     with output_folder(out, "train router", ("router.json", "router.safetensors"), "trained_on", read):
-        train_router(out, environments.split(","), features, seed, questions=questions)
+        train_router(out, environments.split(","), seed, questions)
 
 
 @app.command("eval")
@@ -226,12 +225,24 @@ def answer_questions(
 ) -> None:
     """Answer questions about long histories from what a memory packs. The same command resumes after a kill."""
     from configs.collect import MemoryModels
-    from eval.qa.command import run_qa
+    from eval.qa.answers import run_qa
     from memcompiler.options import own_settings
 
     endpoint, used = own_settings(api), MemoryModels.model_validate(own_settings(models))
     reader = (engine, model, {"base_url": base_url, "key_env": key_env or None, **endpoint})
-    run_qa(data, memory, own_settings(settings), tokens, facts, reader, limit, out, used, picture_tokens, attempts)
+    run_qa(
+        data,
+        memory=memory,
+        settings=own_settings(settings),
+        tokens=tokens,
+        facts=facts,
+        reader=reader,
+        limit=limit,
+        out=out,
+        models=used,
+        picture=picture_tokens,
+        attempts=attempts,
+    )
 
 
 @app.command()

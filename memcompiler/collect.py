@@ -13,8 +13,8 @@ from configs.collect import CollectConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from data_gen.collect import EPISODES, Collection, Teacher, expert_actor, open_record, play, prepare, write_rows
-from data_gen.crew import play_on_ray
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
+from data_gen.ray_collect import play_on_ray
 from envs.registry import Environments, compiler_told, find, reader_of
 from executor.records import Executor
 from lm.endpoint import Endpoint

@@ -90,14 +90,21 @@ def data_questions(settings: "QuestionsConfig", out: Out = Path("out/questions")
     """Have a language model write questions, with the records that answer them, about what our own experts did; for
     train router --questions OUT/questions.jsonl (docs/s3mem.md)."""
     from configs.run_folder import output_folder
-    from data_gen.question_teacher import QUESTIONS, REJECTED, RESPONSES, TAUGHT, QuestionTeacher, write_questions
+    from data_gen.questions.histories import expert_histories
+    from data_gen.questions.llm_questions import (
+        ACCOUNT,
+        QUESTIONS,
+        REJECTED,
+        RESPONSES,
+        QuestionTeacher,
+        write_questions,
+    )
     from lm.endpoint import Endpoint
-    from training.router import sources
 
-    with output_folder(out, "data questions", (TAUGHT, QUESTIONS, REJECTED), "teacher"):
+    with output_folder(out, "data questions", (ACCOUNT, QUESTIONS, REJECTED), "teacher"):
         teacher = QuestionTeacher(Endpoint(settings.api, out / RESPONSES), settings.per_part)
-        found = sources(settings.environments, settings.seed, settings.worlds)
-        histories = [trace for source in found for trace in source.histories]
+        sources = expert_histories(settings.environments, settings.seed, settings.worlds)
+        histories = [trace for source in sources for trace in source.histories]
         typer.echo(json.dumps(write_questions(teacher, histories, out), indent=1))
 
 
@@ -133,8 +140,9 @@ def data_export(
     quiet()
     folders = row_folders(rows)
     check_inputs(out, [("ROWS", folder) for folder in folders])
-    told = compiler_instructions(rows_environment(folders).compiling) if instructions else ""
-    typer.echo(f"{out}: {export(load_rows(folders), out, told, images, held_out, seed)}")
+    system = compiler_instructions(rows_environment(folders).compiling) if instructions else ""
+    rows = load_rows(folders)
+    typer.echo(f"{out}: {export(rows, out, instructions=system, images=images, held_out=held_out, seed=seed)}")
 
 
 @with_settings("configs.collect:CollectConfig")

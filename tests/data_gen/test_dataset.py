@@ -37,29 +37,6 @@ def of_kinds(*counts: int) -> list[SftRow]:
 # -- filters ----------------------------------------------------------------------------------------------------------
 
 
-def test_duplicates_share_input_and_emission() -> None:
-    one = row(2)
-    others = [
-        replace(one, goal="other"),
-        replace(one, memory_texts=("x", "y")),
-        replace(one, state="goal: x"),
-        replace(one, observation="x"),
-        replace(one, image=None),
-        replace(one, history=("look",)),
-        replace(one, emission=NOTE),
-    ]
-    assert dataset.distinct([one, *others, replace(one, task_id="t9", t=3, action="look"), one]) == [one, *others]
-
-
-def test_a_kind_has_at_most_so_many_times_the_rows_of_the_rarest() -> None:
-    rows = of_kinds(40, 20, 4, 0)
-    kept = dataset.cap_kinds(rows, 2.5, seed=0)
-    assert dataset.statistics(kept)["emissions"] == {"EXPERIENCE": 10, "NOACTION": 10, "BRIEF": 4}
-    assert [r.task_id for r in kept] == sorted((r.task_id for r in kept), key=lambda name: int(name[1:]))
-    assert dataset.cap_kinds(rows, 2.5, seed=0) == kept != dataset.cap_kinds(rows, 2.5, seed=1)
-    assert dataset.cap_kinds([], 2.5, seed=0) == []
-
-
 def test_rows_with_nothing_to_say_are_thinned() -> None:
     kept = dataset.thin_noaction(of_kinds(400, 5, 5, 5), 0.25, seed=0)
     counts = dataset.statistics(kept)["emissions"]
@@ -72,9 +49,8 @@ def test_settings_choose_filters_and_what_they_drop_is_counted() -> None:
     assert (kept, dropped) == (rows[:-1], {"unsuccessful": 1})
     everything = CollectConfig(successful_only=False)
     assert dataset.filtered(rows, everything) == (rows, {})
-    strict = CollectConfig(deduplicate=True, keep_noaction=0.0, max_kind_ratio=1.0)
-    kept, dropped = dataset.filtered([*rows, rows[0]], strict)
-    assert dropped == {"unsuccessful": 1, "duplicate": 1, "noaction": 6, "kind_ratio": 1} and len(kept) == 4
+    kept, dropped = dataset.filtered(rows, CollectConfig(keep_noaction=0.0))
+    assert dropped == {"unsuccessful": 1, "noaction": 6} and len(kept) == 5
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------
@@ -107,7 +83,7 @@ def test_statistics_by_hand() -> None:
 def collected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("collect") / "run"
     scenes = {"train": 2, "test": 1}
-    run_collect(CollectConfig(env={"scenes": scenes}, limit=8, max_steps=7, deduplicate=True), out, "raise")  # type: ignore[arg-type]
+    run_collect(CollectConfig(env={"scenes": scenes}, limit=8, max_steps=7), out, "raise")  # type: ignore[arg-type]
     return out
 
 
@@ -120,7 +96,6 @@ def test_a_collection_counts_plots_and_describes_itself(collected: Path) -> None
     assert found["rows"] == summary["rows"] == len(rows) and all(r.success for r in rows)
     assert found["played"] == {"episodes": 8, "successes": summary["successes"]}
     assert found["episodes"] == summary["successes"]
-    assert (collected / "plots" / "rows.png").stat().st_size > 5_000
     card = (collected / "rows" / "README.md").read_text()
     _, front, text = card.split("---\n", 2)
     assert yaml.safe_load(front)["license"] == "apache-2.0" and yaml.safe_load(front)["size_categories"] == ["n<1K"]

@@ -1,4 +1,4 @@
-"""The writer by rule (S3Mem, section 3.1): from a history to units, one a record, without any question in sight."""
+"""Rule-based writer (S3Mem, section 3.1): turns each record of a history into one unit."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass, field, replace
 
 from envs.household.telling import Body, views
 from memory.protocol import Record, Trace
-from memory.s3mem.text import NUMBERED, STOP_WORDS, names
-from memory.s3mem.units import REFUSED, Change, Origin, Unit, unit_id
+from memory.s3mem.text import NUMBERED, STOP_WORDS, proper_names
+from memory.s3mem.units import REFUSED, EventUnit, StateChange, UnitOrigin, unit_id
 from memory.trajectory import trajectory_id
 from memory.words import shortened, words
 
-RARE_WORDS = 5  # of a turn that count as its objects
+RARE_WORDS = 5  # most rare words of a turn that count as its objects
 HELD = "held"
-_RESULT_WORDS = 16  # of an answer that no rule reads
+_RESULT_WORDS = 16  # of feedback that no rule parses
 _THING = r"([a-z]+(?: [a-z]+)*?(?: \d+)?)"
 _VERB = re.compile(r"(?:pick up|look at|go to|turn on|turn off|focus on|teleport to|[a-z]+)")
 _ROOM = re.compile(r"This room is called the ([a-z ]+)\.|This outside location is called the ([a-z ]+)\.")
 _WENT = re.compile(r"(?:go|teleport) to ([a-z]+(?: [a-z]+)*(?: \d+)?)")
-_MOVES = [  # what an action changes: pattern, key's last part, value before, value after; {1} and {2} are its groups
+_EFFECTS = [  # state changes of actions: pattern, state, value before, value after; {2} is the pattern's second group
     (re.compile(rf"(?:take|pick up) {_THING} from {_THING}"), "location", "{2}", HELD),
     (re.compile(rf"(?:take|pick up) {_THING}"), "location", "", HELD),
     (
@@ -42,65 +42,68 @@ _MOVES = [  # what an action changes: pattern, key's last part, value before, va
 
 
 def history_id(trace: Trace) -> str:
-    """Name a history: by its task where its records have names of their own, else by all that happened in it."""
+    """Return a history's id: its task's if its records have ids, else a hash of its actions."""
     named = any(record.id for record in trace.records)
     return trace.task.id if named else trajectory_id(trace.task.id, trace.actions, trace.success)
 
 
 def record_ids(trace: Trace) -> list[str]:
-    """Return what pointers name the records by."""
+    """Return the ids of a history's records, which units point to."""
     history = history_id(trace)
     return [record.id or f"{history}#{record.t}" for record in trace.records]
-
-
-def pictures(record: Record) -> tuple[str, ...]:
-    return (record.picture,) if record.picture else ()
 
 
 def is_dialogue(trace: Trace) -> bool:
     return any(record.actor for record in trace.records)
 
 
-def written(trace: Trace) -> list[Unit]:
-    """Write a history's units, with the relations that follow from it."""
+def write_units(trace: Trace) -> list[EventUnit]:
+    """Write a history's units and their relations."""
     units = list(_turns(trace) if is_dialogue(trace) else _steps(trace))
-    return related([replace(u, id=unit_id(u.origin.history, u.pointers, u.order, u.event)) for u in units])
+    return add_relations([replace(u, id=unit_id(u.origin.history, u.pointers, u.order, u.event)) for u in units])
 
 
-def origin_of(trace: Trace, actor: str = "") -> Origin:
-    task, kind = trace.task, "turn" if is_dialogue(trace) else "step"
-    return Origin(history_id(trace), kind, actor, task.id, task.scene, task.goal, task.split, trace.success)
+def _origin(trace: Trace, actor: str = "") -> UnitOrigin:
+    return UnitOrigin(
+        history=history_id(trace),
+        kind="turn" if is_dialogue(trace) else "step",
+        actor=actor,
+        task_id=trace.task.id,
+        scene=trace.task.scene,
+        goal=trace.task.goal,
+        split=trace.task.split,
+        success=trace.success,
+    )
 
 
 # turns ---------------------------------------------------------------------------------------------------------------
 
 
-def _turns(trace: Trace) -> Iterator[Unit]:
-    """Write a unit of each turn: what was said, the names and rare words in it, its session."""
-    ids, often = record_ids(trace), Counter[str]()
+def _turns(trace: Trace) -> Iterator[EventUnit]:
+    """Write a unit for each turn: its text, the names and rare words in it, its session."""
+    ids, frequency = record_ids(trace), Counter[str]()
     for record in trace.records:
-        often.update(set(words(record.action)))
-    for order, (record, session) in enumerate(zip(trace.records, sessions(trace.records), strict=True)):
-        said = set(words(record.action))
-        telling = (w for w in said if (len(w) > 2 or not w.isascii()) and w not in STOP_WORDS)
-        rare = sorted(telling, key=lambda w: (often[w], w))
-        objects = dict.fromkeys([*names(record.action), *rare[:RARE_WORDS]])
-        yield Unit(
+        frequency.update(set(words(record.action)))
+    for order, (record, session) in enumerate(zip(trace.records, session_numbers(trace.records), strict=True)):
+        content = (w for w in set(words(record.action)) if (len(w) > 2 or not w.isascii()) and w not in STOP_WORDS)
+        rare = sorted(content, key=lambda w: (frequency[w], w))
+        objects = dict.fromkeys([*proper_names(record.action), *rare[:RARE_WORDS]])
+        yield EventUnit(
             order,
-            record.when,
-            record.action,
-            origin_of(trace, record.actor),
-            (ids[order],),
-            "say",
-            tuple(objects),
-            f"session {session}",
+            when=record.when,
+            event=record.action,
+            origin=_origin(trace, record.actor),
+            pointers=(ids[order],),
+            action="say",
+            objects=tuple(objects),
+            place=f"session {session}",
             raw=record.action,
-            pictures=pictures(record),
+            pictures=tuple(filter(None, (record.picture,))),
         )
 
 
-def sessions(records: Sequence[Record]) -> list[int]:
-    """Give each turn the number of its session: what was said at one time, in a row."""
+def session_numbers(records: Sequence[Record]) -> list[int]:
+    """Return the session number of each turn: consecutive turns with the same time form a session."""
     numbers, number = list[int](), 0
     for i, record in enumerate(records):
         number += i == 0 or record.when != records[i - 1].when
@@ -112,15 +115,15 @@ def sessions(records: Sequence[Record]) -> list[int]:
 
 
 @dataclass(slots=True)
-class _World:
-    """What the steps so far have told: where the agent is, and the last value of each key."""
+class _WorldState:
+    """The agent's position and the last known value of each state, from the steps so far."""
 
     body: Body = field(default_factory=Body)
     room: str = ""
     known: dict[str, str] = field(default_factory=dict)
 
-    def after(self, record: Record) -> None:
-        """Take in where the agent is after a step."""
+    def update_position(self, record: Record) -> None:
+        """Update the agent's position after a step."""
         if record.refused:
             return
         self.body = self.body.after(record.action, record.feedback)
@@ -129,63 +132,59 @@ class _World:
         elif went := _WENT.fullmatch(record.action):
             self.room = went[1]
 
-    def changes(self, record: Record) -> tuple[Change, ...]:
-        """Say what a step changed, by its command, unless it was refused."""
+    def changes(self, record: Record) -> tuple[StateChange, ...]:
+        """Return what a step changed according to its command; nothing for a refused one."""
         if record.refused or record.feedback.startswith("Nothing happens"):
             return ()
-        for pattern, name, before, after in _MOVES:
+        for pattern, name, before, after in _EFFECTS:
             if found := pattern.fullmatch(record.action):
                 groups = ["", *found.groups()]
                 key = f"{groups[1]}.{name}"
                 was = self.known.get(key) or before.replace("{2}", groups[-1])
                 self.known[key] = after.replace("{2}", groups[-1])
-                return (Change(key, was, self.known[key]),)
+                return (StateChange(key, was, self.known[key]),)
         return ()
 
 
-def _steps(trace: Trace) -> Iterator[Unit]:
-    """Write a unit of each step: the command, what was seen and what changed."""
-    ids, world = record_ids(trace), _World()
+def _steps(trace: Trace) -> Iterator[EventUnit]:
+    """Write a unit for each step: its command, the objects seen and the state changes."""
+    ids, world = record_ids(trace), _WorldState()
     for order, record in enumerate(trace.records):
-        world.after(record)
-        changes = world.changes(record)
-        seen = [entity for view in views(record.feedback) for entity in view.seen or ()]
+        world.update_position(record)
+        changes, shown = world.changes(record), list(views(record.feedback))
+        seen = [entity for view in shown for entity in view.seen or ()]
         things = [*NUMBERED.findall(record.action), *seen, *(change.key.rpartition(".")[0] for change in changes)]
         verb = found[0] if (found := _VERB.match(record.action)) else ""
-        result = _result(record, bool(changes or views_any(record.feedback)))
-        yield Unit(
+        result = _result(record, parsed=bool(changes or shown))
+        yield EventUnit(
             order,
-            f"step {record.t}",
-            f"{record.action}{result}",
-            origin_of(trace),
-            (ids[order],),
-            verb,
-            tuple(dict.fromkeys(things)),
-            world.body.at or world.room,
-            changes,
+            when=f"step {record.t}",
+            event=f"{record.action}{result}",
+            origin=_origin(trace),
+            pointers=(ids[order],),
+            action=verb,
+            objects=tuple(dict.fromkeys(things)),
+            place=world.body.at or world.room,
+            changes=changes,
             raw=f"{record.action} -> {record.feedback}",
-            pictures=pictures(record),
+            pictures=tuple(filter(None, (record.picture,))),
         )
 
 
-def views_any(text: str) -> bool:
-    return next(views(text), None) is not None
-
-
-def _result(record: Record, read: bool) -> str:
-    """Write how an action ended, where no rule has read it."""
+def _result(record: Record, parsed: bool) -> str:
+    """Return the suffix for a refused action, or for feedback that no rule has parsed."""
     if record.refused:
         return REFUSED
-    told = shortened(record.feedback, _RESULT_WORDS)
-    return f": {told}" if told and not read else ""
+    feedback = shortened(record.feedback, _RESULT_WORDS)
+    return f": {feedback}" if feedback and not parsed else ""
 
 
 # relations -----------------------------------------------------------------------------------------------------------
 
 
-def related(units: Sequence[Unit]) -> list[Unit]:
-    """Add to the units of one history the relations that follow from them: what a change led to, the next mention of
-    what was changed, the turn that is replied to."""
+def add_relations(units: Sequence[EventUnit]) -> list[EventUnit]:
+    """Add relations to the units of one history: from a change to the next unit with its object, `causes` if that
+    changes something and `same_object` if not; from a turn to the previous one, `replies`."""
     found: list[list[tuple[str, str]]] = [[*unit.relations] for unit in units]
     changed = dict[str, int]()
     for i, unit in enumerate(units):
