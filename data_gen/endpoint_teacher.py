@@ -1,4 +1,4 @@
-"""The endpoint teacher (paper C.2): a chat model behind an endpoint acts as compiler and writes the memory's rationales.
+"""The endpoint teacher (paper C.2): a chat model behind an endpoint compiles, and writes rationales.
 
 It reads the compiler's input (M, b_t, o_t) and the previous actions, and answers in the emission language. After an
 answer that does not parse, or whose operations do not apply, it is prompted again with the reason. After the last

@@ -52,7 +52,7 @@ ROUND = 64  # default number of concurrent episodes, which a kill may cost
 EXPERT_STEPS = 200  # longer than any plan; many environments end an episode earlier
 
 
-# -- task selection ------------------------------------------------------------------------------------------------------
+# -- task selection ---------------------------------------------------------------------------------------------------
 
 
 def check_filled(config: Config) -> None:
@@ -109,7 +109,7 @@ def _by_turns(tasks: Sequence[Task], per_kind: int) -> list[Task]:
 def filled_bank(
     config: Config, envs: Environments, experience: Sequence[Task], out: Path, beside: Path | None = None
 ) -> MemorySystem:
-    """Open the bank that the settings name, or the cached bank of this experience, which the expert fills first if needed.
+    """Open the bank that the settings name, or the cached bank of this experience; the expert fills it if needed.
 
     Concurrent processes wait for the one that fills it; a kill costs a round.
 

@@ -22,10 +22,10 @@ def play_round(
     delivery: Delivery,
     executor: Executor,
     limits: Limits,
-    size: int,
+    concurrency: int = 64,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
-    """Play `specs`, at most `size` at a time, then retry failed ones until the memory wants no further attempt.
+    """Play `specs`, at most `concurrency` at a time, then retry failed ones until the memory wants no further attempt.
 
     Retries are appended to `Episode.retries`; `on_episode` receives first attempts only.
     """
@@ -35,7 +35,7 @@ def play_round(
         delivery=delivery,
         executor=executor,
         limits=limits,
-        concurrency=size,
+        concurrency=concurrency,
         on_episode=on_episode,
     )
     left = list(zip(specs, episodes, strict=True))
@@ -50,7 +50,7 @@ def play_round(
             delivery=delivery,
             executor=executor,
             limits=limits,
-            concurrency=size,
+            concurrency=concurrency,
         )
         for (_, episode), retry in zip(left, retries, strict=True):
             episode.retries.append(retry)

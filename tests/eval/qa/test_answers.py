@@ -303,7 +303,7 @@ def test_embeddings_by_endpoint_find_what_shares_no_word(tmp_path: Path) -> None
             ask = open_retriever(memory, pets, settings, tmp_path / memory, models=models)
             assert ask(pets.questions[0], 15).pointers == {"D1:2"}
         asked_of = QaSettings("data.json", "s3mem", dense, 15, False, "echo", None, models.told())
-        results = answer_questions(asked_of, [pets], CatReader(), tmp_path / "run", models)
+        results = answer_questions(asked_of, [pets], CatReader(), tmp_path / "run", models=models)
         sent = [text for body in server.bodies for text in body["input"]]
     assert results["models"] == {"embed": MODEL} and results["recall"] == 1.0
     assert json.loads((tmp_path / "run" / "asked.json").read_text())["models"] == {"embed": MODEL}
