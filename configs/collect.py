@@ -121,7 +121,9 @@ class CollectConfig(Settings):
     sparing: float = Field(default=0.0, ge=0, le=1)
     noise: float = Field(default=0.15, ge=0, le=1)  # share of steps on which the expert strays: rows cover recovery
     successful_only: bool = True  # False: rows of episodes that failed, too; their labels are the expert's all the same
+    deduplicate: bool = False  # one row of those with the same compiler input and emission
     keep_noaction: float = Field(default=1.0, ge=0, le=1)  # share of rows kept in which the compiler says nothing
+    max_kind_ratio: float | None = Field(default=None, ge=1)  # most rows of an emission kind, over the rarest kind's
     max_steps: int = Field(default=20, ge=1)
     seed: Seed = 0
     leakage: LeakageConfig = LeakageConfig()

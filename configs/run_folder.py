@@ -84,6 +84,7 @@ WRITES = {
         "statistics.json",
         "endpoints.json",
         "responses.sqlite*",
+        "plots/rows.png",
         "rows/*.arrow",
         "rows/*.json",
         "rows/README.md",

@@ -67,10 +67,6 @@ class Collection:
     views: Views  # selects the pictures of their entries
     attempts: int = ATTEMPTS  # at a broken episode, over all resumes
 
-    def rows(self) -> Attempts[str]:
-        """Open the record by task id."""
-        return open_record(self.record, self.attempts)
-
 
 def open_record(path: Path, attempts: int) -> Attempts[str]:
     """Open a collection's record by task id, without loading it."""
@@ -175,7 +171,7 @@ def what_is_left(of: Collection) -> tuple[Attempts[str], list[Task]]:
     Raises:
         RecordError, BankError: record or bank belong to another collection.
     """
-    record = of.rows()
+    record = open_record(of.record, of.attempts)
     done = set([task.id for task in of.tasks[: restore(of, record)]] if of.grows else _recorded(of, record))
     if done or record.due:
         again = f", {len(record.due)} broken ones are played again" if record.due else ""
@@ -221,9 +217,9 @@ def restore(of: Collection, record: Attempts[str]) -> int:
     if beyond and not record.due:
         raise _of_another(of, whole, beyond)
     done = whole if whole == len(of.tasks) else whole // of.size * of.size
-    kept = {task.id for task in of.tasks[:done]}
-    record.keep(kept.__contains__)
-    learned = (episode_from_json(row) for row in record.lines if row["task_id"] in kept)
+    finished = {task.id for task in of.tasks[:done]}
+    record.keep(finished.__contains__)
+    learned = (episode_from_json(row) for row in record.lines if row["task_id"] in finished)
     traces = [attempts for episode in learned for attempts in traces_of([episode], of.views)]
     of.bank.commit(traces)
     if (held := of.bank.origins().total()) > of.seeded + len(traces):
@@ -288,17 +284,17 @@ def rows_from_record(
 ) -> tuple[list[SftRow], list[Episode]]:
     """Convert recorded episodes that did not break into rows; return the rows and all episodes without pictures."""
     entries = {entry.id: entry for entry in bank}
-    rows, kept = [], []
+    rows, played = [], []
     for episode in episodes:
         if not is_failure(episode.stop_reason):
             rows += sound_rows(episode, entries, own_label, commands)
         for step in episode.steps:
             step.image = None
-        kept.append(episode)
-    return rows, kept
+        played.append(episode)
+    return rows, played
 
 
-def sound_rows(episode: Episode, kept: Kept, own_label: bool, commands: bool = False) -> list[SftRow]:
+def sound_rows(episode: Episode, entries: Kept, own_label: bool, commands: bool = False) -> list[SftRow]:
     """Convert an episode into rows, without steps whose emission did not parse or did not apply to the Brief State.
 
     Args:
@@ -310,7 +306,7 @@ def sound_rows(episode: Episode, kept: Kept, own_label: bool, commands: bool = F
     flawed = {t for t, step in steps.items() if step.parse_error or step.op_errors}
     if own_label:
         flawed |= {t for t, step in steps.items() if step.grounding == Grounding.FAILED}
-    rows = [row for row in rows_of(episode, kept, commands) if row.t not in flawed]
+    rows = [row for row in rows_of(episode, entries, commands) if row.t not in flawed]
     return [replace(row, action=steps[row.t].action) for row in rows] if own_label else rows
 
 
@@ -321,8 +317,8 @@ def success_filter(config: CollectConfig) -> str:
     if config.acts == "expert":
         return "says nothing of the teacher: the environment's expert acts, whatever is compiled"
     acts = "the teacher's model" if config.acts == "teacher" else "the executor"
-    kept = "rows are of these episodes only" if config.successful_only else "rows are of all episodes"
-    return f"{acts} acted on what was compiled; {kept}"
+    rows = "rows are of these episodes only" if config.successful_only else "rows are of all episodes"
+    return f"{acts} acted on what was compiled; {rows}"
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:

@@ -87,20 +87,20 @@ class SftRow:
         )
 
 
-def rows_of(episode: Episode, kept: Kept, commands: bool = False) -> list[SftRow]:
+def rows_of(episode: Episode, entries: Kept, commands: bool = False) -> list[SftRow]:
     """Convert a teacher's episode into rows, one per step without a failure.
 
     The action label is the expert's, also at detours.
 
     Args:
-        kept: the bank's entries by id.
+        entries: the bank's entries by id.
         commands: store the possible commands.
     """
     goal, history, rows = stated_goal(episode.goal, episode.scene), (), []
     for t, step in enumerate(episode.steps):
         if not step.emission_kind or not step.action:
             continue
-        memory = episode.memory_at(t, kept)
+        memory = episode.memory_at(t, entries)
         pictures = tuple(entry.images for entry in memory)
         image = None if step.image is None else png_bytes(step.image)
         rows.append(

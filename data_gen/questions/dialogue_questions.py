@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 from data_gen.questions.dialogues import Dialogue, Event, Mention, write_dialogue
-from data_gen.questions.phrases import ASKED, VERBS
+from data_gen.questions.phrases import QUESTION_TEMPLATES, VERBS
 from data_gen.questions.records import Question, QuestionSet
 from data_gen.questions.templates import sample_by_category
 from memory.protocol import Trace
@@ -36,32 +36,32 @@ def _single_event_questions(dialogue: Dialogue) -> Iterator[Question]:
     for mention in dialogue.mentions:
         event = mention.event
         other = next(name for name in dialogue.speakers if name != event.by)
-        for asked in ASKED:
-            if asked != "day" and not getattr(event, asked):
+        for target in QUESTION_TEMPLATES:
+            if target != "day" and not getattr(event, target):
                 continue
-            needed = {"thing"} - {asked}
-            extra = [part for part in PARTS if part not in needed and part != asked and getattr(event, part)]
+            needed = {"thing"} - {target}
+            extra = [part for part in PARTS if part not in needed and part != target and getattr(event, part)]
             named = needed | set(dialogue.draw.sample(extra, dialogue.draw.randint(0, len(extra))))
             if len(named) == 0 or counts[_key(event, named)] > 1:
                 continue
-            turn, anchor = mention.turns[asked], mention.turns["thing"]
+            turn, anchor = mention.turns[target], mention.turns["thing"]
             question = Question(
                 "",
-                _question_text(dialogue, event, asked, named, by=event.by),
-                answer=mention.day.partition(" on ")[2] if asked == "day" else getattr(event, asked),
-                category="temporal" if asked == "day" else "single-hop",
+                _question_text(dialogue, event, target, named, by=event.by),
+                answer=mention.day.partition(" on ")[2] if target == "day" else getattr(event, target),
+                category="temporal" if target == "day" else "single-hop",
                 evidence=(turn,),
                 anchors=(anchor,),
                 links=((anchor, turn),) if anchor != turn else (),
             )
             yield question
-            if asked != "day":
-                text = _question_text(dialogue, event, asked, named, by=other)
+            if target != "day":
+                text = _question_text(dialogue, event, target, named, by=other)
                 yield replace(question, text=text, category="adversarial", absent=True)
 
 
 def _keys(event: Event) -> Iterator[tuple[object, ...]]:
-    """Yield every description by which a question may identify an event, whoever its speaker is."""
+    """Yield every description by which a question may identify an event, by any speaker."""
     for n in range(1, len(PARTS) + 1):
         for named in combinations(PARTS, n):
             if all(getattr(event, part) for part in named):
@@ -72,11 +72,11 @@ def _key(event: Event, named: set[str]) -> tuple[object, ...]:
     return (event.verb, *((part, getattr(event, part)) for part in PARTS if part in named))
 
 
-def _question_text(dialogue: Dialogue, event: Event, asked: str, named: set[str], *, by: str) -> str:
+def _question_text(dialogue: Dialogue, event: Event, target: str, named: set[str], *, by: str) -> str:
     phrases = event.phrases().items()
     parts: Mapping[str, str] = {part: f" {text}" if part in named else "" for part, text in phrases}
     verb = dialogue.draw.choice(VERBS[event.verb][1])
-    text = ASKED[asked].format(by=by, verb=verb, thing=event.thing, **parts)
+    text = QUESTION_TEMPLATES[target].format(by=by, verb=verb, thing=event.thing, **parts)
     return text.replace(" my ", " their ")
 
 

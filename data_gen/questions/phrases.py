@@ -59,7 +59,7 @@ OCCASIONS = (
     "the party|the exam|the wedding|the move|the holidays|the picnic|the visit|the concert|the storm|the anniversary"
 ).split("|")
 LOOKS = "old|new|blue|broken|tiny|heavy|wooden|shiny|borrowed|favourite".split("|")
-ASKED = {  # question templates, by the part of an event that they ask for
+QUESTION_TEMPLATES = {  # question templates, by the part of an event that they ask for
     "thing": "What did {by} {verb}{place}{companion}{occasion}?",
     "place": "Where did {by} {verb} the {thing}{companion}{occasion}?",
     "companion": "Who was with {by} to {verb} the {thing}{place}{occasion}?",

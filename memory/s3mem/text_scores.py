@@ -12,7 +12,7 @@ from scipy.sparse import csr_matrix
 from memory.bm25 import Scores
 from memory.retrieval import Embed, unit_rows
 
-Dense = Literal["lsa", "hash", "embed", "none"]
+Dense = Literal["lsa", "hash", "embed"]
 DIMENSIONS = 256
 
 
@@ -28,7 +28,7 @@ def join_neighbours(documents: Sequence[Sequence[str]], groups: Sequence[str]) -
 def fit_vectors(how: Dense, texts: Sequence[Sequence[str]]) -> Callable[[Sequence[str]], Scores]:
     """Fit vectors to tokenised texts; return a function from a question's terms to the cosine with each text."""
     zeros = lambda question: np.zeros(len(texts))
-    if how == "none" or len(texts) < 2 or not any(texts):
+    if len(texts) < 2 or not any(texts):
         return zeros
     joined = [" ".join(text) for text in texts]
     if how == "hash":

@@ -72,19 +72,6 @@ class EventUnit:
         """Return the command of the event, without its result."""
         return self.event.partition(": ")[0].removesuffix(REFUSED)
 
-    def serialised(self) -> str:
-        """Return all non-empty fields as text (`t=3 | e=mix picture | ...`)."""
-        fields = {
-            "t": self.when or str(self.order),
-            "e": self.event,
-            "o": ", ".join(self.objects),
-            "l": self.place,
-            "s": ", ".join(map(str, self.changes)),
-            "r": ", ".join(kind for kind, _ in self.relations),
-            "c": self.origin.actor,
-        }
-        return " | ".join(f"{name}={text}" for name, text in fields.items() if text)
-
     def rendered(self, how: Representation = "full") -> str:
         """Return the line that a reader sees; it does not depend on the question."""
         return one_line(encodable(_RENDERED[how](self)))

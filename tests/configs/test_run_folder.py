@@ -108,7 +108,7 @@ def test_overwrite_deletes_what_this_kind_of_run_writes_and_nothing_else(tmp_pat
     outside.mkdir()
     (outside / "kept").touch()
     run = RunFolder.create(tmp_path / "run", CollectConfig())
-    names = ("episodes.jsonl", "collect.json", "rows/data-0.arrow", "rows/state.json")
+    names = ("episodes.jsonl", "collect.json", "rows/data-0.arrow", "rows/state.json", "plots/rows.png")
     for name in (*names, "rows/notes.txt", "plots/mine.png", "thesis.tex", "metrics.jsonl"):
         (run.path / name).parent.mkdir(exist_ok=True)
         (run.path / name).touch()

@@ -82,7 +82,7 @@ def test_answers_evidence_and_categories_change_nothing(tmp_path: Path) -> None:
     for name, each in (("a", case), ("b", shuffled), ("c", replace(case, questions=()))):
         memory = S3Mem(tmp_path / name)
         memory.commit([[trace] for trace in each.histories])
-        told.append(([unit.serialised() for unit in memory.units], [asked(memory, q.text) for q in questions]))
+        told.append((memory.units, [asked(memory, q.text) for q in questions]))
     assert told[0] == told[1] == told[2]
 
 
@@ -140,7 +140,6 @@ def test_units_read_in_four_ways(tmp_path: Path, how: Any) -> None:
         {"edges": False},
         {"packing": "topk"},
         {"router": "retrieval_rank"},
-        {"dense": "none"},
         {"dense": "hash"},
         {"channels": ["lexical"]},
         {"fill": True},
