@@ -73,7 +73,7 @@ def open_record(path: Path, attempts: int) -> Attempts[str]:
     return Attempts(JsonLines(path, ("task_id", "steps", "stop_reason")), itemgetter("task_id"), attempts)
 
 
-# -- tasks and bank --------------------------------------------------------------------------------------------------
+# -- tasks and bank ----------------------------------------------------------------------------------------------------
 
 
 def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collection:
@@ -115,7 +115,7 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
     )
 
 
-# -- rounds -----------------------------------------------------------------------------------------------------------
+# -- rounds ------------------------------------------------------------------------------------------------------------
 
 
 def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, actor: Executor) -> None:
@@ -230,7 +230,7 @@ def restore(of: Collection, record: Attempts[str]) -> int:
     return done
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def write_rows(

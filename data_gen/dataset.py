@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from configs.collect import CollectConfig
 
-# -- filters ----------------------------------------------------------------------------------------------------------
+# -- filters -----------------------------------------------------------------------------------------------------------
 
 
 def thin_noaction(rows: Sequence[SftRow], keep: float, seed: int) -> list[SftRow]:
@@ -53,7 +53,7 @@ def filtered(rows: Sequence[SftRow], config: CollectConfig) -> tuple[list[SftRow
     return thinned, dropped
 
 
-# -- statistics -------------------------------------------------------------------------------------------------------
+# -- statistics --------------------------------------------------------------------------------------------------------
 
 
 def compiler_text(row: SftRow) -> str:
@@ -162,7 +162,7 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {n}" for name, n in counts.items()) or "none"
 
 
-# -- card and hub -----------------------------------------------------------------------------------------------------
+# -- card and hub ------------------------------------------------------------------------------------------------------
 
 CARD = "README.md"
 SHARD_BYTES = 500 * 2**20  # of a Parquet file

@@ -144,10 +144,10 @@ def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[E
     if config.acts == "teacher":
         executor = ApiExecutor(
             teacher,
-            environment.instructions if config.executor.instructions == "full" else "",
-            config.executor.max_new_tokens,
-            "actor",
-            reads_of(config.executor, environment),
+            instructions=environment.instructions if config.executor.instructions == "full" else "",
+            max_new_tokens=config.executor.max_new_tokens,
+            role="actor",
+            reads=reads_of(config.executor, environment),
         )
         return executor, endpoints
     actor = load_executor(config.executor, environment, cache)

@@ -52,7 +52,7 @@ ROUND = 64  # default number of concurrent episodes, which a kill may cost
 EXPERT_STEPS = 200  # longer than any plan; many environments end an episode earlier
 
 
-# -- task selection ---------------------------------------------------------------------------------------------------
+# -- task selection ----------------------------------------------------------------------------------------------------
 
 
 def check_filled(config: Config) -> None:
@@ -103,7 +103,7 @@ def _by_turns(tasks: Sequence[Task], per_kind: int) -> list[Task]:
     return sorted((task for task in tasks if turn[task.id] < per_kind), key=lambda task: turn[task.id])
 
 
-# -- the bank ----------------------------------------------------------------------------------------------
+# -- the bank ----------------------------------------------------------------------------------------------------------
 
 
 def filled_bank(
@@ -141,7 +141,7 @@ def filled_bank(
             )
         else:
             with FolderLock(folder / "bank", "memcompiler"):
-                _fill(config, envs, experience, bank, facts, folder / EXPERIENCE)
+                _fill(config, envs, experience, bank, facts=facts, path=folder / EXPERIENCE)
     _link(out / "bank", folder / "bank")
     return bank
 
@@ -172,8 +172,9 @@ def _fill(
     envs: Environments,
     experience: Sequence[Task],
     bank: MemorySystem,
+    *,
     facts: dict[str, Any],
-    whole: Path,
+    path: Path,
 ) -> None:
     """Play the tasks that the bank lacks, broken ones up to `ATTEMPTS` times; then mark the bank complete.
 
@@ -183,10 +184,10 @@ def _fill(
     left, started = not_experienced(experience, bank), time.monotonic()
     teacher, views = ExpertTeacher(reader=reader_of(config.env)), kept_views(config)
     with progress("experience", len(experience), len(experience) - len(left)) as advance:
-        lost = collect_experience(envs.lease, left, bank, teacher, views, on_episode=advance)
+        lost = collect_experience(envs.lease, left, bank, teacher, views=views, on_episode=advance)
     for _ in range(ATTEMPTS - 1):
         if left := not_experienced(experience, bank):
-            lost = collect_experience(envs.lease, left, bank, teacher, views)
+            lost = collect_experience(envs.lease, left, bank, teacher, views=views)
     if lost:
         console.print(
             f"  experience: {len(lost)} of {len(experience)} tasks left no episode, first {_failure(lost[0])}"
@@ -197,7 +198,7 @@ def _fill(
         "version": bank.snapshot(),
         "seconds": round(time.monotonic() - started, 1),
     }
-    write_atomically(whole, to_json({**facts, **counts, "lost": [_failure(episode) for episode in lost]}, indent=2))
+    write_atomically(path, to_json({**facts, **counts, "lost": [_failure(episode) for episode in lost]}, indent=2))
 
 
 def _failure(episode: Episode) -> str:
@@ -214,7 +215,7 @@ def _link(link: Path, bank: Path) -> None:
         link.symlink_to(target)
 
 
-# -- episodes as experience -------------------------------------------------------------------------------------------
+# -- episodes as experience --------------------------------------------------------------------------------------------
 
 
 Views = Callable[[Episode], "Sequence[Image]"]  # selects the pictures of an episode that its entry stores

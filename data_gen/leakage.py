@@ -1,7 +1,4 @@
-"""Leakage checks between training and evaluation tasks (paper C.1).
-
-`Task.isolation` lists by dimension what training and evaluation must not share; the environment's spec gives the
-rule of each dimension. A dimension without a rule must exist on both sides and be disjoint.
+"""Leakage guards of collection, training and evaluation runs (paper C.1; `data_gen.isolation` compares the tasks).
 
 manifest.json   the tasks of a run (`envs.manifest`)
 leakage.json    the checks, and whether they are clean: true, false, or null if nothing could be checked
@@ -10,7 +7,6 @@ leakage.json    the checks, and whether they are clean: true, false, or null if 
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,169 +17,23 @@ from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
+from data_gen.isolation import BankAudit, LeakageError, Verdict, audit_bank, check, isolation_rules
 from data_gen.memories import open_memory
 from envs.base import EnvironmentFailure, Task
 from envs.manifest import Manifest, ManifestError
-from envs.registry import DEFAULT, find, known
-from envs.spec import EnvSpec, Rule
+from envs.registry import DEFAULT, find
+from envs.spec import EnvSpec
 from memory.protocol import MemorySystem
 from runtime.store import read_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from agent.episode import EpisodeSpec
     from envs.registry import Environments
 
 MANIFEST, LEAKAGE = "manifest.json", "leakage.json"
-EXAMPLES = 5  # shared values that a verdict lists
 
 
-class LeakageError(ValueError):
-    """Two task lists cannot be compared, which does not count as a pass."""
-
-
-# -- two lists of tasks -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """Comparison of one dimension: the number of distinct values of each side, and of shared ones."""
-
-    dimension: str
-    rule: Rule
-    train: int
-    evaluation: int
-    shared: int
-    tasks: int  # evaluation tasks with a shared value
-    examples: tuple[str, ...]  # the first shared values
-    clean: bool
-
-    @property
-    def summary(self) -> str:
-        if self.rule == "novel":
-            return f"evaluation has no {self.dimension} that training lacks"
-        more = ", ..." if self.shared > len(self.examples) else ""
-        return f"{self.shared} shared {self.dimension} ({', '.join(self.examples)}{more})"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Result of comparing two task lists, which the hashes identify."""
-
-    benchmark: str
-    train: str
-    evaluation: str
-    train_sha256: str
-    evaluation_sha256: str
-    overlaps: tuple[Overlap, ...]
-
-    @property
-    def clean(self) -> bool:
-        return all(overlap.clean for overlap in self.overlaps)
-
-    @property
-    def summary(self) -> str:
-        """One line, with the overlaps of a leak."""
-        pair = f"{self.benchmark}: {self.train} and {self.evaluation}"
-        if self.clean:
-            return f"{pair} are isolated ({', '.join(o.dimension for o in self.overlaps)})"
-        return f"{pair} leak: " + "; ".join(o.summary for o in self.overlaps if not o.clean)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"clean": self.clean}
-
-    def table(self) -> Table:
-        """Return a terminal table with one row per dimension."""
-        from rich.table import Table
-
-        numbers = (self.train, self.evaluation, "shared", "tasks")
-        table = Table(title=self.summary, title_justify="left")
-        for name in ("dimension", "must be", *numbers, "examples", ""):
-            table.add_column(name, justify="right" if name in numbers else "left")
-        for o in self.overlaps:
-            counts = map(str, (o.train, o.evaluation, o.shared, o.tasks))
-            table.add_row(o.dimension, o.rule, *counts, ", ".join(o.examples), "ok" if o.clean else "LEAK")
-        return table
-
-
-def check(train: Manifest, evaluation: Manifest) -> Verdict:
-    """Compare two task lists of one benchmark.
-
-    Raises:
-        LeakageError: the benchmarks differ, there is no dimension, or a task lacks a value for one.
-    """
-    if train.benchmark != evaluation.benchmark:
-        raise LeakageError(f"cannot compare tasks of {train.benchmark} with tasks of {evaluation.benchmark}")
-    rules = _rules(train.benchmark)
-    named = {name for side in (train, evaluation) for task in side.tasks for name in task.isolation} | set(rules)
-    if not named:
-        raise LeakageError(f"the tasks of {train.benchmark} have no isolation dimensions: fill in Task.isolation")
-    overlaps = tuple(_overlap(name, rules.get(name, "disjoint"), train, evaluation) for name in sorted(named))
-    return Verdict(train.benchmark, train.split, evaluation.split, train.sha256, evaluation.sha256, overlaps)
-
-
-def _overlap(dimension: str, rule: Rule, train: Manifest, evaluation: Manifest) -> Overlap:
-    ours, theirs = _values(dimension, train), _values(dimension, evaluation)
-    shared = ours & theirs
-    touched = sum(not shared.isdisjoint(task.isolation[dimension]) for task in evaluation.tasks)
-    clean = not shared if rule == "disjoint" else len(theirs) > len(shared)
-    examples = tuple(sorted(shared)[:EXAMPLES])
-    return Overlap(
-        dimension,
-        rule,
-        train=len(ours),
-        evaluation=len(theirs),
-        shared=len(shared),
-        tasks=touched,
-        examples=examples,
-        clean=clean,
-    )
-
-
-def _values(dimension: str, manifest: Manifest) -> set[str]:
-    where = f"{manifest.benchmark} {manifest.split}"
-    without = [task.id for task in manifest.tasks if dimension not in task.isolation]
-    if without:
-        raise LeakageError(
-            f"{len(without)} of {len(manifest.tasks)} tasks of {where} do not name their {dimension} (such as "
-            f"{without[0]!r}), so leakage cannot be checked: fill in Task.isolation[{dimension!r}]"
-        )
-    values = {value for task in manifest.tasks for value in task.isolation[dimension]}
-    if not values:
-        raise LeakageError(f"no task of {where} has a value for {dimension}: leakage cannot be checked")
-    return values
-
-
-def _rules(benchmark: str) -> Mapping[str, Rule]:
-    spec = known(benchmark)
-    return spec.isolation if spec else {}
-
-
-# -- a bank -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class BankAudit:
-    """Entries of a memory bank, and how many of them come from evaluated tasks."""
-
-    entries: int
-    by_split: Mapping[str, int]
-    own_entries: int  # from episodes of evaluated tasks
-    own_tasks: int  # evaluated tasks with such entries
-
-
-def audit_bank(origins: Mapping[tuple[str, str], int], tasks: Iterable[str]) -> BankAudit:
-    """Audit a bank for the ids of evaluated tasks. `origins`: number of entries by (task id, split)."""
-    ids, by_split, own = set(tasks), Counter[str](), Counter[str]()
-    for (task_id, split), n in origins.items():
-        by_split[split] += n
-        if task_id in ids:
-            own[task_id] += n
-    return BankAudit(by_split.total(), dict(sorted(by_split.items())), own.total(), len(own))
-
-
-# -- training tasks ----------------------------------------------------------------------------------------------
+# -- training tasks ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +71,7 @@ class Audit:
 
 
 def guard_training(
-    config: CollectConfig | GrpoConfig, tasks: list[Task], experience: list[Task], envs: Environments, run: RunFolder
+    config: CollectConfig | GrpoConfig, tasks: list[Task], experience: list[Task], *, envs: Environments, run: RunFolder
 ) -> tuple[list[Task], list[Task], Audit]:
     """Check training tasks for leakage before anything is played, and write manifest.json and leakage.json.
 
@@ -290,7 +140,7 @@ def held_out_tasks(config: CollectConfig | GrpoConfig, envs: Environments) -> tu
 def _without_shared(benchmark: str, tasks: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
     """Drop tasks that share a forbidden value with held-out tasks (paper C.1: EB-ALFRED's pairs, ScienceWorld's
     variations)."""
-    rules, values = _rules(benchmark), set[tuple[str, str]]()
+    rules, values = isolation_rules(benchmark), set[tuple[str, str]]()
     for task in held_out:
         values |= {(name, label) for name, labels in task.isolation.items() for label in labels}
     forbidden = {value for value in values if rules.get(value[0], "disjoint") == "disjoint"}
@@ -301,7 +151,7 @@ def _without_shared(benchmark: str, tasks: Iterable[Task], held_out: Iterable[Ta
     ]
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def guard_rows(rows: Path, task_ids: Iterable[str], allow: bool) -> list[str]:
@@ -384,7 +234,7 @@ def rows_environment(rows: Sequence[Path]) -> EnvSpec:
     return find(DEFAULT)
 
 
-# -- evaluated tasks ------------------------------------------------------------------------------------------------
+# -- evaluated tasks ---------------------------------------------------------------------------------------------------
 
 
 def record_evaluation(

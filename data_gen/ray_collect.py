@@ -47,7 +47,7 @@ def play_by(crew: Crew, of: Collection, todo: tuple[Attempts[str], Sequence[Task
     rows, left = todo
 
     def lost(what: None, id: str, task: Task, why: str) -> str:
-        return line_of(lost_episode(task, "teacher", of.limits.seed, why, of.bank.snapshot()))
+        return line_of(lost_episode(task, "teacher", of.limits.seed, why, bank_version=of.bank.snapshot()))
 
     with progress("teacher", len(of.tasks), len(of.tasks) - len(left)) as advance:
 

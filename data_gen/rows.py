@@ -68,19 +68,19 @@ class SftRow:
 
     def step_input(self, n_tokens: int = 0) -> StepInput:
         """Return the input of both roles at this step, with the teacher's emission and N empty soft tokens."""
-        nowhere = Provenance("", "", "", self.split, True)
+        unknown = Provenance(task_id="", scene="", goal="", split=self.split, success=True)
         images = self.memory_images or ((),) * len(self.memory_ids)
         entries = zip(self.memory_ids, self.memory_texts, images, strict=True)
-        memory = [MemoryEntry(id, text, nowhere, pictures) for id, text, pictures in entries]
+        memory = [MemoryEntry(id, text, unknown, pictures) for id, text, pictures in entries]
         image = Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
         return StepInput(
             self.goal,
             self.observation,
-            image,
-            self.commands or None,
-            self.history,
-            tuple(memory),
-            parse_brief_state(self.state) if self.state else None,
+            image=image,
+            admissible=self.commands or None,
+            history=self.history,
+            memory=tuple(memory),
+            state=parse_brief_state(self.state) if self.state else None,
             emission=parse(self.emission).emission,
             soft=torch.empty(n_tokens, 0) if n_tokens else None,
             first=self.first,
@@ -164,7 +164,7 @@ def held_out(tasks: Sequence[str], share: float, seed: int) -> tuple[list[int], 
     return [i for i, task in enumerate(tasks) if task not in held], [i for i, task in enumerate(tasks) if task in held]
 
 
-# -- on disk ----------------------------------------------------------------------------------------------------------
+# -- on disk -----------------------------------------------------------------------------------------------------------
 
 
 def as_dataset(rows: Sequence[SftRow]) -> Dataset:

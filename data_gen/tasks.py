@@ -66,12 +66,12 @@ def guarded_tasks(
 ) -> tuple[list[Task], list[Task]]:
     """Select tasks as `chosen_tasks` does and check them for leakage. Raises: ConfigError, if they leak."""
     tasks, experience = chosen_tasks(config, envs, config.split, experienced)
-    tasks, experience, audit = guard_training(config, tasks, experience, envs, run)
+    tasks, experience, audit = guard_training(config, tasks, experience, envs=envs, run=run)
     console.print(f"  {audit.summary}")
     return tasks, experience
 
 
-# -- held-out tasks, for evaluation during training -------------------------------------------------------------------
+# -- held-out tasks, for evaluation during training --------------------------------------------------------------------
 
 
 def without_held_out(specs: Sequence[EpisodeSpec], n: int, seed: int) -> tuple[list[EpisodeSpec], list[EpisodeSpec]]:

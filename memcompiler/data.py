@@ -192,7 +192,8 @@ def run_leakage(
 
 
 def _sides(train: Path | None, evaluation: Path | None, config: "CollectConfig | None") -> tuple["Manifest", "Audit"]:
-    from data_gen.leakage import Audit, audit_training, check, held_out_tasks
+    from data_gen.isolation import check
+    from data_gen.leakage import Audit, audit_training, held_out_tasks
     from data_gen.tasks import chosen_tasks
     from envs.manifest import Manifest
     from envs.registry import Environments

@@ -96,7 +96,7 @@ def run_qa(
         picture=picture,
         counted="" if engine == "endpoint" else "reader",  # an endpoint's tokenizer is unknown
     )
-    with output_folder(out, "qa", (SETTINGS, ANSWERS, RESULTS, "memory"), "reader", [("--data", data)]):
+    with output_folder(out, "qa", (SETTINGS, ANSWERS, RESULTS, "memory"), "reader", inputs=[("--data", data)]):
         loaded = load_reader(*reader, out=out, sees=picture > 0)
         cached = models.cached_in(out / RESPONSES)
         typer.echo(to_markdown(answer_questions(run, sets, loaded, out, models=cached, attempts=attempts)))

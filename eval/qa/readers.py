@@ -67,7 +67,7 @@ def load_reader(engine: str, model: str, api: Mapping[str, Any], out: Path, sees
     return HfVisionReader.load(model) if sees else HfReader.load(model)
 
 
-# prompts -------------------------------------------------------------------------------------------------------------
+# prompts --------------------------------------------------------------------------------------------------------------
 
 
 def build_prompt(
@@ -116,7 +116,7 @@ def parse_answer(generated: str, tokens_in: int, tokens_out: int) -> Answer | No
     return Answer(text, tokens_in, tokens_out) if text or not generated.strip() else None
 
 
-# readers without torch -----------------------------------------------------------------------------------------------
+# readers without torch ------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

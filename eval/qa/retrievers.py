@@ -91,7 +91,7 @@ def open_retriever(
     )
 
 
-# memory systems ------------------------------------------------------------------------------------------------------
+# memory systems -------------------------------------------------------------------------------------------------------
 
 
 def _memory_retriever(config: MemoryConfig, histories: Sequence[Trace], folder: Path, costs: Costs) -> Retriever:
@@ -144,7 +144,7 @@ def _recall_within(memory: MemorySystem, question: Question, tokens: int, costs:
     return best
 
 
-# baselines -----------------------------------------------------------------------------------------------------------
+# baselines ------------------------------------------------------------------------------------------------------------
 
 
 def _baseline_retriever(

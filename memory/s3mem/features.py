@@ -141,7 +141,7 @@ def _is(occurrence: NDArray[np.int64], chosen: int) -> NDArray[np.bool_]:
     return (occurrence == chosen) if chosen else occurrence > 0
 
 
-# pairs ---------------------------------------------------------------------------------------------------------------
+# pairs ----------------------------------------------------------------------------------------------------------------
 
 
 def edge_features(query: QueryScores, pairs: Sequence[tuple[int, int]]) -> Columns:
@@ -195,7 +195,7 @@ def _follows(query: QueryScores, i: int, j: int) -> bool:
     return bool(query.occurrence[i] and query.occurrence[j] == query.occurrence[i] + 1)
 
 
-# hashing -------------------------------------------------------------------------------------------------------------
+# hashing --------------------------------------------------------------------------------------------------------------
 
 
 @cache

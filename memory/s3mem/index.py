@@ -96,7 +96,7 @@ class QueryScores:
         pairs = zip(self.order, (self.own, self.window, self.dense), strict=True)
         return sum(((scores > 0) / (RRF + order + 1) for order, scores in pairs), np.zeros(len(self.own)))
 
-    # masks of units that the anchor names ----------------------------------------------------------------------
+    # masks of units that the anchor names -----------------------------------------------------------------------------
 
     def _mask(self, wanted: object) -> Mask:
         return np.array(wanted, dtype=bool).reshape(len(self.index.units))
@@ -150,7 +150,7 @@ class QueryScores:
         """Number of each match, from 1; 0 for other units."""
         return np.where(self.matches, np.cumsum(self.matches), 0)
 
-    # candidates ------------------------------------------------------------------------------------------------------
+    # candidates -------------------------------------------------------------------------------------------------------
 
     def channels(self) -> dict[Channel, NDArray[np.int64]]:
         """Return the units that each enabled channel finds, ranked channels best first."""

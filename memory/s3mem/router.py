@@ -135,7 +135,7 @@ def _node_matrix(query: QueryScores, rows: NDArray[np.int64]) -> csr_matrix:
     return hash_columns(node_features(query, rows), len(rows), NODE_DIMENSIONS)
 
 
-# training ------------------------------------------------------------------------------------------------------------
+# training -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

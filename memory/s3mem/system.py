@@ -56,7 +56,7 @@ class S3Mem:
         self._units, self._rows = list[EventUnit](), 0
         self._scopes = OrderedDict[tuple[str, str], UnitIndex]()
 
-    # writing ---------------------------------------------------------------------------------------------------------
+    # writing ----------------------------------------------------------------------------------------------------------
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
         rows = [Row(tuple(attempts), {}) for attempts in episodes]
@@ -85,7 +85,7 @@ class S3Mem:
         """Counts of the language model's unusable answers, by reason."""
         return sum((Counter(row.answers.get("failures", {})) for row in self._journal), Counter())
 
-    # retrieval -------------------------------------------------------------------------------------------------------
+    # retrieval --------------------------------------------------------------------------------------------------------
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
         return [self._recall(query) for query in queries]
@@ -141,13 +141,13 @@ class S3Mem:
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> None:
         """Want no further attempt at a failed task."""
 
-    # storage ------------------------------------------------------------------------------------------------------
+    # storage ----------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> int:
         return len(self._journal)
 
     def at(self, version: int) -> S3Mem:
-        return S3Mem(self.path, self.settings, version, self._ask, self._embed)
+        return S3Mem(self.path, self.settings, version, ask=self._ask, embed=self._embed)
 
     def origins(self) -> Counter[tuple[str, str]]:
         return Counter((t.task.id, t.task.split) for row in self._journal for t in row.attempts)
