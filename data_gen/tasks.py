@@ -113,7 +113,7 @@ def held_out_of_rows(names: Mapping[Path, Collection[str]], n: int, seed: int, e
     folder_of = {name: folder for folder, held in names.items() for name in held}
     if n > len(folder_of):
         raise ConfigError(
-            f"evaluation.tasks={n}, but rows of only {len(folder_of)} tasks are held out: set it lower, or raise "
+            f"evaluation.tasks={n}, but only rows of {len(folder_of)} tasks are held out: set it lower, or raise "
             "validation.share"
         )
     chosen = set(shuffled(folder_of, seed)[:n])
@@ -134,5 +134,5 @@ def held_out_of_rows(names: Mapping[Path, Collection[str]], n: int, seed: int, e
 def _collection(folder: Path) -> CollectConfig:
     """Read the settings of the collection that wrote a folder of rows."""
     if not (path := folder.parent / CONFIG).is_file():
-        raise ConfigError(f"{folder}: no {CONFIG} beside it names the environment: set evaluation.tasks=0")
+        raise ConfigError(f"{folder}: no {CONFIG} beside it says where its tasks are played: set evaluation.tasks=0")
     return load_config(CollectConfig, path)

@@ -36,9 +36,11 @@ def read_question_sets(path: Path) -> list[QuestionSet]:
             if all("trajectory" in row for row in rows):
                 return [_resolve_pictures(read_ama_bench(row), path.parent) for row in rows]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is no known file of questions: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{path} is no file of questions in a known format: {type(error).__name__}: {error}"
+        ) from error
     raise ValueError(
-        f"{path} is no known file of questions: LoCoMo's JSON has conversation and qa, AMA-Bench's JSON Lines have "
+        f"{path} is no file of questions in a known format: LoCoMo's JSON has conversation and qa, AMA-Bench's JSON Lines have "
         f"trajectory and qa_pairs, an EMemBench folder has {QA} and {CONTEXT}"
     )
 
@@ -67,7 +69,7 @@ def read_ama_bench(row: Mapping[str, Any]) -> QuestionSet:
 def _emembench(folder: Path) -> list[QuestionSet]:
     found = sorted(file.parent for file in folder.rglob(QA) if (file.parent / CONTEXT).is_file())
     if not found:
-        raise ValueError(f"{folder} holds no EMemBench episode: a folder with {QA} and {CONTEXT}")
+        raise ValueError(f"{folder} holds no episode of EMemBench: a folder with {QA} and {CONTEXT}")
     return [read_emembench(each.relative_to(folder).as_posix(), each) for each in found]
 
 

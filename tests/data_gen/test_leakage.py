@@ -204,7 +204,7 @@ def test_rows_need_a_clean_verdict_about_their_own_tasks(collected):
     with pytest.raises(ConfigError, match=r"they leak \(2 shared scene\).*allow_leakage=true"):
         leakage.guard_rows(collected / "rows", ids, allow=False)
     (collected / "leakage.json").write_text(json.dumps({**audit, "train_sha256": "0"}))
-    with pytest.raises(ConfigError, match="other tasks"):
+    with pytest.raises(ConfigError, match="different tasks"):
         leakage.guard_rows(collected / "rows", ids, allow=False)
     (collected / "manifest.json").unlink()
     with pytest.raises(ConfigError, match="no manifest"):
