@@ -40,8 +40,8 @@ def read_question_sets(path: Path) -> list[QuestionSet]:
             f"{path} is no file of questions in a known format: {type(error).__name__}: {error}"
         ) from error
     raise ValueError(
-        f"{path} is no file of questions in a known format: LoCoMo's JSON has conversation and qa, AMA-Bench's JSON Lines have "
-        f"trajectory and qa_pairs, an EMemBench folder has {QA} and {CONTEXT}"
+        f"{path} is no file of questions in a known format: LoCoMo's JSON has conversation and qa, AMA-Bench's JSON "
+        f"Lines have trajectory and qa_pairs, an EMemBench folder has {QA} and {CONTEXT}"
     )
 
 
