@@ -106,7 +106,7 @@ def held_out_recall(
         edges = router.edges(example.query, nodes, settings.edge_nodes) if linked else {}
         for budget in BUDGETS:
             pack = pack_evidence(anchor, nodes, edges, budget=budget, settings=settings)
-            found = {candidate.unit.id for candidate in pack.picks}
+            found = {candidate.unit.id for candidate in pack}
             shares.append(len(found & example.support) / len(example.support))
     return float(np.mean(shares))
 

@@ -18,11 +18,12 @@ from typing import Any
 import typer
 
 from configs.collect import MemoryModels
+from configs.models import EndpointConfig
 from configs.run_folder import output_folder
 from data_gen.questions.records import Question, QuestionSet
 from eval.qa.benchmark_files import read_question_sets
 from eval.qa.metrics import abstains, bleu_1, locomo_score, set_f1
-from eval.qa.readers import ABSTAIN, Reader, build_prompt, load_reader, render_pack
+from eval.qa.readers import ABSTAIN, EndpointReader, Reader, VllmReader, build_prompt, render_pack
 from eval.qa.retrievers import Evidence, Retriever, open_retriever
 from eval.qa.summary import failure_line, failure_reason, summarise, to_markdown
 from lm.ledger import Answer
@@ -100,6 +101,29 @@ def run_qa(
         loaded = load_reader(*reader, out=out, sees=picture > 0)
         cached = models.cached_in(out / RESPONSES)
         typer.echo(to_markdown(answer_questions(run, sets, loaded, out, models=cached, attempts=attempts)))
+
+
+def load_reader(engine: str, model: str, api: Mapping[str, Any], out: Path, sees: bool = False) -> Reader:
+    """Load a reader.
+
+    Args:
+        engine: hf, vllm or endpoint.
+        api: settings of the endpoint.
+        out: the folder that stores the endpoint's answers.
+        sees: the reader is shown pictures.
+
+    Raises:
+        ValueError: the engine or the model cannot read pictures.
+    """
+    if engine == "endpoint":
+        return EndpointReader.load(EndpointConfig.model_validate({**api, "model": model}), out / RESPONSES)
+    if engine == "vllm":
+        if sees:
+            raise ValueError("readers on vLLM read no pictures here: set --engine hf or endpoint")
+        return VllmReader.load(model)
+    from eval.qa.hf_readers import HfReader, HfVisionReader
+
+    return HfVisionReader.load(model) if sees else HfReader.load(model)
 
 
 def answer_questions(

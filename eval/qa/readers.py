@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +12,6 @@ from configs.models import EndpointConfig, VllmEngine, model_path
 from lm.ledger import Answer, EndpointStop
 from lm.marks import marks_of
 from lm.replies import answer_text
-from memory.registry import RESPONSES
 
 Prompt = tuple[str | bytes, ...]
 """Texts and pictures (PNG) in reading order."""
@@ -42,29 +41,6 @@ class Reader(Protocol):
     def count(self, shown: Prompt) -> int:
         """Count the reader's own tokens of texts and pictures."""
         ...
-
-
-def load_reader(engine: str, model: str, api: Mapping[str, Any], out: Path, sees: bool = False) -> Reader:
-    """Load a reader.
-
-    Args:
-        engine: hf, vllm or endpoint.
-        api: settings of the endpoint.
-        out: the folder that stores the endpoint's answers.
-        sees: the reader is shown pictures.
-
-    Raises:
-        ValueError: the engine or the model cannot read pictures.
-    """
-    if engine == "endpoint":
-        return EndpointReader.load(EndpointConfig.model_validate({**api, "model": model}), out / RESPONSES)
-    if engine == "vllm":
-        if sees:
-            raise ValueError("readers on vLLM read no pictures here: set --engine hf or endpoint")
-        return VllmReader.load(model)
-    from eval.qa.hf_readers import HfReader, HfVisionReader
-
-    return HfVisionReader.load(model) if sees else HfReader.load(model)
 
 
 # prompts --------------------------------------------------------------------------------------------------------------

@@ -115,7 +115,8 @@ def _sequence(query: QueryScores, rows: NDArray[np.int64]) -> Columns:
     matches, occurrence, index = query.matches, query.occurrence, query.index
     many, place = max(int(occurrence.max(initial=0)), 1), occurrence[rows]
     chosen = _wanted_match(query, many)
-    beside = lambda neighbour: np.where(neighbour >= 0, matches[neighbour] & _is(occurrence[neighbour], chosen), False)
+    wanted = matches & ((occurrence == chosen) if chosen else occurrence > 0)
+    beside = lambda neighbour: np.where(neighbour >= 0, wanted[neighbour], False)
     first, last = np.flatnonzero(matches)[[0, -1]] if matches.any() else (-1, -1)
     ends = np.flatnonzero(query.in_steps)[[0, -1]] if query.in_steps.any() else (-1, -1)
     columns = {
@@ -137,10 +138,6 @@ def _wanted_match(query: QueryScores, many: int) -> int:
     return query.anchor.nth or (1 if "first" in ops else many if "last" in ops else 0)
 
 
-def _is(occurrence: NDArray[np.int64], chosen: int) -> NDArray[np.bool_]:
-    return (occurrence == chosen) if chosen else occurrence > 0
-
-
 # pairs ----------------------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +150,7 @@ def edge_features(query: QueryScores, pairs: Sequence[tuple[int, int]]) -> Colum
 
 
 def _pair(query: QueryScores, i: int, j: int, ops: Sequence[str]) -> dict[str, float]:
-    one, other = query.index.units[i], query.index.units[j]
+    one, other, occurrence = query.index.units[i], query.index.units[j], query.occurrence
     same_history = one.origin.history == other.origin.history
     apart = other.order - one.order if same_history else 0
     mine, theirs, question = set(query.index.terms[i]), set(query.index.terms[j]), set(query.terms)
@@ -177,7 +174,7 @@ def _pair(query: QueryScores, i: int, j: int, ops: Sequence[str]) -> dict[str, f
         "both_match": bool(query.matches[i] and query.matches[j]),
         "from_match": bool(query.matches[i]),
         "to_match": bool(query.matches[j]),
-        "next_occurrence": _follows(query, i, j),
+        "next_occurrence": bool(occurrence[i] and occurrence[j] == occurrence[i] + 1),
         **{f"relation={kind}": True for kind in kinds},
     }
     found = {name: 1.0 for name, flag in flags.items() if flag}
@@ -189,10 +186,6 @@ def _pair(query: QueryScores, i: int, j: int, ops: Sequence[str]) -> dict[str, f
         "new_question": len((theirs - mine) & question) / max(len(question), 1),
     }
     return found | {f"op={op}&{name}": value for op in ops for name, value in found.items()}
-
-
-def _follows(query: QueryScores, i: int, j: int) -> bool:
-    return bool(query.occurrence[i] and query.occurrence[j] == query.occurrence[i] + 1)
 
 
 # hashing --------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
@@ -14,18 +14,6 @@ from memory.s3mem.settings import S3MemSettings
 REPEATS = frozenset({"count", "compare"})  # operations whose questions need repeated events
 
 
-@dataclass(frozen=True, slots=True)
-class EvidencePack:
-    """The selected candidates in reading order; `reasons` says by unit id which rule selected each."""
-
-    picks: tuple[Candidate, ...]
-    reasons: Mapping[str, str]
-
-    @property
-    def tokens(self) -> float:
-        return sum(pick.cost for pick in self.picks)
-
-
 @dataclass(slots=True)
 class _Packing:
     """An evidence pack under construction; `left` is the rest of the token budget."""
@@ -33,20 +21,18 @@ class _Packing:
     left: float
     repeats: bool
     picks: list[Candidate] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
     pointers: set[str] = field(default_factory=set)  # ids of the packed records
     states: set[tuple[str, str]] = field(default_factory=set)  # packed state changes: key, value after
 
-    def takes(self, candidate: Candidate) -> bool:
+    def fits(self, candidate: Candidate) -> bool:
         """Return whether a candidate fits the budget and adds a record and, if it has any, a state change."""
         if candidate.cost > self.left or self.pointers.issuperset(candidate.unit.pointers):
             return False
         states = _states(candidate)
         return self.repeats or not states or not states <= self.states
 
-    def take(self, candidate: Candidate, why: str) -> None:
+    def add(self, candidate: Candidate) -> None:
         self.picks.append(candidate)
-        self.reasons[candidate.unit.id] = why
         self.left -= candidate.cost
         self.pointers.update(candidate.unit.pointers)
         self.states |= _states(candidate)
@@ -58,7 +44,7 @@ def _states(candidate: Candidate) -> set[tuple[str, str]]:
 
 def pack_evidence(
     anchor: Anchor, candidates: Sequence[Candidate], edges: Edges, *, budget: float, settings: S3MemSettings
-) -> EvidencePack:
+) -> list[Candidate]:
     """Select candidates for a question within `budget` tokens and order them for the reader.
 
     Single-hop: by support, at most `n_single` above `tau_sup`. Multi-hop: from the best anchor along at most `hops`
@@ -72,36 +58,36 @@ def pack_evidence(
         _pack_single_hop(packing, ranked, settings)
     if settings.fill:
         for candidate in ranked:
-            if packing.takes(candidate):
-                packing.take(candidate, "fill")
-    return EvidencePack(tuple(reading_order(packing.picks, causal="cause" in anchor.ops)), packing.reasons)
+            if packing.fits(candidate):
+                packing.add(candidate)
+    return reading_order(packing.picks, causal="cause" in anchor.ops)
 
 
 def _pack_single_hop(packing: _Packing, ranked: Sequence[Candidate], settings: S3MemSettings) -> None:
     for candidate in ranked:
         if len(packing.picks) == settings.n_single or candidate.support < settings.tau_sup:
             break
-        if packing.takes(candidate):
-            packing.take(candidate, "support")
+        if packing.fits(candidate):
+            packing.add(candidate)
     if not packing.picks:
-        first = next((candidate for candidate in ranked if packing.takes(candidate)), None)
+        first = next((candidate for candidate in ranked if packing.fits(candidate)), None)
         if first is not None:
-            packing.take(first, "best")
+            packing.add(first)
 
 
 def _pack_chain(packing: _Packing, candidates: Sequence[Candidate], edges: Edges, settings: S3MemSettings) -> bool:
     """Grow a chain of edges from the best anchor; return False if no edge passes the threshold."""
     by_anchor = sorted(candidates, key=lambda c: (-c.anchor, -c.support, c.cost, c.unit.id))
-    start = next((candidate for candidate in by_anchor if packing.takes(candidate)), None)
+    start = next((candidate for candidate in by_anchor if packing.fits(candidate)), None)
     if start is None:
         return False
-    packing.take(start, "anchor")
+    packing.add(start)
     for _ in range(settings.hops):
         links = [(c, p) for c, p in _links(packing, candidates, edges) if p >= settings.tau_edge]
         if not links:
             break
         best, _ = min(links, key=lambda link: (-link[1] * link[0].support, link[0].cost, link[0].unit.id))
-        packing.take(best, "edge")
+        packing.add(best)
     return len(packing.picks) > 1
 
 
@@ -109,7 +95,7 @@ def _links(packing: _Packing, candidates: Sequence[Candidate], edges: Edges) -> 
     """Yield each candidate that fits, with the probability of its best edge from the pack."""
     inside = [pick.unit.id for pick in packing.picks]
     for candidate in candidates:
-        if packing.takes(candidate):
+        if packing.fits(candidate):
             yield candidate, max((edges.get((id, candidate.unit.id), 0.0) for id in inside), default=0.0)
 
 

@@ -21,7 +21,7 @@ from memory.registry import Ask, MemorySpec, Tools
 from memory.retrieval import Embed
 from memory.s3mem.index import Candidate, UnitIndex
 from memory.s3mem.llm_writer import merge_units, parse_with_model, write_units_json
-from memory.s3mem.packing import EvidencePack, pack_evidence, reading_order
+from memory.s3mem.packing import pack_evidence, reading_order
 from memory.s3mem.router import score_candidates
 from memory.s3mem.rule_writer import write_units
 from memory.s3mem.settings import S3MemSettings
@@ -94,13 +94,13 @@ class S3Mem:
         index = self._index(query.task)
         budget, how = float(query.tokens or self.settings.tokens), self.settings.representation
         if query.text:
-            picks = self._pack(index, query.text, budget, query.costs).picks
+            picks = self._pack(index, query.text, budget, query.costs)
         else:
             picks = self._pack_goal(index, query.task, budget, query.k)
         entries = tuple(pick.unit.entry(how, pictures=query.costs.picture > 0) for pick in picks)
         return Recall(entries, pointers=tuple(pick.unit.pointers for pick in picks))
 
-    def _pack(self, index: UnitIndex, question: str, budget: float, costs: Costs = ESTIMATED) -> EvidencePack:
+    def _pack(self, index: UnitIndex, question: str, budget: float, costs: Costs = ESTIMATED) -> list[Candidate]:
         """Pack the evidence for one question."""
         settings, scores = self.settings, index.score(question, costs=costs)
         if settings.anchors and self._ask is not None and settings.writer == "llm":
@@ -114,7 +114,7 @@ class S3Mem:
         known = {kind(thing) for unit in index.units for thing in unit.objects}
         wanted = sorted(objects(task, known)) or [task.goal]
         packs = [self._pack(index, f"Where was the {thing} last seen?", budget / len(wanted)) for thing in wanted]
-        ranked = [sorted(pack.picks, key=lambda pick: (-pick.support, -pick.place)) for pack in packs]
+        ranked = [sorted(pack, key=lambda pick: (-pick.support, -pick.place)) for pack in packs]
         in_turn = (pick for turn in zip_longest(*ranked) for pick in turn if pick is not None)
         picks = {pick.unit.id: pick for pick in in_turn}
         return reading_order(list(islice(picks.values(), k)))

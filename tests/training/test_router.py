@@ -86,7 +86,7 @@ def found(cases: list[QuestionSet], trained: Router | None, fill: bool = True, *
         for budget in BUDGETS:
             got = {
                 pick.unit.id
-                for pick in pack_evidence(label.query.anchor, nodes, edges, budget=budget, settings=settings).picks
+                for pick in pack_evidence(label.query.anchor, nodes, edges, budget=budget, settings=settings)
             }
             share = len(got & label.support) / len(label.support)
             shares.setdefault((question.category, budget), []).append(share)
@@ -101,7 +101,7 @@ def answered(cases: list[QuestionSet], router: Router, how: Representation, budg
         if question.category in categories:
             picks = pack_evidence(
                 label.query.anchor, *score_candidates(label.query, settings, router), budget=budget, settings=settings
-            ).picks
+            )
             texts = (pick.unit.rendered(how) for pick in picks if pick.unit.id in label.support)
             says = any(question.answer.lower() in text.lower() for text in texts)
             shares.setdefault((question.category, budget), []).append(float(says))

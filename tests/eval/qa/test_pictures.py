@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from data_gen.questions.records import QuestionSet
-from eval.qa.answers import QaSettings, answer_questions
+from eval.qa.answers import QaSettings, answer_questions, load_reader
 from eval.qa.benchmark_files import read_question_sets
 from eval.qa.hf_readers import HfVisionReader
-from eval.qa.readers import EndpointReader, Prompt, build_prompt, load_reader, text_of
+from eval.qa.readers import EndpointReader, Prompt, build_prompt, text_of
 from eval.qa.retrievers import open_retriever
 from lm.endpoint import Endpoint
 from lm.ledger import Answer
