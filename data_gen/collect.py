@@ -27,8 +27,8 @@ from configs.run_folder import RunFolder
 from data_gen.dataset import describe_rows, filtered
 from data_gen.endpoint_teacher import EndpointTeacher
 from data_gen.experience import ROUND, Views, bank_facts, explain, filled_bank, kept_views, traces_of
-from data_gen.lifetime import play_round
 from data_gen.memories import growing_memory, renew_memory
+from data_gen.rounds import play_round
 from data_gen.rows import SftRow, rows_of, save_rows
 from data_gen.tasks import guarded_tasks, specs_for
 from envs.base import Environment, Task

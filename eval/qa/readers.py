@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from configs.models import EndpointConfig, VllmEngine, model_path
+from lm.answers import estimate
+from lm.endpoint import Endpoint, user_message
 from lm.ledger import Answer, EndpointStop
 from lm.marks import marks_of
 from lm.replies import answer_text
@@ -92,7 +94,7 @@ def parse_answer(generated: str, tokens_in: int, tokens_out: int) -> Answer | No
     return Answer(text, tokens_in, tokens_out) if text or not generated.strip() else None
 
 
-# readers without torch ------------------------------------------------------------------------------------------------
+# readers --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -132,18 +134,14 @@ class EndpointReader:
     """A reader behind an endpoint, with or without pictures; its token counts are estimates (`lm.answers`)."""
 
     name: str
-    endpoint: Any
+    endpoint: Endpoint
 
     @classmethod
     def load(cls, config: EndpointConfig, cache: Path) -> EndpointReader:
-        from lm.endpoint import Endpoint
-
         return cls(config.model, Endpoint(config, cache))
 
     def answer(self, prompts: Sequence[Prompt]) -> list[Answer | Exception]:
         """Answer prompts in order. Raises: EndpointStop, if the endpoint is gone or its budget is spent."""
-        from lm.endpoint import user_message
-
         requests = [self.endpoint.ask([user_message(*prompt)], ROLE, MAX_TOKENS) for prompt in prompts]
         answers = self.endpoint.run(requests)
         for answer in answers:
@@ -155,7 +153,4 @@ class EndpointReader:
         return [None] * len(prompts)
 
     def count(self, shown: Prompt) -> int:
-        from lm.answers import estimate
-        from lm.endpoint import user_message
-
         return estimate([user_message(*shown)])
