@@ -1,12 +1,10 @@
-"""Collection (paper C.2): a teacher plays the training tasks and leaves SFT rows.
+"""Collection of SFT rows (paper C.2): a teacher plays the training tasks.
 
-expert    the environment's expert fills the bank first (`data_gen.experience`); then the teacher made from its plans
-          plays with what the bank holds
+expert    the environment's expert first fills the bank (`data_gen.experience`); then the expert teacher plays with it
 endpoint  a model behind an endpoint plays while the bank grows
 
-Both play in rounds, each recorded when it is over, and rows come from the record. `prepare` says what is to be played,
-`play` plays what the record does not hold yet (`data_gen.crew`: workers do), `write_rows` makes the rows and what goes
-with them.
+Both play in rounds; each finished round is recorded. `prepare` selects tasks and bank, `play` plays the tasks that the
+record lacks (on Ray: `data_gen.ray_collect`), and `write_rows` converts the record into rows, statistics and a card.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ from configs.run_folder import RunFolder
 from data_gen.dataset import describe_rows, filtered
 from data_gen.endpoint_teacher import EndpointTeacher
 from data_gen.experience import ROUND, Views, bank_facts, explain, filled_bank, kept_views, traces_of
-from data_gen.lifetime import play_round
 from data_gen.memories import growing_memory, renew_memory
+from data_gen.rounds import play_round
 from data_gen.rows import SftRow, rows_of, save_rows
 from data_gen.tasks import guarded_tasks, specs_for
 from envs.base import Environment, Task
@@ -44,47 +42,45 @@ from runtime.progress import progress
 from runtime.store import JsonLines, RecordError, to_json
 
 EPISODES = "episodes.jsonl"
-ENDPOINT_ROUND = 16  # tasks of an endpoint's round, where settings do not say: its bank grows after each
+ENDPOINT_ROUND = 16  # default number of tasks in an endpoint's round, after which its bank grows
 Teacher = ExpertTeacher | EndpointTeacher
 console = Console(width=120)
 
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """What is to be played. The bank stays as it is within a round, and grows between rounds if at all, so that the
-    result does not depend on which episode ends first."""
+    """The tasks of a collection, their bank and their settings.
+
+    The bank grows only between rounds, so results do not depend on which episode ends first.
+    """
 
     tasks: Sequence[Task]
     bank: MemorySystem
-    record: Path  # file of the episodes, in the order of `tasks`; where the bank grows, whole rounds at a time
-    size: int  # tasks of a round, which are played side by side
+    record: Path  # file of the episodes, in the order of `tasks`
+    size: int  # tasks of a round, played concurrently
     k: int  # entries retrieved for a task
     limits: Limits
-    brief_state: bool  # whether the teacher has one
-    sparing: float  # share of the episodes in which only what is guided changes it
-    seeded: int  # episodes that a bank which grows held before the first round
-    grows: bool  # every round's episodes go to the bank, each with why it went so
-    views: Views  # that their entries keep
-    attempts: int = ATTEMPTS  # at an episode that machinery breaks, over all resumes
-
-    def rows(self) -> Attempts[str]:
-        """Open the record, by task."""
-        return open_record(self.record, self.attempts)
+    brief_state: bool  # the teacher has a Brief State
+    sparing: float  # share of the episodes in which only guided steps change it
+    seeded: int  # episodes that a growing bank held before the first round
+    grows: bool  # commit every round's episodes to the bank
+    views: Views  # selects the pictures of their entries
+    attempts: int = ATTEMPTS  # at a broken episode, over all resumes
 
 
 def open_record(path: Path, attempts: int) -> Attempts[str]:
-    """Open a collection's episodes by task; the caller loads them."""
+    """Open a collection's record by task id, without loading it."""
     return Attempts(JsonLines(path, ("task_id", "steps", "stop_reason")), itemgetter("task_id"), attempts)
 
 
-# -- what is played ---------------------------------------------------------------------------------------------------
+# -- tasks and bank ----------------------------------------------------------------------------------------------------
 
 
 def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collection:
-    """Choose tasks, check that they share nothing with evaluation, and have a bank ready for them.
+    """Select tasks, check them for leakage, and open their bank.
 
     Raises:
-        ConfigError: they would leak. Nothing has been played then.
+        ConfigError: the tasks leak into evaluation.
         ValueError: there are no tasks, or none for this shard.
     """
     grows = config.teacher == "endpoint"
@@ -95,7 +91,7 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
     record = run.path / EPISODES
     if grows:
         (rows := open_record(record, config.episode_attempts)).load()
-        if rows.due:  # what came after learned without them
+        if rows.due:  # later rounds learned without these episodes
             renew_memory(run.path / "bank")
         bank, seeded = growing_memory(config.memory, run.path / "bank")
     else:
@@ -103,29 +99,50 @@ def prepare(config: CollectConfig, envs: Environments, run: RunFolder) -> Collec
     size = config.concurrency or (ENDPOINT_ROUND if grows else ROUND)
     limits = Limits(config.max_steps, config.seed)
     views = kept_views(config)
-    k, states = config.memory.k, (config.brief_state, config.sparing)
-    return Collection(mine, bank, record, size, k, limits, *states, seeded, grows, views, config.episode_attempts)
+    return Collection(
+        mine,
+        bank,
+        record,
+        size=size,
+        k=config.memory.k,
+        limits=limits,
+        brief_state=config.brief_state,
+        sparing=config.sparing,
+        seeded=seeded,
+        grows=grows,
+        views=views,
+        attempts=config.episode_attempts,
+    )
 
 
-# -- rounds -----------------------------------------------------------------------------------------------------------
+# -- rounds ------------------------------------------------------------------------------------------------------------
 
 
 def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, actor: Executor) -> None:
-    """Play what the record does not hold yet, here. A round is recorded when all of it is over, and then goes to a bank
-    that grows: a killed run plays at most one round again, in which every model call that was answered comes from the
-    cache. Broken episodes are played again once per call, up to `of.attempts` times in all; where the bank grows, with
-    all rounds from theirs on, which learned without them.
+    """Play the tasks that the record lacks, in this process.
+
+    Each finished round is recorded and then committed to a growing bank, so a kill costs at most one round, whose
+    answered model calls are cached. Broken episodes are played again once per call, up to `of.attempts` times; with a
+    growing bank all rounds from theirs on are, too.
 
     Raises:
-        EndpointStop: a budget is spent, or an endpoint is gone. All whole rounds are kept.
-        RecordError, BankError: record or bank are of another collection.
+        EndpointStop: a budget is spent, or an endpoint is gone. Finished rounds are stored.
+        RecordError, BankError: record or bank belong to another collection.
     """
     (record, left), delivery = what_is_left(of), taught(teacher, of.brief_state, of.sparing)
-    rounds = play_round if of.grows else run_episodes  # with further attempts where there is something that learns
+    rounds = play_round if of.grows else run_episodes  # a growing bank may want retries
     with progress("teacher", len(of.tasks), len(of.tasks) - len(left)) as advance:
         for start in range(0, len(left), of.size):
             specs = specs_for(left[start : start + of.size], of.bank, of.k)
-            episodes = rounds(make_env, specs, delivery, actor, of.limits, of.size, advance)
+            episodes = rounds(
+                make_env,
+                specs,
+                delivery=delivery,
+                executor=actor,
+                limits=of.limits,
+                concurrency=of.size,
+                on_episode=advance,
+            )
             explain(episodes, teacher)
             record.add((episode.task_id, line_of(episode)) for episode in episodes)
             if of.grows:
@@ -134,24 +151,27 @@ def play(of: Collection, make_env: Callable[[], Environment], teacher: Teacher, 
 
 
 def taught(teacher: Teacher, brief_state: bool, sparing: float = 0.0) -> Delivery:
-    """Return the delivery under which a teacher plays."""
+    """Return the delivery with a teacher as compiler."""
     return Delivery("teacher", "compiled", teacher, soft=False, brief_state=brief_state, sparing=sparing)
 
 
 def expert_actor(config: CollectConfig) -> ExpertExecutor:
-    """Return who acts where the expert teaches: the expert, on what its teacher says."""
+    """Return the expert as executor, which obeys the expert teacher's guidance."""
     return ExpertExecutor(config.noise, config.seed, obeys=True)
 
 
 def line_of(episode: Episode) -> str:
-    """Write an episode as the record holds it."""
+    """Serialise an episode for the record."""
     return to_json(episode.to_json(images=True), ascii=True)
 
 
 def what_is_left(of: Collection) -> tuple[Attempts[str], list[Task]]:
-    """Return the record, and the tasks whose episodes it does not hold, or holds broken with attempts left. Raises:
-    RecordError, BankError: it is of another collection, or the bank that grew with it."""
-    record = of.rows()
+    """Return the record, and the tasks without a finished episode in it.
+
+    Raises:
+        RecordError, BankError: record or bank belong to another collection.
+    """
+    record = open_record(of.record, of.attempts)
     done = set([task.id for task in of.tasks[: restore(of, record)]] if of.grows else _recorded(of, record))
     if done or record.due:
         again = f", {len(record.due)} broken ones are played again" if record.due else ""
@@ -160,14 +180,14 @@ def what_is_left(of: Collection) -> tuple[Attempts[str], list[Task]]:
 
 
 def arrange(record: Attempts[str], of: Collection) -> None:
-    """Drop the attempts that were replaced, and put the record in the order of the tasks."""
+    """Drop replaced attempts from the record and sort it by task."""
     order = {task.id: number for number, task in enumerate(of.tasks)}
     record.load()
     record.lines.arrange(lambda row: order[row["task_id"]])
 
 
 def _recorded(of: Collection, record: Attempts[str]) -> set[str]:
-    """Return the ids of the tasks that are done, in whatever order."""
+    """Return the ids of the finished tasks."""
     known, done = {task.id for task in of.tasks}, set[str]()
     record.lines.drop_torn_line()
     for number, id in enumerate(record.load()):
@@ -179,17 +199,17 @@ def _recorded(of: Collection, record: Attempts[str]) -> set[str]:
 
 def _of_another(of: Collection, number: int, id: str) -> RecordError:
     return RecordError(
-        f"{of.record}, line {number + 1}: the episode of {id!r} is not the one that this collection would have played; "
-        "collect into another folder (--out)"
+        f"{of.record}, line {number + 1}: the episode of {id!r} is not the next one of this collection; collect into "
+        "another folder (--out)"
     )
 
 
 def restore(of: Collection, record: Attempts[str]) -> int:
-    """Return how many tasks are done whose episodes a growing bank has learned from: whole rounds, up to the first that
-    is to be played again. Cut the record there and bring the bank to that state.
+    """Truncate the record to its finished rounds, bring a growing bank to the same state, and return the number of
+    finished tasks.
 
     Raises:
-        RecordError, BankError: they are of another collection.
+        RecordError, BankError: record or bank belong to another collection.
     """
     finished = _recorded(of, record)
     whole = next((n for n, task in enumerate(of.tasks) if task.id not in finished), len(of.tasks))
@@ -197,28 +217,34 @@ def restore(of: Collection, record: Attempts[str]) -> int:
     if beyond and not record.due:
         raise _of_another(of, whole, beyond)
     done = whole if whole == len(of.tasks) else whole // of.size * of.size
-    kept = {task.id for task in of.tasks[:done]}
-    record.keep(kept.__contains__)
-    learned = (episode_from_json(row) for row in record.lines if row["task_id"] in kept)
+    finished = {task.id for task in of.tasks[:done]}
+    record.keep(finished.__contains__)
+    learned = (episode_from_json(row) for row in record.lines if row["task_id"] in finished)
     traces = [attempts for episode in learned for attempts in traces_of([episode], of.views)]
     of.bank.commit(traces)
     if (held := of.bank.origins().total()) > of.seeded + len(traces):
         raise BankError(
-            f"{of.bank.path} holds {held} episodes, and {of.record} accounts for {len(traces)} only: something else "
-            "wrote to it. Collect into another folder (--out), or start this one over (--on-exists overwrite)"
+            f"{of.bank.path} holds {held} episodes, but {of.record} accounts for {len(traces)} only: something else "
+            "wrote to the bank. Collect into another folder (--out), or start this one over (--on-exists overwrite)"
         )
     return done
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def write_rows(
     config: CollectConfig, of: Collection, run: RunFolder, facts: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
-    """Make rows of what was played, and write them with their statistics and card; last, collect.json says that the
-    collection is whole. Returns what it says, `facts` among it, and a line about broken episodes ("": there are none).
-    Raises: ValueError, where there are no rows."""
+    """Convert the record into rows; write them with statistics and card, and last collect.json, which marks the
+    collection complete.
+
+    Returns:
+        The content of collect.json (with `facts`), and a line about broken episodes, "" for none.
+
+    Raises:
+        ValueError: there are no rows.
+    """
     listed = executor_told(config.env).lists_commands
     steps, episodes = rows_from_record(read_episodes(of.record), of.bank, config.acts != "expert", listed)
     if not of.brief_state:
@@ -226,7 +252,7 @@ def write_rows(
     outcomes = [(e.task_id, e.failure, e.broken) for e in episodes]
     broken, broke = broken_facts(outcomes), broken_line(outcomes, of.attempts, "episode_attempts")
     if all(is_failure(episode.stop_reason) for episode in episodes):
-        raise ValueError(f"there is nothing to make rows of: {broke}")
+        raise ValueError(f"every episode broke, so there are no rows: {broke}")
     rows, dropped = filtered(steps, config)
     if broke and not rows:
         raise ValueError(f"there are no rows to save, and {broke}")
@@ -256,44 +282,43 @@ def write_rows(
 def rows_from_record(
     episodes: Iterable[Episode], bank: Iterable[MemoryEntry], own_label: bool, commands: bool = False
 ) -> tuple[list[SftRow], list[Episode]]:
-    """Make rows of recorded episodes (pictures included) that did not break; return these and all episodes without
-    their pictures."""
+    """Convert recorded episodes that did not break into rows; return the rows and all episodes without pictures."""
     entries = {entry.id: entry for entry in bank}
-    rows, kept = [], []
+    rows, played = [], []
     for episode in episodes:
         if not is_failure(episode.stop_reason):
             rows += sound_rows(episode, entries, own_label, commands)
         for step in episode.steps:
             step.image = None
-        kept.append(episode)
-    return rows, kept
+        played.append(episode)
+    return rows, played
 
 
-def sound_rows(episode: Episode, kept: Kept, own_label: bool, commands: bool = False) -> list[SftRow]:
-    """Make one row per step, without those whose emission could not be read, or not be applied to the Brief State.
+def sound_rows(episode: Episode, entries: Kept, own_label: bool, commands: bool = False) -> list[SftRow]:
+    """Convert an episode into rows, without steps whose emission did not parse or did not apply to the Brief State.
 
     Args:
-        own_label: the action to learn is what was done (a model acted: a step whose answer fits no command gives no
-            row), not what the expert says.
-        commands: rows hold the possible commands, for executors that are shown them.
+        own_label: label rows with the executed action instead of the expert's; steps whose action matched no command
+            give no row.
+        commands: store the possible commands.
     """
     steps = {step.t: step for step in episode.steps}
     flawed = {t for t, step in steps.items() if step.parse_error or step.op_errors}
     if own_label:
         flawed |= {t for t, step in steps.items() if step.grounding == Grounding.FAILED}
-    rows = [row for row in rows_of(episode, kept, commands) if row.t not in flawed]
+    rows = [row for row in rows_of(episode, entries, commands) if row.t not in flawed]
     return [replace(row, action=steps[row.t].action) for row in rows] if own_label else rows
 
 
 def success_filter(config: CollectConfig) -> str:
-    """Say what it means that an episode succeeded: nothing, where the expert acts whatever an endpoint says."""
+    """Return what an episode's success says about the teacher: nothing if the expert acts."""
     if config.teacher == "expert":
         return "says little of the teacher: the environment's expert acts, on guidance where that is a command"
     if config.acts == "expert":
         return "says nothing of the teacher: the environment's expert acts, whatever is compiled"
     acts = "the teacher's model" if config.acts == "teacher" else "the executor"
-    kept = "rows are of these episodes only" if config.successful_only else "rows are of all episodes"
-    return f"{acts} acted on what was compiled; {kept}"
+    rows = "rows are of these episodes only" if config.successful_only else "rows are of all episodes"
+    return f"{acts} acted on what was compiled; {rows}"
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:

@@ -1,9 +1,9 @@
-"""Rows as a dataset: what is kept of a collection, what it holds, and its card, in a run folder and on the Hugging Face
-hub (whose token comes from the environment, as for any HF tool).
+"""SFT rows as a published dataset: filters, statistics, dataset card, and upload to the Hugging Face hub.
+
+The hub's token comes from the environment, as for any Hugging Face tool.
 
 runs/collect/rows/            the rows and README.md, their card
 runs/collect/statistics.json  what `memcompiler data inspect` prints
-runs/collect/plots/rows.png   the same, drawn
 """
 
 from __future__ import annotations
@@ -32,34 +32,32 @@ if TYPE_CHECKING:
 
     from configs.collect import CollectConfig
 
-# -- filters ----------------------------------------------------------------------------------------------------------
+# -- filters -----------------------------------------------------------------------------------------------------------
 
 
 def thin_noaction(rows: Sequence[SftRow], keep: float, seed: int) -> list[SftRow]:
-    """Keep all rows with something to say, and a seeded share of those with nothing (most steps need nothing)."""
+    """Drop a seeded random share of the NOACTION rows, which are most rows."""
     draw = random.Random(seed)
     return [row for row in rows if row.kind is not Kind.NOACTION or draw.random() < keep]
 
 
 def filtered(rows: Sequence[SftRow], config: CollectConfig) -> tuple[list[SftRow], dict[str, int]]:
-    """Apply the filters that the settings ask for: what is left, and how many rows each dropped."""
-    filters: dict[str, Callable[[list[SftRow]], list[SftRow]]] = {}
+    """Apply the filters of the settings; return the remaining rows, and the number of dropped rows by filter."""
+    kept = [row for row in rows if row.success or not config.successful_only]
+    thinned = thin_noaction(kept, config.keep_noaction, config.seed)
+    dropped = {}
     if config.successful_only:
-        filters["unsuccessful"] = lambda rows: [row for row in rows if row.success]
+        dropped["unsuccessful"] = len(rows) - len(kept)
     if config.keep_noaction < 1:
-        filters["noaction"] = lambda rows: thin_noaction(rows, config.keep_noaction, config.seed)
-    kept, dropped = list(rows), {}
-    for name, choose in filters.items():
-        before, kept = len(kept), choose(kept)
-        dropped[name] = before - len(kept)
-    return kept, dropped
+        dropped["noaction"] = len(kept) - len(thinned)
+    return thinned, dropped
 
 
-# -- statistics -------------------------------------------------------------------------------------------------------
+# -- statistics --------------------------------------------------------------------------------------------------------
 
 
 def compiler_text(row: SftRow) -> str:
-    """Return what the compiler reads, without instructions and pictures."""
+    """Return the compiler's input as text, without instructions and pictures."""
     from agent.records import compile_request
     from compiler.prompt import compiler_parts
 
@@ -67,7 +65,7 @@ def compiler_text(row: SftRow) -> str:
     return "".join(part.text for part in compiler_parts(request, images=False))
 
 
-PARTS: Mapping[str, Callable[[SftRow], str]] = {  # whose lengths are counted
+TEXTS: Mapping[str, Callable[[SftRow], str]] = {  # texts of a row, whose lengths are counted
     "compiler input": compiler_text,
     "of it, memory": lambda row: row.memory_text,
     "emission": lambda row: row.emission,
@@ -76,7 +74,7 @@ PARTS: Mapping[str, Callable[[SftRow], str]] = {  # whose lengths are counted
 
 
 def episodes_of(rows: Sequence[SftRow]) -> list[list[SftRow]]:
-    """Group rows by episode: they stand in order, so that another task or an earlier step begins the next one."""
+    """Group rows by episode: in row order, another task or an earlier step begins a new episode."""
     episodes: list[list[SftRow]] = []
     for row in rows:
         last = episodes[-1][-1] if episodes else None
@@ -87,10 +85,13 @@ def episodes_of(rows: Sequence[SftRow]) -> list[list[SftRow]]:
 
 
 def statistics(rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
-    """Count what rows hold, JSON-ready. Lengths are in characters, and in tokens too where there is a tokenizer.
-    `success_rate` is of the episodes that rows are from (1 where failed ones were filtered out)."""
+    """Compute counts and length distributions of rows, as JSON.
+
+    Args:
+        tokenizer: also count lengths in tokens.
+    """
     episodes = episodes_of(rows)
-    texts = {name: [part(row) for row in rows] for name, part in PARTS.items()}
+    texts = {name: [text(row) for row in rows] for name, text in TEXTS.items()}
     found: dict[str, Any] = {
         "rows": len(rows),
         "episodes": len(episodes),
@@ -98,7 +99,7 @@ def statistics(rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase | None
         "success_rate": sum(episode[0].success for episode in episodes) / max(1, len(episodes)),
         "with_picture": sum(row.image is not None for row in rows),
         "emissions": _counts(row.kind for row in rows),
-        "verbs": _counts(verb(row.action) for row in rows),
+        "verbs": _counts(row.action.split(" ", 1)[0] for row in rows),
         "steps_per_episode": spread([episode[0].steps for episode in episodes if episode[0].steps]),
         "memory_entries": spread([len(row.memory_ids) for row in rows]),
         "memory_pictures": spread([sum(map(len, row.memory_images)) for row in rows]),
@@ -110,12 +111,8 @@ def statistics(rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase | None
     return found
 
 
-def verb(action: str) -> str:
-    return action.split(" ", 1)[0]
-
-
 def spread(values: Sequence[int]) -> dict[str, float] | None:
-    """Summarise values; None for no values."""
+    """Return mean, minimum, median, 95th percentile and maximum; None for no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -124,7 +121,7 @@ def spread(values: Sequence[int]) -> dict[str, float] | None:
 
 
 def in_words(found: Mapping[str, Any]) -> list[str]:
-    """Say what is counted, one line each."""
+    """Return the counts as sentences, one per line."""
     played, dropped = found.get("played"), found.get("dropped")
     lines = [
         f"{found['rows']} rows ({found['with_picture']} with a picture) from {found['episodes']} episodes of "
@@ -138,7 +135,7 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
 
 
 def print_statistics(found: Mapping[str, Any]) -> None:
-    """Print lengths and the like as a table, and counts in words."""
+    """Print distributions as a table, and counts as sentences."""
     from rich.console import Console
     from rich.table import Table
 
@@ -165,37 +162,11 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {n}" for name, n in counts.items()) or "none"
 
 
-def statistics_plot(rows: Sequence[SftRow], path: Path) -> Path:
-    """Draw emission kinds, action verbs, steps per episode and lengths in characters, one small panel each."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.5, 5.5), dpi=140, layout="constrained")
-    kinds, verbs, steps, lengths = figure.subplots(2, 2).ravel()
-    for panel, counts in ((kinds, _counts(row.kind for row in rows)), (verbs, _counts(verb(r.action) for r in rows))):
-        names = list(counts)[:12]
-        panel.barh(names, [counts[name] for name in names], color="#2f6f8f")
-        panel.invert_yaxis()
-    known = [episode[0].steps for episode in episodes_of(rows) if episode[0].steps]
-    steps.hist(known, bins=range(1, max(known, default=1) + 2), align="left", color="#2f6f8f")
-    lengths.hist([len(compiler_text(row)) for row in rows], bins=40, color="#2f6f8f", label="compiler input")
-    lengths.hist([len(row.emission) for row in rows], bins=40, color="#c2703d", label="emission")
-    lengths.legend(frameon=False, fontsize=8)
-    titles = ("emissions, rows", "action verbs, rows", "steps, episodes", "characters, rows")
-    for panel, title in zip((kinds, verbs, steps, lengths), titles, strict=True):
-        panel.set_title(title, loc="left", fontsize=9)
-        panel.tick_params(labelsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(str(path))
-    return path
-
-
-# -- card and hub -----------------------------------------------------------------------------------------------------
+# -- card and hub ------------------------------------------------------------------------------------------------------
 
 CARD = "README.md"
-SHARD_BYTES = 500 * 2**20  # of a file on the hub
-LICENCES = {"household": "apache-2.0"}  # of texts and pictures; other environments have terms of their own
+SHARD_BYTES = 500 * 2**20  # of a Parquet file
+LICENCES = {"household": "apache-2.0"}  # licence of texts and pictures; other environments have their own terms
 FIELDS: Mapping[str, str] = {
     "task_id, split, family": "the task that was played, and its place in the benchmark",
     "t, steps": "step of the episode, counted from 0, and how many steps the episode has (0: unknown)",
@@ -259,44 +230,49 @@ _OTHER_TERMS = (
 
 
 def provenance(rows: Path) -> dict[str, Any]:
-    """Say how rows were made, from the records of their collection beside them; "unknown" where those do not say."""
+    """Return how rows were collected, from the files beside them; "unknown" for missing facts."""
     run = rows.parent
     config = read_yaml(run / "config.resolved.yaml") if (run / "config.resolved.yaml").is_file() else {}
-    environment, git = config.get("env"), _json(run / "environment.json").get("git")
+    environment, git = config.get("env"), _read_object(run / "environment.json").get("git")
     environment, git = (each if isinstance(each, dict) else {} for each in (environment, git))
-    known = {
+    facts = {
         "environment": environment.get("name"),
         "environment seed": environment.get("seed"),
         "split": config.get("split"),
-        "tasks (SHA-256 of the manifest)": _json(run / "manifest.json").get("sha256"),
-        "leakage": _VERDICTS.get(str(_json(run / "leakage.json").get("clean"))),
-        "teacher": _json(run / "collect.json").get("teacher"),
+        "tasks (SHA-256 of the manifest)": _read_object(run / "manifest.json").get("sha256"),
+        "leakage": _VERDICTS.get(str(_read_object(run / "leakage.json").get("clean"))),
+        "teacher": _read_object(run / "collect.json").get("teacher"),
         "noise": config.get("noise"),
         "seed": config.get("seed"),
         "MemCompiler commit": git.get("commit"),
     }
-    return {name: "unknown" if value is None else value for name, value in known.items()}
+    return {name: "unknown" if value is None else value for name, value in facts.items()}
 
 
 def of_collection(rows: Path) -> dict[str, Any]:
-    """Count episodes that were `played` and rows that were `dropped`, where the collection says so."""
-    collected = _json(rows.parent / "collect.json")
+    """Return the collection's counts of played episodes and dropped rows, if it recorded them."""
+    collected = _read_object(rows.parent / "collect.json")
     played = {name: collected[name] for name in ("episodes", "successes") if name in collected}
     return {"played": played, "dropped": collected.get("dropped")}
 
 
-def dataset_card(made: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Write README.md of the dataset, from `provenance` and from `statistics` with what `of_collection` adds."""
-    licence = LICENCES.get(made["environment"])
+def dataset_card(origin: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Render the dataset's README.md.
+
+    Args:
+        origin: from `provenance`.
+        found: from `statistics` and `of_collection`.
+    """
+    licence = LICENCES.get(origin["environment"])
     cell = lambda value: without_newlines(str(value)).replace("|", r"\|")
     table = lambda facts: "\n".join(f"| {name} | {cell(value)} |" for name, value in facts.items())
-    environment, split = (without_newlines(str(made[name])) for name in ("environment", "split"))
+    environment, split = (without_newlines(str(origin[name])) for name in ("environment", "split"))
     return _TEMPLATE.format(
         title=json.dumps(f"MemCompiler SFT rows, {environment} {split}"),
         place=f"{environment}, {split}",
         license=licence or "other",
         size=next(label for limit, label in _SIZES.items() if found["rows"] < limit),
-        facts=table(made),
+        facts=table(origin),
         contents="\n".join(f"- {line}" for line in in_words(found)),
         fields=table(FIELDS),
         terms=_OWN_TERMS if licence else _OTHER_TERMS.format(environment),
@@ -304,18 +280,17 @@ def dataset_card(made: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def describe_rows(run: RunFolder, rows: Sequence[SftRow], collected: Mapping[str, Any]) -> None:
-    """Write statistics (also printed), their plot and the rows' card. `collected`: what collect.json says."""
+    """Write and print the rows' statistics, and write their card. `collected`: the content of collect.json."""
     played = {name: collected[name] for name in ("episodes", "successes")}
     found = statistics(rows) | {"played": played, "dropped": collected["dropped"]}
     run.write_json("statistics.json", found)
-    statistics_plot(rows, run.path / "plots" / "rows.png")
-    made = provenance(run.path / "rows") | {"teacher": collected["teacher"]}
-    (run.path / "rows" / CARD).write_text(dataset_card(made, found), encoding="utf-8")
+    origin = provenance(run.path / "rows") | {"teacher": collected["teacher"]}
+    (run.path / "rows" / CARD).write_text(dataset_card(origin, found), encoding="utf-8")
     print_statistics(found)
 
 
 def write_parquet(dataset: Dataset, folder: Path, split: str = "train") -> None:
-    """Write a split as `datasets.load_dataset(folder)` reads it."""
+    """Write a split as Parquet files that `datasets.load_dataset(folder)` reads."""
     (folder / "data").mkdir(exist_ok=True)
     shards = math.ceil(dataset.data.nbytes / SHARD_BYTES)
     for i in range(shards):
@@ -324,18 +299,17 @@ def write_parquet(dataset: Dataset, folder: Path, split: str = "train") -> None:
 
 
 def push(rows: str | Path, repo: str, private: bool = True) -> str:
-    """Upload the rows of one folder as Parquet, with their card, as a dataset; returns its address.
-    `datasets.load_dataset(repo)` gives them back, pictures included.
+    """Upload the rows of one folder as a dataset of Parquet files with a card; return its address.
 
     Raises:
         FileNotFoundError: there are no rows.
-        ValueError: several folders fit the pattern, or a record beside them is not readable.
+        ValueError: several folders match the pattern, or a file beside them is unreadable.
     """
     from huggingface_hub import HfApi
 
     folders = row_folders(rows)
     if len(folders) > 1:
-        raise ValueError(f"{len(folders)} folders of rows fit {rows}: push each to a repository of its own")
+        raise ValueError(f"{len(folders)} folders of rows match {rows}: push each to its own repository")
     loaded = load_rows(folders[0])
     card = dataset_card(provenance(folders[0]), statistics(loaded) | of_collection(folders[0]))
     with tempfile.TemporaryDirectory(prefix="memcompiler-push-") as folder:
@@ -347,6 +321,6 @@ def push(rows: str | Path, repo: str, private: bool = True) -> str:
     return f"hub:datasets/{repo}"
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Read an object from a file; an empty one where there is none. Raises: RecordError, for anything else."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; an empty one for a missing file. Raises: RecordError for anything else."""
     return read_json(path) if path.is_file() else {}

@@ -1,9 +1,9 @@
-"""The endpoint teacher (paper C.2): a strong chat model plays the compiler step by step and writes the memory.
+"""The endpoint teacher (paper C.2): a chat model behind an endpoint compiles, and writes rationales.
 
-It reads what the compiler reads (M, b_t, o_t) and, as the paper's Brief State is made from them, the actions so far; it
-answers in the emission language, whose operations make b_{t+1}. An answer that cannot be read, or whose operations do
-not apply, is asked for again with the reason; after the last attempt the step counts as NOACTION (or keeps what can be
-applied), is recorded with its raw text and named error, and gives no row (`data_gen.collect.sound_rows`).
+It reads the compiler's input (M, b_t, o_t) and the previous actions, and answers in the emission language. After an
+answer that does not parse, or whose operations do not apply, it is prompted again with the reason. After the last
+attempt the step is a NOACTION (or keeps the valid operations); its raw text and error are recorded, and it gives no row
+(`data_gen.collect.sound_rows`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lm.ledger import Answer
 from lm.replies import marked
 from memory.trajectory import png_bytes
 
-COMPILE, AGAIN, RATIONALE = "teacher", "teacher, again", "rationale"  # roles, in the endpoint's accounts
+COMPILE, RETRY, RATIONALE = "teacher", "teacher, again", "rationale"  # roles in the endpoint's account
 
 TEACHING = """The state's lines: goal; done, now, next (the plan); note (facts, until updated or deleted). It is the \
 agent's only record of the episode besides its latest actions, and you keep it: create `plan` at the first step; \
@@ -58,24 +58,24 @@ class EndpointTeacher:
     """A `Compiler` behind an endpoint.
 
     Args:
-        attempts: at one emission, before a malformed one counts.
+        attempts: at each emission.
         max_new_tokens: of an emission.
-        told: about the environment (`EnvSpec.compiling`).
+        environment: the environment's part of the instructions (`EnvSpec.compiling`).
     """
 
-    def __init__(self, endpoint: Endpoint, attempts: int = 3, max_new_tokens: int = 512, told: str = "") -> None:
+    def __init__(self, endpoint: Endpoint, attempts: int = 3, max_new_tokens: int = 512, environment: str = "") -> None:
         self.endpoint, self.attempts, self.max_new_tokens = endpoint, attempts, max_new_tokens
-        self.instructions = f"{compiler_instructions(told)}\n\n{TEACHING}"
+        self.instructions = f"{compiler_instructions(environment)}\n\n{TEACHING}"
 
     def compile(self, requests: Sequence[CompileRequest]) -> list[Any]:
-        """Return one compilation per request, in order; a failure stands in the place of the one that it cost."""
+        """Return one compilation, or the endpoint's failure, per request, in order."""
         return self.endpoint.run([self._compile(request) for request in requests])
 
     def rationales(self, episodes: Sequence[Episode]) -> list[str]:
-        """Say why each episode succeeded or failed, one line each; how it stopped, where the endpoint does not say.
+        """Return one line per episode on why it succeeded or failed; the stop reason after a failed request.
 
         Raises:
-            EndpointStop: nothing is asked any more.
+            EndpointStop: the endpoint is gone or its budget is spent.
         """
         answers = self.endpoint.run([self._rationale(episode) for episode in episodes])
         self.endpoint.check()
@@ -85,6 +85,7 @@ class EndpointTeacher:
         ]
 
     def messages(self, request: CompileRequest) -> list[Message]:
+        """Return the chat that requests an emission."""
         read = compiler_parts(request, self.endpoint.config.images)
         parts = [part.text if part.image is None else png_bytes(part.image) for part in read]
         if request.state is not None and request.history:
@@ -95,13 +96,13 @@ class EndpointTeacher:
         chat, read, written = self.messages(request), 0, 0
         answer, parsed = Answer("", 0, 0), ParseResult(Emission(), ParseError.EMPTY)
         for attempt in range(self.attempts):
-            answer = await self.endpoint.ask(chat, AGAIN if attempt else COMPILE, self.max_new_tokens)
+            answer = await self.endpoint.ask(chat, RETRY if attempt else COMPILE, self.max_new_tokens)
             read, written = read + answer.tokens_in, written + answer.tokens_out
             parsed = read_emission(answer)
             if not (problem := _problem(parsed, request)):
                 break
             if chat[-2]["content"] == answer.text:
-                break  # it does not change for being asked again
+                break  # the model repeats itself
             complaint = f"That cannot be used ({problem}). Answer again, with the lines and nothing else."
             chat = [*chat, {"role": "assistant", "content": answer.text}, user_message(complaint)]
         text = answer.text if parsed.error else render(parsed.emission)
@@ -111,14 +112,14 @@ class EndpointTeacher:
         steps = [f"{step.action} -> {step.feedback}" for step in episode.steps]
         outcome = "It succeeded." if episode.success else f"It failed ({episode.stop_reason})."
         place = f"in {episode.scene}: " if episode.scene else ""
-        told = "\n".join([f"goal: {place}{episode.goal}", *map(one_line, steps), outcome])
+        summary = "\n".join([f"goal: {place}{episode.goal}", *map(one_line, steps), outcome])
         system = {"role": "system", "content": WRITING}
-        answer = await self.endpoint.ask([system, user_message(told)], RATIONALE, RATIONALE_TOKENS)
+        answer = await self.endpoint.ask([system, user_message(summary)], RATIONALE, RATIONALE_TOKENS)
         return one_line(marked(answer.text))
 
 
 def read_emission(answer: Answer) -> ParseResult:
-    """Read the emission that a chat model's answer is, or else what a fence or a label marks out in it."""
+    """Parse an emission from a chat model's answer, or from a fenced or labelled part of it."""
     parsed = parse(answer.text)
     if parsed.error:
         inner = parse(marked(answer.text))
@@ -127,7 +128,7 @@ def read_emission(answer: Answer) -> ParseResult:
 
 
 def _problem(parsed: ParseResult, request: CompileRequest) -> str:
-    """Say what is wrong with an emission; "" for nothing."""
+    """Return what is wrong with an emission; "" for a valid one."""
     if parsed.error:
         return str(parsed.error).replace("_", " ")
     if request.state is None:
@@ -136,15 +137,20 @@ def _problem(parsed: ParseResult, request: CompileRequest) -> str:
 
 
 def load_actor(config: CollectConfig, teacher: Endpoint, cache: Path) -> tuple[Executor, dict[str, Endpoint]]:
-    """Load the actor, and list all endpoints by role."""
-    endpoints, told = {"teacher": teacher}, executor_told(config.env)
+    """Load the actor; also return all endpoints by role."""
+    endpoints, environment = {"teacher": teacher}, executor_told(config.env)
     if config.acts == "expert":
         return ExpertExecutor(config.noise, config.seed), endpoints
     if config.acts == "teacher":
-        shown = told.instructions if config.executor.instructions == "full" else ""
-        reads = reads_of(config.executor, told)
-        return ApiExecutor(teacher, shown, config.executor.max_new_tokens, "actor", reads), endpoints
-    actor = load_executor(config.executor, told, cache)
+        executor = ApiExecutor(
+            teacher,
+            instructions=environment.instructions if config.executor.instructions == "full" else "",
+            max_new_tokens=config.executor.max_new_tokens,
+            role="actor",
+            reads=reads_of(config.executor, environment),
+        )
+        return executor, endpoints
+    actor = load_executor(config.executor, environment, cache)
     if isinstance(actor, ApiExecutor):
         endpoints["executor"] = actor.endpoint
     return actor, endpoints

@@ -1,16 +1,12 @@
-"""What training and evaluation share, and whether they may (paper C.1): "zero leakage", checked instead of claimed.
-
-Every task says by dimension what must not be shared (`Task.isolation`); the environment's spec says how that is read.
-What a spec does not list (other benchmarks, further dimensions) must be on both sides and disjoint.
+"""Leakage guards of collection, training and evaluation runs (paper C.1; `data_gen.isolation` compares the tasks).
 
 manifest.json   the tasks of a run (`envs.manifest`)
-leakage.json    what was checked for them, and whether it is clean: true, false, or null where nothing could be
+leakage.json    the checks, and whether they are clean: true, false, or null if nothing could be checked
 """
 
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,175 +17,38 @@ from configs.evaluation import EvalConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import GrpoConfig
+from data_gen.isolation import BankAudit, LeakageError, Verdict, audit_bank, check, isolation_rules
 from data_gen.memories import open_memory
 from envs.base import EnvironmentFailure, Task
 from envs.manifest import Manifest, ManifestError
-from envs.registry import DEFAULT, find, known
-from envs.spec import EnvSpec, Rule
+from envs.registry import DEFAULT, find
+from envs.spec import EnvSpec
 from memory.protocol import MemorySystem
 from runtime.store import read_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from agent.episode import EpisodeSpec
     from envs.registry import Environments
 
 MANIFEST, LEAKAGE = "manifest.json", "leakage.json"
-EXAMPLES = 5  # shared values that a verdict names
 
 
-class LeakageError(ValueError):
-    """Two task lists that cannot be compared: that is not a pass. The message is ready to print."""
-
-
-# -- two lists of tasks -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """One dimension: how many values each side has and shares, and what follows from it."""
-
-    dimension: str
-    rule: Rule
-    train: int
-    evaluation: int
-    shared: int
-    tasks: int  # evaluation tasks that name a shared value
-    examples: tuple[str, ...]  # of the shared values, the first few
-    clean: bool
-
-    @property
-    def told(self) -> str:
-        if self.rule == "novel":
-            return f"evaluation has no {self.dimension} that training lacks"
-        more = ", ..." if self.shared > len(self.examples) else ""
-        return f"{self.shared} shared {self.dimension} ({', '.join(self.examples)}{more})"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What `check` found. The hashes say for which lists it holds."""
-
-    benchmark: str
-    train: str
-    evaluation: str
-    train_sha256: str
-    evaluation_sha256: str
-    overlaps: tuple[Overlap, ...]
-
-    @property
-    def clean(self) -> bool:
-        return all(overlap.clean for overlap in self.overlaps)
-
-    @property
-    def summary(self) -> str:
-        """One line; for a leak it names the overlap."""
-        pair = f"{self.benchmark}: {self.train} and {self.evaluation}"
-        if self.clean:
-            return f"{pair} are isolated ({', '.join(o.dimension for o in self.overlaps)})"
-        return f"{pair} leak: " + "; ".join(o.told for o in self.overlaps if not o.clean)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"clean": self.clean}
-
-    def table(self) -> Table:
-        """Show one row per dimension, for a terminal."""
-        from rich.table import Table
-
-        numbers = (self.train, self.evaluation, "shared", "tasks")
-        table = Table(title=self.summary, title_justify="left")
-        for name in ("dimension", "must be", *numbers, "examples", ""):
-            table.add_column(name, justify="right" if name in numbers else "left")
-        for o in self.overlaps:
-            counts = map(str, (o.train, o.evaluation, o.shared, o.tasks))
-            table.add_row(o.dimension, o.rule, *counts, ", ".join(o.examples), "ok" if o.clean else "LEAK")
-        return table
-
-
-def check(train: Manifest, evaluation: Manifest) -> Verdict:
-    """Compare two lists of tasks of one benchmark.
-
-    Raises:
-        LeakageError: other benchmarks, no rule to go by, or a dimension that not every task of both sides has.
-    """
-    if train.benchmark != evaluation.benchmark:
-        raise LeakageError(f"cannot compare tasks of {train.benchmark} with tasks of {evaluation.benchmark}")
-    rules = _rules(train.benchmark)
-    named = {name for side in (train, evaluation) for task in side.tasks for name in task.isolation} | set(rules)
-    if not named:
-        raise LeakageError(f"the tasks of {train.benchmark} do not say what must not be shared: fill in Task.isolation")
-    overlaps = tuple(_overlap(name, rules.get(name, "disjoint"), train, evaluation) for name in sorted(named))
-    return Verdict(train.benchmark, train.split, evaluation.split, train.sha256, evaluation.sha256, overlaps)
-
-
-def _overlap(dimension: str, rule: Rule, train: Manifest, evaluation: Manifest) -> Overlap:
-    ours, theirs = _values(dimension, train), _values(dimension, evaluation)
-    shared = ours & theirs
-    touched = sum(not shared.isdisjoint(task.isolation[dimension]) for task in evaluation.tasks)
-    clean = not shared if rule == "disjoint" else len(theirs) > len(shared)
-    examples = tuple(sorted(shared)[:EXAMPLES])
-    return Overlap(dimension, rule, len(ours), len(theirs), len(shared), touched, examples, clean)
-
-
-def _values(dimension: str, manifest: Manifest) -> set[str]:
-    where = f"{manifest.benchmark} {manifest.split}"
-    without = [task.id for task in manifest.tasks if dimension not in task.isolation]
-    if without:
-        raise LeakageError(
-            f"{len(without)} of {len(manifest.tasks)} tasks of {where} do not name their {dimension} (such as "
-            f"{without[0]!r}): fill in Task.isolation[{dimension!r}], otherwise nothing can be said about leakage"
-        )
-    values = {value for task in manifest.tasks for value in task.isolation[dimension]}
-    if not values:
-        raise LeakageError(f"no task of {where} has a value for {dimension}: nothing can be said about leakage")
-    return values
-
-
-def _rules(benchmark: str) -> Mapping[str, Rule]:
-    spec = known(benchmark)
-    return spec.isolation if spec else {}
-
-
-# -- a bank -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class BankAudit:
-    """What a memory bank knows of the tasks that are evaluated."""
-
-    entries: int
-    by_split: Mapping[str, int]
-    own_entries: int  # written by episodes of the very tasks that are evaluated
-    own_tasks: int  # tasks that have such entries
-
-
-def audit_bank(origins: Mapping[tuple[str, str], int], tasks: Iterable[str]) -> BankAudit:
-    """Audit entries by (task id, split), as memory systems count them, for the ids of the evaluated tasks."""
-    ids, by_split, own = set(tasks), Counter[str](), Counter[str]()
-    for (task_id, split), n in origins.items():
-        by_split[split] += n
-        if task_id in ids:
-            own[task_id] += n
-    return BankAudit(by_split.total(), dict(sorted(by_split.items())), own.total(), len(own))
-
-
-# -- what is learnt from ----------------------------------------------------------------------------------------------
+# -- training tasks ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Tasks against the held-out splits together, and the bank that serves them against those splits' tasks."""
+    """Comparison of training tasks and their bank with the tasks of the held-out splits."""
 
     train_sha256: str
-    verdict: Verdict | None = None  # None where no held-out split is there
+    verdict: Verdict | None = None  # None without held-out tasks
     unchecked: Mapping[str, str] = field(default_factory=dict)  # split -> why
-    bank: BankAudit | None = None  # entries of held-out tasks, where a bank was given
-    dropped: int = 0  # tasks that were left out, for they share something with evaluation
+    bank: BankAudit | None = None  # of a given bank
+    dropped: int = 0  # tasks left out because they share something with evaluation
 
     @property
     def leaks(self) -> list[str]:
-        """Say what is shared and must not be, one line each."""
+        """List the leaks, one line each."""
         found = [] if self.verdict is None or self.verdict.clean else [self.verdict.summary]
         if self.bank is not None and self.bank.own_entries:
             found.append(f"the bank holds {self.bank.own_entries} entries of {self.bank.own_tasks} held-out tasks")
@@ -212,16 +71,16 @@ class Audit:
 
 
 def guard_training(
-    config: CollectConfig | GrpoConfig, tasks: list[Task], experience: list[Task], envs: Environments, run: RunFolder
+    config: CollectConfig | GrpoConfig, tasks: list[Task], experience: list[Task], *, envs: Environments, run: RunFolder
 ) -> tuple[list[Task], list[Task], Audit]:
-    """Write down what is learnt from and whether it may be, before anything is played; with `leakage.drop`, without
-    what may not.
+    """Check training tasks for leakage before anything is played, and write manifest.json and leakage.json.
 
     Returns:
-        The tasks to play, those whose episodes fill the bank, and how that was found.
+        The tasks to play and those whose episodes fill the bank (with `leakage.drop`, without leaking ones), and the
+        audit.
 
     Raises:
-        ConfigError: they leak. The message names the overlap; both files stay for reading.
+        ConfigError: the tasks leak.
     """
     held_out, unchecked = held_out_tasks(config, envs)
     number = len(tasks) + len(experience)
@@ -229,7 +88,7 @@ def guard_training(
         tasks, experience = (_without_shared(config.env.name, some, held_out) for some in (tasks, experience))
     manifest = Manifest.of(config.env.name, [*tasks, *experience])
     dropped = number - len(tasks) - len(experience)
-    audit = audit_training(config, manifest, held_out, unchecked, dropped)
+    audit = audit_training(config, manifest, held_out, unchecked=unchecked, dropped=dropped)
     manifest.write(run.path / MANIFEST)
     run.write_json(LEAKAGE, audit.to_json())
     if audit.leaks:
@@ -248,18 +107,22 @@ def audit_training(
     unchecked: Mapping[str, str],
     dropped: int = 0,
 ) -> Audit:
-    """Compare tasks, and the bank that is given for them, with the held-out tasks. Raises: LeakageError."""
+    """Compare training tasks and a given bank with the held-out tasks. Raises: LeakageError."""
     if not held_out:
-        return Audit(manifest.sha256, None, unchecked, None, dropped)
+        return Audit(manifest.sha256, unchecked=unchecked, dropped=dropped)
     evaluation, bank = Manifest.of(config.env.name, held_out), None
     if config.memory.bank is not None:
         bank = audit_bank(open_memory(config.memory, Path(config.memory.bank)).origins(), evaluation.ids)
-    return Audit(manifest.sha256, check(manifest, evaluation), unchecked, bank, dropped)
+    verdict = check(manifest, evaluation)
+    return Audit(manifest.sha256, verdict, unchecked=unchecked, bank=bank, dropped=dropped)
 
 
 def held_out_tasks(config: CollectConfig | GrpoConfig, envs: Environments) -> tuple[list[Task], dict[str, str]]:
-    """List all tasks of the held-out splits, and for default splits that are not there why not. Raises: ConfigError,
-    where a split that was asked for by name is not there."""
+    """List all tasks of the held-out splits; also return why default splits are missing.
+
+    Raises:
+        ConfigError: a split that the settings name is missing.
+    """
     named = config.leakage.held_out
     default = find(config.env.name).splits(config.env).held_out
     tasks: list[Task] = []
@@ -275,8 +138,9 @@ def held_out_tasks(config: CollectConfig | GrpoConfig, envs: Environments) -> tu
 
 
 def _without_shared(benchmark: str, tasks: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
-    """Leave out what names a value of held-out tasks (paper C.1: EB-ALFRED's pairs, ScienceWorld's variations)."""
-    rules, values = _rules(benchmark), set[tuple[str, str]]()
+    """Drop tasks that share a forbidden value with held-out tasks (paper C.1: EB-ALFRED's pairs, ScienceWorld's
+    variations)."""
+    rules, values = isolation_rules(benchmark), set[tuple[str, str]]()
     for task in held_out:
         values |= {(name, label) for name, labels in task.isolation.items() for label in labels}
     forbidden = {value for value in values if rules.get(value[0], "disjoint") == "disjoint"}
@@ -287,17 +151,20 @@ def _without_shared(benchmark: str, tasks: Iterable[Task], held_out: Iterable[Ta
     ]
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def guard_rows(rows: Path, task_ids: Iterable[str], allow: bool) -> list[str]:
-    """Say what speaks against learning from these rows: nothing, where their collection was checked and is clean.
-    Raises: ConfigError, where anything does and `allow` is not set."""
+    """Return the leakage problems of rows; none if their collection was checked and is clean.
+
+    Raises:
+        ConfigError: there are problems, and `allow` is not set.
+    """
     problems = _problems(rows.parent, set(task_ids))
     if problems and not allow:
         raise ConfigError(
-            f"{rows}: " + "; ".join(problems) + ". Collect them anew (memcompiler collect), "
-            "or say allow_leakage=true: the run folder then records it"
+            f"{rows}: " + "; ".join(problems) + ". Collect the rows again (memcompiler collect), "
+            "or set allow_leakage=true, which the run folder records"
         )
     return problems
 
@@ -314,7 +181,7 @@ def _problems(folder: Path, task_ids: set[str]) -> list[str]:
         return [f"no verdict in {folder / LEAKAGE} ({type(error).__name__}: {error})"]
     problems = []
     if sha256 != manifest.sha256:
-        problems.append(f"the verdict in {LEAKAGE} is about other tasks than {MANIFEST}")
+        problems.append(f"{LEAKAGE} and {MANIFEST} are about different tasks")
     if unknown := sorted(task_ids - manifest.ids):
         problems.append(f"{len(unknown)} tasks of the rows are not in {MANIFEST} ({', '.join(unknown[:3])})")
     if clean is False:
@@ -323,8 +190,11 @@ def _problems(folder: Path, task_ids: set[str]) -> list[str]:
 
 
 def record_rows(run: RunFolder, rows: Sequence[Path], problems: Sequence[str]) -> None:
-    """Put manifest and verdict of the rows beside what is learnt from them; those of several folders together. Raises:
-    ConfigError, for rows of several benchmarks, which no evaluation could be compared with."""
+    """Copy manifest and verdict of the rows into the run folder, merged for several folders.
+
+    Raises:
+        ConfigError: the rows are of several benchmarks.
+    """
     runs = [folder.parent for folder in rows]
     if len(runs) > 1:
         _record_together(run, runs)
@@ -336,8 +206,8 @@ def record_rows(run: RunFolder, rows: Sequence[Path], problems: Sequence[str]) -
 
 
 def _record_together(run: RunFolder, runs: Sequence[Path]) -> None:
-    """Write one manifest of all tasks, none where one is missing (what was trained on is unknown then). Tasks of other
-    seeds may share an id: each stays."""
+    """Write one merged manifest, or none if a folder lacks its own. Tasks of different seeds may share an id: both
+    stay."""
     files = [folder / LEAKAGE for folder in runs]
     audits = [read_json(path) if path.is_file() else {} for path in files]
     cleans = {audit.get("clean") for audit in audits}
@@ -345,7 +215,7 @@ def _record_together(run: RunFolder, runs: Sequence[Path]) -> None:
     if all((folder / MANIFEST).is_file() for folder in runs):
         manifests = [Manifest.read(folder / MANIFEST) for folder in runs]
         if len(benchmarks := sorted({manifest.benchmark for manifest in manifests})) > 1:
-            raise ConfigError(f"rows of {' and '.join(benchmarks)}: train on those of one benchmark at a time")
+            raise ConfigError(f"rows of {' and '.join(benchmarks)}: train on rows of one benchmark only")
         tasks = {(task.id, task.split, task.digest): task for manifest in manifests for task in manifest.tasks}
         merged = Manifest(benchmarks[0], tuple(tasks[key] for key in sorted(tasks)))
         merged.write(run.path / MANIFEST)
@@ -354,10 +224,9 @@ def _record_together(run: RunFolder, runs: Sequence[Path]) -> None:
 
 
 def rows_environment(rows: Sequence[Path]) -> EnvSpec:
-    """Return the environment that these rows are of, by their manifests: it has what executor and compiler are told.
+    """Return the environment of rows, which has the instructions of executor and compiler.
 
-    Rows without a manifest (`allow_leakage`) do not say it: they count as the household's, which every executor was
-    told before environments had instructions of their own.
+    Rows without a manifest (`allow_leakage`) count as the household's.
     """
     for folder in rows:
         if (folder.parent / MANIFEST).is_file():
@@ -365,14 +234,14 @@ def rows_environment(rows: Sequence[Path]) -> EnvSpec:
     return find(DEFAULT)
 
 
-# -- what is evaluated ------------------------------------------------------------------------------------------------
+# -- evaluated tasks ---------------------------------------------------------------------------------------------------
 
 
 def record_evaluation(
     run: RunFolder, config: EvalConfig, specs: Sequence[EpisodeSpec], bank: MemorySystem
 ) -> dict[str, Any]:
-    """Write which tasks are evaluated and what compiler and bank know of them. It records and never refuses: seen
-    scenes are a legitimate setting, if the table says so."""
+    """Record which tasks are evaluated and what compiler and bank share with them. Nothing is refused: evaluation on
+    seen scenes is legitimate if it is reported."""
     manifest = Manifest.of(config.env.name, (spec.task for spec in specs))
     training, why = _training_verdict(config, manifest)
     own = sum(entry.provenance.task_id == spec.task.id for spec in specs for entry in spec.memory)
@@ -380,7 +249,7 @@ def record_evaluation(
         "clean": None if training is None else training.clean and not own,
         "training": None if training is None else training.to_json(),
         "unchecked": why,
-        # Entries of an evaluated task are passed over when that task is looked up, so that `retrieved_own` is 0.
+        # Retrieval skips entries of the task itself, so `retrieved_own` is 0.
         "bank": {**asdict(audit_bank(bank.origins(), manifest.ids)), "retrieved_own": own},
     }
     manifest.write(run.path / MANIFEST)
@@ -389,7 +258,7 @@ def record_evaluation(
 
 
 def _training_verdict(config: EvalConfig, evaluated: Manifest) -> tuple[Verdict | None, str]:
-    """Compare the checkpoint's training tasks with those evaluated; None, and why, where that cannot be said."""
+    """Compare the checkpoint's training tasks with the evaluated ones; None and the reason if that is impossible."""
     if config.compiler.checkpoint is None:
         return None, "no trained compiler"
     from compiler.checkpoint import beside

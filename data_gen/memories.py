@@ -1,4 +1,4 @@
-"""From settings to a memory system: the one that they name, the one that a run keeps, one that grows."""
+"""Opens memory systems from settings: existing banks, and banks that grow during a run."""
 
 from __future__ import annotations
 
@@ -18,53 +18,59 @@ from memory.registry import RESPONSES, Ask, Tools, find
 from memory.retrieval import Embed, SentenceEmbedder
 from runtime.store import read_json, to_json, write_atomically
 
-MARK = "memory.json"  # which system a folder is of
+MARK = "memory.json"  # names the memory system of a folder
 
 
 def open_memory(config: MemoryConfig, default: Path) -> MemorySystem:
-    """Open the bank that the settings name (at its version), or the one at `default`. Raises: BankError, where it is of
-    another system."""
+    """Open the bank that the settings name, at their version, or the one at `default`.
+
+    Raises:
+        BankError: the folder belongs to another memory system.
+    """
     spec, path = find(config.system), Path(config.bank or default)
     if (system := system_of(path)) not in (None, config.system):
-        raise BankError(f"{path} is of the memory system {system}: set memory.system={system}, or name another folder")
+        raise BankError(f"{path} belongs to memory system {system}: set memory.system={system}, or name another folder")
     ask = asking(Endpoint(config.api, path / RESPONSES)) if config.api else None
     tools = Tools(embedder(config, path / RESPONSES), ask, content_part if config.api and config.api.images else None)
     memory = spec.open(path, spec.settings.model_validate(config.settings), tools)
     if config.tokens is not None:
-        memory = cast(MemorySystem, Bounded(memory, config.tokens, _counting(str(config.tokenizer))))
+        memory = cast(MemorySystem, Bounded(memory, config.tokens, _token_counter(str(config.tokenizer))))
     return memory.at(config.version) if config.version is not None else memory
 
 
 def embedder(models: MemoryModels, cache: Path) -> Embed | None:
-    """Return what embeds texts, if anything does. `cache`: for an endpoint's answers, where the settings name none."""
+    """Return the embedding function of the settings, None without one.
+
+    Args:
+        cache: file of an endpoint's answers, if the settings name none.
+    """
     if models.embed_api is not None:
         return EndpointEmbedder(Endpoint(models.embed_api, cache))
     return SentenceEmbedder(models.embed) if models.embed else None
 
 
-def _counting(tokenizer: str) -> Callable[[str], int]:
+def _token_counter(tokenizer: str) -> Callable[[str], int]:
     from transformers import AutoTokenizer
 
-    reader = AutoTokenizer.from_pretrained(model_path(tokenizer))
-    return lambda text: len(reader(text, add_special_tokens=False)["input_ids"])
+    loaded = AutoTokenizer.from_pretrained(model_path(tokenizer))
+    return lambda text: len(loaded(text, add_special_tokens=False)["input_ids"])
 
 
 def make_memory(memory: MemorySystem) -> None:
-    """See that there is one, if an empty one, and that its folder says of which system it is."""
+    """Create the memory's files if there are none, and mark its folder with the system's name."""
     memory.commit([])
     if not (memory.path / MARK).exists():
         write_atomically(memory.path / MARK, to_json({"system": memory.name}))
 
 
 def system_of(path: Path) -> str | None:
-    """Say which system a folder is of; None where it does not say: there is none, or a bank of before there were
-    several."""
+    """Return the memory system of a folder; None for no folder, or for a bank without a mark (of older versions)."""
     mark = path / MARK
     return read_json(mark).get("system") if mark.exists() else None
 
 
 def asking(endpoint: Endpoint) -> Ask:
-    """Return what a memory system asks a language model with; it raises EndpointStop where nothing more is asked."""
+    """Return the function by which a memory system calls a language model. It raises EndpointStop."""
 
     def ask(messages: Sequence[dict[str, Any]], role: str, max_tokens: int) -> str | None:
         [answer] = endpoint.run([endpoint.ask(messages, role, max_tokens)])
@@ -76,7 +82,7 @@ def asking(endpoint: Endpoint) -> Ask:
 
 
 def renew_memory(path: Path) -> None:
-    """Empty a memory's folder, so that it is grown again from a record; answers of endpoints, which were paid, stay."""
+    """Delete a memory's files but the endpoints' cached answers, so that it can be rebuilt from a record."""
     for entry in path.iterdir() if path.exists() else ():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -85,13 +91,12 @@ def renew_memory(path: Path) -> None:
 
 
 def growing_memory(config: MemoryConfig, path: Path) -> tuple[MemorySystem, int]:
-    """Open one at `path` to be committed to, with what the bank that the settings name holds; and how many traces that
-    is."""
+    """Open a writable memory at `path`, filled from the settings' bank; also return its number of traces."""
     return grown_from(config, path, open_memory(config, path) if config.bank is not None else None)
 
 
 def grown_from(config: MemoryConfig, path: Path, given: MemorySystem | None) -> tuple[MemorySystem, int]:
-    """Open one at `path` to be committed to, with what another one holds; and how many traces that is."""
+    """Open a writable memory at `path`, filled from `given`; also return its number of traces."""
     memory = open_memory(config.model_copy(update={"bank": None, "version": None}), path)
     make_memory(memory)
     if given is None:

@@ -1,8 +1,7 @@
-"""SFT rows: what a teacher's step teaches the compiler (-> emission) and what the executor should do (-> action).
+"""SFT rows: training examples for compiler (input -> emission) and executor (input -> action) from a teacher's steps.
 
-Rows are stored as a `datasets` dataset (Arrow, pictures as an `Image` feature that keeps the PNG bytes), and training
-reads them from there one by one; a row knows how to become a `StepInput`, so training reads exactly what the loop
-reads. What is kept of a collection, counted and published: `data_gen.dataset`.
+Rows are stored as a `datasets` dataset (Arrow, pictures as PNG bytes) and read one by one. `SftRow.step_input` gives
+training the same input as the agent loop. Filters, statistics and publishing: `data_gen.dataset`.
 """
 
 from __future__ import annotations
@@ -32,20 +31,22 @@ if TYPE_CHECKING:
 
 TUPLES = ("memory_ids", "memory_texts", "history", "commands")
 PICTURES = ("image", "memory_images")
-SOME = 100  # rows that are read at a time
+BATCH = 100  # rows read at a time
 Pictures = tuple[tuple[bytes, ...], ...]  # PNG, by entry
 
 
 @dataclass(frozen=True, slots=True)
 class SftRow:
+    """One training example: a step of a teacher's episode."""
+
     task_id: str
     split: str
     family: str
     t: int
-    goal: str  # as agent and memory state it
+    goal: str  # with the scene, as agent and memory state it
     memory_ids: tuple[str, ...]
     memory_texts: tuple[str, ...]
-    state: str  # rendered Brief State b_t; "" where the compiler has none
+    state: str  # rendered Brief State b_t; "" for a compiler without one
     observation: str
     image: bytes | None  # PNG
     history: tuple[str, ...]
@@ -53,9 +54,9 @@ class SftRow:
     action: str  # target of L_action
     success: bool = True  # of the row's episode
     steps: int = 0  # of the row's episode; 0: unknown (rows of an older version)
-    memory_images: Pictures = ()  # of each entry; () where no entry has any
-    commands: tuple[str, ...] = ()  # that were possible, where executors are shown them (`EnvSpec.lists_commands`)
-    first: str = ""  # observation of the episode; "" in rows of an older version
+    memory_images: Pictures = ()  # of each entry; () if no entry has any
+    commands: tuple[str, ...] = ()  # possible ones, for executors that see them (`EnvSpec.lists_commands`)
+    first: str = ""  # first observation of the episode; "" in rows of an older version
 
     @property
     def kind(self) -> Kind:
@@ -66,34 +67,40 @@ class SftRow:
         return memory_text(self.memory_texts)
 
     def step_input(self, n_tokens: int = 0) -> StepInput:
-        """Return what both roles read at this step: the teacher's emission, and room for N soft tokens."""
-        nowhere = Provenance("", "", "", self.split, True)
+        """Return the input of both roles at this step, with the teacher's emission and N empty soft tokens."""
+        unknown = Provenance(task_id="", scene="", goal="", split=self.split, success=True)
         images = self.memory_images or ((),) * len(self.memory_ids)
         entries = zip(self.memory_ids, self.memory_texts, images, strict=True)
-        memory = [MemoryEntry(id, text, nowhere, pictures) for id, text, pictures in entries]
+        memory = [MemoryEntry(id, text, unknown, pictures) for id, text, pictures in entries]
         image = Image.open(io.BytesIO(self.image)).convert("RGB") if self.image else None
         return StepInput(
             self.goal,
             self.observation,
-            image,
-            self.commands or None,
-            self.history,
-            tuple(memory),
-            parse_brief_state(self.state) if self.state else None,
+            image=image,
+            admissible=self.commands or None,
+            history=self.history,
+            memory=tuple(memory),
+            state=parse_brief_state(self.state) if self.state else None,
             emission=parse(self.emission).emission,
             soft=torch.empty(n_tokens, 0) if n_tokens else None,
             first=self.first,
         )
 
 
-def rows_of(episode: Episode, kept: Kept, commands: bool = False) -> list[SftRow]:
-    """Make one row per step of a teacher's episode; `kept` has the bank's entries. The label is what the expert
-    would do, also where it strayed. A step at which environment, compiler or executor failed gives no row."""
+def rows_of(episode: Episode, entries: Kept, commands: bool = False) -> list[SftRow]:
+    """Convert a teacher's episode into rows, one per step without a failure.
+
+    The action label is the expert's, also at detours.
+
+    Args:
+        entries: the bank's entries by id.
+        commands: store the possible commands.
+    """
     goal, history, rows = stated_goal(episode.goal, episode.scene), (), []
     for t, step in enumerate(episode.steps):
         if not step.emission_kind or not step.action:
             continue
-        memory = episode.memory_at(t, kept)
+        memory = episode.memory_at(t, entries)
         pictures = tuple(entry.images for entry in memory)
         image = None if step.image is None else png_bytes(step.image)
         rows.append(
@@ -123,27 +130,31 @@ def rows_of(episode: Episode, kept: Kept, commands: bool = False) -> list[SftRow
 
 
 def without_brief_state(row: SftRow) -> SftRow:
-    """Make of a row what a compiler without Brief State learns from: the actions so far stand in the place of b_t, and
-    its emission keeps the guidance alone, there being nothing that operations would change. An emission that cannot be
-    read stays as it is."""
+    """Convert a row for a compiler without Brief State, which reads previous actions instead of b_t.
+
+    The emission loses its operations; one that does not parse is unchanged.
+    """
     parsed = parse(row.emission)
     return replace(row, state="", emission=row.emission if parsed.error else render(replace(parsed.emission, ops=())))
 
 
 def hold_out(rows: Sequence[SftRow], share: float, seed: int) -> tuple[list[SftRow], list[SftRow]]:
-    """Split rows into those that train and those that are held out: a share of the tasks, with all of their rows. Which
-    ones follows from seed and names alone. Raises: ValueError, where no task would be left to train on."""
+    """Split rows into training and held-out rows by task; seed and task ids alone decide which tasks are held out.
+
+    Raises:
+        ValueError: no task is left to train on.
+    """
     training, held = held_out([row.task_id for row in rows], share, seed)
     return [rows[i] for i in training], [rows[i] for i in held]
 
 
 def shuffled(names: Iterable[str], seed: int) -> list[str]:
-    """Order names as if at random, each once: a function of seed and names, not of how they came."""
+    """Return distinct names in a pseudo-random order that depends on seed and names alone."""
     return sorted(set(names), key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
 
 
 def held_out(tasks: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Split rows as `hold_out` does, by their tasks: the indices of both parts."""
+    """Return the row indices of both parts of `hold_out`, from the task id of every row."""
     if not share:
         return list(range(len(tasks))), []
     names = shuffled(tasks, seed)
@@ -153,11 +164,11 @@ def held_out(tasks: Sequence[str], share: float, seed: int) -> tuple[list[int], 
     return [i for i, task in enumerate(tasks) if task not in held], [i for i, task in enumerate(tasks) if task in held]
 
 
-# -- on disk ----------------------------------------------------------------------------------------------------------
+# -- on disk -----------------------------------------------------------------------------------------------------------
 
 
 def as_dataset(rows: Sequence[SftRow]) -> Dataset:
-    """Turn rows into what they are stored and published as."""
+    """Convert rows into the dataset that is stored and published."""
     from datasets import Dataset, Features, Image, List, Value
 
     kinds = {"str": Value("string"), "int": Value("int64"), "bool": Value("bool"), "bytes | None": Image()}
@@ -167,32 +178,34 @@ def as_dataset(rows: Sequence[SftRow]) -> Dataset:
 
 
 def save_rows(rows: Sequence[SftRow], folder: Path) -> None:
-    """Save rows in a folder. Raises: ValueError, where there are none at all."""
+    """Save rows in a folder. Raises: ValueError, if there are none."""
     if not rows:
-        raise ValueError("there are no rows to save: no teacher episode succeeded, or the filters left nothing")
+        raise ValueError("there are no rows to save: no teacher episode succeeded, or the filters dropped all rows")
     as_dataset(rows).save_to_disk(str(folder))
 
 
 def row_folders(rows: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Find the folders that are meant: one, several, or patterns such as `runs/shard-*/rows` (in alphabetical order).
-    Raises: FileNotFoundError, where one of them holds no rows, or a pattern fits nothing."""
+    """Return the folders of rows that paths or patterns such as `runs/shard-*/rows` name; matches are sorted.
+
+    Raises:
+        FileNotFoundError: a folder holds no rows, or a pattern matches nothing.
+    """
     named = [rows] if isinstance(rows, str | Path) else list(rows)
     found: list[Path] = []
     for name in map(str, named):
         matches = [name] if Path(name).exists() else sorted(glob.glob(name))
         for folder in map(Path, matches or [name]):
             if not (folder / "dataset_info.json").is_file():
-                makes = f"`memcompiler collect --out {folder.parent}` makes them"
-                raise FileNotFoundError(f"no SFT rows in {folder}: {makes}")
+                raise FileNotFoundError(f"no SFT rows in {folder}: run `memcompiler collect --out {folder.parent}`")
             found.append(folder)
     if not found:
-        raise FileNotFoundError("no SFT rows are named: `memcompiler collect` makes them (setting `rows`)")
+        raise FileNotFoundError("no SFT rows are named: set `rows` to a folder of `memcompiler collect`")
     return list(dict.fromkeys(found))
 
 
 def load_rows(rows: str | Path | Sequence[str | Path]) -> list[SftRow]:
-    """Load all rows of the folders that `row_folders` finds, in their order. Raises: ValueError, for other datasets."""
-    once: dict[bytes, bytes] = {}  # an entry's pictures are in every row that it serves
+    """Load all rows of the folders that `row_folders` finds. Raises: ValueError for other datasets."""
+    once: dict[bytes, bytes] = {}  # rows share their entries' pictures
     share = lambda row: replace(
         row, memory_images=tuple(tuple(once.setdefault(png, png) for png in entry) for entry in row.memory_images)
     )
@@ -200,32 +213,35 @@ def load_rows(rows: str | Path | Sequence[str | Path]) -> list[SftRow]:
 
 
 class StoredRows(Stored[SftRow]):
-    """The rows of a folder, which stay on disk: one is read when it is asked for. `edit` makes of it what is given;
-    without `pictures` theirs are not read.
+    """The rows of a folder, read from disk on access.
+
+    Args:
+        edit: applied to every row.
+        pictures: read the rows' pictures.
 
     Raises:
         ValueError: the folder holds another dataset.
     """
 
     def __init__(self, folder: Path, edit: Callable[[SftRow], SftRow] | None = None, pictures: bool = True) -> None:
-        self._dataset: Any = _stored(folder, () if pictures else PICTURES)  # gives tables (pyright takes it for dicts)
+        self._dataset: Any = _open_dataset(folder, () if pictures else PICTURES)  # yields Arrow tables, not dicts
         self._edit = edit or (lambda row: row)
 
     @property
     def tasks(self) -> list[str]:
-        """The task of every row, in their order."""
+        """The task id of every row."""
         return self._dataset.data["task_id"].to_pylist()
 
     @property
     def has_first_views(self) -> bool:
-        """Whether any row holds the first observation of its episode (those of an older version do not)."""
+        """Whether any row holds the first observation of its episode; rows of an older version do not."""
         return "first" in self._dataset.column_names and any(self._dataset.data["first"].to_pylist())
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[SftRow]:
-        return (self._edit(_row_of(stored)) for some in self._dataset.iter(SOME) for stored in some.to_pylist())
+        return (self._edit(_row_of(stored)) for batch in self._dataset.iter(BATCH) for stored in batch.to_pylist())
 
     def __getitem__(self, index: int) -> SftRow:
         if not 0 <= index < len(self):
@@ -233,13 +249,13 @@ class StoredRows(Stored[SftRow]):
         return self._edit(_row_of(self._dataset[index : index + 1].to_pylist()[0]))
 
 
-def _stored(folder: Path, without: Collection[str] = ()) -> Dataset:
+def _open_dataset(folder: Path, without: Collection[str] = ()) -> Dataset:
     from datasets import Dataset
 
     try:
         dataset = Dataset.load_from_disk(str(folder))
-        dataset.data.table.validate(full=True)  # reading damaged Arrow data would end the process
-    except Exception as error:  # whatever a library makes of a damaged file
+        dataset.data.table.validate(full=True)  # reading damaged Arrow data crashes the process
+    except Exception as error:  # libraries raise various errors on damaged files
         raise ValueError(
             f"the rows in {folder} are damaged ({type(error).__name__}: {error}): collect them again"
         ) from error
@@ -248,7 +264,7 @@ def _stored(folder: Path, without: Collection[str] = ()) -> Dataset:
         raise ValueError(f"{folder} holds a dataset, but not of SFT rows: it lacks {', '.join(missing)}")
     there = set(dataset.column_names).difference(without)
     dataset = dataset.select_columns([field.name for field in fields(SftRow) if field.name in there])
-    return dataset.with_format("arrow")  # as it is stored: pictures are not decoded
+    return dataset.with_format("arrow")  # undecoded pictures
 
 
 def _row_of(values: dict[str, Any]) -> SftRow:

@@ -1,4 +1,4 @@
-"""Which tasks a run plays, and what each of them retrieves from the memory bank (`data_gen.experience` fills it)."""
+"""Selection of the tasks that a run plays, and retrieval of each task's memory entries."""
 
 from __future__ import annotations
 
@@ -28,29 +28,34 @@ console = Console(width=120)
 def chosen_tasks(
     config: Config, envs: Environments, split: str, experienced: bool = True
 ) -> tuple[list[Task], list[Task]]:
-    """Choose the tasks that a command plays, and those whose episodes fill its bank. `experienced`: a bank is filled,
-    unless one is given or nothing is retrieved.
+    """Select the tasks that a command plays, and the tasks whose episodes fill its bank.
+
+    Args:
+        experienced: the expert fills a bank, unless one is given or nothing is retrieved.
 
     Raises:
         ValueError: the split has no tasks.
-        ConfigError: nothing could fill the bank.
+        ConfigError: the environment has no expert or no tasks to fill the bank.
     """
     experienced = experienced and config.memory.bank is None and config.memory.k > 0
     if experienced:
         check_filled(config)
     tasks = envs.tasks(split)[: config.limit]
     if not tasks:
-        raise ValueError(f"there are no tasks in {split} of {config.env.name}: check split, limit and the data")
+        raise ValueError(f"split {split} of {config.env.name} has no tasks: check split, limit and the data")
     return tasks, experience_tasks(config, envs, split, tasks) if experienced else []
 
 
 def specs_for(tasks: Sequence[Task], bank: MemorySystem, k: int) -> list[EpisodeSpec]:
-    """Recall M = Retrieve(bank, goal) for every task, without what the task itself left; the bank's version goes along,
-    and what recalls from the first view on."""
+    """Retrieve M = Retrieve(bank, goal) for every task, without entries of the task's own episodes."""
     version, queries = bank.snapshot(), [Query(task, k) for task in tasks]
     return [
         EpisodeSpec(
-            query.task, first.entries, version, partial(bank.session, query, first), partial(bank.again, query, first)
+            query.task,
+            memory=first.entries,
+            bank_version=version,
+            session=partial(bank.session, query, first),
+            again=partial(bank.again, query, first),
         )
         for query, first in zip(queries, bank.recall(queries), strict=True)
     ]
@@ -59,20 +64,22 @@ def specs_for(tasks: Sequence[Task], bank: MemorySystem, k: int) -> list[Episode
 def guarded_tasks(
     config: CollectConfig | GrpoConfig, envs: Environments, run: RunFolder, experienced: bool = True
 ) -> tuple[list[Task], list[Task]]:
-    """Choose tasks as `chosen_tasks` does, checked to share nothing with evaluation (ConfigError). `experienced`: there
-    is a bank to be filled."""
+    """Select tasks as `chosen_tasks` does and check them for leakage. Raises: ConfigError, if they leak."""
     tasks, experience = chosen_tasks(config, envs, config.split, experienced)
-    tasks, experience, audit = guard_training(config, tasks, experience, envs, run)
+    tasks, experience, audit = guard_training(config, tasks, experience, envs=envs, run=run)
     console.print(f"  {audit.summary}")
     return tasks, experience
 
 
-# -- tasks that training goes without, to be played by what it makes --------------------------------------------------
+# -- held-out tasks, for evaluation during training --------------------------------------------------------------------
 
 
 def without_held_out(specs: Sequence[EpisodeSpec], n: int, seed: int) -> tuple[list[EpisodeSpec], list[EpisodeSpec]]:
-    """Split tasks into those that train and `n` others; which ones follows from seed and names alone. Raises:
-    ConfigError, where none would be left to train on."""
+    """Split specs into training ones and `n` held-out ones, by seed and task id alone.
+
+    Raises:
+        ConfigError: no task is left to train on.
+    """
     names = shuffled((spec.task.id for spec in specs), seed)
     if n >= len(names):
         raise ConfigError(f"evaluation.tasks={n} of {len(names)} tasks leave none to train on: set it lower")
@@ -81,30 +88,33 @@ def without_held_out(specs: Sequence[EpisodeSpec], n: int, seed: int) -> tuple[l
 
 
 def rows_world(folders: Sequence[Path]) -> AnyEnvSettings:
-    """Return the environment that rows were collected in, as their collections' settings have it. Raises: ConfigError,
-    where one does not say, or they differ."""
+    """Return the environment settings of the collections that rows come from.
+
+    Raises:
+        ConfigError: a collection's settings are missing, or they differ.
+    """
     found = [_collection(folder).env for folder in folders]
     if any(env != found[0] for env in found[1:]):
         raise ConfigError(
-            "evaluation plays in the environment of the rows, and these are of several: evaluation.tasks=0"
+            "evaluation plays in the environment of the rows, but they come from several: set evaluation.tasks=0"
         )
     return found[0]
 
 
 def held_out_of_rows(names: Mapping[Path, Collection[str]], n: int, seed: int, envs: Environments) -> list[EpisodeSpec]:
-    """Choose `n` of the tasks whose rows are held out, with what the bank of their collection recalls for them.
+    """Select `n` of the tasks whose rows are held out, with entries from the bank of their collection.
 
     Args:
-        names: of these tasks, by the folder with their rows.
+        names: task ids, by the folder of their rows.
 
     Raises:
-        ConfigError: there are fewer, or the environment has them no more.
+        ConfigError: there are fewer tasks, or the environment no longer has them.
     """
     folder_of = {name: folder for folder, held in names.items() for name in held}
     if n > len(folder_of):
         raise ConfigError(
-            f"evaluation.tasks={n}, and rows of {len(folder_of)} tasks are held out: set it lower, or validation.share "
-            "higher"
+            f"evaluation.tasks={n}, but only rows of {len(folder_of)} tasks are held out: set it lower, or raise "
+            "validation.share"
         )
     chosen = set(shuffled(folder_of, seed)[:n])
     specs: list[EpisodeSpec] = []
@@ -116,13 +126,13 @@ def held_out_of_rows(names: Mapping[Path, Collection[str]], n: int, seed: int, e
                 f"{collection.env.name} {collection.split} has no tasks {sorted(missing)[:3]} of {folder}"
             )
         version = read_json(folder.parent / "collect.json")["bank_version"]
-        known = {"bank": collection.memory.bank or str(folder.parent / "bank"), "version": version}
-        specs += specs_for(tasks, open_memory(collection.memory.model_copy(update=known), folder), collection.memory.k)
+        at_end = {"bank": collection.memory.bank or str(folder.parent / "bank"), "version": version}
+        specs += specs_for(tasks, open_memory(collection.memory.model_copy(update=at_end), folder), collection.memory.k)
     return specs
 
 
 def _collection(folder: Path) -> CollectConfig:
-    """Read the settings of the collection that left rows in a folder."""
+    """Read the settings of the collection that wrote a folder of rows."""
     if not (path := folder.parent / CONFIG).is_file():
-        raise ConfigError(f"{folder}: no {CONFIG} beside it says where its tasks are played: evaluation.tasks=0")
+        raise ConfigError(f"{folder}: no {CONFIG} beside it says where its tasks are played: set evaluation.tasks=0")
     return load_config(CollectConfig, path)

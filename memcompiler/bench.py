@@ -106,7 +106,15 @@ def bench_recall(
     budgets, used = [int(budget) for budget in tokens.split(",")], MemoryModels.model_validate(own_settings(models))
     mine = (("recall.json",), "recall", [("--data", data)])
     with output_folder(out, "bench recall", *mine) if out else nullcontext():
-        run_recall(data, memory, budgets, own_settings(settings), facts, out, used)
+        run_recall(
+            data,
+            memory=memory,
+            budgets=budgets,
+            settings=own_settings(settings),
+            facts=facts,
+            out=out,
+            models=used,
+        )
 
 
 @bench_app.command("fuzz")

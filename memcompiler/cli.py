@@ -170,7 +170,6 @@ def train_router(
     environments: Annotated[str, typer.Option(help="Environments whose expert episodes are the histories.")] = (
         "household,alfworld,scienceworld"
     ),
-    features: Annotated[Literal["numeric", "full"], typer.Option(help="full: words as well.")] = "numeric",
     seed: int = 0,
     questions: Annotated[Path | None, typer.Option(help="Additional questions, a file of `data questions`.")] = None,
 ) -> None:
@@ -180,7 +179,7 @@ def train_router(
 
     read = [("--questions", questions)] if questions else []
     with output_folder(out, "train router", names=("router.json", "router.safetensors"), key="trained_on", inputs=read):
-        train_router(out, environments.split(","), features, seed, questions=questions)
+        train_router(out, environments.split(","), seed, questions)
 
 
 @app.command("eval")
@@ -224,12 +223,24 @@ def answer_questions(
 ) -> None:
     """Answer questions about long histories from evidence that a memory system selects. Resumes after a kill."""
     from configs.collect import MemoryModels
-    from eval.qa.command import run_qa
+    from eval.qa.answers import run_qa
     from memcompiler.options import own_settings
 
     endpoint, used = own_settings(api), MemoryModels.model_validate(own_settings(models))
     reader = (engine, model, {"base_url": base_url, "key_env": key_env or None, **endpoint})
-    run_qa(data, memory, own_settings(settings), tokens, facts, reader, limit, out, used, picture_tokens, attempts)
+    run_qa(
+        data,
+        memory=memory,
+        settings=own_settings(settings),
+        tokens=tokens,
+        facts=facts,
+        reader=reader,
+        limit=limit,
+        out=out,
+        models=used,
+        picture=picture_tokens,
+        attempts=attempts,
+    )
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`memcompiler collect`: bank and SFT rows of a split, in OUT/bank and OUT/rows."""
+"""`memcompiler collect`: collects a split's memory bank and SFT rows into OUT/bank and OUT/rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from configs.collect import CollectConfig
 from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from data_gen.collect import EPISODES, Collection, Teacher, expert_actor, open_record, play, prepare, write_rows
-from data_gen.crew import play_on_ray
 from data_gen.endpoint_teacher import EndpointTeacher, load_actor
+from data_gen.ray_collect import play_on_ray
 from envs.registry import Environments, compiler_told, find, reader_of
 from executor.records import Executor
 from lm.endpoint import Endpoint
@@ -22,9 +22,9 @@ from runtime import cluster
 from runtime.progress import quiet
 
 console = Console(width=120)
-RESPONSES = "responses.sqlite"  # a collection's file of endpoints' answers
+RESPONSES = "responses.sqlite"  # cached answers of endpoints
 
-# What a collection that is continued may change: it bears on how the endpoints are asked, not on what.
+# Settings that a resumed collection may change: how endpoints are called, not what they are asked.
 MAY_CHANGE_ON_RESUME = (
     "episode_attempts",
     *cluster.MAY_CHANGE_ON_RESUME,
@@ -50,12 +50,15 @@ MAY_CHANGE_ON_RESUME = (
 
 
 def run_collect(config: CollectConfig, out: Path, on_exists: str = "resume") -> None:
-    """Have a teacher play a split (or go on), and leave bank and rows in OUT. Raises: ConfigError, where the expert is
-    to play and there is none."""
+    """Collect bank and rows of a split into OUT, or resume.
+
+    Raises:
+        ConfigError: the settings need an expert and the environment has none.
+    """
     if config.acts == "expert" and not find(config.env.name).expert:
         raise ConfigError(
-            f"{config.env.name} has no expert that could teach or act: have an endpoint do both (teacher=endpoint "
-            "actor=teacher api.model=NAME, docs/data.md), or an executor act (actor=executor)"
+            f"{config.env.name} has no expert to teach or act: use an endpoint for both (teacher=endpoint "
+            "actor=teacher api.model=NAME, docs/data.md), or an executor as actor (actor=executor)"
         )
     if config.cluster == "ray":
         cluster.require_ray()
@@ -72,7 +75,7 @@ def _collect(config: CollectConfig, run: RunFolder) -> None:
     facts: dict[str, Any] = {"teacher": "the environment's expert"}
     with Environments(config.env) as envs:
         collection = prepare(config, envs, run)
-        (out / "collect.json").unlink(missing_ok=True)  # of before broken episodes are played again
+        (out / "collect.json").unlink(missing_ok=True)  # of the previous session: broken episodes are played again
         if config.cluster == "ray":
             play_on_ray(config, collection)
         else:
@@ -89,8 +92,8 @@ def _collect(config: CollectConfig, run: RunFolder) -> None:
 
 
 def _play_here(config: CollectConfig, of: Collection, envs: Environments, run: RunFolder) -> dict[str, Any]:
-    """Play in this process. Returns who taught and what that cost, where it cost anything."""
-    teacher, actor, endpoints = _players(config, run.path / RESPONSES)
+    """Play in this process; return teacher, actor and the endpoints' accounts."""
+    teacher, actor, endpoints = _load_models(config, run.path / RESPONSES)
     try:
         play(of, envs.lease, teacher, actor)
     finally:
@@ -98,8 +101,8 @@ def _play_here(config: CollectConfig, of: Collection, envs: Environments, run: R
     return {"teacher": config.api.model, "actor": config.acts, "endpoints": account} if account else {}
 
 
-def _players(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Mapping[str, Endpoint]]:
-    """Make who compiles and who acts, with the endpoints that they ask by role."""
+def _load_models(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Mapping[str, Endpoint]]:
+    """Load teacher and actor; also return their endpoints by role."""
     if config.teacher == "expert":
         return ExpertTeacher(reader=reader_of(config.env)), expert_actor(config), {}
     endpoint = Endpoint(config.api, cache)
@@ -109,7 +112,7 @@ def _players(config: CollectConfig, cache: Path) -> tuple[Teacher, Executor, Map
 
 
 def _account(run: RunFolder, endpoints: Mapping[str, Endpoint]) -> dict[str, Any]:
-    """Write down what was asked and spent, also where the run ends here: endpoints.json."""
+    """Write the endpoints' requests and costs to endpoints.json, also if the run stops."""
     accounts = {name: endpoint.account() for name, endpoint in endpoints.items()}
     run.write_json("endpoints.json", accounts)
     for name, account in accounts.items():

@@ -1,4 +1,4 @@
-"""Banks and rows: what they hold, to files and to the hub; and what training and evaluation share."""
+"""Commands for banks and rows: `bank`, `data` and `leakage`."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from data_gen.leakage import Audit
     from envs.manifest import Manifest
 
-bank_app = command_group("Look at a memory bank, import or export it.")
-data_app = command_group("Look at SFT rows, push them to the Hugging Face hub; have questions written.")
+bank_app = command_group("Inspect, export or import a memory bank.")
+data_app = command_group("Inspect, export or push SFT rows; generate questions with a language model.")
 
 
 @bank_app.command("inspect")
 def bank_inspect(bank: Path) -> None:
-    """Say what a bank holds: entries by split, scene and source, versions."""
+    """Print a bank's number of entries by split, scene and source, and its versions."""
     from memory.bank import MemoryBank
 
     typer.echo(json.dumps(MemoryBank(bank).inspect(), indent=1))
@@ -28,9 +28,9 @@ def bank_inspect(bank: Path) -> None:
 @bank_app.command("show")
 def bank_show(
     bank: Path,
-    run: Annotated[Path | None, typer.Option(help="A run folder of eval: also what was recalled in it.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder of eval: also show what it recalled.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for pictures (default: BANK/show).")] = None,
-    most: Annotated[int, typer.Option(min=1, help="Rows of a table.")] = 20,
+    most: Annotated[int, typer.Option(min=1, help="Maximum rows of a table.")] = 20,
 ) -> None:
     """Print and draw what a memory knows, whichever system it is of; with --run, what was recalled and followed."""
     from eval.memory_report import show
@@ -40,7 +40,7 @@ def bank_show(
 
 @bank_app.command("export")
 def bank_export(bank: Path, jsonl: Path) -> None:
-    """Bank to JSON lines (pictures as base64)."""
+    """Export a bank as JSON lines (pictures as base64)."""
     from configs.run_folder import check_inputs
     from memory.bank import MemoryBank
 
@@ -52,7 +52,7 @@ def bank_export(bank: Path, jsonl: Path) -> None:
 
 @bank_app.command("import")
 def bank_import(bank: Path, jsonl: Path) -> None:
-    """JSON lines into a bank; entries that are there already are left alone."""
+    """Import JSON lines into a bank; existing entries stay unchanged."""
     from configs.run_folder import memory_lock
     from memory.bank import MemoryBank
 
@@ -63,9 +63,9 @@ def bank_import(bank: Path, jsonl: Path) -> None:
 @data_app.command("inspect")
 def data_inspect(
     rows: Annotated[list[str], typer.Argument(help="Folders of rows, or patterns such as 'runs/shard-*/rows'.")],
-    tokenizer: Annotated[str | None, typer.Option(help="Count tokens, too: a Hugging Face name or folder.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Also count tokens: a Hugging Face name or folder.")] = None,
 ) -> None:
-    """Say what rows hold: episodes, emission kinds, lengths, actions; all folders together."""
+    """Print statistics of rows from all folders together: episodes, emission kinds, lengths, actions."""
     from configs.models import model_path
     from data_gen.dataset import of_collection, print_statistics, statistics
     from data_gen.rows import load_rows, row_folders
@@ -87,17 +87,24 @@ def data_inspect(
 @data_app.command("questions")
 @with_settings("configs.collect:QuestionsConfig")
 def data_questions(settings: "QuestionsConfig", out: Out = Path("out/questions")) -> None:
-    """Have a language model write questions, with the records that answer them, about what our own experts did; for
-    train router --questions OUT/questions.jsonl (docs/s3mem.md)."""
+    """Generate questions about the experts' histories with a language model, for `train router --questions
+    OUT/questions.jsonl` (docs/s3mem.md)."""
     from configs.run_folder import output_folder
-    from data_gen.question_teacher import QUESTIONS, REJECTED, RESPONSES, TAUGHT, QuestionTeacher, write_questions
+    from data_gen.questions.histories import expert_histories
+    from data_gen.questions.llm_questions import (
+        ACCOUNT,
+        QUESTIONS,
+        REJECTED,
+        RESPONSES,
+        QuestionTeacher,
+        write_questions,
+    )
     from lm.endpoint import Endpoint
-    from training.router import sources
 
-    with output_folder(out, "data questions", (TAUGHT, QUESTIONS, REJECTED), "teacher"):
+    with output_folder(out, "data questions", (ACCOUNT, QUESTIONS, REJECTED), "teacher"):
         teacher = QuestionTeacher(Endpoint(settings.api, out / RESPONSES), settings.per_part)
-        found = sources(settings.environments, settings.seed, settings.worlds)
-        histories = [trace for source in found for trace in source.histories]
+        sources = expert_histories(settings.environments, settings.seed, settings.worlds)
+        histories = [trace for source in sources for trace in source.histories]
         typer.echo(json.dumps(write_questions(teacher, histories, out), indent=1))
 
 
@@ -116,13 +123,13 @@ def data_push(
 @data_app.command("export")
 def data_export(
     rows: Annotated[list[str], typer.Argument(help="Folders of rows, or patterns such as 'runs/shard-*/rows'.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write, which must not exist.")],
-    images: Annotated[bool, typer.Option("--images", help="With pictures, for models that see.")] = False,
-    instructions: Annotated[bool, typer.Option(help="With the compiler's instructions as system turn.")] = True,
-    held_out: Annotated[float, typer.Option(min=0, max=1, help="Share of the tasks for a split `test`.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Which tasks those are, as in SFT's validation.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder.")],
+    images: Annotated[bool, typer.Option("--images", help="Include pictures, for vision-language models.")] = False,
+    instructions: Annotated[bool, typer.Option(help="Include the compiler's instructions as system turn.")] = True,
+    held_out: Annotated[float, typer.Option(min=0, max=1, help="Share of the tasks in split `test`.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Selects these tasks, as in SFT's validation.")] = 0,
 ) -> None:
-    """Write rows as TRL conversations (prompt and completion, Parquet): `trl sft --dataset_name OUT` trains on them."""
+    """Export rows as TRL conversations (prompt and completion, Parquet) for `trl sft --dataset_name OUT`."""
     from compiler.prompt import compiler_instructions
     from configs.run_folder import check_inputs
     from data_gen.conversations import export
@@ -133,8 +140,9 @@ def data_export(
     quiet()
     folders = row_folders(rows)
     check_inputs(out, [("ROWS", folder) for folder in folders])
-    told = compiler_instructions(rows_environment(folders).compiling) if instructions else ""
-    typer.echo(f"{out}: {export(load_rows(folders), out, told, images, held_out, seed)}")
+    system = compiler_instructions(rows_environment(folders).compiling) if instructions else ""
+    rows = load_rows(folders)
+    typer.echo(f"{out}: {export(rows, out, instructions=system, images=images, held_out=held_out, seed=seed)}")
 
 
 @with_settings("configs.collect:CollectConfig")
@@ -144,20 +152,21 @@ def leakage(
     evaluation: Annotated[Path | None, typer.Option("--eval", help="Manifest of the evaluation side.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for manifest.json, leakage.json.")] = None,
 ) -> None:
-    """Say what training and evaluation share; exit 1 on a leak, or when nothing could be checked. Settings as for
-    collect: env, split, leakage.held_out."""
+    """Check whether training and evaluation tasks overlap; exit 1 on a leak, or if nothing could be checked. Settings
+    as for collect: env, split, leakage.held_out."""
     run_leakage(train, evaluation, settings, out)
 
 
 def run_leakage(
     train: Path | None, evaluation: Path | None, config: "CollectConfig | None", out: Path | None = None
 ) -> None:
-    """Print what training and evaluation share; OUT gets the training side's manifest.json, and leakage.json. Each side
-    is a manifest, or what a `collect` configuration says: the tasks that it would play, and its held-out splits.
+    """Print the overlap of training and evaluation tasks; write manifest.json and leakage.json to OUT.
+
+    Each side is a manifest, or comes from a `collect` configuration: the tasks that it plays, and its held-out splits.
 
     Raises:
-        ConfigError: a leak, or nothing that could be checked.
-        ManifestError, LeakageError: files that cannot be compared.
+        ConfigError: the tasks leak, or nothing could be checked.
+        ManifestError, LeakageError: the files cannot be compared.
     """
     from rich.console import Console
 
@@ -167,7 +176,7 @@ def run_leakage(
     from runtime.store import write_atomically
 
     if config is None and (train is None or evaluation is None):
-        raise ConfigError("give --train and --eval, or a collect configuration for what is not given")
+        raise ConfigError("give --train and --eval, or a collect configuration for the missing side")
     ours, audit = _sides(train, evaluation, config)
     console = Console(width=120)
     if audit.verdict:
@@ -183,7 +192,8 @@ def run_leakage(
 
 
 def _sides(train: Path | None, evaluation: Path | None, config: "CollectConfig | None") -> tuple["Manifest", "Audit"]:
-    from data_gen.leakage import Audit, audit_training, check, held_out_tasks
+    from data_gen.isolation import check
+    from data_gen.leakage import Audit, audit_training, held_out_tasks
     from data_gen.tasks import chosen_tasks
     from envs.manifest import Manifest
     from envs.registry import Environments

@@ -29,8 +29,9 @@ from configs import run_folder
 from configs.collect import CollectConfig
 from configs.evaluation import EvalConfig
 from configs.load import load_config, to_yaml
-from data_gen import cases, dataset, leakage, memories, rows
+from data_gen import dataset, leakage, memories, rows
 from data_gen.experience import traces_of
+from data_gen.questions.records import Question, QuestionSet, load_question_sets, save_question_sets
 from envs.alfworld.export import export_split
 from envs.alfworld.games import FOLDER, GAME_FILE, AlfworldGames
 from envs.base import EnvironmentFailure, Task
@@ -38,7 +39,7 @@ from envs.household.environment import EngineEnvironment, HouseholdEnvironment
 from envs.household.trajectories import HouseholdReader
 from envs.manifest import Manifest
 from eval import metrics, plots, runs, table
-from eval.qa.files import read_cases
+from eval.qa.benchmark_files import read_question_sets
 from lm.ledger import Answer, EndpointStop, Ledger
 from memory import bank, journal, registry
 from memory.entry import entry_from_json
@@ -122,8 +123,8 @@ def sample() -> Path:
     need.Need(Head(np.zeros(16), 0.5), 0.5, {"rows": 3}).save(root / "sft")
     for name in SYSTEMS:
         opened(name, root / name).commit(traces_of(played))
-    question = cases.Question("q", "where?", "there")
-    cases.save_cases([cases.Case("c", tuple(t for [t] in traces_of(played)), (question,))], root / "cases.jsonl")
+    question = Question("q", "where?", "there")
+    save_question_sets([QuestionSet("c", tuple(t for [t] in traces_of(played)), (question,))], root / "cases.jsonl")
     ledger_used(root / "answers.sqlite")
     if find_spec("alfworld") is not None:  # whose rules an exported game holds
         export_split(env(), "train", root / "alfworld", 2)
@@ -190,8 +191,8 @@ READERS: Mapping[str, Sequence[Read]] = {
     "eval": [episodes_read],
     "alfworld": [lambda run, path: AlfworldGames(run).tasks("train"), game_played],
     "answers.sqlite": [lambda run, path: ledger_used(path)],
-    "cases.jsonl": [lambda run, path: cases.load_cases(path)],
-    **{name: [lambda run, path: read_cases(path)] for name in ("locomo.json", "ama.jsonl")},
+    "cases.jsonl": [lambda run, path: load_question_sets(path)],
+    **{name: [lambda run, path: read_question_sets(path)] for name in ("locomo.json", "ama.jsonl")},
     **{name: [lambda run, path: (recalled(opened(run.name, run), OTHER), memories.system_of(run))] for name in SYSTEMS},
 }
 # What a command ends with in one line.
@@ -276,10 +277,10 @@ def check_journal(given: Sequence[Mapping[str, Any]]) -> None:
     expect(
         list(journal.Journal(path)) == list({row.key: row for row in made}.values()), "a journal reads back as another"
     )
-    ask = lambda each: cases.Question(each["id"], each["goal"], each["why"])
-    asked = [cases.Case(each["id"], (trace(each),), (ask(each),)) for each in given]
-    cases.save_cases(asked, path / "cases.jsonl")
-    expect(cases.load_cases(path / "cases.jsonl") == asked, "cases of questions read back as others")
+    ask = lambda each: Question(each["id"], each["goal"], each["why"])
+    asked = [QuestionSet(each["id"], (trace(each),), (ask(each),)) for each in given]
+    save_question_sets(asked, path / "cases.jsonl")
+    expect(load_question_sets(path / "cases.jsonl") == asked, "cases of questions read back as others")
 
 
 def check_memory(given: Sequence[Mapping[str, Any]], name: str) -> None:

@@ -13,10 +13,10 @@ from envs.base import Task
 from eval.paper.tables import ABOUT, MEASURED, Row, Table, TableCell, paper_rows, percent_cell
 from eval.qa.answers import RESULTS
 from memory.protocol import Record, Trace
-from memory.s3mem.pool import Index
+from memory.s3mem.index import UnitIndex
 from memory.s3mem.router import load_router
+from memory.s3mem.rule_writer import write_units
 from memory.s3mem.settings import S3MemSettings
-from memory.s3mem.writing import written
 from runtime.store import read_json
 
 NAME = "s3mem"
@@ -86,8 +86,8 @@ def _example() -> Iterator[Row]:
     """Score the paper's example with the shipped router."""
     actions = [ACTIONS.get(t, "wait") for t in range(max(ACTIONS) + 1)]
     records = tuple(Record(t, "", action, "") for t, action in enumerate(actions))
-    units = written(Trace(Task("example", "", "", "", "log"), records, True))
-    nodes = load_router().nodes(Index(units, S3MemSettings()).ask(QUESTION))
+    units = write_units(Trace(Task("example", "", "", "", "log"), records, True))
+    nodes = load_router().nodes(UnitIndex(units, S3MemSettings()).score(QUESTION))
     ranked = sorted(nodes, key=lambda node: (-node.support, node.place))
     for rank, node in enumerate(ranked, 1):
         if node.unit.order in ACTIONS:

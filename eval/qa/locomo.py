@@ -1,4 +1,4 @@
-"""LoCoMo's file (Maharana et al., 2024) as cases: a dialogue of many sessions each, a record a turn."""
+"""Reads LoCoMo (Maharana et al., 2024): dialogues of many sessions, one record per turn."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from data_gen.cases import Case, Question
+from data_gen.questions.records import Question, QuestionSet
 from envs.base import Task
 from memory.protocol import Record, Trace
 
-PICTURES = ("picture", "image", "img_url")  # keys of a turn or step that tell where its picture lies
+PICTURES = ("picture", "image", "img_url")  # keys of a turn or step that may hold its picture's path
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
 
 
-def locomo_case(sample: Mapping[str, Any]) -> Case:
-    """Make a case of one sample. Evidence is split where one string names several turns; what is no turn is dropped."""
+def read_locomo(sample: Mapping[str, Any]) -> QuestionSet:
+    """Convert one sample. Evidence strings with several turn ids are split; ids of unknown turns are dropped."""
     name = str(sample["sample_id"])
     turns = [_turn(turn, when) for _, when, session in _sessions(sample["conversation"]) for turn in session]
     known = {record.id for record in turns}
-    return Case(
+    return QuestionSet(
         name,
         (_history(name, turns),),
         tuple(_questions(name, sample["qa"], known)),
@@ -30,11 +30,11 @@ def locomo_case(sample: Mapping[str, Any]) -> Case:
 
 def _history(name: str, records: list[Record]) -> Trace:
     numbered = (replace(record, t=t) for t, record in enumerate(records))
-    return Trace(Task(name, "", "", "", "dialogue"), tuple(numbered), True)
+    return Trace(Task(name, goal="", scene="", split="", kind="dialogue"), tuple(numbered), True)
 
 
 def _sessions(conversation: Mapping[str, Any]) -> Iterator[tuple[int, str, list[Any]]]:
-    """Yield number, date and turns of each session that has turns."""
+    """Yield number, date and turns of each session."""
     numbers = sorted(int(key.split("_")[1]) for key in conversation if re.fullmatch(r"session_\d+", key))
     for number in numbers:
         yield number, conversation.get(f"session_{number}_date_time", ""), conversation[f"session_{number}"]
@@ -54,15 +54,15 @@ def _turn(turn: Mapping[str, Any], when: str) -> Record:
     )
 
 
-def picture_of(told: Mapping[str, Any]) -> str:
-    """Return where the picture of a turn or step lies, as its file says it: the first one, "" for none."""
-    named = next((told[key] for key in PICTURES if told.get(key)), "")
-    first = named[0] if isinstance(named, list) else named
+def picture_of(row: Mapping[str, Any]) -> str:
+    """Return the path or URL of the first picture of a turn or step, "" for none."""
+    value = next((row[key] for key in PICTURES if row.get(key)), "")
+    first = value[0] if isinstance(value, list) else value
     return first if isinstance(first, str) else ""
 
 
 def _facts(sample: Mapping[str, Any], known: set[str]) -> Iterator[Record]:
-    """Yield what the file has noted of the turns: a record named by the turns that it was noted of."""
+    """Yield the file's notes as records whose id lists the turns that they are about."""
     for number, when, _ in _sessions(sample["conversation"]):
         for actor, facts in sample.get("observation", {}).get(f"session_{number}_observation", {}).items():
             for fact, cited in facts:
@@ -72,11 +72,15 @@ def _facts(sample: Mapping[str, Any], known: set[str]) -> Iterator[Record]:
 
 
 def _questions(name: str, questions: list[Mapping[str, Any]], known: set[str]) -> Iterator[Question]:
-    for i, asked in enumerate(questions):
-        category = CATEGORIES[asked["category"]]
-        answer = str(asked.get("answer", asked.get("adversarial_answer", "")))
-        evidence = _ids(asked.get("evidence", []), known)
-        yield Question(f"{name}/{i}", asked["question"], answer, category, evidence, absent=asked["category"] == 5)
+    for i, row in enumerate(questions):
+        yield Question(
+            f"{name}/{i}",
+            row["question"],
+            answer=str(row.get("answer", row.get("adversarial_answer", ""))),
+            category=CATEGORIES[row["category"]],
+            evidence=_ids(row.get("evidence", []), known),
+            absent=row["category"] == 5,
+        )
 
 
 def _ids(cited: Any, known: set[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""memcompiler bench recall: the share of a question's evidence that a memory packs, by category; no model is needed."""
+"""`memcompiler bench recall`: the share of each question's evidence that a memory packs; uses no reader."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import numpy as np
 import typer
 
 from configs.collect import MemoryModels
-from data_gen.cases import Case
+from data_gen.questions.records import QuestionSet
 from eval.intervals import bootstrap_mean
-from eval.qa.evidence import asking
-from eval.qa.files import read_cases
+from eval.qa.benchmark_files import read_question_sets
+from eval.qa.retrievers import open_retriever
 from eval.table import markdown_table
 from memory.registry import RESPONSES
 from runtime.store import to_json, write_atomically
 
 ALL = "all"
-Shares = dict[tuple[str, int], list[float]]  # by category and budget
+Recalls = dict[tuple[str, int], list[float]]  # a share of evidence per question, by category and budget
 
 
 def run_recall(
     data: Path,
+    *,
     memory: str,
     budgets: Sequence[int],
     settings: Mapping[str, Any],
@@ -33,15 +34,19 @@ def run_recall(
     out: Path | None,
     models: MemoryModels,
 ) -> None:
-    """Measure and print; the last line is the recall at 1000 tokens, or at the budget nearest to it. Raises:
-    ValueError, where no question says where its answer stands."""
+    """Measure and print recall; the last line is the recall at the budget nearest to 1000 tokens.
+
+    Raises:
+        ValueError: no question has evidence.
+    """
     cached = models.cached_in(out / RESPONSES) if out is not None else models
-    shares, times = measured(read_cases(data), memory, budgets, settings, facts, cached)
+    sets = read_question_sets(data)
+    shares, times = measure_recall(sets, memory, budgets, settings=settings, facts=facts, models=cached)
     if not shares:
-        raise ValueError(f"no question of {data} names the records that answer it: recall cannot be told")
+        raise ValueError(f"no question of {data} has evidence: recall cannot be measured")
     categories = [*dict.fromkeys(category for category, _ in shares if category != ALL), ALL]
     rows = [
-        [name, str(len(shares[name, budgets[0]])), *(told(shares[name, b], name == ALL) for b in budgets)]
+        [name, str(len(shares[name, budgets[0]])), *(_format(shares[name, b], name == ALL) for b in budgets)]
         for name in categories
     ]
     typer.echo("\n".join(markdown_table(["category", "n", *(f"{b} tokens" for b in budgets)], rows)))
@@ -61,34 +66,36 @@ def run_recall(
     typer.echo(f"recall@{shown}: {100 * means[f'{ALL}@{shown}']:.1f}")
 
 
-def measured(
-    cases: Sequence[Case],
+def measure_recall(
+    sets: Sequence[QuestionSet],
     memory: str,
     budgets: Sequence[int],
+    *,
     settings: Mapping[str, Any] | None = None,
     facts: bool = False,
     models: MemoryModels | None = None,
-) -> tuple[Shares, dict[str, float]]:
-    """Ask every question that has evidence at every budget; also give the processor time of writing and of a recall,
-    which does not depend on what else the machine does."""
-    shares: Shares = {}
+) -> tuple[Recalls, dict[str, float]]:
+    """Retrieve evidence for every question at every budget; also return the CPU time of writing (s) and of the median
+    recall (ms)."""
+    shares: Recalls = {}
     writing, recalls = 0.0, list[float]()
-    for n, case in enumerate(cases):
+    for n, each in enumerate(sets):
         with tempfile.TemporaryDirectory() as folder:
             started = time.process_time()
-            ask = asking(memory, case, settings or {}, Path(folder) / str(n), facts, models)
+            path = Path(folder) / str(n)
+            retrieve = open_retriever(memory, each, settings or {}, path, facts=facts, models=models)
             writing += time.process_time() - started
-            for question in case.questions:
+            for question in each.questions:
                 for budget in budgets if question.evidence else ():
                     started = time.process_time()
-                    share = ask(question, budget).recall(question.evidence)
+                    share = retrieve(question, budget).recall(question.evidence)
                     recalls.append(1000 * (time.process_time() - started))
                     for category in (question.category, ALL):
                         shares.setdefault((category, budget), []).append(share)
     return shares, {"write_s": writing, "recall_ms": float(np.median(recalls)) if recalls else 0.0}
 
 
-def told(shares: Sequence[float], interval: bool) -> str:
+def _format(shares: Sequence[float], interval: bool) -> str:
     mean = f"{100 * np.mean(shares):.1f}"
     if not interval or len(shares) < 2:
         return mean

@@ -1,4 +1,4 @@
-"""What a question is after (S3Mem, section 3.1): an event, a state or a source, by rule from its text alone."""
+"""Rule-based parsing of questions into anchors (S3Mem, section 3.1): what a question names and asks for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memory.s3mem.text import MONTHS, NUMBERED, STOP_WORDS, folded_dates, key_of
+from memory.s3mem.text import MONTHS, NUMBERED, STOP_WORDS, folded_dates, name_key
 from memory.words import words
 
 Kind = Literal["event", "state", "source"]
@@ -41,7 +41,14 @@ MULTI_HOP = frozenset({"count", "compare", "between", "cause", "before", "after"
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """What a question names. `dates`: as "8 may 2023", without what is not said; `steps`: a range, both ends in it."""
+    """A parsed question: its kind, its operations and the names in it.
+
+    Attributes:
+        steps: a range of step numbers, both ends included.
+        dates: as "8 may 2023", without the parts that the question omits.
+        nth: which occurrence is meant, from 1.
+        multi_hop: the answer needs several linked units.
+    """
 
     text: str
     kind: Kind = "event"
@@ -57,8 +64,8 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What a memory holds that a question may name: events, objects, places and actors, in lower case."""
+class Vocabulary:
+    """Names in a memory that a question may use: events, objects, places and actors, in lower case."""
 
     events: Collection[str] = ()
     objects: Collection[str] = ()
@@ -68,25 +75,25 @@ class Known:
 
     def __post_init__(self) -> None:
         for kind in ("events", "objects", "places", "actors"):
-            self._by_key[kind] = {key_of(name): name for name in getattr(self, kind) if name}
+            self._by_key[kind] = {name_key(name): name for name in getattr(self, kind) if name}
 
-    def named(self, kind: str, keys: Set[str]) -> set[str]:
-        """Return what is named by any of the keys."""
+    def lookup(self, kind: str, keys: Set[str]) -> set[str]:
+        """Return the names of one kind whose key is among `keys`."""
         return {self._by_key[kind][key] for key in keys & self._by_key[kind].keys()}
 
 
-def anchor_of(question: str, known: Known) -> Anchor:
-    """Parse a question by rule."""
+def parse_question(question: str, known: Vocabulary) -> Anchor:
+    """Parse a question by rules, with the names that the memory knows."""
     text, plain = " ".join(question.lower().split()), folded_dates(question)
     ops = {op for op, pattern in _COMPILED.items() if pattern.search(plain)}
     nth = _NUMBERS.get(m[1]) or int(m[2] or 0) if (m := _NTH.search(plain)) else None
     ops |= {"nth"} if nth else set()
-    named = _spans(text)
+    spans = _spans(text)
     events = [*dict.fromkeys(quoted for quoted in _QUOTED.findall(text) if quoted in known.events)]
-    events = events or _longest(known.named("events", named), text)
-    objects = [each for each in _longest(known.named("objects", named), text) if each not in STOP_WORDS]
-    places = _longest(known.named("places", named), text)
-    sources = sorted(known.named("actors", named))
+    events = events or _longest(known.lookup("events", spans), text)
+    objects = [each for each in _longest(known.lookup("objects", spans), text) if each not in STOP_WORDS]
+    places = _longest(known.lookup("places", spans), text)
+    sources = sorted(known.lookup("actors", spans))
     steps = (int(m[1]), int(m[2] or m[1])) if (m := _STEPS.search(plain)) else None
     kind: Kind = "state" if _STATE.search(plain) else "source" if _SOURCE.search(plain) else "event"
     numbered = {each for each in objects if NUMBERED.fullmatch(each)} - {part for e in events for part in _spans(e)}
@@ -95,31 +102,33 @@ def anchor_of(question: str, known: Known) -> Anchor:
         question,
         kind,
         frozenset(ops),
-        tuple(events),
-        tuple(objects),
-        tuple(places),
-        tuple(sources),
-        steps,
-        tuple(" ".join(filter(None, (d[0] or d[2], d[1], d[3]))) for d in _DATE.findall(plain) if d[0] or d[2] or d[3]),
-        nth,
-        bool(ops & MULTI_HOP) or linked,
+        events=tuple(events),
+        objects=tuple(objects),
+        places=tuple(places),
+        sources=tuple(sources),
+        steps=steps,
+        dates=tuple(
+            " ".join(filter(None, (d[0] or d[2], d[1], d[3]))) for d in _DATE.findall(plain) if d[0] or d[2] or d[3]
+        ),
+        nth=nth,
+        multi_hop=bool(ops & MULTI_HOP) or linked,
     )
 
 
 def _spans(text: str) -> set[str]:
-    """List all runs of up to six words, the numbered things, and characters that may be a name."""
-    told = words(text)
-    runs = {" ".join(told[i : i + n]) for n in range(1, 7) for i in range(len(told) - n + 1)}
+    """List all runs of up to six words, the numbered objects, and every non-ASCII character."""
+    tokens = words(text)
+    runs = {" ".join(tokens[i : i + n]) for n in range(1, 7) for i in range(len(tokens) - n + 1)}
     return runs | set(NUMBERED.findall(text)) | {each for each in text if not each.isascii()}
 
 
 def _longest(found: Collection[str], text: str) -> list[str]:
-    """Keep those that are no part of a longer one, in the order of the text."""
-    kept = [each for each in found if not any(each != other and f" {each} " in f" {other} " for other in found)]
-    return sorted(kept, key=lambda each: (text.find(each), each))
+    """Drop names that are part of a longer one; order the others by their position in the text."""
+    longest = [each for each in found if not any(each != other and f" {each} " in f" {other} " for other in found)]
+    return sorted(longest, key=lambda each: (text.find(each), each))
 
 
-def dated(when: str, dates: Collection[str]) -> bool:
-    """Tell whether a time such as "1:56 pm on 8 May, 2023" is of one of the dates."""
-    told = words(folded_dates(when))
-    return any(set(date.split()) <= set(told) for date in dates)
+def matches_date(when: str, dates: Collection[str]) -> bool:
+    """Return whether a time such as "1:56 pm on 8 May, 2023" falls on one of the dates."""
+    parts = set(words(folded_dates(when)))
+    return any(set(date.split()) <= parts for date in dates)

@@ -1,7 +1,7 @@
-"""S3Mem as a memory system (arXiv 2605.28831): scene-event units, written once and folded from a journal; a router
-that was trained once; a pack of evidence for a question, or for the objects of a goal.
+"""S3Mem as a memory system (arXiv 2605.28831): scene-event units from a journal, a trained router, and an evidence pack
+for a question or for the objects of a goal.
 
-Entries are units, so that a pack is a tuple of entries whose texts do not depend on what is asked.
+Each unit is one entry, so entry texts do not depend on the question.
 """
 
 from __future__ import annotations
@@ -19,20 +19,27 @@ from memory.journal import Journal, Row
 from memory.protocol import ESTIMATED, Costs, Fixed, Query, Recall, Trace
 from memory.registry import Ask, MemorySpec, Tools
 from memory.retrieval import Embed
-from memory.s3mem import llm
-from memory.s3mem.packing import Pack, ordered, packed
-from memory.s3mem.pool import Candidate, Index
-from memory.s3mem.router import scored
+from memory.s3mem.index import Candidate, UnitIndex
+from memory.s3mem.llm_writer import merge_units, parse_with_model, write_units_json
+from memory.s3mem.packing import pack_evidence, reading_order
+from memory.s3mem.router import score_candidates
+from memory.s3mem.rule_writer import write_units
 from memory.s3mem.settings import S3MemSettings
-from memory.s3mem.units import NAME, Unit
-from memory.s3mem.writing import written
+from memory.s3mem.units import NAME, EventUnit
 
-SCOPES = 16  # indexes that are kept: a scope's is made anew in milliseconds
+MAX_INDEXES = 16  # cached indexes: rebuilding one takes milliseconds
 
 
 class S3Mem:
-    """A `MemorySystem`. Units follow from the journal's first rows; what is asked is answered within one scope: the
-    scene of its task, else all that is held."""
+    """A `MemorySystem` of scene-event units.
+
+    Queries search one scope: the scene of their task if the memory knows it, else all units.
+
+    Args:
+        until: read only so many rows of the journal (default: all).
+        ask: language model of `writer: llm`.
+        embed: embedding model of `dense: embed`.
+    """
 
     name: ClassVar[str] = NAME
 
@@ -46,28 +53,28 @@ class S3Mem:
     ) -> None:
         self.path, self.settings, self._ask, self._embed = Path(path), settings or S3MemSettings(), ask, embed
         self._journal = Journal(self.path, until)
-        self._units, self._rows = list[Unit](), 0
-        self._scopes = OrderedDict[tuple[str, str], Index]()
+        self._units, self._rows = list[EventUnit](), 0
+        self._scopes = OrderedDict[tuple[str, str], UnitIndex]()
 
-    # writing ---------------------------------------------------------------------------------------------------------
+    # writing ----------------------------------------------------------------------------------------------------------
 
     def commit(self, episodes: Sequence[Sequence[Trace]]) -> Written:
         rows = [Row(tuple(attempts), {}) for attempts in episodes]
         if self._ask is None or self.settings.writer != "llm":
             return self._journal.append(rows)
         fresh = self._journal.unknown(rows)
-        told = [Row(row.attempts, llm.answers(row.attempts, self._ask)) for row in fresh]
-        return self._journal.append(told) + Written(0, len(rows) - len(fresh))
+        answered = [Row(row.attempts, write_units_json(row.attempts, self._ask)) for row in fresh]
+        return self._journal.append(answered) + Written(0, len(rows) - len(fresh))
 
     def take_over(self, other: S3Mem) -> Written:
         return self._journal.append(list(other._journal))
 
     @property
-    def units(self) -> list[Unit]:
-        """Return all units in the order of writing."""
+    def units(self) -> list[EventUnit]:
+        """All units in the order of writing."""
         fresh = self._journal.since(self._rows)
         for row in fresh:
-            self._units += units_of(row)
+            self._units += _units_of_row(row)
         if fresh:
             self._rows += len(fresh)
             self._scopes.clear()
@@ -75,74 +82,72 @@ class S3Mem:
 
     @property
     def failures(self) -> Counter[str]:
-        """Count what a language model answered that could not be used."""
+        """Counts of the language model's unusable answers, by reason."""
         return sum((Counter(row.answers.get("failures", {})) for row in self._journal), Counter())
 
-    # asking ----------------------------------------------------------------------------------------------------------
+    # retrieval --------------------------------------------------------------------------------------------------------
 
     def recall(self, queries: Sequence[Query]) -> list[Recall]:
-        return [self._recalled(query) for query in queries]
+        return [self._recall(query) for query in queries]
 
-    def _recalled(self, query: Query) -> Recall:
+    def _recall(self, query: Query) -> Recall:
         index = self._index(query.task)
         budget, how = float(query.tokens or self.settings.tokens), self.settings.representation
         if query.text:
-            picks = self.pack(index, query.text, budget, query.costs).picks
+            picks = self._pack(index, query.text, budget, query.costs)
         else:
-            picks = self._of_goal(index, query.task, budget, query.k)
+            picks = self._pack_goal(index, query.task, budget, query.k)
         entries = tuple(pick.unit.entry(how, pictures=query.costs.picture > 0) for pick in picks)
         return Recall(entries, pointers=tuple(pick.unit.pointers for pick in picks))
 
-    def pack(self, index: Index, question: str, budget: float, costs: Costs = ESTIMATED) -> Pack:
+    def _pack(self, index: UnitIndex, question: str, budget: float, costs: Costs = ESTIMATED) -> list[Candidate]:
         """Pack the evidence for one question."""
-        settings, asked = self.settings, index.ask(question, costs=costs)
+        settings, scores = self.settings, index.score(question, costs=costs)
         if settings.anchors and self._ask is not None and settings.writer == "llm":
-            anchor = llm.anchor(question, asked.anchor, self._ask)
-            asked = index.ask(question, anchor, costs)
-        return packed(asked.anchor, *scored(asked, settings), budget, settings)
+            anchor = parse_with_model(question, scores.anchor, self._ask)
+            scores = index.score(question, anchor, costs)
+        return pack_evidence(scores.anchor, *score_candidates(scores, settings), budget=budget, settings=settings)
 
-    def _of_goal(self, index: Index, task: Task, budget: float, k: int) -> list[Candidate]:
-        """Unite the packs of a goal's objects: where each was seen last, and what has become of it. At most k units, of
-        each object in turn the one with most support; in the order of writing."""
+    def _pack_goal(self, index: UnitIndex, task: Task, budget: float, k: int) -> list[Candidate]:
+        """Pack at most k units about where each of the goal's objects was last seen: of each object in turn the unit
+        with most support, in the order of writing."""
         known = {kind(thing) for unit in index.units for thing in unit.objects}
         wanted = sorted(objects(task, known)) or [task.goal]
-        packs = [self.pack(index, f"Where was the {thing} last seen?", budget / len(wanted)) for thing in wanted]
-        ranked = [sorted(pack.picks, key=lambda pick: (-pick.support, -pick.place)) for pack in packs]
+        packs = [self._pack(index, f"Where was the {thing} last seen?", budget / len(wanted)) for thing in wanted]
+        ranked = [sorted(pack, key=lambda pick: (-pick.support, -pick.place)) for pack in packs]
         in_turn = (pick for turn in zip_longest(*ranked) for pick in turn if pick is not None)
         picks = {pick.unit.id: pick for pick in in_turn}
-        return ordered(list(islice(picks.values(), k)))
+        return reading_order(list(islice(picks.values(), k)))
 
-    def _index(self, task: Task) -> Index:
-        """Return the index of a task's scope, without what its own episodes left."""
+    def _index(self, task: Task) -> UnitIndex:
+        """Return the cached index of a task's scope, without the units of its own episodes."""
         units = self.units
-        scenes = {unit.origin.scene for unit in units}
-        key = (task.scene if task.scene in scenes else "", task.id)
-        own = any(unit.origin.task_id == task.id for unit in units)
-        key = (key[0], task.id if own else "")
+        scope = task.scene if any(unit.origin.scene == task.scene for unit in units) else ""
+        left_out = task.id if any(unit.origin.task_id == task.id for unit in units) else ""
+        key = (scope, left_out)
         if key not in self._scopes:
-            scope, left_out = key
             inside = (unit for unit in units if not scope or unit.origin.scene == scope)
             others = [unit for unit in inside if not left_out or unit.origin.task_id != left_out]
-            self._scopes[key] = Index(others, self.settings, self._embed)
-            while len(self._scopes) > SCOPES:
+            self._scopes[key] = UnitIndex(others, self.settings, self._embed)
+            while len(self._scopes) > MAX_INDEXES:
                 self._scopes.popitem(last=False)
         self._scopes.move_to_end(key)
         return self._scopes[key]
 
     def session(self, query: Query, first: Recall) -> Fixed:
-        """Recall the same at every step: what is packed follows from the question alone."""
+        """Return a session that recalls the same at every step: packs depend on the goal alone."""
         return Fixed(first)
 
     def again(self, query: Query, first: Recall, attempts: Sequence[Trace]) -> None:
-        """Keep a failure as it is."""
+        """Want no further attempt at a failed task."""
 
-    # as a store ------------------------------------------------------------------------------------------------------
+    # storage ----------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> int:
         return len(self._journal)
 
     def at(self, version: int) -> S3Mem:
-        return S3Mem(self.path, self.settings, version, self._ask, self._embed)
+        return S3Mem(self.path, self.settings, version, ask=self._ask, embed=self._embed)
 
     def origins(self) -> Counter[tuple[str, str]]:
         return Counter((t.task.id, t.task.split) for row in self._journal for t in row.attempts)
@@ -157,15 +162,14 @@ class S3Mem:
         return self.by_id[id].entry(self.settings.representation)
 
     @property
-    def by_id(self) -> Mapping[str, Unit]:
+    def by_id(self) -> Mapping[str, EventUnit]:
         return {unit.id: unit for unit in self.units}
 
 
-def units_of(row: Row) -> list[Unit]:
-    """Return the units of an episode's attempts: a language model's, where it has told any, with the rules' for records
-    that it names none for."""
-    told = row.answers.get("units", {})
-    return [unit for n, trace in enumerate(row.attempts) for unit in llm.merged(written(trace), told.get(str(n), []))]
+def _units_of_row(row: Row) -> list[EventUnit]:
+    """Return the units of an episode's attempts: a language model's, and rule-written ones for the other records."""
+    written = row.answers.get("units", {})
+    return [u for n, trace in enumerate(row.attempts) for u in merge_units(write_units(trace), written.get(str(n), []))]
 
 
 def _open(path: Path, settings: S3MemSettings, tools: Tools) -> S3Mem:

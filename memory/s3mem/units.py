@@ -1,4 +1,5 @@
-"""Scene-event units (S3Mem, Eq. 2): what is written of a history once, with no question in sight; and how one reads."""
+"""Scene-event units (S3Mem, Eq. 2): what a writer extracts from a history before any question is known, and how units
+are rendered."""
 
 from __future__ import annotations
 
@@ -22,17 +23,20 @@ REFUSED = " (refused)"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A key such as "mug 1.location", with its value before ("" for unknown) and after."""
+class StateChange:
+    """A state such as "mug 1.location", with its value before ("" for unknown) and after."""
 
     key: str
     before: str
     after: str
 
+    def __str__(self) -> str:
+        return f"{self.key} {self.before or '?'} -> {self.after}"
+
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a unit comes from: the field c of the paper."""
+class UnitOrigin:
+    """The history and task that a unit comes from (the paper's field c)."""
 
     history: str
     kind: Literal["step", "turn"]
@@ -45,70 +49,65 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """The paper's eight fields: t is `order` and `when`, e `event` and `action`, o `objects`, l `place`, s `changes`,
-    r `relations`, c `origin`, rho `pointers`. `raw` is the text of the records that it points to."""
+class EventUnit:
+    """One scene-event unit. The paper's fields: t is `order` and `when`, e `event` and `action`, o `objects`,
+    l `place`, s `changes`, r `relations`, c `origin`, rho `pointers`."""
 
-    order: int  # its place in its history
+    order: int  # index in its history
     when: str
     event: str
-    origin: Origin
-    pointers: tuple[str, ...]
-    action: str = ""  # the kind of event, as a verb
+    origin: UnitOrigin
+    pointers: tuple[str, ...]  # ids of the records
+    action: str = ""  # a verb
     objects: tuple[str, ...] = ()
     place: str = ""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[StateChange, ...] = ()
     relations: tuple[tuple[str, str], ...] = ()  # kind, id of the other unit
-    raw: str = ""
+    raw: str = ""  # text of the records
     id: str = ""
-    pictures: tuple[str, ...] = ()  # paths of its records' pictures
+    pictures: tuple[str, ...] = ()  # paths of the records' pictures
 
     @property
     def command(self) -> str:
-        """Return what was done, without how it ended."""
+        """Return the command of the event, without its result."""
         return self.event.partition(": ")[0].removesuffix(REFUSED)
 
-    def serialised(self) -> str:
-        """Write all fields that say something (`t=3 | e=mix picture | ...`)."""
-        fields = {
-            "t": self.when or str(self.order),
-            "e": self.event,
-            "o": ", ".join(self.objects),
-            "l": self.place,
-            "s": ", ".join(map(changed, self.changes)),
-            "r": ", ".join(kind for kind, _ in self.relations),
-            "c": self.origin.actor,
-        }
-        return " | ".join(f"{name}={text}" for name, text in fields.items() if text)
-
     def rendered(self, how: Representation = "full") -> str:
-        """Write the one line that a reader sees: a text of the unit alone, whatever is asked."""
+        """Return the line that a reader sees; it does not depend on the question."""
         return one_line(encodable(_RENDERED[how](self)))
 
     def searched(self, how: Representation = "full") -> str:
-        """Return what retrieval reads of it: who, what and where, without the date."""
+        """Return the text that retrieval indexes: actor, event and place, without the date."""
         if how == "event":
             return self.event
         if how == "objects":
             return ", ".join(self.objects)
-        what = self.raw if how == "chunk" or self.origin.kind == "turn" else _what(self)
+        what = self.raw if how == "chunk" or self.origin.kind == "turn" else _event_text(self)
         return f"{self.origin.actor}: {what}" if self.origin.actor else f"{self.place} {what}"
 
     def cost(self, how: Representation = "full", costs: Costs = ESTIMATED) -> float:
-        """Count its tokens as it is rendered, with those of its pictures for a reader that sees them."""
+        """Count the tokens of its rendering, and of its pictures for a reader that sees them."""
         shown = costs.picture * len(at_hand(self.pictures)) if costs.picture else 0
         return costs.text(self.rendered(how)) + shown
 
     def entry(self, how: Representation = "full", pictures: bool = False) -> MemoryEntry:
-        """Return it as a memory's entry, on request with its pictures. Raises: ValueError, where one cannot be read."""
+        """Return the unit as a memory entry, on request with pictures. Raises: ValueError for an unreadable picture."""
         of = self.origin
         done = (self.command,) if of.kind == "step" and not self.event.endswith(REFUSED) else ()
-        provenance = Provenance(of.task_id, of.scene, of.goal, of.split, of.success, (*done, *self._fetching()), NAME)
+        provenance = Provenance(
+            task_id=of.task_id,
+            scene=of.scene,
+            goal=of.goal,
+            split=of.split,
+            success=of.success,
+            actions=(*done, *self._take_commands()),
+            source=NAME,
+        )
         images = tuple(map(read_picture, at_hand(self.pictures))) if pictures else ()
         return MemoryEntry(self.id, self.rendered(how), provenance, images)
 
-    def _fetching(self) -> tuple[str, ...]:
-        """Return the commands that take what was seen at a place, where nothing was changed there."""
+    def _take_commands(self) -> tuple[str, ...]:
+        """Return commands that take the objects seen at a place, unless the step changed something there."""
         numbered = NUMBERED.fullmatch
         if self.origin.kind != "step" or self.changes or not numbered(self.place):
             return ()
@@ -116,44 +115,40 @@ class Unit:
 
 
 def unit_id(history: str, pointers: Sequence[str], ordinal: int, event: str) -> str:
-    told = json.dumps([history, list(pointers), ordinal, event])
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    """Return a stable id of a unit: a hash of what it was written from."""
+    source = json.dumps([history, list(pointers), ordinal, event])
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
-def changed(change: Change) -> str:
-    return f"{change.key} {change.before or '?'} -> {change.after}"
-
-
-def _what(unit: Unit) -> str:
-    """Write event, objects and changes, but nothing twice."""
-    said = unit.event.lower()
-    more = [each for each in unit.objects if each not in said and each != unit.place]
+def _event_text(unit: EventUnit) -> str:
+    """Return event, objects and changes; objects that the event names are not repeated."""
+    event = unit.event.lower()
+    more = [each for each in unit.objects if each not in event and each != unit.place]
     parts = [unit.event]
     if more and unit.origin.kind == "step":
         parts.append(f"objects: {', '.join(more)}")
-    parts += [f"state: {', '.join(map(changed, unit.changes))}"] if unit.changes else []
+    parts += [f"state: {', '.join(map(str, unit.changes))}"] if unit.changes else []
     return "; ".join(parts)
 
 
-def _full(unit: Unit) -> str:
-    """Say when, where and by whom in brackets, then what. A turn reads as people write one."""
+def _full(unit: EventUnit) -> str:
+    """Render a step as `[scene, time, place, actor] event`, a turn as `(time) actor: text`."""
     if unit.origin.kind == "turn":
-        said = f"{unit.origin.actor}: {_what(unit)}" if unit.origin.actor else _what(unit)
-        return f"({unit.when}) {said}" if unit.when else said
+        return _turn_text(unit, _event_text(unit))
     scene = f"in {unit.origin.scene}" if unit.origin.scene else ""
     at = f"at {unit.place}" if unit.place else ""
     head = ", ".join(filter(None, (scene, unit.when, at, unit.origin.actor)))
-    return f"[{head}] {_what(unit)}" if head else _what(unit)
+    return f"[{head}] {_event_text(unit)}" if head else _event_text(unit)
 
 
-def _chunk(unit: Unit) -> str:
-    said = f"{unit.origin.actor}: {unit.raw}" if unit.origin.actor else unit.raw
-    return f"({unit.when}) {said}" if unit.when else said
+def _turn_text(unit: EventUnit, text: str) -> str:
+    text = f"{unit.origin.actor}: {text}" if unit.origin.actor else text
+    return f"({unit.when}) {text}" if unit.when else text
 
 
 _RENDERED = {
     "full": _full,
-    "chunk": _chunk,
+    "chunk": lambda unit: _turn_text(unit, unit.raw),
     "event": lambda unit: unit.event,
     "objects": lambda unit: ", ".join(unit.objects),
 }

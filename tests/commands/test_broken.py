@@ -17,7 +17,7 @@ from configs.evaluation import EvalConfig
 from configs.load import load_config
 from configs.run_folder import RunFolder
 from data_gen.collect import Collection, arrange, prepare, what_is_left
-from data_gen.crew import CollectWorker, play_by
+from data_gen.ray_collect import CollectWorker, play_by
 from data_gen.rows import load_rows
 from envs.household.environment import EngineEnvironment
 from envs.registry import Environments

@@ -262,7 +262,7 @@ def test_a_bank_that_something_else_wrote_to_is_refused(whole, tmp_path):
     shutil.copytree(whole, out)
     (out / "collect.json").unlink()
     MemoryBank(out / "bank").write(MemoryEntry("x", "x", Provenance("x", "x", "x", "train", True)))
-    with FaultyServer(answer=model) as server, pytest.raises(BankError, match="something else wrote to it"):
+    with FaultyServer(answer=model) as server, pytest.raises(BankError, match="something else wrote to the bank"):
         collect(out, server)
 
 

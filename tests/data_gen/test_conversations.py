@@ -50,7 +50,7 @@ def trained(folder: Path, model: str, out: Path) -> SFTTrainer:
 
 def test_trl_trains_on_exported_rows_and_reads_the_tokens_that_our_sft_reads(tmp_path):
     quiet()
-    export(ROWS, tmp_path / "rows", TOLD)
+    export(ROWS, tmp_path / "rows", instructions=TOLD)
     trainer = trained(tmp_path / "rows", "executor", tmp_path / "out")
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert len(losses) == 2 and losses[1] < losses[0]

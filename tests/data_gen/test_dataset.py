@@ -49,8 +49,7 @@ def test_settings_choose_filters_and_what_they_drop_is_counted() -> None:
     assert (kept, dropped) == (rows[:-1], {"unsuccessful": 1})
     everything = CollectConfig(successful_only=False)
     assert dataset.filtered(rows, everything) == (rows, {})
-    strict = CollectConfig(keep_noaction=0.0)
-    kept, dropped = dataset.filtered(rows, strict)
+    kept, dropped = dataset.filtered(rows, CollectConfig(keep_noaction=0.0))
     assert dropped == {"unsuccessful": 1, "noaction": 6} and len(kept) == 5
 
 
@@ -97,7 +96,6 @@ def test_a_collection_counts_plots_and_describes_itself(collected: Path) -> None
     assert found["rows"] == summary["rows"] == len(rows) and all(r.success for r in rows)
     assert found["played"] == {"episodes": 8, "successes": summary["successes"]}
     assert found["episodes"] == summary["successes"]
-    assert (collected / "plots" / "rows.png").stat().st_size > 5_000
     card = (collected / "rows" / "README.md").read_text()
     _, front, text = card.split("---\n", 2)
     assert yaml.safe_load(front)["license"] == "apache-2.0" and yaml.safe_load(front)["size_categories"] == ["n<1K"]
@@ -212,7 +210,7 @@ def test_tasks_and_verdicts_of_several_collections_go_along_together(tmp_path: P
 
 
 def test_training_checks_every_folder(tmp_path: Path) -> None:
-    from training.sft import train_sft
+    from training.run import train_sft
 
     shard(tmp_path / "1", "household", "a")
     (shard(tmp_path / "2", "household", "b").parent / "manifest.json").unlink()

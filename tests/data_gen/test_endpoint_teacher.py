@@ -8,7 +8,7 @@ from compiler.brief_state import BriefState, Create
 from compiler.language import Emission, Kind, ParseError, render
 from compiler.records import Compilation, CompileRequest
 from data_gen.collect import sound_rows
-from data_gen.endpoint_teacher import AGAIN, COMPILE, EndpointTeacher, read_emission
+from data_gen.endpoint_teacher import COMPILE, RETRY, EndpointTeacher, read_emission
 from lm.endpoint import Endpoint, EndpointFailure
 from lm.ledger import Answer
 from runtime.errors import StopReason
@@ -57,7 +57,7 @@ def test_a_bad_answer_is_asked_for_again_with_the_reason():
     assert [m["content"] for m in last if m["role"] == "assistant"] == [bad[1], bad[3]]
     assert "unknown line" in last[3]["content"] and "there is a plan already" in last[5]["content"]
     roles = it.endpoint.account()["roles"]
-    assert (roles[COMPILE]["answers"], roles[COMPILE]["requests"], roles[AGAIN]["answers"]) == (1, 2, 2)
+    assert (roles[COMPILE]["answers"], roles[COMPILE]["requests"], roles[RETRY]["answers"]) == (1, 2, 2)
 
 
 def test_an_emission_that_stays_malformed_is_a_recorded_noaction():

@@ -11,7 +11,7 @@ from configs.load import ConfigError
 from configs.run_folder import RunFolder
 from configs.training import SftConfig
 from data_gen import leakage
-from data_gen.leakage import LeakageError, audit_bank, check
+from data_gen.isolation import LeakageError, audit_bank, check
 from data_gen.tasks import chosen_tasks
 from envs.alfworld.environment import AlfworldSettings
 from envs.base import Task
@@ -132,7 +132,7 @@ def guarded(config: CollectConfig, out: Path) -> leakage.Audit:
 def guarded_tasks(config: CollectConfig, out: Path) -> tuple[list[Task], list[Task], leakage.Audit]:
     with Environments(config.env) as envs:
         run = RunFolder.create(out, config, on_exists="resume")
-        return leakage.guard_training(config, *chosen_tasks(config, envs, config.split), envs, run)
+        return leakage.guard_training(config, *chosen_tasks(config, envs, config.split), envs=envs, run=run)
 
 
 def test_seen_scenes_leak_and_unseen_ones_do_not(tmp_path):
@@ -204,7 +204,7 @@ def test_rows_need_a_clean_verdict_about_their_own_tasks(collected):
     with pytest.raises(ConfigError, match=r"they leak \(2 shared scene\).*allow_leakage=true"):
         leakage.guard_rows(collected / "rows", ids, allow=False)
     (collected / "leakage.json").write_text(json.dumps({**audit, "train_sha256": "0"}))
-    with pytest.raises(ConfigError, match="other tasks"):
+    with pytest.raises(ConfigError, match="different tasks"):
         leakage.guard_rows(collected / "rows", ids, allow=False)
     (collected / "manifest.json").unlink()
     with pytest.raises(ConfigError, match="no manifest"):

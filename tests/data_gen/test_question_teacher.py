@@ -11,19 +11,19 @@ import pytest
 
 from configs.collect import QuestionsConfig
 from configs.load import ConfigError, load_config
-from data_gen.cases import load_cases
-from data_gen.question_teacher import (
-    AGAIN,
-    MOST_EVIDENCE,
+from data_gen.questions.llm_questions import (
+    ACCOUNT,
+    MAX_EVIDENCE,
     QUESTIONS,
     REJECTED,
     RESPONSES,
+    RETRY_ROLE,
     ROLE,
     STEPS,
-    TAUGHT,
     QuestionTeacher,
     write_questions,
 )
+from data_gen.questions.records import load_question_sets
 from envs.base import Task
 from lm.endpoint import Endpoint
 from lm.ledger import EndpointStop
@@ -31,7 +31,7 @@ from memory.protocol import Record, Trace
 from memory.s3mem.settings import S3MemSettings
 from tests.commands.running import memcompiler
 from tests.faulty_server import FaultyServer
-from training.router import labelled
+from training.router import label_questions
 
 
 def history(name: str, steps: int = 6) -> Trace:
@@ -84,22 +84,22 @@ def test_questions_point_to_records_and_what_does_not_is_kept_apart(tmp_path: Pa
         "no_question": 6,
         "names_a_record": 2,
     }
-    cases = load_cases(tmp_path / QUESTIONS)
+    cases = load_question_sets(tmp_path / QUESTIONS)
     assert [case.histories for case in cases] == [(history("a"),), (history("b"),)]
     first, second, third = cases[1].questions
     assert first.evidence == first.anchors == ("b#0",) and first.links == () and first.category == "step"
     assert second.evidence == ("b#1", "b#2") and second.anchors == ("b#1",) and second.links == (("b#1", "b#2"),)
     assert third.answer == "7" and third.id == "b/asked-2"
     rejected = [json.loads(line) for line in (tmp_path / REJECTED).read_text().splitlines()]
-    assert len(rejected) == 20 and any("b#99" in row["told"] for row in rejected)
-    assert json.loads((tmp_path / TAUGHT).read_text())["teacher"]["roles"][ROLE]["answers"] == 2
+    assert len(rejected) == 20 and any("b#99" in row["text"] for row in rejected)
+    assert json.loads((tmp_path / ACCOUNT).read_text())["teacher"]["roles"][ROLE]["answers"] == 2
 
 
 def test_a_long_history_is_shown_in_parts_and_evidence_is_of_the_part_shown() -> None:
     """Evidence of another part was not seen by who named it."""
     answer = lambda messages: json.dumps({"questions": [good(["a#0"], 0), good(shown(messages), 1)]})
     with FaultyServer(answer=answer) as server:
-        [case], rejected = QuestionTeacher(Endpoint(server.config())).cases([history("a", STEPS + 3)])
+        [case], rejected = QuestionTeacher(Endpoint(server.config())).write([history("a", STEPS + 3)])
         sizes = sorted(len(shown(body["messages"])) for body in server.bodies)
     assert sizes == [3, STEPS] and [r.reason for r in rejected] == ["unknown_record", "repeated"]
     assert [q.evidence for q in case.questions] == [("a#0",), ("a#1",)]
@@ -108,7 +108,7 @@ def test_a_long_history_is_shown_in_parts_and_evidence_is_of_the_part_shown() ->
 def test_what_all_records_answer_is_no_question() -> None:
     answer = lambda messages: json.dumps({"questions": [good([], evidence=shown(messages))]})
     with FaultyServer(answer=answer) as server:
-        cases, [rejected] = QuestionTeacher(Endpoint(server.config())).cases([history("a", MOST_EVIDENCE + 1)])
+        cases, [rejected] = QuestionTeacher(Endpoint(server.config())).write([history("a", MAX_EVIDENCE + 1)])
     assert cases == [] and rejected.reason == "too_much_evidence"
 
 
@@ -118,18 +118,18 @@ def test_an_answer_that_is_no_json_is_asked_for_once_more() -> None:
 
     with FaultyServer(answer=answer) as server:
         endpoint = Endpoint(server.config())
-        [case], rejected = QuestionTeacher(endpoint).cases([history("a")])
+        [case], rejected = QuestionTeacher(endpoint).write([history("a")])
     assert len(case.questions) == 1 and rejected == []
-    assert {role: of["answers"] for role, of in endpoint.account()["roles"].items()} == {ROLE: 1, AGAIN: 1}
+    assert {role: of["answers"] for role, of in endpoint.account()["roles"].items()} == {ROLE: 1, RETRY_ROLE: 1}
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"questions": 3}', "[" * 10_000, '{"questions": [' * 500, "no {braces"])
 def test_garbage_is_counted_and_said(tmp_path: Path, text: str) -> None:
     with FaultyServer(answer=lambda messages: text) as server:
         teacher = QuestionTeacher(Endpoint(server.config()))
-        with pytest.raises(ValueError, match=r"no question of .* can be used"):
+        with pytest.raises(ValueError, match=r"every question of .* was rejected"):
             write_questions(teacher, [history("a")], tmp_path)
-    assert json.loads((tmp_path / TAUGHT).read_text())["rejected"] == {"no_questions": 1}
+    assert json.loads((tmp_path / ACCOUNT).read_text())["rejected"] == {"no_questions": 1}
     assert not (tmp_path / QUESTIONS).exists()
 
 
@@ -138,11 +138,11 @@ def test_a_server_that_hangs_or_refuses_costs_its_part_alone(tmp_path: Path) -> 
     with FaultyServer(["hang", "400", "429"], answer=answer) as server:
         config = server.config(timeout_s=0.3, retries=0, concurrency=1)
         teacher = QuestionTeacher(Endpoint(config, tmp_path / RESPONSES))
-        cases, rejected = teacher.cases([history(name) for name in "abcd"])
+        cases, rejected = teacher.write([history(name) for name in "abcd"])
         assert [case.id for case in cases] == ["d"] and {r.reason for r in rejected} == {"failed"}
         before = server.requests
         again = QuestionTeacher(Endpoint(config, tmp_path / RESPONSES))
-        assert len(again.cases([history(name) for name in "abcd"])[0]) == 4
+        assert len(again.write([history(name) for name in "abcd"])[0]) == 4
         assert server.requests == before + 3  # what was answered is asked for once
 
 
@@ -164,9 +164,9 @@ def test_the_command_asks_about_what_our_expert_did(tmp_path: Path) -> None:
         done = memcompiler("data", "questions", *where, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["questions"] == 2
-    cases = load_cases(tmp_path / QUESTIONS)
+    cases = load_question_sets(tmp_path / QUESTIONS)
     assert {case.histories[0].task.kind for case in cases} == {"history"} and len(cases) == 2
-    assert all(labelled(case, S3MemSettings()) for case in cases)
+    assert all(label_questions(case, S3MemSettings()) for case in cases)
 
 
 def test_settings_name_a_model() -> None:
@@ -189,5 +189,5 @@ def test_a_file_that_points_nowhere_is_refused(tmp_path: Path, change: Any) -> N
         write_questions(QuestionTeacher(Endpoint(server.config())), [history("a")], tmp_path)
     path = tmp_path / QUESTIONS
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(ValueError, match=r"line 1 is no case of questions"):
-        load_cases(path)
+    with pytest.raises(ValueError, match=r"line 1 is no question set"):
+        load_question_sets(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_gen.cases import Case, Question
+from data_gen.questions.records import Question, QuestionSet
 from envs.base import Task
 from memory.protocol import Record, Trace
 
@@ -20,7 +20,7 @@ class Language:
     asked: tuple[tuple[str, str, str], ...]
     stop: str = "."  # what ends a sentence
 
-    def case(self) -> Case:
+    def case(self) -> QuestionSet:
         records = tuple(
             Record(t, "", text, "", id=f"D1:{t}", actor=self.speakers[t % 2], when="1 May 2023")
             for t, text in enumerate(self.turns)
@@ -29,7 +29,7 @@ class Language:
             Question(f"q{turn}", question, right, "single-hop", (f"D1:{turn}",))
             for turn, (question, right, _) in zip(ANSWERS, self.asked, strict=True)
         )
-        return Case("dialogue", (Trace(Task("dialogue", "", "", "", "dialogue"), records, True),), questions)
+        return QuestionSet("dialogue", (Trace(Task("dialogue", "", "", "", "dialogue"), records, True),), questions)
 
 
 LANGUAGES = {

@@ -12,16 +12,16 @@ from agent.disclosure import disclose, words
 from compiler.brief_state import BriefState
 from compiler.records import CompileRequest
 from envs.base import Task
-from eval.qa.evidence import asking
+from eval.qa.retrievers import open_retriever
 from memory.brainmem.agent import line
 from memory.brainmem.semantic import Experience, agreeing
 from memory.entry import MemoryEntry, Provenance
 from memory.karma.recall import distances
 from memory.karma.units import said
 from memory.retrieval import query_words
-from memory.s3mem.anchors import Known, anchor_of, dated
-from memory.s3mem.text import names
-from memory.s3mem.writing import written
+from memory.s3mem.anchors import Vocabulary, matches_date, parse_question
+from memory.s3mem.rule_writer import write_units
+from memory.s3mem.text import proper_names
 from memory.trajectory import goal_without_scene
 from memory.words import shortened, terms, word_tokens
 from tests.memory.languages import ANSWERS, LANGUAGES
@@ -33,8 +33,8 @@ every_language = pytest.mark.parametrize("language", LANGUAGES.values(), ids=LAN
 @every_language
 def test_what_answers_a_question_is_recalled_within_a_third_of_the_dialogue(language, memory, tmp_path: Path) -> None:
     case = language.case()
-    most = sum(unit.cost() for unit in written(case.histories[0])) / 3
-    ask = asking(memory, case, {}, tmp_path)
+    most = sum(unit.cost() for unit in write_units(case.histories[0])) / 3
+    ask = open_retriever(memory, case, {}, tmp_path)
     packs = [ask(question, round(most)) for question in case.questions]
     assert all(pack.tokens <= most for pack in packs)
     assert [pack.recall(q.evidence) for pack, q in zip(packs, case.questions, strict=True)] == [1, 1, 1, 1]
@@ -43,8 +43,8 @@ def test_what_answers_a_question_is_recalled_within_a_third_of_the_dialogue(lang
 @every_language
 def test_a_budget_holds_the_same_share_of_the_records(language, tmp_path: Path) -> None:
     case = language.case()
-    most = sum(unit.cost() for unit in written(case.histories[0])) / 2
-    pack = asking("s3mem", case, {"fill": True}, tmp_path)(case.questions[0], round(most))
+    most = sum(unit.cost() for unit in write_units(case.histories[0])) / 2
+    pack = open_retriever("s3mem", case, {"fill": True}, tmp_path)(case.questions[0], round(most))
     assert 4 <= len(pack.texts) <= 7
 
 
@@ -81,21 +81,25 @@ def test_a_thing_of_any_script_keeps_its_number() -> None:
 
 @pytest.mark.parametrize("name", ["林", "王小明", "アレクサンドラ", "Zoë", "Иван Петров", "மாலா"])
 def test_an_anchor_names_speakers_of_any_script(name: str) -> None:
-    known = Known(actors=[name.lower(), "someone"])
-    assert anchor_of(f"{name}? 12", known).sources == (name.lower(),)
-    assert anchor_of(f"昨天{name}说什么？" if not name[0].isupper() else f"«{name}»", known).sources == (name.lower(),)
+    known = Vocabulary(actors=[name.lower(), "someone"])
+    assert parse_question(f"{name}? 12", known).sources == (name.lower(),)
+    assert parse_question(f"昨天{name}说什么？" if not name[0].isupper() else f"«{name}»", known).sources == (
+        name.lower(),
+    )
 
 
 @pytest.mark.parametrize(
     "day", ["8 May 2023", "2023-05-08", "2023年5月8日", "２０２３年５月８日", "2023. 5. 8", "2023/5/8"]
 )
 def test_dates_of_any_form_meet(day: str) -> None:
-    assert anchor_of(f"在{day}发生了什么" if "年" in day else f"What of {day}?", Known()).dates == ("8 may 2023",)
-    assert dated(f"1:56 pm on {day}", ["8 may 2023"]) and not dated(day, ["8 june 2023"])
+    assert parse_question(f"在{day}发生了什么" if "年" in day else f"What of {day}?", Vocabulary()).dates == (
+        "8 may 2023",
+    )
+    assert matches_date(f"1:56 pm on {day}", ["8 may 2023"]) and not matches_date(day, ["8 june 2023"])
 
 
 def test_names_begin_with_a_capital_of_any_alphabet() -> None:
-    assert names("Then Élodie met Иван, NASA and Jose\u0301 in Paris. Then 小明 left.") == [
+    assert proper_names("Then Élodie met Иван, NASA and Jose\u0301 in Paris. Then 小明 left.") == [
         "élodie",
         "иван",
         "josé",

@@ -15,7 +15,7 @@ from eval.evaluate import ModelCache, evaluate
 from eval.matrix import Cell
 from executor.scripted import ScriptedPlanner
 from memory.s3mem.system import S3Mem
-from memory.s3mem.units import Change, Origin, Unit
+from memory.s3mem.units import EventUnit, StateChange, UnitOrigin
 
 DELIVERIES = ("none", "static", "live", "disclosure", "expert_compiler")
 
@@ -53,16 +53,18 @@ def online(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 
 
 def test_a_unit_s_provenance_says_what_was_done_and_nothing_of_what_was_refused() -> None:
-    of = lambda event, kind="step": Unit(0, "", event, Origin("h", kind), ("p",)).entry().provenance.actions
+    of = lambda event, kind="step": EventUnit(0, "", event, UnitOrigin("h", kind), ("p",)).entry().provenance.actions
     assert of("take mug 1 from shelf 3") == ("take mug 1 from shelf 3",)
     assert of("look at picture: It is red.") == ("look at picture",)
     assert of("fly (refused)") == () and of("I went home.", "turn") == ()
 
 
 def test_what_was_seen_at_a_place_is_told_as_what_would_take_it() -> None:
-    seen = Unit(0, "", "go to desk 1", Origin("h", "step"), ("p",), objects=("desk 1", "pen 2", "fog"), place="desk 1")
+    seen = EventUnit(
+        0, "", "go to desk 1", UnitOrigin("h", "step"), ("p",), objects=("desk 1", "pen 2", "fog"), place="desk 1"
+    )
     assert seen.entry().provenance.actions == ("go to desk 1", "take pen 2 from desk 1")
-    put = replace(seen, event="move pen 2 to desk 1", changes=(Change("pen 2.location", "hand", "desk 1"),))
+    put = replace(seen, event="move pen 2 to desk 1", changes=(StateChange("pen 2.location", "hand", "desk 1"),))
     assert put.entry().provenance.actions == ("move pen 2 to desk 1",)  # where it has been brought, not found
     assert replace(seen, place="kitchen").entry().provenance.actions == ("go to desk 1",)
 

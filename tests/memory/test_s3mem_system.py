@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_gen.cases import Case, Question
+from data_gen.questions.records import Question, QuestionSet
 from envs.base import Task
+from memory.linear import heads_sha256
 from memory.protocol import Query, Record, Trace
-from memory.s3mem.llm import ANCHORS, WRITER
-from memory.s3mem.pool import Index
-from memory.s3mem.router import Labels, fit, load_router, material, scored
+from memory.s3mem.index import UnitIndex
+from memory.s3mem.llm_writer import ANCHORS, WRITER
+from memory.s3mem.router import RouterExample, fit_router, load_router, score_candidates, training_matrices
+from memory.s3mem.rule_writer import write_units
 from memory.s3mem.settings import S3MemSettings
 from memory.s3mem.system import S3Mem
-from memory.s3mem.writing import written
 
 DAYS = ("9:00 am on 8 May, 2023", "1:00 pm on 9 June, 2023")
 SAID = (
@@ -69,7 +70,7 @@ def test_answers_evidence_and_categories_change_nothing(tmp_path: Path) -> None:
     """Units and packs are the same whatever the gold is, and whether there are questions at all."""
     texts = ("Who sold it?", "Why?")
     questions = tuple(Question(str(i), t, f"a{i}", f"c{i}", (f"D1:{i}",)) for i, t in enumerate(texts))
-    case = Case("d", (dialogue(),), questions)
+    case = QuestionSet("d", (dialogue(),), questions)
     shuffled = replace(
         case,
         questions=tuple(
@@ -81,7 +82,7 @@ def test_answers_evidence_and_categories_change_nothing(tmp_path: Path) -> None:
     for name, each in (("a", case), ("b", shuffled), ("c", replace(case, questions=()))):
         memory = S3Mem(tmp_path / name)
         memory.commit([[trace] for trace in each.histories])
-        told.append(([unit.serialised() for unit in memory.units], [asked(memory, q.text) for q in questions]))
+        told.append((memory.units, [asked(memory, q.text) for q in questions]))
     assert told[0] == told[1] == told[2]
 
 
@@ -139,7 +140,6 @@ def test_units_read_in_four_ways(tmp_path: Path, how: Any) -> None:
         {"edges": False},
         {"packing": "topk"},
         {"router": "retrieval_rank"},
-        {"dense": "none"},
         {"dense": "hash"},
         {"channels": ["lexical"]},
         {"fill": True},
@@ -169,21 +169,22 @@ def test_a_model_that_embeds_is_the_dense_channel_where_it_is_given(tmp_path: Pa
         asked(S3Mem(tmp_path, settings), "Which pet?")
 
 
-def test_heads_that_see_words_are_a_setting(tmp_path: Path) -> None:
-    """`features: full` takes a router of one's own; one with other features is refused by name."""
-    index = Index(written(dialogue()), S3MemSettings())
-    asks = index.ask("Where did Ann buy the bicycle?")
+def test_a_router_may_be_replaced_but_not_by_one_of_other_features(tmp_path: Path) -> None:
+    index = UnitIndex(write_units(dialogue()), S3MemSettings())
+    scores = index.score("Where did Ann buy the bicycle?")
     sold, bought = index.units[4].id, index.units[2].id
-    labels = Labels(asks, frozenset({bought}), frozenset({bought}), ((bought, sold),))
-    fit(material([labels] * 2, "full")).save(tmp_path / "words.safetensors")
-    path = str(tmp_path / "words.safetensors")
-    memory = S3Mem(tmp_path / "memory", S3MemSettings(features="full", router_path=path))
+    example = RouterExample(scores, frozenset({bought}), frozenset({bought}), ((bought, sold),))
+    fit_router(training_matrices([example] * 2)).save(tmp_path / "own.safetensors")
+    path = str(tmp_path / "own.safetensors")
+    memory = S3Mem(tmp_path / "memory", S3MemSettings(router_path=path))
     memory.commit([[dialogue()]])
     assert "D1:2" in asked(memory, "Where did Ann buy the bicycle?", 60)[1]
-    with pytest.raises(ValueError, match="train router --features full"):
-        S3MemSettings(features="full")
-    with pytest.raises(ValueError, match="trained with features=full"):
-        scored(asks, S3MemSettings(router_path=path))
+    other = {"features": "full", "sha256": heads_sha256(load_router(Path(path)).heads, "full")}
+    manifest = json.loads((tmp_path / "own.json").read_text()) | other
+    (tmp_path / "own.json").write_text(json.dumps(manifest))
+    load_router.cache_clear()
+    with pytest.raises(ValueError, match="trained on full features"):
+        score_candidates(scores, S3MemSettings(router_path=path))
 
 
 # the language model as writer ----------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from configs.load import ConfigError
 from configs.models import CompilerConfig, ExecutorConfig, Speed
 from eval.paper.attention import last_token_logits
 from eval.paper.latents import gathered, plane, recompiled
-from eval.qa.readers import HfReader, SeeingReader, prompt_of
+from eval.qa.hf_readers import HfReader, HfVisionReader
+from eval.qa.readers import build_prompt
 from executor.hf import FrozenExecutor
 from executor.prompt import ExecutorRequest, MemoryBlock
 from lm.backbone import Backbone, backbone_of
@@ -186,23 +187,26 @@ def test_soft_and_text_tokens_come_to_a_figure() -> None:
 
 
 def test_a_reader_of_text_answers_as_on_the_cpu() -> None:
-    prompts = [prompt_of(["Ann: the mug was in cabinet 2"], "Where is the mug?"), prompt_of([], "Where is the pen?")]
+    prompts = [
+        build_prompt(["Ann: the mug was in cabinet 2"], "Where is the mug?"),
+        build_prompt([], "Where is the pen?"),
+    ]
     told = []
     for device in DEVICES:
         made = tiny_models.lm_backbone(0, device)
         reader = HfReader("tiny", made.model.eval(), made.processor)
-        told.append([reader.answer(prompts), reader.liked(prompts, ["cabinet 2", "Not mentioned"])])
+        told.append([reader.answer(prompts), reader.log_probs(prompts, ["cabinet 2", "Not mentioned"])])
     assert told[1][0] == told[0][0] and told[1][1] == pytest.approx(told[0][1], abs=1e-4)
 
 
 def test_a_reader_that_sees_answers_as_on_the_cpu() -> None:
-    prompt = prompt_of(["the mug is here"], "Where?", (), [[png_bytes(Image.new("RGB", (64, 64), "red"))]])
-    readers = [SeeingReader("tiny", tiny_models.vlm_backbone(0, device)) for device in DEVICES]
-    answers = [(reader.answer([prompt]), reader.liked([prompt], ["shelf"])) for reader in readers]
+    prompt = build_prompt(["the mug is here"], "Where?", (), [[png_bytes(Image.new("RGB", (64, 64), "red"))]])
+    readers = [HfVisionReader("tiny", tiny_models.vlm_backbone(0, device)) for device in DEVICES]
+    answers = [(reader.answer([prompt]), reader.log_probs([prompt], ["shelf"])) for reader in readers]
     assert answers[1][0] == answers[0][0] and answers[1][1] == pytest.approx(answers[0][1], abs=1e-4)
 
 
 def test_readers_are_loaded_on_the_gpu() -> None:
-    text, seeing = HfReader.load("zoo/household/executor"), SeeingReader.load("zoo/household/compiler")
+    text, seeing = HfReader.load("zoo/household/executor"), HfVisionReader.load("zoo/household/compiler")
     assert (text.model.device, seeing.backbone.device) == (torch.device("cuda:0"),) * 2
-    assert text.answer([prompt_of(["a mug"], "Where?")])[0] is not None
+    assert text.answer([build_prompt(["a mug"], "Where?")])[0] is not None

@@ -16,13 +16,15 @@ import pytest
 import torch
 
 from configs.collect import MemoryModels
-from data_gen.cases import Case, Question
+from data_gen.questions.records import Question, QuestionSet
 from envs.base import Task
 from eval.paper.s3mem import s3mem_table
 from eval.paper.tables import MEASURED
-from eval.qa.answers import Asked, chosen_questions, run_answers, to_markdown
-from eval.qa.evidence import BASELINES, asking
-from eval.qa.readers import ABSTAIN, EndpointReader, HfReader, Prompt, _answer, _chat, _ended, prompt_of, text_of
+from eval.qa.answers import QaSettings, answer_questions, select_questions
+from eval.qa.hf_readers import HfReader, is_complete
+from eval.qa.readers import ABSTAIN, EndpointReader, Prompt, build_prompt, chat_ids, parse_answer, text_of
+from eval.qa.retrievers import BASELINES, open_retriever
+from eval.qa.summary import to_markdown
 from lm.endpoint import Endpoint
 from lm.ledger import Answer
 from memory.protocol import Record, Trace
@@ -53,7 +55,7 @@ class Echo:
         found = next((line.split()[-1].strip(".") for line in memory.splitlines() if f"the {thing}" in line), "")
         return Answer(found or "Not mentioned", len(prompt.split()), 1) if thing != "kettle" else None
 
-    def liked(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]:
+    def log_probs(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]:
         """Like right answers that stand in the memory."""
         told = zip(map(text_of, prompts), answers, strict=True)
         return [None if a == ABSTAIN else -0.1 if a in p.partition("\n\nQuestion")[0] else -3.0 for p, a in told]
@@ -62,8 +64,8 @@ class Echo:
         return len(text_of(shown).split())
 
 
-def cases() -> list[Case]:
-    def case(name: str) -> Case:
+def cases() -> list[QuestionSet]:
+    def case(name: str) -> QuestionSet:
         records = tuple(
             Record(t, "", f"I put the {thing} in the room{t}.", "", id=f"D1:{t}", actor="Ann", when="8 May, 2023")
             for t, thing in enumerate(THINGS)
@@ -73,17 +75,17 @@ def cases() -> list[Case]:
             for t, thing in enumerate(THINGS)
         )
         absent = Question(f"{name}/x", "Where is the lamp of Bo?", "room4", "adversarial", ("D1:4",), absent=True)
-        return Case(name, (Trace(Task(name, "", "", "", "dialogue"), records, True),), (*questions, absent))
+        return QuestionSet(name, (Trace(Task(name, "", "", "", "dialogue"), records, True),), (*questions, absent))
 
     return [case("a"), case("b")]
 
 
-def asked(memory: str = "bm25-stems", tokens: int = 40, **more: object) -> Asked:
-    return Asked("data.json", memory, {}, tokens, False, "echo", **more)  # type: ignore[arg-type]
+def asked(memory: str = "bm25-stems", tokens: int = 40, **more: object) -> QaSettings:
+    return QaSettings("data.json", memory, {}, tokens, False, "echo", **more)  # type: ignore[arg-type]
 
 
 def test_answers_are_scored_by_category_and_abstention_stands_apart(tmp_path: Path) -> None:
-    results = run_answers(asked(), cases(), Echo(), tmp_path)
+    results = answer_questions(asked(), cases(), Echo(), tmp_path)
     assert results["n"] == 18 and results["failed"] == 2  # the kettles
     assert results["by_category"]["single-hop"]["f1"]["mean"] == 1.0
     assert results["by_category"]["temporal"]["f1"]["mean"] == pytest.approx(0.75)  # 2 of its 8 failed
@@ -114,7 +116,7 @@ class Quoting(Echo):
 
 @pytest.mark.parametrize("language", LANGUAGES.values(), ids=LANGUAGES)
 def test_budgets_are_of_the_readers_own_tokens_in_any_language(language: Language, tmp_path: Path) -> None:
-    results = run_answers(asked("s3mem", 80, counted="reader"), [language.case()], Quoting(language), tmp_path)
+    results = answer_questions(asked("s3mem", 80, counted="reader"), [language.case()], Quoting(language), tmp_path)
     rows = list(map(json.loads, (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()))
     assert results["recall"] == results["overall"]["f1"]["mean"] == results["overall"]["bleu_1"]["mean"] == 1.0
     assert all(0 < row["tokens"] <= 80 for row in rows) and "budget: 80 of the reader" in to_markdown(results)
@@ -144,11 +146,11 @@ def test_what_failed_is_asked_again_up_to_a_number_of_attempts(
     tmp_path: Path, times: int, most: int, failed: int
 ) -> None:
     reader = Flaky("mug", "pen", times=2 * times)  # in two cases
-    results = run_answers(asked(), cases(), reader, tmp_path, attempts=most)
+    results = answer_questions(asked(), cases(), reader, tmp_path, attempts=most)
     assert results["failed"] == 4 and results["broken_due"] == 4
     assert "failed: 4 of 18, the first a/0: ConnectionError: no route to the reader; 4 have" in to_markdown(results)
     for _ in range(times):
-        results = run_answers(asked(), cases(), reader, tmp_path, attempts=most)
+        results = answer_questions(asked(), cases(), reader, tmp_path, attempts=most)
     assert (results["n"], results["failed"], results["broken_due"]) == (18, failed, 0)
     assert results["broken"]["played_again"] == 4 and len(reader.prompts) == 18 + 4 * min(times, most - 1)
 
@@ -156,7 +158,7 @@ def test_what_failed_is_asked_again_up_to_a_number_of_attempts(
 def test_where_every_answer_failed_one_line_names_the_cause(tmp_path: Path) -> None:
     reader = Flaky(*THINGS)
     with pytest.raises(ValueError, match=r"no results of .*failed: 8 of 8.*no route to the reader") as told:
-        run_answers(asked(), [replace(cases()[0], questions=cases()[0].questions[:8])], reader, tmp_path)
+        answer_questions(asked(), [replace(cases()[0], questions=cases()[0].questions[:8])], reader, tmp_path)
     assert "\n" not in str(told.value) and not (tmp_path / "results.json").exists()
 
 
@@ -164,7 +166,7 @@ def test_scores_and_abstaining_look_at_answers_without_reasoning(tmp_path: Path)
     think = "<think>\nIs it not mentioned? No information available?\n</think>\n\n"
     told = lambda messages: think + ("Not mentioned" if "of Bo" in messages[0]["content"] else "room4")
     with FaultyServer(answer=told) as server:
-        run_answers(asked("oracle"), cases(), EndpointReader(MODEL, Endpoint(server.config())), tmp_path)
+        answer_questions(asked("oracle"), cases(), EndpointReader(MODEL, Endpoint(server.config())), tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert {row["answer"] for row in rows} == {"room4", "Not mentioned"}
     assert all(row["abstained"] == row["absent"] for row in rows) and sum(row["f1"] for row in rows) == 2
@@ -183,36 +185,39 @@ def test_scores_and_abstaining_look_at_answers_without_reasoning(tmp_path: Path)
     ],
 )
 def test_readers_on_this_machine_say_the_first_line_behind_their_reasoning(written, answer, ended) -> None:
-    made = _answer(written, 1, 2)
-    assert (made.text if made else None) == answer and _ended(written) == ended
+    made = parse_answer(written, 1, 2)
+    assert (made.text if made else None) == answer and is_complete(written) == ended
 
 
 def test_a_run_asks_nothing_twice_and_takes_no_other_question(tmp_path: Path) -> None:
     first = Echo()
-    run_answers(asked(limit=4), cases(), first, tmp_path / "some")
+    answer_questions(asked(limit=4), cases(), first, tmp_path / "some")
     whole, again = Echo(), Echo()
-    run_answers(asked(), cases(), whole, tmp_path / "whole")
+    answer_questions(asked(), cases(), whole, tmp_path / "whole")
     answers = tmp_path / "whole" / "answers.jsonl"
     lines = answers.read_bytes().splitlines(keepends=True)
     before = json.loads((tmp_path / "whole" / "results.json").read_text())
     answers.write_bytes(b"".join(lines[:7]) + lines[7][:20])  # as a kill leaves it
-    after = run_answers(asked(), cases(), again, tmp_path / "whole")
+    after = answer_questions(asked(), cases(), again, tmp_path / "whole")
     assert len(again.prompts) == 18 - 7 + sum(json.loads(line)["failed"] for line in lines[:7])
     unlike = {"usage", "broken", "broken_due"}
     assert {k: v for k, v in json.loads(json.dumps(after)).items() if k not in unlike} == {
         k: v for k, v in before.items() if k not in unlike
     }
     with pytest.raises(ValueError, match="name another folder"):
-        run_answers(asked(tokens=41), cases(), Echo(), tmp_path / "whole")
+        answer_questions(asked(tokens=41), cases(), Echo(), tmp_path / "whole")
 
 
 def test_a_hugging_face_reader_says_the_first_line_and_how_likely_an_answer_is() -> None:
     """What is read once of a prompt and gone on from is what a whole forward gives."""
     backbone = lm_backbone()
     reader = HfReader("tiny", backbone.model.eval(), backbone.processor)
-    prompts = [prompt_of(["Ann: the mug was in cabinet 2"], "Where is the mug?"), prompt_of([], "Where is the pen?")]
-    told, liked = reader.answer(prompts), reader.liked(prompts, ["cabinet 2", "Not mentioned"])
-    for prompt, answer, wanted, found in zip(prompts, told, ["cabinet 2", "Not mentioned"], liked, strict=True):
+    prompts = [
+        build_prompt(["Ann: the mug was in cabinet 2"], "Where is the mug?"),
+        build_prompt([], "Where is the pen?"),
+    ]
+    told, log_probs = reader.answer(prompts), reader.log_probs(prompts, ["cabinet 2", "Not mentioned"])
+    for prompt, answer, wanted, found in zip(prompts, told, ["cabinet 2", "Not mentioned"], log_probs, strict=True):
         turn = [{"role": "user", "content": text_of(prompt)}]
         text = reader.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         ids = reader.tokenizer(text, return_tensors="pt")["input_ids"]
@@ -225,7 +230,7 @@ def test_a_hugging_face_reader_says_the_first_line_and_how_likely_an_answer_is()
             whole = reader.model(torch.cat([ids, gold], 1)).logits[0, ids.shape[1] - 1 : -1]
         logits = whole.float().log_softmax(-1)
         assert found == pytest.approx(float(logits.gather(-1, gold[0][:, None]).mean()), abs=1e-4)
-    assert reader.liked(prompts[:1], [""]) == [None]
+    assert reader.log_probs(prompts[:1], [""]) == [None]
 
 
 def test_a_chat_begins_with_one_first_token() -> None:
@@ -234,17 +239,17 @@ def test_a_chat_begins_with_one_first_token() -> None:
     tokenizer.bos_token, tokenizer.add_bos_token = "<|im_start|>", True
     assert tokenizer("hi")["input_ids"][0] == tokenizer.bos_token_id
     tokenizer.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}"
-    assert _chat(tokenizer, "hi") == tokenizer("hi")["input_ids"]
+    assert chat_ids(tokenizer, "hi") == tokenizer("hi")["input_ids"]
 
 
 def test_the_reader_sees_pack_and_question_alone() -> None:
-    [prompt] = prompt_of(["(8 May) Ann: hi"], "What?", ("a", "b"))
+    [prompt] = build_prompt(["(8 May) Ann: hi"], "What?", ("a", "b"))
     assert str(prompt).endswith("Memory:\n(8 May) Ann: hi\n\nQuestion: What?\nChoose one of: a; b\nShort answer:")
 
 
 def test_some_questions_are_chosen_of_every_category_the_same_each_time() -> None:
-    some = chosen_questions(cases(), 6)
-    assert some == chosen_questions(cases(), 6)
+    some = select_questions(cases(), 6)
+    assert some == select_questions(cases(), 6)
     categories = [question.category for of in some.values() for question in of]
     assert {"single-hop", "temporal", "adversarial"} == set(categories) and len(categories) <= 7
 
@@ -252,18 +257,18 @@ def test_some_questions_are_chosen_of_every_category_the_same_each_time() -> Non
 @pytest.mark.parametrize("memory", [*BASELINES, "s3mem", "trajectory", "brainmem"])
 def test_anything_can_be_asked_within_a_budget(memory: str, tmp_path: Path) -> None:
     [case, _] = cases()
-    ask = asking(memory, case, {}, tmp_path)
+    ask = open_retriever(memory, case, {}, tmp_path)
     for question in case.questions[:2]:
         pack = ask(question, 40)
         assert pack.tokens <= 40 and pack.pointers <= {f"D1:{t}" for t in range(len(THINGS))}
         if memory in ("bm25", "windows", "hybrid", "oracle", "s3mem", "trajectory"):
             assert pack.recall(question.evidence) == 1.0
     with pytest.raises(ValueError, match="no memory 'nothing'"):
-        asking("nothing", case, {}, tmp_path)
+        open_retriever("nothing", case, {}, tmp_path)
 
 
 def test_a_run_stands_in_the_papers_tables_as_an_analogue(tmp_path: Path) -> None:
-    run_answers(asked("s3mem", 100), cases(), Echo(), tmp_path)
+    answer_questions(asked("s3mem", 100), cases(), Echo(), tmp_path)
     for number in (1, 2, 3, 4, 5):
         table = s3mem_table(number, [tmp_path])
         [ours] = [row for row in table.rows if row.source == MEASURED]
@@ -295,10 +300,10 @@ def test_embeddings_by_endpoint_find_what_shares_no_word(tmp_path: Path) -> None
     with FaultyServer(["429", "hang"], vector=meaning) as server:
         models = MemoryModels(embed_api=server.config(timeout_s=3.0)).cached_in(tmp_path / "responses.sqlite")
         for memory, settings in (("embed", {}), ("s3mem", dense)):
-            ask = asking(memory, pets, settings, tmp_path / memory, models=models)
+            ask = open_retriever(memory, pets, settings, tmp_path / memory, models=models)
             assert ask(pets.questions[0], 15).pointers == {"D1:2"}
-        asked_of = Asked("data.json", "s3mem", dense, 15, False, "echo", None, models.model_names())
-        results = run_answers(asked_of, [pets], CatReader(), tmp_path / "run", models)
+        asked_of = QaSettings("data.json", "s3mem", dense, 15, False, "echo", None, models.model_names())
+        results = answer_questions(asked_of, [pets], CatReader(), tmp_path / "run", models=models)
         sent = [text for body in server.bodies for text in body["input"]]
     assert results["models"] == {"embed": MODEL} and results["recall"] == 1.0
     assert json.loads((tmp_path / "run" / "asked.json").read_text())["models"] == {"embed": MODEL}
@@ -306,7 +311,7 @@ def test_embeddings_by_endpoint_find_what_shares_no_word(tmp_path: Path) -> None
     assert max(Counter(sent).values()) == 3 and sent.count("What of our pet?") == 1  # texts: at the third attempt
     assert server.requests == 5  # these, and once whether the memory points to records
     with pytest.raises(ValueError, match=r"set memory\.embed or memory\.embed_api"):
-        asking("embed", pets, {}, tmp_path / "none")
+        open_retriever("embed", pets, {}, tmp_path / "none")
 
 
 class CatReader(Echo):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from data_gen.cases import Case, Question, load_cases, save_cases
+from data_gen.questions.records import Question, QuestionSet, load_question_sets, save_question_sets
 from envs.base import Task
-from eval.qa.files import read_cases
+from eval.qa.benchmark_files import read_question_sets
 from memory.protocol import Record, Trace
 
 LOCOMO = {
@@ -46,7 +46,7 @@ AMA = {
 def test_locomo_s_turns_facts_and_questions(tmp_path: Path) -> None:
     path = tmp_path / "locomo.json"
     path.write_text(json.dumps([LOCOMO]))
-    [case] = read_cases(path)
+    [case] = read_question_sets(path)
     [history], [facts] = case.histories, case.facts
     assert [(r.id, r.actor, r.action) for r in history.records] == [
         ("D1:1", "Ann", "Hi!"),
@@ -61,7 +61,7 @@ def test_locomo_s_turns_facts_and_questions(tmp_path: Path) -> None:
 def test_ama_bench_s_lines(tmp_path: Path) -> None:
     path = tmp_path / "open_end_qa_set.jsonl"
     path.write_text(json.dumps(AMA) + "\n\n")
-    [case] = read_cases(path)
+    [case] = read_question_sets(path)
     assert [(r.t, r.action, r.feedback) for r in case.histories[0].records] == [
         (0, "open door", "It is dark."),
         (1, "look", ""),
@@ -78,7 +78,7 @@ def test_emembench_s_folders(tmp_path: Path) -> None:
         told = {"question": "Q", "paraphrase": "P?", "gt": "lamp", "type": "state"}
         rows = [told, {"question": "R?", "gt": "Not answerable"}]
         (tmp_path / "zork" / name / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    cases = read_cases(tmp_path)
+    cases = read_question_sets(tmp_path)
     assert [case.id for case in cases] == ["zork/DIF_1", "zork/DIF_2"]
     [record] = cases[0].histories[0].records
     assert (record.t, record.action, record.feedback) == (1, "north", "obs: A room.; inventory: lamp, key")
@@ -91,14 +91,14 @@ def test_what_is_no_such_file_is_said(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"no file of questions"):
-        read_cases(path)
+        read_question_sets(path)
     with pytest.raises(ValueError, match="no episode of EMemBench"):
         (tmp_path / "empty").mkdir()
-        read_cases(tmp_path / "empty")
+        read_question_sets(tmp_path / "empty")
 
 
 def test_the_four_dialogues_are_whole(shared_data: Path) -> None:
-    cases = read_cases(shared_data / "locomo" / "locomo_4.json")
+    cases = read_question_sets(shared_data / "locomo" / "locomo_4.json")
     questions = [question for case in cases for question in case.questions]
     assert sum(len(case.histories[0].records) for case in cases) == 2080 and len(questions) == 757
     assert Counter(question.category for question in questions) == {
@@ -114,6 +114,6 @@ def test_the_four_dialogues_are_whole(shared_data: Path) -> None:
 @pytest.mark.parametrize("mark", ["\u2028", "\x85", "\x0b", "\ud800"])
 def test_texts_with_other_line_breaks_survive_their_file(mark: str, tmp_path: Path) -> None:
     trace = Trace(Task("t", f"a{mark}b", "", "", "log"), (Record(0, "", f"say{mark}so", "", id="r"),), True)
-    cases = [Case("c", (trace,), (Question("q", f"what{mark}?", f"x{mark}"),))]
-    save_cases(cases, tmp_path / "cases.jsonl")
-    assert load_cases(tmp_path / "cases.jsonl") == cases
+    cases = [QuestionSet("c", (trace,), (Question("q", f"what{mark}?", f"x{mark}"),))]
+    save_question_sets(cases, tmp_path / "cases.jsonl")
+    assert load_question_sets(tmp_path / "cases.jsonl") == cases

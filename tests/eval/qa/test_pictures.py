@@ -12,19 +12,19 @@ import pytest
 import torch
 from PIL import Image
 
-from data_gen.cases import Case
-from eval.qa.answers import Asked, run_answers
-from eval.qa.command import load_reader
-from eval.qa.evidence import asking
-from eval.qa.files import read_cases
-from eval.qa.readers import EndpointReader, Prompt, SeeingReader, prompt_of, text_of
+from data_gen.questions.records import QuestionSet
+from eval.qa.answers import QaSettings, answer_questions, load_reader
+from eval.qa.benchmark_files import read_question_sets
+from eval.qa.hf_readers import HfVisionReader
+from eval.qa.readers import EndpointReader, Prompt, build_prompt, text_of
+from eval.qa.retrievers import open_retriever
 from lm.endpoint import Endpoint
 from lm.ledger import Answer
 from lm.prompt import Part
 from memory.journal import trace_from_json, trace_json
 from memory.protocol import Costs
+from memory.s3mem.rule_writer import write_units
 from memory.s3mem.system import S3Mem
-from memory.s3mem.writing import written
 from memory.trajectory import png_bytes
 from tests.faulty_server import FaultyServer
 from tests.tiny_models import lm_backbone, vlm_backbone
@@ -49,9 +49,9 @@ def sample(folder: Path, **more: object) -> Path:
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Case:
+def case(tmp_path: Path) -> QuestionSet:
     (tmp_path / "data").mkdir()
-    [case] = read_cases(sample(tmp_path / "data"))
+    [case] = read_question_sets(sample(tmp_path / "data"))
     return case
 
 
@@ -67,14 +67,14 @@ class Looking:
         self.prompts += prompts
         return [Answer("cat", 10, 1) for _ in prompts]
 
-    def liked(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]:
+    def log_probs(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float | None]:
         return [None for _ in prompts]
 
     def count(self, shown: Prompt) -> int:
         return sum(7 if isinstance(part, bytes) else len(part.split()) for part in shown)
 
 
-def test_records_point_to_files_beside_the_data(case: Case, tmp_path: Path) -> None:
+def test_records_point_to_files_beside_the_data(case: QuestionSet, tmp_path: Path) -> None:
     [trace] = case.histories
     assert [r.picture for r in trace.records] == [
         "",
@@ -84,7 +84,7 @@ def test_records_point_to_files_beside_the_data(case: Case, tmp_path: Path) -> N
     ]
     assert trace.records[1].action == "Look at this! [photo: a red cat on a sofa]"
     assert trace_from_json(json.loads(json.dumps(trace_json(trace)))) == trace
-    units = written(trace)
+    units = write_units(trace)
     assert [unit.pictures for unit in units] == [(r.picture,) if r.picture else () for r in trace.records]
     [image] = units[1].entry(pictures=True).images
     assert Image.open(io.BytesIO(image)).size == (64, 64) and units[1].entry().images == ()
@@ -97,38 +97,40 @@ def test_nothing_outside_of_the_data_s_folder_is_shown(tmp_path: Path, picture: 
     (tmp_path / "data").mkdir()
     (tmp_path / "outside.jpg").touch()
     with pytest.raises(ValueError, match="has a picture outside of"):
-        read_cases(sample(tmp_path / "data", picture=picture))
+        read_question_sets(sample(tmp_path / "data", picture=picture))
 
 
 def test_a_file_that_is_no_picture_is_said(tmp_path: Path) -> None:
     (tmp_path / "not.jpg").write_text("no picture")
-    [case] = read_cases(sample(tmp_path, picture="not.jpg"))
+    [case] = read_question_sets(sample(tmp_path, picture="not.jpg"))
     with pytest.raises(ValueError, match=r"not\.jpg is no picture"):
-        written(case.histories[0])[1].entry(pictures=True)
-    [unnamed] = read_cases(sample(tmp_path, picture="x" * 5000))
-    assert written(unnamed.histories[0])[1].entry(pictures=True).images == ()
+        write_units(case.histories[0])[1].entry(pictures=True)
+    [unnamed] = read_question_sets(sample(tmp_path, picture="x" * 5000))
+    assert write_units(unnamed.histories[0])[1].entry(pictures=True).images == ()
 
 
 @pytest.mark.parametrize("memory", ["s3mem", "bm25-stems", "oracle"])
-def test_a_picture_counts_in_the_budget_and_goes_with_its_record(case: Case, tmp_path: Path, memory: str) -> None:
+def test_a_picture_counts_in_the_budget_and_goes_with_its_record(
+    case: QuestionSet, tmp_path: Path, memory: str
+) -> None:
     """Found by its caption's words. Where it does not fit, its record does not either; who sees none is not charged."""
     settings = {"fill": True} if memory == "s3mem" else {}
     [question] = case.questions
-    seen = asking(memory, case, settings, tmp_path / "a", costs=SEES)(question, 75)
+    seen = open_retriever(memory, case, settings, tmp_path / "a", costs=SEES)(question, 75)
     assert "D1:1" in seen.pointers and 50 < seen.tokens <= 75
     [pictures] = [own for own in seen.pictures if own]
     assert len(pictures) == 1 and seen.texts[seen.pictures.index(pictures)].endswith("a red cat on a sofa]")
-    small = asking(memory, case, settings, tmp_path / "b", costs=SEES)(question, 50)
+    small = open_retriever(memory, case, settings, tmp_path / "b", costs=SEES)(question, 50)
     assert "D1:1" not in small.pointers and small.pictures == ()
-    blind = asking(memory, case, settings, tmp_path / "c")(question, 75)
+    blind = open_retriever(memory, case, settings, tmp_path / "c")(question, 75)
     assert "D1:1" in blind.pointers and blind.pictures == () and blind.tokens < 60
     assert len(blind.texts) > len(seen.texts)
 
 
-def test_a_reader_is_shown_it_behind_its_line(case: Case, tmp_path: Path) -> None:
+def test_a_reader_is_shown_it_behind_its_line(case: QuestionSet, tmp_path: Path) -> None:
     reader = Looking()
-    asked = Asked("locomo.json", "s3mem", {"fill": True}, 75, False, "looking", picture=50)
-    results = run_answers(asked, [case], reader, tmp_path / "run")
+    asked = QaSettings("locomo.json", "s3mem", {"fill": True}, 75, False, "looking", picture=50)
+    results = answer_questions(asked, [case], reader, tmp_path / "run")
     [prompt] = reader.prompts
     [at] = [i for i, part in enumerate(prompt) if isinstance(part, bytes)]
     assert str(prompt[at - 1]).endswith("[photo: a red cat on a sofa]") and "Question: Which" in str(prompt[-1])
@@ -138,12 +140,12 @@ def test_a_reader_is_shown_it_behind_its_line(case: Case, tmp_path: Path) -> Non
     rest = str(prompt[at + 1]).partition("\n\nQuestion")[0]
     assert row["tokens"] == 7 + len(shown.split()) + len(rest.split())
     assert results["picture"] == 50 and results["pictures_per_question"] == 1.0
-    assert "picture" not in Asked("d", "s3mem", {}, 75, False, "r").to_json()
+    assert "picture" not in QaSettings("d", "s3mem", {}, 75, False, "r").to_json()
 
 
-def test_a_model_behind_an_endpoint_gets_the_picture(case: Case, tmp_path: Path) -> None:
-    evidence = asking("oracle", case, {}, tmp_path, costs=SEES)(case.questions[0], 75)
-    prompt = prompt_of(evidence.texts, "Which animal?", (), evidence.pictures)
+def test_a_model_behind_an_endpoint_gets_the_picture(case: QuestionSet, tmp_path: Path) -> None:
+    evidence = open_retriever("oracle", case, {}, tmp_path, costs=SEES)(case.questions[0], 75)
+    prompt = build_prompt(evidence.texts, "Which animal?", (), evidence.pictures)
     with FaultyServer(answer=lambda messages: "cat") as server:
         reader = EndpointReader("m", Endpoint(server.config()))
         [answer] = reader.answer([prompt])
@@ -160,9 +162,9 @@ def test_a_model_behind_an_endpoint_gets_the_picture(case: Case, tmp_path: Path)
 
 def test_a_vision_language_model_reads_it_and_answers_depend_on_it() -> None:
     backbone = vlm_backbone()
-    reader = SeeingReader("tiny", backbone)
+    reader = HfVisionReader("tiny", backbone)
     picture = lambda color: png_bytes(Image.new("RGB", (64, 64), color))
-    red, blue = (prompt_of(["the mug is here"], "Where is the mug?", (), [[picture(c)]]) for c in ("red", "blue"))
+    red, blue = (build_prompt(["the mug is here"], "Where is the mug?", (), [[picture(c)]]) for c in ("red", "blue"))
     [answer] = reader.answer([red])
     parts = [Part(text=p) if isinstance(p, str) else Part(image=Image.open(io.BytesIO(p))) for p in red]
     encoded = backbone.encode(parts)
@@ -172,15 +174,15 @@ def test_a_vision_language_model_reads_it_and_answers_depend_on_it() -> None:
     assert places > 1 and reader.count(red) == places + sum(len(backbone.ids(text)) for text in texts)
     assert reader.count(texts[:1]) == len(backbone.ids(texts[0]))  # type: ignore[arg-type]
 
-    liked, other, plain = reader.liked([red, blue, prompt_of(["the mug is here"], "Where?")], ["shelf"] * 3)
+    log_probs, other, plain = reader.log_probs([red, blue, build_prompt(["the mug is here"], "Where?")], ["shelf"] * 3)
     gold = backbone.ids("shelf")
     with torch.no_grad():
         hidden = backbone.hidden(backbone.pad([encoded.extended(gold)], "left"))
         scores = backbone.logits(hidden[0, -len(gold) - 1 : -1]).float().log_softmax(-1)
     wanted = float(scores.gather(-1, torch.tensor(gold)[:, None]).mean())
-    assert liked == pytest.approx(wanted, abs=1e-4) and liked != other and plain is not None
-    assert reader.liked([red], [""]) == [None]
-    spelled = prompt_of([f"a text that says {backbone.image_token}"], "Where?")
+    assert log_probs == pytest.approx(wanted, abs=1e-4) and log_probs != other and plain is not None
+    assert reader.log_probs([red], [""]) == [None]
+    spelled = build_prompt([f"a text that says {backbone.image_token}"], "Where?")
     [again] = reader.answer([spelled])  # a token that a text spells is text
     assert again is not None and again.tokens_in == len(backbone.encode([Part(*spelled)]).ids)  # type: ignore[arg-type]
 
@@ -188,7 +190,7 @@ def test_a_vision_language_model_reads_it_and_answers_depend_on_it() -> None:
 def test_who_sees_nothing_is_shown_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sees no pictures"):
         text_of(("text", b"picture"))
-    with pytest.raises(ValueError, match="shown no pictures here"):
+    with pytest.raises(ValueError, match="read no pictures here"):
         load_reader("vllm", "m", {}, tmp_path, sees=True)
     backbone = lm_backbone()
     backbone.model.save_pretrained(tmp_path / "m")
@@ -203,7 +205,7 @@ def test_steps_of_logs_have_pictures_too(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "frames" / "0.png")
     (tmp_path / "qa_context.json").write_text(json.dumps({"steps": [step]}))
     (tmp_path / "qa.jsonl").write_text(json.dumps({"question": "Q", "gt": "a"}))
-    [case] = read_cases(tmp_path)
+    [case] = read_question_sets(tmp_path)
     [record] = case.histories[0].records
     assert record.picture == str(tmp_path / "frames" / "0.png") and record.feedback == "caption: a door"
     memory = S3Mem(tmp_path / "memory")
@@ -212,5 +214,5 @@ def test_steps_of_logs_have_pictures_too(tmp_path: Path) -> None:
     turn = {"action": "look", "observation": "dark", "image": ["frames/0.png"]}
     ama = tmp_path / "ama.jsonl"
     ama.write_text(json.dumps({"episode_id": 1, "trajectory": [turn], "qa_pairs": []}))
-    [log] = read_cases(ama)
+    [log] = read_question_sets(ama)
     assert log.histories[0].records[0].picture == record.picture

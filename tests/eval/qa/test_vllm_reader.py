@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from eval.qa.readers import HfReader, VllmReader, prompt_of
+from eval.qa.hf_readers import HfReader
+from eval.qa.readers import VllmReader, build_prompt
 from tests import vllm_engines
 
 pytestmark = vllm_engines.marks
@@ -11,5 +12,8 @@ pytestmark = vllm_engines.marks
 def test_answers_and_their_tokens_equal_hugging_face() -> None:
     ours = VllmReader("tiny", vllm_engines.engine(False, "executor"))
     theirs = HfReader.load(str(vllm_engines.folder(False)))
-    prompts = [prompt_of(["Ann: the mug was in cabinet 2"], "Where is the mug?"), prompt_of([], "Where is the pen?")]
+    prompts = [
+        build_prompt(["Ann: the mug was in cabinet 2"], "Where is the mug?"),
+        build_prompt([], "Where is the pen?"),
+    ]
     assert ours.answer(prompts) == theirs.answer(prompts)

@@ -1,7 +1,7 @@
-"""A collection by workers on Ray: the expert teaches in each of them, and the driver alone writes the record.
+"""Collection by workers on Ray: the expert teaches in each worker, and only the driver writes the record.
 
-Its episodes depend on nothing beside them (chance follows from seed, goal and history), so that the record is the one
-that a single process leaves, whoever played which: it is put in the tasks' order when all are there.
+Every episode depends on its seed, goal and history alone, so the record equals that of a single process once it is
+sorted by task.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from runtime.attempts import Attempts
 from runtime.progress import progress
 from runtime.worker_pool import Crew, Line, Unit, ray_crew, units_of
 
-UNIT = 8  # tasks of a unit, where settings do not say
+UNIT = 8  # default number of tasks that a worker receives at a time
 
 
 def play_on_ray(config: CollectConfig, of: Collection) -> None:
-    """Have workers play what the record does not hold yet. A kill of the driver costs what they have not sent. Raises:
-    as `data_gen.collect.play`, and ClusterError."""
+    """Play the remaining tasks on Ray workers; a killed driver loses the episodes that it has not received.
+
+    Raises:
+        ClusterError: the cluster fails.
+        RecordError, BankError: record or bank are of another collection.
+    """
     record, left = todo = what_is_left(of)
     if left:
         with ray_crew(config.ray, partial(CollectWorker, config, of.bank.path.resolve(), of.bank.snapshot())) as crew:
@@ -38,11 +42,11 @@ def play_on_ray(config: CollectConfig, of: Collection) -> None:
 
 
 def play_by(crew: Crew, of: Collection, todo: tuple[Attempts[str], Sequence[Task]], unit: int) -> None:
-    """Have a crew play what is left (`what_is_left`), which is recorded as it comes."""
+    """Play the remaining tasks (`what_is_left`) with a worker pool; record episodes as they arrive."""
     rows, left = todo
 
     def lost(what: None, id: str, task: Task, why: str) -> str:
-        return line_of(lost_episode(task, "teacher", of.limits.seed, why, of.bank.snapshot()))
+        return line_of(lost_episode(task, "teacher", of.limits.seed, why, bank_version=of.bank.snapshot()))
 
     with progress("teacher", len(of.tasks), len(of.tasks) - len(left)) as advance:
 
@@ -55,20 +59,29 @@ def play_by(crew: Crew, of: Collection, todo: tuple[Attempts[str], Sequence[Task
 
 
 class CollectWorker:
-    """A worker of a collection: an expert that teaches, one that acts, environments, and the bank as it was when the
-    collection began, which has to lie under the same path on every node."""
+    """A collection worker: expert teacher, acting expert, environments, and the bank at the collection's first version.
+
+    The bank needs the same path on every node.
+    """
 
     def __init__(self, config: CollectConfig, bank: Path, version: int) -> None:
-        known = {"bank": str(bank), "version": version}
-        self._config, self._bank = config, open_memory(config.memory.model_copy(update=known), bank)
+        at_start = {"bank": str(bank), "version": version}
+        self._config, self._bank = config, open_memory(config.memory.model_copy(update=at_start), bank)
         self._envs, self._teacher = Environments(config.env), ExpertTeacher(reader=reader_of(config.env))
 
     def play(self, unit: Unit, done: Callable[[str, str], None]) -> None:
-        def tell(episode: Episode) -> None:
+        def on_episode(episode: Episode) -> None:
             explain([episode], self._teacher)
             done(episode.task_id, line_of(episode))
 
         config, specs = self._config, specs_for(list(unit.items.values()), self._bank, self._config.memory.k)
         delivery, actor = taught(self._teacher, config.brief_state, config.sparing), expert_actor(config)
-        limits = Limits(config.max_steps, config.seed)
-        run_episodes(self._envs.lease, specs, delivery, actor, limits, len(specs), tell)
+        run_episodes(
+            self._envs.lease,
+            specs,
+            delivery=delivery,
+            executor=actor,
+            limits=Limits(config.max_steps, config.seed),
+            concurrency=len(specs),
+            on_episode=on_episode,
+        )

@@ -1,5 +1,7 @@
-"""The writer by a language model (S3Mem, App. I, whose text we lack: this prompt is ours), and its anchors. It is shown
-raw records alone and must name the records of each unit, so that pointers stay exact."""
+"""Units and anchors written by a language model (S3Mem, App. I; the prompts are ours, for the paper omits them).
+
+The model reads raw records only and must cite the records of each unit, so that pointers stay exact.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from typing import Any
 from memory.protocol import Trace
 from memory.registry import Ask
 from memory.s3mem.anchors import MULTI_HOP, Anchor
-from memory.s3mem.units import Change, Unit, unit_id
-from memory.s3mem.writing import is_dialogue, record_ids, related, sessions
+from memory.s3mem.rule_writer import add_relations, is_dialogue, record_ids, session_numbers
+from memory.s3mem.units import EventUnit, StateChange, unit_id
 from memory.trajectory import one_line
 from runtime.told import json_object, texts
 
-WRITER, ANCHORS = "memory_writer", "memory_anchors"  # roles in the accounts
-STEPS, MOST = 20, 3000  # steps of one call, where there are no sessions; tokens of an answer
+WRITER, ANCHORS = "memory_writer", "memory_anchors"  # roles in the endpoint's account
+STEPS, MAX_TOKENS = 20, 3000  # steps of one call, for histories without sessions; tokens of an answer
 _WRITE = """Turn the records below into memory units. Answer with one JSON object and nothing else:
 {"units": [{"event": what happened, in one sentence that can be read alone, "action": its verb, "objects": [things and \
 people], "place": where, "changes": [[key, value before, value after], ...], "record_ids": [ids of the records that \
@@ -29,54 +31,54 @@ _ANCHOR = """What does this question about a history ask for? Answer with one JS
 when, where, who], "events": [...], "objects": [...], "places": [...], "sources": [who said or did it]}"""
 
 
-def answers(attempts: Sequence[Trace], ask: Ask) -> dict[str, Any]:
-    """Have a model write the units of an episode's attempts: JSON by attempt, and what could not be used, counted."""
+def write_units_json(attempts: Sequence[Trace], ask: Ask) -> dict[str, Any]:
+    """Have a model write the units of an episode's attempts; return JSON by attempt, with counts of failures."""
     failures, units = Counter[str](), dict[str, list[dict[str, Any]]]()
     for n, trace in enumerate(attempts):
         ids = record_ids(trace)
         units[str(n)] = []
-        for part in parts(trace, STEPS):
-            shown = "\n".join(f"[{ids[i]}] {shown_record(trace, i)}" for i in part)
-            told = _asked(ask, f"{_WRITE}\n\nRecords:\n{shown}", WRITER)
-            listed = told.get("units") if told else None
+        for part in split_history(trace, STEPS):
+            shown = "\n".join(f"[{ids[i]}] {format_record(trace, i)}" for i in part)
+            answer = _request_json(ask, f"{_WRITE}\n\nRecords:\n{shown}", WRITER)
+            listed = answer.get("units") if answer else None
             if not isinstance(listed, list):
                 failures["no_units"] += 1
                 continue
             known = {ids[i] for i in part}
             for unit in listed:
-                cleaned = _cleaned(unit, known, failures)
-                units[str(n)] += [cleaned] if cleaned else []
+                valid = _validate_unit(unit, known, failures)
+                units[str(n)] += [valid] if valid else []
     return {"units": units, "failures": dict(failures)}
 
 
-def parts(trace: Trace, steps: int) -> list[list[int]]:
-    """Cut a history into what one call is shown: a session, or so many steps."""
+def split_history(trace: Trace, steps: int) -> list[list[int]]:
+    """Split a history's record indices into parts for one call each: a session of a dialogue, or `steps` steps."""
     rows = range(len(trace.records))
     if is_dialogue(trace):
-        numbers = sessions(trace.records)
+        numbers = session_numbers(trace.records)
         return [list(part) for _, part in groupby(rows, key=numbers.__getitem__)]
     return [list(rows[i : i + steps]) for i in range(0, len(rows), steps)]
 
 
-def shown_record(trace: Trace, i: int) -> str:
-    """Write a raw record in one line, as a language model is shown it."""
+def format_record(trace: Trace, i: int) -> str:
+    """Return a raw record as one line of a prompt."""
     record = trace.records[i]
-    said = f"{record.actor}: {record.action}" if record.actor else f"{record.action} -> {record.feedback}"
-    return one_line(f"({record.when or f'step {record.t}'}) {said}")
+    text = f"{record.actor}: {record.action}" if record.actor else f"{record.action} -> {record.feedback}"
+    return one_line(f"({record.when or f'step {record.t}'}) {text}")
 
 
-def _asked(ask: Ask, text: str, role: str) -> dict[str, Any] | None:
-    """Ask for JSON, once more where it cannot be read."""
+def _request_json(ask: Ask, text: str, role: str) -> dict[str, Any] | None:
+    """Request a JSON object; repeat once if the answer is none."""
     for attempt in range(2):
         again = "" if not attempt else "\n\nThe last answer was no JSON object."
-        told = ask([{"role": "user", "content": text + again}], role, MOST)
-        if (value := json_object(told)) is not None or told is None:  # None: there is no answer to be had
+        answer = ask([{"role": "user", "content": text + again}], role, MAX_TOKENS)
+        if (value := json_object(answer)) is not None or answer is None:  # None: the endpoint has failed
             return value
     return None
 
 
-def _cleaned(unit: Any, known: set[str], failures: Counter[str]) -> dict[str, Any] | None:
-    """Keep what is of the right form; a unit without an event or a record is none."""
+def _validate_unit(unit: Any, known: set[str], failures: Counter[str]) -> dict[str, Any] | None:
+    """Return a unit's well-formed fields; None, and a count in `failures`, without an event or a known record."""
     if not isinstance(unit, dict) or not isinstance(unit.get("event"), str) or not unit["event"].strip():
         failures["no_event"] += 1
         return None
@@ -100,14 +102,14 @@ def _cleaned(unit: Any, known: set[str], failures: Counter[str]) -> dict[str, An
     }
 
 
-def merged(rules: Sequence[Unit], told: Sequence[Mapping[str, Any]]) -> list[Unit]:
-    """Put a model's units in the place of the rules' for the records that they point to."""
-    if not told:
+def merge_units(rules: Sequence[EventUnit], written: Sequence[Mapping[str, Any]]) -> list[EventUnit]:
+    """Replace the rule-written units of the records that a model's units cite."""
+    if not written:
         return list(rules)
     by_pointer = {pointer: unit for unit in rules for pointer in unit.pointers}
-    cited = {id for each in told for id in each["record_ids"]}
+    cited = {id for each in written for id in each["record_ids"]}
     units = [unit for unit in rules if not cited.issuperset(unit.pointers)]
-    for n, each in enumerate(told):
+    for n, each in enumerate(written):
         ids = tuple(each["record_ids"])
         first = by_pointer[ids[0]]
         units.append(
@@ -117,7 +119,7 @@ def merged(rules: Sequence[Unit], told: Sequence[Mapping[str, Any]]) -> list[Uni
                 action=each["action"],
                 objects=tuple(each["objects"]),
                 place=each["place"] or first.place,
-                changes=tuple(Change(*change) for change in each["changes"]),
+                changes=tuple(StateChange(*change) for change in each["changes"]),
                 relations=(),
                 pointers=ids,
                 raw=" ".join(by_pointer[id].raw for id in ids),
@@ -126,17 +128,17 @@ def merged(rules: Sequence[Unit], told: Sequence[Mapping[str, Any]]) -> list[Uni
             )
         )
     bare = [replace(unit, relations=()) for unit in units]
-    return related(sorted(bare, key=lambda unit: (unit.order, unit.id)))
+    return add_relations(sorted(bare, key=lambda unit: (unit.order, unit.id)))
 
 
-def anchor(question: str, by_rule: Anchor, ask: Ask) -> Anchor:
-    """Have a model say what a question is after; by rule what it does not say."""
-    told = _asked(ask, f"{_ANCHOR}\n\nQuestion: {question}", ANCHORS)
-    if told is None:
+def parse_with_model(question: str, by_rule: Anchor, ask: Ask) -> Anchor:
+    """Have a model parse a question; fields that it omits come from the rules."""
+    answer = _request_json(ask, f"{_ANCHOR}\n\nQuestion: {question}", ANCHORS)
+    if answer is None:
         return by_rule
-    named = lambda name: tuple(text.lower() for text in texts(told.get(name))) or getattr(by_rule, name)
-    ops = frozenset(texts(told.get("ops"))) or by_rule.ops
-    kind = told["kind"] if told.get("kind") in ("event", "state", "source") else by_rule.kind
+    named = lambda name: tuple(text.lower() for text in texts(answer.get(name))) or getattr(by_rule, name)
+    ops = frozenset(texts(answer.get("ops"))) or by_rule.ops
+    kind = answer["kind"] if answer.get("kind") in ("event", "state", "source") else by_rule.kind
     return replace(
         by_rule,
         kind=kind,

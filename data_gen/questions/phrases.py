@@ -1,4 +1,4 @@
-"""Sentences around what is told in `data_gen.retold`: what people say when they say nothing that is asked for."""
+"""Word lists of generated dialogues: speakers, event vocabulary, and filler sentences that no question asks about."""
 
 NAMES = (
     "Ada",
@@ -36,6 +36,36 @@ TIMES = (
     "the other day",
     "recently",
 )
+VERBS = {  # by kind of event: wordings of the speaker, wordings of a question
+    "take": (("found", "spotted", "came across", "finally got hold of", "dug out"), ("find", "come across", "get")),
+    "put": (("put away", "left", "stowed away", "placed"), ("put away", "leave", "place")),
+    "hot": (("heated", "warmed up", "microwaved"), ("heat", "warm up")),
+    "cold": (("cooled", "chilled"), ("cool", "chill")),
+    "clean": (("cleaned", "washed", "rinsed", "scrubbed"), ("clean", "wash")),
+    "open": (("opened", "looked into", "went through"), ("open", "look into")),
+    "see": (("saw", "noticed", "had a look at"), ("see", "notice")),
+}
+COMPANIONS = (
+    "my sister",
+    "my brother",
+    "my neighbour",
+    "my aunt",
+    "a colleague",
+    "my grandmother",
+    "the children",
+    "an old friend",
+)
+OCCASIONS = (
+    "the party|the exam|the wedding|the move|the holidays|the picnic|the visit|the concert|the storm|the anniversary"
+).split("|")
+LOOKS = "old|new|blue|broken|tiny|heavy|wooden|shiny|borrowed|favourite".split("|")
+QUESTION_TEMPLATES = {  # question templates, by the part of an event that they ask for
+    "thing": "What did {by} {verb}{place}{companion}{occasion}?",
+    "place": "Where did {by} {verb} the {thing}{companion}{occasion}?",
+    "companion": "Who was with {by} to {verb} the {thing}{place}{occasion}?",
+    "occasion": "What did {by} {verb} the {thing}{place}{companion} for?",
+    "day": "When did {by} {verb} the {thing}{place}{companion}{occasion}?",
+}
 SMALL_TALK = (
     "Hey {other}! It has been a while, how are things on your side?",
     "Hi {other}, good to hear from you. What have you been up to lately?",
