@@ -17,7 +17,7 @@ from memory.brainmem.agent import line
 from memory.brainmem.semantic import Experience, agreeing
 from memory.entry import MemoryEntry, Provenance
 from memory.karma.recall import distances
-from memory.karma.units import said
+from memory.karma.units import goal_words
 from memory.retrieval import query_words
 from memory.s3mem.anchors import Known, anchor_of, dated
 from memory.s3mem.text import names
@@ -53,7 +53,7 @@ def test_karma_finds_what_an_instruction_is_about(language) -> None:
     turns = [language.turns[at] for at in ANSWERS]
     for place, (question, _, _) in enumerate(language.asked):
         assert np.argmin(distances(question, turns)) == place
-    assert said(language.turns[0]) & said(f"{language.turns[0]} 2")
+    assert goal_words(language.turns[0]) & goal_words(f"{language.turns[0]} 2")
 
 
 @every_language
