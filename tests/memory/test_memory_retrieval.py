@@ -12,8 +12,8 @@ from envs.base import Task
 from memory.bank import BankError, MemoryBank
 from memory.entry import MemoryEntry, Provenance
 from memory.retrieval import Found, Retriever, SentenceEmbedder, merge, query_words, repeats_last
-from memory.trajectory import entry_from_trajectory
 from memory.words import terms
+from tests.memory.entries import entry_from_trajectory
 
 VERBS = {"hot": "heat", "clean": "clean", "cool": "cool"}
 OBJECTS = ("mug", "apple", "plate", "knife", "egg", "tomato", "bread")
@@ -31,7 +31,7 @@ def entry(scene: str, kind: str, thing: str, n: int = 0, success: bool = True, *
     ]
     task = Task(f"{scene}/{kind}/{thing}/{n}", goal, scene, kwargs.pop("split", "train"), kind)
     id = f"{scene}|{kind} {thing}|{n}|{'ok' if success else 'no'}"
-    return entry_from_trajectory(task, actions, [], success, f"in {scene} the {thing} was in {place}", id=id, **kwargs)
+    return entry_from_trajectory(task, actions, success, f"in {scene} the {thing} was in {place}", id=id, **kwargs)
 
 
 def ask(thing: str = "mug", scene: str = "home 17", id: str = "asked", kind: str = "hot") -> Task:
@@ -132,7 +132,7 @@ def test_the_object_outweighs_verb_and_receptacle(tmp_path):
         actions = [f"go to {place}", f"take {thing} 1 from {place}", "go to sinkbasin 1"]
         actions += [f"{kind} {thing} 1 with sinkbasin 1", f"go to {receptacle} 1", f"move {thing} 1 to {receptacle} 1"]
         task = Task(f"{scene}{thing}{kind}", f"{kind} some {thing} and put it in {receptacle}", scene, "train", "")
-        return entry_from_trajectory(task, actions, [], True, f"in {scene} the {thing} was in {place}")
+        return entry_from_trajectory(task, actions, True, f"in {scene} the {thing} was in {place}")
 
     kinds, receptacles = ("clean", "cool", "heat"), ("fridge", "shelf", "table", "cabinet")
     entries = [
@@ -281,7 +281,7 @@ def expected(tmp_path_factory) -> list[list[str]]:
 def test_order_and_batches_of_writing_do_not_matter(
     tmp_path_factory, monkeypatch, expected, random, sizes, read_last, crowded
 ):
-    monkeypatch.setattr("memory.table.CROWDED", crowded)
+    monkeypatch.setattr("memory.bank_table.CROWDED", crowded)
     entries = random.sample(MANY, len(MANY))
     bank = MemoryBank(tmp_path_factory.mktemp("bank") / "bank")
     start = 0
