@@ -272,7 +272,7 @@ class MemoryBank:
     # -- exchange -----------------------------------------------------------------------------------------------------
 
     def export_jsonl(self, path: str | Path) -> int:
-        """Write one JSON object per entry, pictures as base64, and return their number. The file appears when complete."""
+        """Write one JSON object per entry, pictures as base64; return their number. The file appears when complete."""
         n = 0
         with atomic_file(Path(path)) as file:
             for n, entry in enumerate(self, 1):  # noqa: B007

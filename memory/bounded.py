@@ -13,7 +13,7 @@ from memory.protocol import MemorySystem, Query, Recall, Record, Session, Trace
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A `MemorySystem` that recalls at most `most` tokens of another one. `count`: returns a text's number of tokens."""
+    """A `MemorySystem` that recalls at most `most` tokens of another one. `count` returns a text's token count."""
 
     memory: MemorySystem
     most: int

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from memory.entry import MemoryEntry, Provenance
 from memory.protocol import Trace
 from memory.words import SPACED
-from runtime.text import without_newlines as one_line
+from runtime.told import without_newlines as one_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image

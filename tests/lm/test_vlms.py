@@ -313,11 +313,11 @@ def test_it_loads_from_an_ordinary_folder(family: str, tmp_path: Any) -> None:
 
 def test_models_that_do_not_put_pictures_into_the_places_of_tokens_are_refused_by_name(tmp_path: Any) -> None:
     for name, why in {
-        "MllamaForConditionalGeneration": "does not read pictures in the places of tokens",
-        "IdeficsForVisionText2Text": "does not read pictures in the places of tokens",
+        "MllamaForConditionalGeneration": "does not replace image tokens",
+        "IdeficsForVisionText2Text": "does not replace image tokens",
         "Blip2ForConditionalGeneration": "is not a decoder that takes positions",
         "Florence2ForConditionalGeneration": "is not a decoder that takes positions",
-        "Ernie4_5_VLMoeForConditionalGeneration": "asks for moe_mm_token_type_ids",
+        "Ernie4_5_VLMoeForConditionalGeneration": "needs moe_mm_token_type_ids",
     }.items():
         with pytest.raises(ValueError, match=f"{name} cannot be .* {why}"):
             check_sees(getattr(transformers, name))
@@ -328,7 +328,7 @@ def test_models_that_do_not_put_pictures_into_the_places_of_tokens_are_refused_b
 
 def test_a_processor_of_another_model_is_refused() -> None:
     model, _ = tiny_vlms.llava()
-    with pytest.raises(ValueError, match="LlavaForConditionalGeneration has pictures in the places of token"):
+    with pytest.raises(ValueError, match="LlavaForConditionalGeneration uses image token"):
         Backbone(model, tiny_vlms.idefics3()[1])
 
 
