@@ -16,7 +16,7 @@ from runtime.told import parse_json
 Message = dict[str, Any]  # {"role", "content"} of the chat protocol
 
 # Kinds of faults that an equal request would have again, with advice for each.
-FINAL = {
+PERMANENT_FAULTS = {
     "refused": "",  # any other 4xx
     "refusal": "Ask another model",
     "content_filter": "Ask another model, or have the provider's filter changed",
@@ -38,7 +38,7 @@ class Fault(TransientError):
 
     @property
     def final(self) -> bool:
-        return self.kind in FINAL
+        return self.kind in PERMANENT_FAULTS
 
 
 def read_answer(text: str, messages: Sequence[Message] = (), length_key: str = "max_tokens") -> Answer:
@@ -55,7 +55,7 @@ def read_answer(text: str, messages: Sequence[Message] = (), length_key: str = "
             read = estimate(messages) if read is None else read
             written = len(content) // 4 + 1 if written is None else written
             return Answer(content, read, written, _finish(choice) in _CUT)
-        advice = FINAL.get(kind, "") % {"length_key": length_key}
+        advice = PERMANENT_FAULTS.get(kind, "") % {"length_key": length_key}
         faults.append(Fault(kind, f"{why}. {advice}" if advice else why, paid=(read or 0, written or 0)))
     raise next(iter(faults), Fault("no_choice", f"the body begins {text[:300]!r}", paid=(read or 0, written or 0)))
 

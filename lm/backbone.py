@@ -34,7 +34,7 @@ from configs.models import ModelSettings, model_path
 from lm.attention import padding, share_heads
 from lm.device import device_of, dtype_of, to_device
 from lm.prompt import Picture, Prompt, PromptEncoder
-from lm.vision import TYPES, asked, check_sees, joined, vision_parts
+from lm.vision import TOKEN_TYPE_INPUTS, asked, check_vision_model, concatenate_pictures, vision_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Batch:
 class Backbone(PromptEncoder):
     """A causal LM or VLM with the encoder of its prompts.
 
-    Raises: ValueError, for an unsupported VLM (`lm.vision.check_sees`), or for different image tokens of model and
-    processor."""
+    Raises: ValueError, for an unsupported VLM (`lm.vision.check_vision_model`), or if model and processor differ in their
+    image token."""
 
     _recomputed: Sequence[Any] = ()  # layers with gradient checkpointing
     _home: torch.device | None = None  # later device of weights that are still elsewhere
@@ -82,7 +82,7 @@ class Backbone(PromptEncoder):
         self.model = model  # PEFT wraps layers in place, so this remains the model
         self._home = home
         if self.is_vlm:
-            check_sees(type(model))
+            check_vision_model(type(model))
             vision_parts(model)
             if self.image_id != (expected := getattr(model.config, "image_token_id", None)):
                 raise ValueError(
@@ -126,7 +126,7 @@ class Backbone(PromptEncoder):
     def _token_type_arguments(self) -> list[str]:
         """Return the token-type arguments that the model's attention needs, as opposed to its rotary positions."""
         for_attention = self.is_vlm and not hasattr(self.body, "get_rope_index")
-        return [name for name in TYPES if for_attention and name in asked(self.body.forward)]
+        return [name for name in TOKEN_TYPE_INPUTS if for_attention and name in asked(self.body.forward)]
 
     @property
     def body(self) -> Any:
@@ -153,7 +153,7 @@ class Backbone(PromptEncoder):
             where = slice(width - len(row.ids), width) if side == "left" else slice(0, len(row.ids))
             tokens[i, where] = torch.tensor(row.ids)
             mask[i, where] = 1
-        pixels = joined([picture for row in rows for picture in row.pictures], torch.device("cpu"))
+        pixels = concatenate_pictures([picture for row in rows for picture in row.pictures], torch.device("cpu"))
         kinds = (tokens == self.image_id).int() * mask.int() if self.is_vlm else mask
         types = dict.fromkeys(self._token_type_arguments, kinds.long())
         # Compute positions on the host: on a GPU, `get_rope_index` synchronises several times per row.
@@ -195,7 +195,7 @@ class Backbone(PromptEncoder):
 
         Raises: ValueError, if the model computes another number of states than its processor has image tokens."""
         pictures = [picture for prompt in prompts for picture in prompt.pictures]
-        found = self.body.get_image_features(**joined(pictures, self.device)).pooler_output
+        found = self.body.get_image_features(**concatenate_pictures(pictures, self.device)).pooler_output
         states = torch.cat([part.flatten(0, -2) for part in found])
         places = [sum(picture.tokens for picture in prompt.pictures) for prompt in prompts]
         if sum(places) != len(states):
@@ -338,7 +338,7 @@ def load_backbone(
     if sees:  # before reading weights
         config: Any = AutoConfig.from_pretrained(name, revision=revision)
         classes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        check_sees(classes[type(config)])
+        check_vision_model(classes[type(config)])
     how = {"dtype": dtype, "revision": revision, **({} if attention == "auto" else {"attn_implementation": attention})}
     if device_map is None and weights == "device" and (quantized or device != "cpu"):
         device_map = {"": device}  # no copy in host memory

@@ -2,8 +2,8 @@
 
 Faults are counted by kind. Transient faults are retried: `rate_limit` (429), `server_error` (5xx), `timeout`,
 `connection`, `not_json` (an invalid or truncated body), `no_choice` (JSON without an answer), `no_vectors` (not one
-vector per text). Permanent faults (`lm.answers.FINAL`) fail their request at once, and an equal request is not sent
-again. A wrong key or model, a spent budget, or several failures in a row for one cause stop the client.
+vector per text). Permanent faults (`lm.answers.PERMANENT_FAULTS`) fail their request at once, and an equal request is
+not sent again. A wrong key or model, a spent budget, or several failures in a row for one cause stop the client.
 
 Answers and costs are cached in a file (`lm.ledger`): an equal request is paid once.
 """

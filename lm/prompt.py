@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Reserved tokens of memory positions, in order of preference: ordinary text never encodes to them.
 MEMORY_TOKENS = ("<|mem|>", "<|quad_end|>", "<|fim_pad|>", "<|reserved_special_token_0|>", "<file_sep>", "<unused0>")
-OF_TEXT = (
+TEXT_OUTPUTS = (
     "input_ids",
     "attention_mask",
     "token_type_ids",
@@ -197,7 +197,7 @@ class PromptEncoder:
         ids = tuple(inputs["input_ids"][0].tolist())
         if len(images) > 1:
             return ids, tuple(self._read(self.image_token or "", [image])[1][0] for image in images)
-        tensors = {name: inputs[name] for name in inputs if name not in OF_TEXT}
+        tensors = {name: inputs[name] for name in inputs if name not in TEXT_OUTPUTS}
         return ids, (Picture(images[0], ids.count(self.image_id), tensors),)
 
     def ids(self, text: str) -> tuple[int, ...]:

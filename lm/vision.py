@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from lm.device import to_device
 from lm.prompt import Picture
 
-TYPES = ("token_type_ids", "mm_token_type_ids")  # 1 at a picture's tokens, 0 elsewhere
+TOKEN_TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids")  # 1 at a picture's tokens, 0 elsewhere
 
 
 def asked(function: Any) -> set[str]:
@@ -26,7 +26,7 @@ def asked(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-def check_sees(kind: Any) -> None:
+def check_vision_model(kind: Any) -> None:
     """Check that a vision-language model class replaces image tokens and has no unknown arguments about them.
 
     Raises: ValueError, with the class's name."""
@@ -35,7 +35,7 @@ def check_sees(kind: Any) -> None:
         lacks.append("does not replace image tokens")
     if "position_ids" not in takes or "decoder_input_ids" in takes:
         lacks.append("is not a decoder that takes positions")
-    if unknown := sorted(name for name in takes if name.endswith("type_ids") and name not in TYPES):
+    if unknown := sorted(name for name in takes if name.endswith("type_ids") and name not in TOKEN_TYPE_INPUTS):
         lacks.append(f"needs {', '.join(unknown)}")
     if lacks:
         raise ValueError(f"{kind.__name__} cannot be a compiler or executor with pictures: it {' and '.join(lacks)}")
@@ -53,7 +53,7 @@ def vision_parts(model: Any) -> dict[str, nn.Module]:
     return {name: part for name, part in parts.items() if part is not language}
 
 
-def joined(pictures: Sequence[Picture], device: torch.device) -> dict[str, Tensor]:
+def concatenate_pictures(pictures: Sequence[Picture], device: torch.device) -> dict[str, Tensor]:
     """Concatenate pictures' tensors by name along the first dimension, zero-padded in all others.
 
     Raises: ValueError, if padding is needed but no tensor tells the model about it."""

@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from envs.base import Task
 from memory.bank_table import (
     ENTRY_COLUMNS,
+    bank_errors,
     check_schema,
-    checked_out,
-    clear_errors,
     create_table,
-    embedding_of,
-    entry_of,
+    embedding_info,
+    entry_to_row,
     find_table,
     merge_small_writes,
-    row_of,
-    take_entries,
+    open_version,
+    read_entries,
+    row_to_entry,
 )
 from memory.entry import MemoryEntry, Written, entry_from_json
 from memory.protocol import BankError, Fixed, Query, Recall, Trace
 from memory.registry import MemorySpec, Tools
-from memory.retrieval import COLUMNS, Found, Retriever, encodable, unit_rows
+from memory.retrieval import COLUMNS, BankRanker, RankedEntry, encodable, unit_rows
 from memory.trajectory import entry_of_trace, goal_without_scene
 from runtime.settings import Settings
 from runtime.store import atomic_file
@@ -79,7 +79,7 @@ class MemoryBank:
         self._table: Table | None = None
         self._pinned: _Pinned | None = None
         self._known = -1, set[str]()  # a version and the ids in it
-        self._retriever, self._ranking = Retriever(), Lock()  # holds the rows read so far
+        self._retriever, self._ranking = BankRanker(), Lock()  # holds the rows read so far
 
     # -- as a memory system -------------------------------------------------------------------------------------------
 
@@ -120,9 +120,9 @@ class MemoryBank:
                 f"{self.path} at version {self._view} is a read-only view: write to MemoryBank({str(self.path)!r})"
             )
         batch = [entries] if isinstance(entries, MemoryEntry) else list(entries)
-        rows = [row_of(entry) for entry in batch]
+        rows = [entry_to_row(entry) for entry in batch]
         table = self._open(create=True)
-        with clear_errors(self.path):
+        with bank_errors(self.path):
             version, known = self._known_ids(table)
         fresh: dict[str, dict[str, Any]] = {}
         for row in rows:
@@ -131,7 +131,7 @@ class MemoryBank:
         if not fresh:  # do not create a new version
             return Written(0, len(batch))
         data = self._to_arrow(table.schema, list(fresh.values()))
-        with clear_errors(self.path):
+        with bank_errors(self.path):
             # `id` is the table's key: entries that another process appended meanwhile are not inserted again.
             result = table.merge_insert("id").when_not_matched_insert_all().execute(data)
             merge_small_writes(table)
@@ -142,14 +142,14 @@ class MemoryBank:
 
     def _known_ids(self, table: Table) -> tuple[int, set[str]]:
         if self._known[0] != (version := table.version):
-            ids = checked_out(self.path, version).search().select(["id"]).to_arrow().column("id")
+            ids = open_version(self.path, version).search().select(["id"]).to_arrow().column("id")
             self._known = version, set(ids.to_pylist())
         return self._known
 
     def _to_arrow(self, schema: pa.Schema, rows: list[dict[str, Any]]) -> pa.Table:
         import pyarrow as pa
 
-        if stored := embedding_of(schema):
+        if stored := embedding_info(schema):
             if self.embed is None:
                 raise BankError(f"{self.path} has embeddings: open it with embed=... ({stored}) to write to it")
             texts = [goal_without_scene(row["goal"], row["scene"]) or row["text"] for row in rows]
@@ -195,14 +195,14 @@ class MemoryBank:
         if self.embed is not None and tasks:
             texts = [encodable(goal_without_scene(task.goal, task.scene)) for task in tasks]
             vectors = list(self._vectors(texts, self._open().schema))
-        ranked: dict[tuple[str, str, str], list[Found]] = {}
-        with clear_errors(self.path), self._ranking:
+        ranked: dict[tuple[str, str, str], list[RankedEntry]] = {}
+        with bank_errors(self.path), self._ranking:
             pinned = self._pin()
             self._read_on(pinned)
             for task, vector in zip(tasks, vectors, strict=True):
                 if (task.id, task.goal, task.scene) not in ranked:
                     ranked[task.id, task.goal, task.scene] = self._retriever.rank(task, k, vector)
-            entries = take_entries(pinned.table, {f.row for found in ranked.values() for f in found})
+            entries = read_entries(pinned.table, {f.row for found in ranked.values() for f in found})
         return [[entries[f.id] for f in ranked[t.id, t.goal, t.scene]] for t in tasks]
 
     def _read_on(self, pinned: _Pinned) -> None:
@@ -210,22 +210,22 @@ class MemoryBank:
         if pinned.read:
             return
         compared = "words" if self.embed is None else "vector"
-        held, self._retriever = self._retriever, Retriever()  # an interruption leaves an empty retriever
+        held, self._retriever = self._retriever, BankRanker()  # an interruption leaves an empty retriever
         for batch in pinned.table.search().select([*COLUMNS, compared]).offset(len(held)).to_batches(READ_BATCH):
             held.add(batch)
         self._retriever, pinned.read = held, True
 
     def __len__(self) -> int:
         pinned = self._pin()
-        with clear_errors(self.path):
+        with bank_errors(self.path):
             return pinned.table.count_rows()
 
     def __iter__(self) -> Iterator[MemoryEntry]:
         """Iterate over the current version's entries in the order of writing."""
         table = self._pin().table
-        with clear_errors(self.path):
+        with bank_errors(self.path):
             for batch in table.search().select(ENTRY_COLUMNS).to_batches(batch_size=BATCH):
-                yield from map(entry_of, batch.to_pylist())
+                yield from map(row_to_entry, batch.to_pylist())
 
     def entries(self) -> list[MemoryEntry]:
         """Return all entries with their pictures."""
@@ -237,7 +237,7 @@ class MemoryBank:
 
         if not (rows := self._rows(ENTRY_COLUMNS, col("id") == lit(encodable(id)))):
             raise KeyError(f"no entry {id!r} in {self.path} at version {self._pin().version}")
-        return entry_of(rows[0])
+        return row_to_entry(rows[0])
 
     def inspect(self) -> dict[str, Any]:
         """Count entries and pictures, in all and by split, source and scene, as JSON values."""
@@ -255,7 +255,7 @@ class MemoryBank:
             "failures": len(rows) - successes,
             "scenes": len(counts["by_scene"]),
             "images": sum(row["images"] or 0 for row in rows),
-            "embedding": embedding_of(pinned.table.schema),
+            "embedding": embedding_info(pinned.table.schema),
             **counts,
         }
 
@@ -265,7 +265,7 @@ class MemoryBank:
 
     def _rows(self, columns: Any, where: Expr | None = None) -> list[dict[str, Any]]:
         table = self._pin().table
-        with clear_errors(self.path):
+        with bank_errors(self.path):
             search = table.search() if where is None else table.search().where(where)
             return search.select(columns).to_arrow().to_pylist()
 
@@ -310,10 +310,10 @@ class MemoryBank:
         return table
 
     def _pin(self) -> _Pinned:
-        with clear_errors(self.path):
+        with bank_errors(self.path):
             version = self._open().version if self._view is None else self._view
             if self._pinned is None or self._pinned.version != version:
-                self._pinned = _Pinned(version, checked_out(self.path, version))
+                self._pinned = _Pinned(version, open_version(self.path, version))
         return self._pinned
 
 

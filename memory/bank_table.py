@@ -38,7 +38,7 @@ def connect(path: Path) -> Any:
     return lancedb.connect(path, read_consistency_interval=timedelta(0))
 
 
-def checked_out(path: Path, version: int) -> Table:
+def open_version(path: Path, version: int) -> Table:
     """Open the table at a version."""
     table = connect(path).open_table(TABLE)
     table.checkout(version)
@@ -57,7 +57,7 @@ def find_table(path: Path) -> Table | None:
         return None
     if not (path / f"{TABLE}.lance").is_dir():
         raise BankError(f"{path} is not a memory bank and not empty: name another folder")
-    with clear_errors(path):
+    with bank_errors(path):
         try:
             return connect(path).open_table(TABLE)
         except ValueError as e:
@@ -70,7 +70,7 @@ def create_table(path: Path, embed: Embed | None) -> Table:
     """Create a bank's table, or open the one that another process has just created."""
     dimension = unit_rows(embed, ["goal"]).shape[1] if embed is not None else None
     schema = make_schema(dimension, getattr(embed, "name", ""))
-    with clear_errors(path):
+    with bank_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         # Concurrent creations conflict in LanceDB, but only one process can rename a complete table into place.
         with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path) as folder:
@@ -81,7 +81,7 @@ def create_table(path: Path, embed: Embed | None) -> Table:
 
 
 @contextmanager
-def clear_errors(path: Path) -> Iterator[None]:
+def bank_errors(path: Path) -> Iterator[None]:
     """Convert LanceDB's errors, which name Rust source lines, to BankError with advice."""
     try:
         yield
@@ -134,7 +134,7 @@ def check_schema(schema: pa.Schema, embed: Embed | None, path: Path) -> None:
         raise BankError(f"{path} is not a memory bank of this version of MemCompiler: no column {min(missing)!r} in it")
     if embed is None:
         return
-    stored = embedding_of(schema)
+    stored = embedding_info(schema)
     remedy = "export it (memcompiler bank export) and import it into a new bank with this embedding"
     if stored is None:
         raise BankError(f"{path} was written without embeddings: open it without, or {remedy}")
@@ -143,14 +143,14 @@ def check_schema(schema: pa.Schema, embed: Embed | None, path: Path) -> None:
         raise BankError(f"{path} was written with the embedding {theirs}, not {ours}: open it with that, or {remedy}")
 
 
-def embedding_of(schema: pa.Schema) -> dict[str, Any] | None:
+def embedding_info(schema: pa.Schema) -> dict[str, Any] | None:
     if "vector" not in schema.names:
         return None
     name = (schema.metadata or {}).get(EMBED_NAME, b"").decode()
     return {"name": name, "dimension": schema.field("vector").type.list_size}
 
 
-def row_of(entry: MemoryEntry) -> dict[str, Any]:
+def entry_to_row(entry: MemoryEntry) -> dict[str, Any]:
     if not entry.id:
         raise ValueError(f"an entry needs an id (text: {entry.text[:80]!r})")
     origin = entry.provenance
@@ -162,15 +162,15 @@ def row_of(entry: MemoryEntry) -> dict[str, Any]:
     return {**row, "success": origin.success, "actions": actions, "images": list(entry.images), "words": words}
 
 
-def entry_of(row: dict[str, Any]) -> MemoryEntry:
+def row_to_entry(row: dict[str, Any]) -> MemoryEntry:
     origin = {c: row[c] for c in ("task_id", "scene", "goal", "split", "success", "source")}
     provenance = Provenance(**origin, actions=tuple(row["actions"]))
     return MemoryEntry(row["id"], row["text"], provenance, tuple(row["images"]))
 
 
-def take_entries(table: Table, rows: set[int]) -> dict[str, MemoryEntry]:
+def read_entries(table: Table, rows: set[int]) -> dict[str, MemoryEntry]:
     """Read entries by row number; returns them by id."""
     if not rows:
         return {}
     taken = table.take_offsets(sorted(rows)).select(ENTRY_COLUMNS).to_arrow().to_pylist()
-    return {row["id"]: entry_of(row) for row in taken}
+    return {row["id"]: row_to_entry(row) for row in taken}

@@ -54,7 +54,7 @@ COLUMNS = ("id", "goal", "scene", "task_id", "success")  # read for ranking, wit
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RankedEntry:
     row: int  # index in the order of writing
     id: str
     goal: str
@@ -63,11 +63,11 @@ class Found:
     success: bool
 
 
-class Retriever:
+class BankRanker:
     """Ranks a bank's entries from an index in memory, without their texts and pictures."""
 
     def __init__(self) -> None:
-        self._entries: list[Found] = []
+        self._entries: list[RankedEntry] = []
         self._scenes: dict[str, array[int]] = {}  # rows by scene
         self._words = BM25()
         self._vectors: list[NDArray[np.float32]] = []
@@ -78,7 +78,7 @@ class Retriever:
     def add(self, rows: pa.RecordBatch) -> None:
         """Append rows with `COLUMNS`, and `words` or `vector`."""
         facts = zip(*(rows.column(name).to_pylist() for name in COLUMNS), strict=True)
-        fresh = [Found(row, *values) for row, values in zip(count(len(self)), facts, strict=False)]
+        fresh = [RankedEntry(row, *values) for row, values in zip(count(len(self)), facts, strict=False)]
         if "vector" in rows.schema.names:
             self._vectors.append(rows.column("vector").flatten().to_numpy().reshape(len(fresh), -1))
         else:
@@ -87,7 +87,7 @@ class Retriever:
             self._scenes.setdefault(found.scene, array("i")).append(found.row)
         self._entries += fresh
 
-    def rank(self, task: Task, k: int, vector: np.ndarray | None = None) -> list[Found]:
+    def rank(self, task: Task, k: int, vector: np.ndarray | None = None) -> list[RankedEntry]:
         """Return at most k entries, best first, without the task's own.
 
         Args:
@@ -107,7 +107,7 @@ class Retriever:
             rows = np.arange(len(self))
         here = self._best(in_scene, of_scene, k, lambda f: f.task_id != own)
         elsewhere = self._best(scores, rows, k, lambda f: f.task_id != own and not (scene and f.scene == scene))
-        return merge(repeats_last(here), repeats_last(elsewhere), k)
+        return merge_rankings(move_repeats_last(here), move_repeats_last(elsewhere), k)
 
     def _by_words(self, task: Task) -> NDArray[np.float32]:
         scores = np.zeros(len(self), dtype=np.float32)
@@ -122,8 +122,8 @@ class Retriever:
         return np.einsum("nd,d->n", self._vectors[0], vector.astype(np.float32))
 
     def _best(
-        self, scores: NDArray[np.float32], rows: NDArray[np.intp], k: int, keep: Callable[[Found], bool]
-    ) -> list[Found]:
+        self, scores: NDArray[np.float32], rows: NDArray[np.intp], k: int, keep: Callable[[RankedEntry], bool]
+    ) -> list[RankedEntry]:
         """Return at least the k best of `rows` that satisfy `keep`, by (score, id), in whole groups of equal score:
         part of a group would depend on the order of writing."""
         values, limit = scores[rows], max(WINDOW, 4 * k)
@@ -142,7 +142,7 @@ def query_words(task: Task) -> list[str]:
     return " ".join(dict.fromkeys(parts))[:MAX_QUERY].split()[:MAX_WORDS]
 
 
-def repeats_last(found: Sequence[Found]) -> list[Found]:
+def move_repeats_last(found: Sequence[RankedEntry]) -> list[RankedEntry]:
     """Order entries by their number among those of equal (scene, goal), then as in `found`."""
     seen: dict[tuple[str, str], int] = {}
     turn: dict[str, int] = {}
@@ -151,7 +151,7 @@ def repeats_last(found: Sequence[Found]) -> list[Found]:
     return sorted(found, key=lambda f: turn[f.id])
 
 
-def merge(here: Sequence[Found], elsewhere: Sequence[Found], k: int) -> list[Found]:
+def merge_rankings(here: Sequence[RankedEntry], elsewhere: Sequence[RankedEntry], k: int) -> list[RankedEntry]:
     """Merge two lists by reciprocal rank, 1/(i+1) here and 1/(j+2) elsewhere; ties prefer `here`."""
     ranked = [(i, 0, f) for i, f in enumerate(here)] + [(j + 1, 1, f) for j, f in enumerate(elsewhere)]
     return [f for _, _, f in sorted(ranked, key=lambda r: r[:2])[:k]]

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runtime.store import NO_LOCKS, naming
+from runtime.store import NO_LOCKS, name_path_in_errors
 
 LOCK = ".memcompiler.lock"
 _held: dict[tuple[int, Path], tuple[int, int]] = {}  # (process, lock file) -> (descriptor, locks of this process on it)
@@ -65,7 +65,7 @@ def _take(folder: Path, command: str) -> int:
     own = {"command": command, "pid": pid, "host": platform.node(), "since": now, "start": _start_of(pid)}
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        with ExitStack() as opened, naming(path):
+        with ExitStack() as opened, name_path_in_errors(path):
             opened.callback(os.close, descriptor)
             _lock(descriptor, folder)
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):  # else released and removed

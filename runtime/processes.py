@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self
@@ -203,23 +203,16 @@ def run_in_foreground(command: Sequence[str], env: Mapping[str, str] | None = No
 
     Returns its exit status, 128 + n if signal n ended it."""
     child = ChildProcess(command, env=env)
+    forward = lambda number, frame: child.signal(number, group=False)
+    handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with _signal_handler(lambda number, frame: child.signal(number, group=False), signal.SIGINT, signal.SIGTERM):
-            status = child.wait()
+        status = child.wait()
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         child.kill()
     assert status is not None
     return status if status >= 0 else 128 - status
-
-
-@contextlib.contextmanager
-def _signal_handler(handle: Callable[[int, object], None], *numbers: int) -> Iterator[None]:
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def wait_for(children: Sequence[ChildProcess], timeout_s: float) -> None:

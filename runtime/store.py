@@ -51,7 +51,7 @@ class JsonLines:
         """Append strict JSON texts without line breaks, durably."""
         lines = "".join(text + "\n" for text in texts).encode("ascii")
         is_new = not self.path.exists()
-        with naming(self.path):
+        with name_path_in_errors(self.path):
             self.drop_torn_line()
             with self.path.open("ab") as file:
                 file.write(lines)
@@ -144,7 +144,7 @@ def write_atomically(path: Path, text: str) -> None:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` at the end of the block, unless it raises."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
-    with naming(path):
+    with name_path_in_errors(path):
         try:
             with temporary.open("xb") as file:
                 yield file
@@ -156,7 +156,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def name_path_in_errors(path: Path) -> Iterator[None]:
     """Add the path to an OSError without one, such as that of a full disk."""
     try:
         yield

@@ -10,7 +10,15 @@ from typing import NamedTuple
 from envs.household.trajectories import fetching
 from memory.brainmem import agent, rules
 from memory.brainmem.episodic import SpatialGraph, Topic, TrajectoryGraph, topic_of
-from memory.brainmem.semantic import Experience, Experiences, Guideline, counted, formed, listed, pruned
+from memory.brainmem.semantic import (
+    Experience,
+    Experiences,
+    Guideline,
+    best_guidelines,
+    count_application,
+    prune_guidelines,
+    update_guidelines,
+)
 from memory.brainmem.settings import BrainMemSettings
 from memory.journal import Row
 
@@ -64,18 +72,18 @@ class Knowledge:
 
     def guidelines_with(self, new: Experience, words: Mapping[str, str] = {}) -> list[Guideline]:
         """Return the guidelines after a new experience; `words` maps the rules' texts to a model's."""
-        return formed(self.guidelines, self.experiences, new, self.episodes, f"g{self.episodes}", words)
+        return update_guidelines(self.guidelines, self.experiences, new, self.episodes, f"g{self.episodes}", words)
 
     def _reflect(self, row: Row, topic: Topic, number: int) -> None:
         first, new = row.attempts[0], self.experience_of(row, topic)
         if self.settings.evolve.enabled and any(id.startswith(id_of(ORDER[0])) for id in first.shown):
             shown = frozenset(g.id for g in self.shown_guidelines())
-            self.guidelines = counted(self.guidelines, shown, topic.task_type, first.success, number)
+            self.guidelines = count_application(self.guidelines, shown, topic.task_type, first.success, number)
         self.guidelines = self.guidelines_with(new, row.answers.get("guidelines", {}))
         self.experiences.append(new)
         if self.settings.evolve.enabled:
             most, decay = self.settings.semantic.guidelines, self.settings.evolve.decay
-            self.guidelines = pruned(self.guidelines, most, number, decay)
+            self.guidelines = prune_guidelines(self.guidelines, most, number, decay)
 
     # -- sections of the context --------------------------------------------------------------------------------------
 
@@ -103,7 +111,7 @@ class Knowledge:
 
     def shown_guidelines(self) -> list[Guideline]:
         """List the guidelines of the context, best first."""
-        return listed(self.guidelines, self.settings.semantic.guidelines)
+        return best_guidelines(self.guidelines, self.settings.semantic.guidelines)
 
     def _experience_line(self, e: Experience) -> str:
         semantic = self.settings.semantic

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from memory.brainmem.knowledge import Knowledge
-from memory.brainmem.semantic import listed
+from memory.brainmem.semantic import best_guidelines
 from memory.protocol import Edge, Graph, Table
 
 ROOMS, FACTS, MOVES = 4, 30, 30  # rooms drawn; relations and transitions per room
@@ -23,7 +23,7 @@ def tables(known: Knowledge, failures: Mapping[str, int]) -> list[Table]:
             ", ".join(sorted(g.task_types)),
             g.text,
         )
-        for g in listed(known.guidelines, len(known.guidelines))
+        for g in best_guidelines(known.guidelines, len(known.guidelines))
     )
     kinds = Counter(e.task_type for e in known.experiences)
     won = Counter(e.task_type for e in known.experiences if e.success)

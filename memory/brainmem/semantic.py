@@ -151,12 +151,12 @@ class Guideline:
         return replace(self, n_success=self.n_success + success, n_total=self.n_total + 1, last_applied=episode)
 
 
-def listed(guidelines: Iterable[Guideline], most: int) -> list[Guideline]:
+def best_guidelines(guidelines: Iterable[Guideline], most: int) -> list[Guideline]:
     """Return at most `most` guidelines, best first (C.3)."""
     return sorted(guidelines, key=lambda g: (-g.utility, -g.n_success, g.id))[:most]
 
 
-def pruned(guidelines: Sequence[Guideline], most: int, now: int, decay: float = 1.0) -> list[Guideline]:
+def prune_guidelines(guidelines: Sequence[Guideline], most: int, now: int, decay: float = 1.0) -> list[Guideline]:
     """Drop the least useful guidelines if there are more than 1.5 `most`; keep the order of the others."""
     if len(guidelines) <= SOFT_LIMIT * most:
         return list(guidelines)
@@ -166,14 +166,14 @@ def pruned(guidelines: Sequence[Guideline], most: int, now: int, decay: float = 
     return [g for g in guidelines if g.id not in dropped]
 
 
-def counted(
+def count_application(
     guidelines: Sequence[Guideline], shown: frozenset[str], task_type: str, success: bool, episode: int
 ) -> list[Guideline]:
     """Count an episode for the guidelines that it applied."""
     return [g.applied(success, episode) if g.id in shown and task_type in g.task_types else g for g in guidelines]
 
 
-def formed(
+def update_guidelines(
     guidelines: Sequence[Guideline],
     experiences: Experiences,
     new: Experience,
@@ -219,7 +219,7 @@ def formed(
     return joined
 
 
-def agreeing(experiences: Iterable[Experience], text: str) -> list[str]:
+def agreeing_texts(experiences: Iterable[Experience], text: str) -> list[str]:
     """List the distinct texts of experiences that agree with a text."""
     return list(dict.fromkeys(other for e in experiences for other in e.texts() if _agree(text, other)))
 

@@ -19,7 +19,7 @@ from envs.household.telling import summary
 from memory.brainmem import agent, overview, working
 from memory.brainmem.episodic import GraphPosition, State, TrajectoryGraph, topic_of
 from memory.brainmem.knowledge import NAME, Knowledge, id_of
-from memory.brainmem.semantic import agreeing
+from memory.brainmem.semantic import agreeing_texts
 from memory.brainmem.settings import BrainMemSettings
 from memory.brainmem.working import WorkStep
 from memory.entry import MemoryEntry, Provenance, Written
@@ -64,7 +64,7 @@ class BrainMem(JournalMemory):
         for g in known.guidelines_with(new):
             if g.id not in ids:
                 support = [*known.experiences.of_ids(g.support), *([new] if new.id in g.support else [])]
-                if text := agent.ask_guideline(agreeing(support, g.basis), ask):
+                if text := agent.ask_guideline(agreeing_texts(support, g.basis), ask):
                     answers.guidelines[g.basis] = text
                 else:
                     answers.failed(agent.GUIDELINE)
@@ -155,7 +155,7 @@ class BrainSession:
 
     def _working(self) -> str:
         settings = self._settings.working
-        return working.rendered(list(self._window), self._taken, settings) if settings.enabled else ""
+        return working.render_section(list(self._window), self._taken, settings) if settings.enabled else ""
 
     def observe(self, record: Record) -> None:
         before = self._now or GraphPosition.start(self._task, record.observation)

@@ -71,12 +71,12 @@ def _reversed(door: re.Match[str], before: Sequence[WorkStep]) -> bool:
     return uses[-1] != door[1]
 
 
-def rate(window: Sequence[WorkStep]) -> str:
+def success_rate(window: Sequence[WorkStep]) -> str:
     """Format the success rate of the window (B.1.1)."""
     return f"{100 * sum(step.ok for step in window) / len(window):.1f}%"
 
 
-def rendered(window: Sequence[WorkStep], taken: int, settings: Working) -> str:
+def render_section(window: Sequence[WorkStep], taken: int, settings: Working) -> str:
     """Write the section in C.1's order; "" for an empty window. `taken`: the attempt's number of actions."""
     if not window:
         return ""
@@ -92,5 +92,5 @@ def rendered(window: Sequence[WorkStep], taken: int, settings: Working) -> str:
     if settings.agent_state:
         lines += [f"CURRENT ROBOT STATE: holding {window[-1].holds or 'nothing'}", *REMINDERS]
     if settings.success_state:
-        lines.append(f"Performance: success rate {rate(window)}, actions {taken}")
+        lines.append(f"Performance: success rate {success_rate(window)}, actions {taken}")
     return "\n".join([*lines, STRATEGY])

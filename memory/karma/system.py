@@ -21,7 +21,7 @@ from memory.journal import JournalMemory
 from memory.karma.graph import SceneGraph, build_graph
 from memory.karma.recall import nearest
 from memory.karma.settings import KarmaSettings
-from memory.karma.units import HAND, ShortTerm, Unit, asked_states, goal_words
+from memory.karma.units import HAND, ShortTerm, Unit, ask_states, goal_words
 from memory.protocol import Edge, Graph, Query, Recall, Record, Table, Trace
 from memory.registry import MemorySpec, Tools
 from memory.trajectory import one_line
@@ -115,7 +115,7 @@ class KarmaLife:
                 messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
                 return ask(messages, "states", STATES_TOKENS)
 
-            for id, states in asked_states(used, trace.records, chat).items():
+            for id, states in ask_states(used, trace.records, chat).items():
                 short.restate(id, states)
 
 

@@ -160,7 +160,7 @@ Write one line for each object and nothing else, in the form `object: state, sta
 may ask for."""
 
 
-def asked_states(
+def ask_states(
     units: Sequence[Unit], records: Sequence[Record], ask: Callable[[str, str], str | None]
 ) -> Mapping[str, tuple[str, ...]]:
     """Ask a model for the states of objects after these steps (Fig. 10); unknown state words are ignored."""

@@ -14,7 +14,7 @@ from compiler.records import CompileRequest
 from envs.base import Task
 from eval.qa.evidence import asking
 from memory.brainmem.agent import line
-from memory.brainmem.semantic import Experience, agreeing
+from memory.brainmem.semantic import Experience, agreeing_texts
 from memory.entry import MemoryEntry, Provenance
 from memory.karma.recall import distances
 from memory.karma.units import goal_words
@@ -63,7 +63,7 @@ def test_brainmem_knows_who_says_the_same(language) -> None:
         for t, text in enumerate(language.turns)
     ]
     for text in language.turns:
-        assert agreeing(experiences, f"{text.rstrip('.。।؟?？')}!") == [text]
+        assert agreeing_texts(experiences, f"{text.rstrip('.。।؟?？')}!") == [text]
 
 
 @every_language

@@ -20,7 +20,7 @@ from memory.bank import MemoryBank
 from memory.bank_table import CROWDED, BankError
 from memory.entry import MemoryEntry, Provenance, Written
 from memory.protocol import MemorySystem
-from memory.retrieval import Retriever
+from memory.retrieval import BankRanker
 from tests.memory.entries import entry
 
 TASK = Task("none", "put a hot mug in cabinet", "home 1", "test", "")
@@ -436,14 +436,14 @@ def test_reading_writes_nothing(bank: MemoryBank):
 
 
 def test_recall_reads_what_was_added_since_the_last_one(bank: MemoryBank, monkeypatch: pytest.MonkeyPatch):
-    read, add, own = [], Retriever.add, bank._retriever
+    read, add, own = [], BankRanker.add, bank._retriever
 
-    def adding(self: Retriever, rows: Any) -> None:
+    def adding(self: BankRanker, rows: Any) -> None:
         if self is own:
             read.append(rows.num_rows)
         add(self, rows)
 
-    monkeypatch.setattr(Retriever, "add", adding)
+    monkeypatch.setattr(BankRanker, "add", adding)
     for entries in ([entry(i) for i in range(50)], [entry(50)], [entry(51), entry(52)]):
         bank.write(entries)
         assert bank.retrieve([TASK], 99) == bank.retrieve([TASK], 99) == MemoryBank(bank.path).retrieve([TASK], 99)
