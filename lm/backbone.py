@@ -64,8 +64,8 @@ class Batch:
 class Backbone(PromptEncoder):
     """A causal LM or VLM with the encoder of its prompts.
 
-    Raises: ValueError, for an unsupported VLM (`lm.vision.check_vision_model`), or if model and processor differ in their
-    image token."""
+    Raises: ValueError, for an unsupported VLM (`lm.vision.check_vision_model`), or if model and processor use different
+    image tokens."""
 
     _recomputed: Sequence[Any] = ()  # layers with gradient checkpointing
     _home: torch.device | None = None  # later device of weights that are still elsewhere
